@@ -82,6 +82,10 @@ class Tag(enum.IntEnum):
     """``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""
     OFFER = 13
     """``offer_drafts``. Fields: ``[number of the request, number of drafts]`` of each offer."""
+    STORE = 14
+    """``store_blocks``. Field: the host block of each offered block, or -1."""
+    LOAD = 15
+    """``load_blocks``. Fields: number of the request?, number of its first loaded block, host blocks."""
     DECODING = 12
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.

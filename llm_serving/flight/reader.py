@@ -60,6 +60,24 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """A recorded call of ``Scheduler.store_blocks``: the host block of each offered block, or -1."""
+
+    now: float
+    hosts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A recorded call of ``Scheduler.load_blocks``. ``number`` is None if the request had ended."""
+
+    now: float
+    number: int | None
+    first: int
+    hosts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Scheduled:
     """A recorded call of ``Scheduler.schedule``. If it returned no step, ``wakeup`` is the time to call it again."""
 
@@ -155,6 +173,8 @@ Event = (
     Added
     | Released
     | Offered
+    | Stored
+    | Loaded
     | Scheduled
     | Completed
     | Finished
@@ -168,6 +188,8 @@ Event = (
 _EVENTS: dict[Tag, Callable[..., Event]] = {
     Tag.RELEASE: Released,
     Tag.OFFER: Offered,
+    Tag.STORE: Stored,
+    Tag.LOAD: Loaded,
     Tag.UPDATE: Completed,
     Tag.FINISH: Finished,
     Tag.AGENT_LOST: AgentLost,

@@ -102,6 +102,16 @@ class FlightRecorder:
         self._scheduler.offer_drafts(offers)
         self._record(self._record_offers, offers)
 
+    def store_blocks(self, hosts: Iterable[int]) -> None:
+        hosts = list(hosts)
+        self._scheduler.store_blocks(hosts)
+        self._record(self._journal.record, [Tag.STORE, hosts])
+
+    def load_blocks(self, request_id: str, first: int, hosts: Iterable[int]) -> None:
+        hosts, number = list(hosts), self._journal.find(request_id)
+        self._scheduler.load_blocks(request_id, first, hosts)
+        self._record(self._journal.record, [Tag.LOAD, number, first, hosts])
+
     def schedule(self, now: float) -> ScheduledStep | None:
         try:
             step = self._scheduler.schedule(now)

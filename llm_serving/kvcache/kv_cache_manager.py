@@ -10,6 +10,7 @@ and of the new block. When the step that copies has completed, the caller passes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,7 @@ class KVCacheManager:
         self.host_pool = HostBlockPool(num_host_blocks)
         self._prefix_cache = PrefixCache(self._pool, block_size, namespace, block_hash) if prefix_cache else None
         self._copies = BlockCopies(self._pool)
+        self._lent: Counter[int] = Counter()
 
     @property
     def num_usable_blocks(self) -> int:
@@ -76,6 +78,11 @@ class KVCacheManager:
     def num_copies_under_way(self) -> int:
         """Number of copies that have begun and not ended. Each copy holds its source block."""
         return self._copies.num_under_way
+
+    @property
+    def num_lent(self) -> int:
+        """Number of holds of ``lend`` and ``take``, for steps that copy blocks to KV tiers or from them."""
+        return self._lent.total()
 
     @property
     def prefix_query_tokens(self) -> int:
@@ -95,7 +102,7 @@ class KVCacheManager:
         """Number of KV positions in all block tables. If a block is in two tables, its positions count twice."""
         if self._contiguous is not None:
             return (self._contiguous.num_usable_blocks - self._contiguous.num_free_blocks) * self.block_size
-        return (self._pool.num_holds - self._copies.num_under_way) * self.block_size
+        return (self._pool.num_holds - self._copies.num_under_way - self.num_lent) * self.block_size
 
     @property
     def prefixes(self) -> PrefixCache:
@@ -190,6 +197,27 @@ class KVCacheManager:
         """Ends the copies of a step that has completed or will never run. Removes the holds on their source blocks."""
         self._copies.end(copies)
 
+    def lend(self, blocks: list[int]) -> None:
+        """Adds a hold to cached blocks that a step will read, or that must not be evicted before a load ends."""
+        self._pool.share(blocks)
+        self._lent.update(blocks)
+
+    def take(self, count: int) -> list[int]:
+        """Returns new blocks, which a step will fill from a KV tier. The caller must have checked that they are free.
+        """
+        blocks = self._pool.allocate(count)
+        self._lent.update(blocks)
+        return blocks
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Removes the holds of ``lend`` or ``take``. A block that was cached in the meantime stays cached."""
+        self._lent -= Counter(blocks)
+        self._pool.free(blocks)
+
+    def give_all_back(self) -> None:
+        """Removes all holds of ``lend`` and ``take``, because the steps that need them will never complete."""
+        self.give_back(list(self._lent.elements()))
+
     @property
     def prefix_index(self) -> PrefixIndex:
         """The index of cached blocks. It knows the tokens of each block."""
@@ -206,6 +234,7 @@ class KVCacheManager:
             "contiguous": None if contiguous is None else contiguous.snapshot(),
             "host_pool": self.host_pool.snapshot(),
             "copies": self._copies.sources(),
+            "lent": list(self._lent.elements()),
             "prefix_cache": None if prefix_cache is None else prefix_cache.snapshot(contents),
         }
 
@@ -219,6 +248,7 @@ class KVCacheManager:
             self._contiguous.restore(state["contiguous"])
         self.host_pool.restore(state["host_pool"])
         self._copies.restore(state["copies"])
+        self._lent = Counter(state["lent"])
         return 0 if self._prefix_cache is None else self._prefix_cache.restore(state["prefix_cache"])
 
     def check_integrity(self, block_tables: list[list[int]], host_tables: Sequence[list[int]] = ()) -> None:
@@ -228,6 +258,7 @@ class KVCacheManager:
         """
         held = [block for table in block_tables for block in table]
         held += self._copies.sources()
+        held += self._lent.elements()
         (self._contiguous or self._pool).check_integrity(held)
         self.host_pool.check_integrity([block for table in host_tables for block in table])
         if self._prefix_cache is not None and not held:

@@ -68,6 +68,9 @@ class PrefixCache:
         self.epoch = 0
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.fresh: list[tuple[int, int]] | None = None
+        """The full blocks that were committed and not yet offered to the KV tiers, each with its index entry. None if
+        there are no KV tiers."""
         self._pool = pool
         self._index = pool.index
         self._block_size = block_size
@@ -155,9 +158,26 @@ class PrefixCache:
             parent = self._index.entries[block]
             blocks.append(block)
             entries.append(parent)
+            if self.fresh is not None and block == block_table[index]:
+                self.fresh.append((block, parent))
         rest = chain.tokens(num_full * self._block_size, num_computed)
         if rest and len(blocks) == num_full:
             pool.register_tail(block_table[num_full], rest, parent)
+
+    def insert(self, chain: PrefixChain, first: int, blocks: list[int]) -> None:
+        """Adds held full blocks to the cache, whose content was loaded from a KV tier. They are the blocks of the chain
+        from number ``first``.
+
+        Adds none if a block before them is no longer cached. A block whose content is cached already stays private.
+        """
+        self._refresh(chain)
+        self._find_further(chain, first)
+        if len(chain.blocks) < first:
+            return
+        parent: Parent = chain.entries[first - 1] if first else chain.salt
+        for index, block in enumerate(blocks, first):
+            found = self._pool.register(block, chain.hash_at(index), chain.content(index), parent)
+            parent = self._index.entries[found]
 
     def current_part(self, match: PrefixMatch) -> tuple[list[int], TailMatch | None]:
         """Returns the blocks of a match before the first block whose content has changed, and the tail or None.
@@ -182,7 +202,8 @@ class PrefixCache:
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the counters and the index as plain data. ``contents`` replaces the tokens of each block."""
         counters = [self.epoch, self.num_query_tokens, self.num_hit_tokens]
-        return {"counters": counters, "index": self._index.snapshot(contents)}
+        fresh = None if self.fresh is None else [list(pair) for pair in self.fresh]
+        return {"counters": counters, "index": self._index.snapshot(contents), "fresh": fresh}
 
     def restore(self, state: dict[str, Any]) -> int:
         """Restores the state that ``snapshot`` returned. Returns the number of blocks that lookups can no longer find.
@@ -191,6 +212,8 @@ class PrefixCache:
         """
         self.epoch, self.num_query_tokens, self.num_hit_tokens = state["counters"]
         self._announced = {}
+        if self.fresh is not None:
+            self.fresh = [(block, entry) for block, entry in state["fresh"] or ()]
         return self._index.restore(
             state["index"], self._block_hash, lambda salt: root_hash(self._namespace, salt, self._block_hash)
         )
@@ -212,6 +235,8 @@ class PrefixCache:
         """
         self._pool.drop_cached()
         self.epoch += 1
+        if self.fresh is not None:
+            self.fresh = []
 
     def check_idle(self) -> None:
         """Raises AssertionError if a block is announced. The caller calls this method when no sequence has blocks."""

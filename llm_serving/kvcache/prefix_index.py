@@ -65,6 +65,10 @@ class PrefixIndex:
                 best, best_tokens = block, num_tokens
         return (best, best_tokens) if best_tokens else None
 
+    def described(self, block: int) -> tuple[bytes, bytes]:
+        """Returns the chained hash of a cached full block, and its packed tokens."""
+        return self._hashes[block], self._contents[block]
+
     def num_tokens(self, block: int) -> int:
         """Returns the number of tokens that a block's index entry describes."""
         return len(self._contents[block]) // TOKEN_BYTES

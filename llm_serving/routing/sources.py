@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from llm_serving.routing.replica import RoutedReplica
 from llm_serving.routing.router import Router
 from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.tier_moves import BlockKey, WantedBlocks
 
 
 class ReplicaSource:
@@ -26,6 +29,21 @@ class ReplicaSource:
 
     def offer_drafts(self, offers: list[tuple[str, list[int]]]) -> None:
         self._replica.scheduler.offer_drafts(offers)
+
+    def fresh_blocks(self, limit: int) -> list[BlockKey | None]:
+        return self._replica.scheduler.fresh_blocks(limit)
+
+    def store_blocks(self, hosts: Iterable[int]) -> None:
+        self._replica.scheduler.store_blocks(hosts)
+
+    def take_wanted(self) -> list[WantedBlocks]:
+        return self._replica.scheduler.take_wanted()
+
+    def load_blocks(self, request_id: str, first: int, hosts: Iterable[int]) -> None:
+        self._replica.scheduler.load_blocks(request_id, first, hosts)
+
+    def take_released(self) -> list[tuple[int, bool]]:
+        return self._replica.scheduler.take_released()
 
     def schedule(self, now: float) -> ScheduledStep | None:
         return self._router.schedule(self._replica, now)

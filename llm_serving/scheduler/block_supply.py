@@ -55,6 +55,15 @@ class _PrefixSupply(BlockSupply):
         gain = found_later - match.num_tokens
         return CachedPrefix(match.num_tokens, match.pending and gain >= min(size, found_later) > 0)
 
+    def num_missing_blocks(self, sequence: Sequence) -> tuple[int, int]:
+        num_found = len(self._match(sequence).blocks)
+        return num_found, (sequence.request.num_tokens - 1) // self._kv_cache.block_size - num_found
+
+    def loaded(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
+        assert sequence.prefix_chain is not None, "looked up before"
+        self._prefixes.insert(sequence.prefix_chain, first, blocks)
+        self._change(sequence)
+
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         return self._kv_cache.spare_blocks(self._match(sequence), sequence.request.num_tokens) >= reserve
 

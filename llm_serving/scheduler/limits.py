@@ -98,6 +98,8 @@ class SchedulerLimits:
     max_waiting_tokens: int | None = None
     num_host_blocks: int = 0
     """Blocks of host memory for swapped sequences."""
+    has_tiers: bool = False
+    """True if KV tiers keep copies of computed blocks, see ``tier_moves``."""
     page_attention: bool = True
     """Sequences get blocks on demand. Otherwise a sequence reserves one range of blocks for its longest output."""
     prefix_cache: bool = False
@@ -128,6 +130,8 @@ class SchedulerLimits:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.prefix_cache and not self.page_attention:
             raise ValueError("prefix_cache needs page_attention, because contiguous sequences cannot share blocks")
+        if self.has_tiers and not self.prefix_cache:
+            raise ValueError("has_tiers needs prefix_cache, which finds the blocks that the tiers keep")
         if not 0 <= self.decode_steps_ahead <= MAX_DECODE_STEPS_AHEAD:
             raise ValueError(
                 f"decode_steps_ahead is {self.decode_steps_ahead}; it must be 0 to {MAX_DECODE_STEPS_AHEAD}"
@@ -169,6 +173,7 @@ class SchedulerLimits:
             max_waiting_requests=scheduler.max_waiting_requests,
             max_waiting_tokens=scheduler.max_waiting_tokens,
             num_host_blocks=config.num_host_blocks,
+            has_tiers=config.kv_tier_config.host_blocks > 0,
         )
 
     @property

@@ -71,6 +71,8 @@ class StepReason(enum.Enum):
     BUDGET_CUT = "sequences decode, and prompts get the tokens that keep the time between tokens within its objective"
     SWAP_OUT = "blocks were needed: a sequence moves to the host"
     SWAP_IN = "blocks are free again: a sequence comes back from the host"
+    STORE = "blocks were computed: copies of them go to the KV tiers"
+    LOAD = "a KV tier has blocks of a waiting sequence"
     SUSPECT = "the sequence may have killed an agent, so it runs alone"
 
 

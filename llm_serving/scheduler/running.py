@@ -46,6 +46,18 @@ class BlockSupply:
         """Returns which known tokens of a waiting sequence are cached. Does not change blocks."""
         return _NOTHING_CACHED
 
+    def num_missing_blocks(self, sequence: Sequence) -> tuple[int, int]:
+        """Returns how many of a waiting sequence's first full blocks are cached, and how many full blocks follow them.
+
+        The block with the last known token does not count, because this token must be computed.
+        """
+        return 0, 0
+
+    def loaded(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
+        """Adds blocks with the content of a waiting sequence's full blocks, from number ``first``, to the prefix cache.
+        """
+        raise AssertionError("without a prefix cache, nothing is loaded")
+
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         """Returns True if enough blocks are free to start the sequence and leave ``reserve`` blocks free."""
         kv_cache = self._kv_cache
@@ -139,10 +151,11 @@ class RunningSet(Stateful):
     def num_leaving_blocks(self) -> int:
         """Number of blocks that become free when the steps in flight complete, unless other sequences share them.
 
-        These are the blocks of leaving sequences, and the source blocks of copies.
+        These are the blocks of leaving sequences, the source blocks of copies, and blocks that move to or from KV
+        tiers.
         """
         held = sum(len(sequence.block_table) for sequence in self._leaving.values())
-        return held + self._kv_cache.num_copies_under_way
+        return held + self._kv_cache.num_copies_under_way + self._kv_cache.num_lent
 
     @property
     def victim(self) -> Sequence:

@@ -43,6 +43,7 @@ from llm_serving.scheduler.snapshot import RequestCodec, Stateful, load_sequence
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
 from llm_serving.scheduler.swapping import Swapper
+from llm_serving.scheduler.tier_moves import BlockKey, TierMoves, WantedBlocks
 from llm_serving.waiting.intake import Intake
 from llm_serving.waiting.slo_order import make_order
 
@@ -82,7 +83,8 @@ class Scheduler:
         self._lifecycle = Lifecycle(self._state, self._supply, self._preemption, self._admission)
         batching = make_batching_mode(self._state)
         light_keys = LightKeys(self._state)
-        starter = Starter(self._state, batching, self._supply, self._admission, light_keys)
+        self._tiers = TierMoves(self._state, self._supply) if limits.has_tiers else None
+        starter = Starter(self._state, batching, self._supply, self._admission, light_keys, self._tiers)
         composer = MixedComposer(
             self._state,
             starter,
@@ -96,6 +98,7 @@ class Scheduler:
             "state": self._state,
             "preemption": self._preemption,
             **({"swapper": self._swapper} if self._swapper is not None else {}),
+            **({"tiers": self._tiers} if self._tiers is not None else {}),
             "admission": self._admission,
             "light_keys": light_keys,
             "batching": batching,
@@ -257,10 +260,16 @@ class Scheduler:
                 self._state.note_ended(sequence)
             deadline = self._intake.next_deadline
         self._state.wakeup = deadline
+        tiers = self._tiers
+        if tiers is not None and (load := tiers.next_load()) is not None:
+            return load
         if self._quarantine.is_active:
             is_alone, step = self._quarantine.next_step(now)
             if is_alone:
                 return step
+        return self._next_step(now) or (None if tiers is None else tiers.next_store())
+
+    def _next_step(self, now: float) -> ScheduledStep | None:
         swapper = self._swapper
         if swapper is None:
             return self._policy.next_step(now)
@@ -289,6 +298,8 @@ class Scheduler:
         self._policy.step_completed(flight.step, result)
         if self._swapper is not None:
             self._swapper.step_completed(flight.step, result)
+        if self._tiers is not None:
+            self._tiers.step_completed(flight.step, result)
         self._admission.step_completed()
         return self._lifecycle.take_result(flight, result, now)
 
@@ -308,12 +319,38 @@ class Scheduler:
         for flight in self._in_flight:
             self._kv_cache.end_copies(flight.copies)
         self._in_flight.clear()
+        if self._tiers is not None:
+            self._tiers.lose()
         self._supply.lose_all()
         self._lifecycle.lose_device(now)
         self._policy.reset()
         if culprit is not None:
             self._lifecycle.finish(culprit, FinishReason.ERROR, now)
             self._intake.note_ended([RequestUpdate(culprit.request, error=AgentLostTwiceError.TEXT)])
+
+    # The following methods are for the KV tiers. ``TierMoves`` describes them. Without tiers, nothing is offered.
+
+    def fresh_blocks(self, limit: int) -> list[BlockKey | None]:
+        """Returns the first ``limit`` committed blocks that the tiers were not offered yet. Changes nothing."""
+        return [] if self._tiers is None else self._tiers.fresh_blocks(limit)
+
+    def store_blocks(self, hosts: Iterable[int]) -> None:
+        """Takes the tiers' reply for the first offered blocks: a host block for each, or ``NO_HOST_BLOCK``."""
+        assert self._tiers is not None, "only tiers store blocks"
+        self._tiers.store_blocks(list(hosts))
+
+    def take_wanted(self) -> list[WantedBlocks]:
+        """Returns the questions of waiting requests for the tiers. Each is returned once."""
+        return [] if self._tiers is None else self._tiers.take_wanted()
+
+    def load_blocks(self, request_id: str, first: int, hosts: Iterable[int]) -> None:
+        """Takes the tiers' reply to a question: the host blocks with the request's blocks from number ``first``."""
+        assert self._tiers is not None, "only tiers load blocks"
+        self._tiers.load_blocks(request_id, first, list(hosts))
+
+    def take_released(self) -> list[tuple[int, bool]]:
+        """Returns the tiers' host blocks that no step needs any more, each with whether its content is known."""
+        return [] if self._tiers is None else self._tiers.take_released()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless each block and batch row is either held or free, and the counts agree with the

@@ -68,6 +68,10 @@ class Sequence:
     drop_tokens: bool = False
     """True after a step of this sequence never ran. The results of its steps in flight are then void, and the content
     of its blocks is unknown."""
+    asked_from: int = -1
+    """Number of the first full block for which the KV tiers were last asked. -1 if they were not."""
+    waits_for_load: bool = False
+    """True while the KV tiers look for blocks of the waiting sequence, or a step copies them to the device."""
     last_chosen: int = 0
     """When the sequence was last chosen for a decode step that could not take all decoding sequences: a number that
     increases with each choice.
@@ -118,6 +122,7 @@ class Sequence:
         self.draft = []
         self.num_inflight_drafts = 0
         self.drop_tokens = False
+        self.asked_from = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ or a dict."""
 _SEQUENCE_STATE = (
     *("arrival_index", "max_output_tokens", "on_host", "is_decoding", "restarts", "notes_tokens", "drop_tokens"),
     *("num_inflight_steps", "num_inflight_decodes", "num_inflight_drafts", "last_chosen", "block_table", "host_table"),
+    *("asked_from", "waits_for_load"),
 )
 
 

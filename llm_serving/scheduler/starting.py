@@ -18,9 +18,10 @@ from llm_serving.scheduler.slo_starts import SloStarts
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan
+from llm_serving.scheduler.tier_moves import TierMoves
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
 
-_NOT_CAPACITY = (BlockReason.BATCH, BlockReason.PREFIX)
+_NOT_CAPACITY = (BlockReason.BATCH, BlockReason.PREFIX, BlockReason.LOAD)
 """Reasons not to start although there is capacity. They can end with the next step. All other reasons limit how many
 requests may wait."""
 
@@ -98,8 +99,11 @@ class Starter:
         supply: BlockSupply,
         admission: Admission,
         light_keys: LightKeys,
+        tiers: TierMoves | None = None,
     ) -> None:
+        """``tiers`` is None if there are no KV tiers."""
         self._state = state
+        self._tiers = tiers
         self._light_keys = light_keys
         self._batching = batching
         self._supply = supply
@@ -178,6 +182,8 @@ class Starter:
         cached = self._supply.look_up(sequence)
         if cached.is_pending:
             return BlockReason.PREFIX
+        if self._tiers is not None and self._tiers.must_wait(sequence):
+            return BlockReason.LOAD
         num_uncomputed = sequence.request.num_tokens - cached.num_tokens
         exceeds = whole and plan and num_uncomputed > plan.num_free_tokens
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None

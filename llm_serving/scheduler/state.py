@@ -125,6 +125,8 @@ class InFlightSteps(Stateful):
         void: list[int] = []
         kept: set[Sequence] = set()
         for flight in reversed(self._steps.values()):
+            if not flight.sequences:
+                continue  # a step that copies blocks to KV tiers or from them
             if all(sequence.request.is_finished and sequence not in kept for sequence in flight.sequences):
                 void.append(flight.step.seq)
             else:

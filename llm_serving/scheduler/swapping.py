@@ -19,7 +19,7 @@ _KEEP = 1 - 1 / 32
 """Each new step multiplies the weights of earlier steps by this factor. About the last 32 steps count."""
 
 
-class _Rate(Stateful):
+class Rate(Stateful):
     """Mean seconds per unit: a computed token or a moved block. The latest steps have the largest weight."""
 
     STATE = ("_seconds", "_units")
@@ -50,8 +50,8 @@ class PreemptionChoice(Stateful):
     def __init__(self, kind: PreemptionKind, block_size: int) -> None:
         self._kind = kind
         self._block_size = block_size
-        self._prefill = _Rate()
-        self._move = _Rate()
+        self._prefill = Rate()
+        self._move = Rate()
 
     def prefers_swap(self, sequence: Sequence) -> bool:
         """Returns True if swap is preferred for a running sequence.

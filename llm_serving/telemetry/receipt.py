@@ -48,6 +48,8 @@ class BlockReason(enum.Enum):
     """The policy chose another kind of step."""
     PREFIX = "prefix"
     """A step computes the request's prefix for another request. The request waits to share the blocks."""
+    LOAD = "load"
+    """Blocks of the request come from a KV tier, in less time than computing them takes."""
     PREEMPTED_FIRST = "preempted_first"
     """A request that was preempted or restarted starts first."""
 

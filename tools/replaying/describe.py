@@ -12,10 +12,12 @@ from llm_serving.flight.reader import (
     Event,
     FailedAll,
     Finished,
+    Loaded,
     Offered,
     Raised,
     Released,
     Scheduled,
+    Stored,
     TookEnded,
     VoidSteps,
 )
@@ -44,6 +46,10 @@ def _describe_call(event: Event) -> str:
         return f"requests {shorten(event.numbers)} move to another replica"
     if isinstance(event, Offered):
         return f"drafts offered to requests (number, drafts): {shorten(event.offers)}"
+    if isinstance(event, Stored):
+        return f"KV tiers take offered blocks (host block, -1 for none): {shorten(event.hosts)}"
+    if isinstance(event, Loaded):
+        return f"KV tiers have {len(event.hosts)} blocks of request {event.number} from its block {event.first}"
     if isinstance(event, Scheduled):
         if event.step is None:
             wakeup = "" if event.wakeup is None else f", call again at {event.wakeup:.6f}"

@@ -20,11 +20,13 @@ from llm_serving.flight.reader import (
     Event,
     FailedAll,
     Finished,
+    Loaded,
     Offered,
     Raised,
     Released,
     Scheduled,
     Segment,
+    Stored,
     Stretch,
     TookEnded,
     VoidSteps,
@@ -196,6 +198,10 @@ class _Replayer:
             self._scheduler.release_requests([self._requests[number].request_id for number in event.numbers])
         elif isinstance(event, Offered):
             self._offer(event)
+        elif isinstance(event, Stored):
+            self._scheduler.store_blocks(event.hosts)
+        elif isinstance(event, Loaded):
+            self._load(event)
         elif isinstance(event, Scheduled):
             self._schedule(event)
         elif isinstance(event, Completed):
@@ -238,6 +244,10 @@ class _Replayer:
         """Offers as many drafts as were recorded. The recorded results contain which of them were right."""
         known = [(self._requests[number].request_id, size) for number, size in event.offers if number in self._requests]
         self._scheduler.offer_drafts([(request_id, [PLAIN_TOKEN] * size) for request_id, size in known])
+
+    def _load(self, event: Loaded) -> None:
+        request = self._requests.get(-1 if event.number is None else event.number)
+        self._scheduler.load_blocks("unknown" if request is None else request.request_id, event.first, event.hosts)
 
     def _schedule(self, event: Scheduled) -> None:
         try:

@@ -1,0 +1,245 @@
+"""The moves between the device and the KV tiers, which keep copies of computed blocks outside the device's cache.
+
+The tiers themselves are outside the scheduler (package ``kvstore``). They own the host blocks. The scheduler offers
+committed blocks and asks for the blocks of the first waiting sequence. The replies of the tiers are inputs of the
+scheduler, like the results of steps. MOVE steps without sequences make the copies.
+
+A sequence whose blocks the tiers look for stays in the queue, with the reason ``LOAD``. Loaded blocks enter the prefix
+cache, where the sequence then finds them. So a load never changes a text: without it, the sequence is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from llm_serving.ipc.shm import MoveKind
+from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
+from llm_serving.scheduler.running import BlockSupply
+from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.swapping import Rate
+
+NO_HOST_BLOCK = -1
+"""Reply of the tiers for an offered block that they do not keep."""
+STORE_S = 0.002
+"""A step that copies blocks to the host should take at most this time. The next computing step waits for it."""
+FIRST_STORE = 16
+"""Maximum number of blocks of a step that copies blocks to the host, while the time of a copy is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """The content of a full block: the chained hash of its tokens and of all tokens before them, and its own tokens."""
+
+    chained_hash: bytes
+    tokens: bytes
+    """Packed as little-endian int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBlocks:
+    """A question to the tiers: which of these blocks of a waiting request do they have?"""
+
+    request_id: str
+    first: int
+    """Number of the first of these blocks in the sequence."""
+    keys: list[BlockKey]
+    """The blocks, in order without a gap. Only a beginning of the list is of use."""
+    max_block_s: float | None
+    """Seconds in which the agent computes a block. A load that takes longer is of no use. None if it is unknown."""
+
+
+_Load = tuple[Sequence | None, int, list[int], list[int], list[int]]
+"""A load: the sequence, the number of the first loaded block, the host blocks, the device's blocks, and the cached
+blocks before them. All these blocks are held during the load."""
+
+
+class TierMoves(Stateful):
+    """Makes the MOVE steps between the device and the tiers, and knows which waiting sequences wait for loads."""
+
+    STATE = ("_to_store", "_to_load", "_storing", "_loading", "_prefill", "_move")
+
+    def __init__(self, state: SchedulerState, supply: BlockSupply) -> None:
+        self._state = state
+        self._supply = supply
+        self._prefixes = state.kv_cache.prefixes
+        self._prefixes.fresh = []
+        self._to_store: list[tuple[int, int, int]] = []
+        """Accepted blocks that no step has copied yet: block, its index entry, host block."""
+        self._to_load: list[_Load] = []
+        self._storing: dict[int, list[tuple[int, int]]] = {}
+        """By number of a step in flight: the blocks that it copies, each with its host block."""
+        self._loading: dict[int, _Load] = {}
+        self._prefill = Rate()
+        self._move = Rate()
+        self._wanted: list[WantedBlocks] = []
+        self._released: list[tuple[int, bool]] = []
+
+    # The interface to the tiers
+
+    def fresh_blocks(self, limit: int) -> list[BlockKey | None]:
+        """Returns the first ``limit`` committed blocks that were not offered yet. None: the block was evicted."""
+        index, fresh = self._state.kv_cache.prefix_index, self._prefixes.fresh or []
+        return [
+            BlockKey(*index.described(block)) if index.entries[block] == entry else None
+            for block, entry in fresh[:limit]
+        ]
+
+    def store_blocks(self, hosts: SequenceOf[int]) -> None:
+        """Takes the reply for the first ``len(hosts)`` offered blocks: the host block of each, or ``NO_HOST_BLOCK``."""
+        fresh = self._prefixes.fresh
+        assert fresh is not None
+        for (block, entry), host in zip(fresh, hosts, strict=False):
+            if host != NO_HOST_BLOCK:
+                self._to_store.append((block, entry, host))
+        del fresh[: len(hosts)]
+
+    def take_wanted(self) -> list[WantedBlocks]:
+        """Returns the questions of waiting sequences. Each is returned once and needs a reply through ``load_blocks``.
+        """
+        wanted, self._wanted = self._wanted, []
+        return wanted
+
+    def load_blocks(self, request_id: str, first: int, hosts: SequenceOf[int]) -> None:
+        """Takes the reply to a question: the host blocks with the content of the sequence's blocks from ``first``.
+
+        An empty list means that the sequence must be computed.
+        """
+        sequence = self._state.intake.sequences.get(request_id)
+        if sequence is None or not sequence.waits_for_load or sequence.asked_from != first:
+            self._release(hosts)
+            return
+        sequence.waits_for_load = False
+        if sequence.state is not SequenceState.WAITING:
+            self._release(hosts)  # it was started alone, as a suspect
+            return
+        num_found, num_missing = self._supply.num_missing_blocks(sequence)
+        skipped = num_found - first
+        useful = list(hosts[max(skipped, 0) :][: max(num_missing, 0)]) if skipped >= 0 else []
+        if useful and self._begin(sequence, num_found, useful):
+            hosts = [host for host in hosts if host not in useful]
+        self._release(hosts)
+
+    def take_released(self) -> list[tuple[int, bool]]:
+        """Returns the host blocks that no step needs any more, each with whether its content is known.
+
+        After a copy to the host that failed, the content is unknown. Each host block is returned once per reply.
+        """
+        released, self._released = self._released, []
+        return released
+
+    # The interface to the scheduler
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Returns True if a sequence that could start waits for a load. Asks the tiers if it is worth asking."""
+        if sequence.waits_for_load:
+            return True
+        first, num_missing = self._supply.num_missing_blocks(sequence)
+        if num_missing <= 0 or first <= sequence.asked_from:
+            return False
+        sequence.asked_from, sequence.waits_for_load = first, True
+        chain = sequence.prefix_chain
+        assert chain is not None, "looked up before"
+        numbers = range(first, first + num_missing)
+        keys = [BlockKey(chain.hash_at(number), chain.content(number)) for number in numbers]
+        self._wanted.append(WantedBlocks(sequence.request.request_id, first, keys, self._block_s))
+        return True
+
+    def next_load(self) -> ScheduledStep | None:
+        """Returns a step that copies loaded blocks to the device, or None."""
+        if not self._to_load:
+            return None
+        load = self._to_load.pop(0)
+        _, _, hosts, blocks, _ = load
+        moves = [BlockMove(MoveKind.SWAP_IN, *pair) for pair in zip(hosts, blocks, strict=True)]
+        step = self._send(moves, StepReason.LOAD)
+        self._loading[step.seq] = load
+        return step
+
+    def next_store(self) -> ScheduledStep | None:
+        """Returns a step that copies blocks to the host, or None. Only one step of this kind is in flight at a time."""
+        if self._storing:
+            return None
+        kv_cache, pairs = self._state.kv_cache, list[tuple[int, int]]()
+        limit = self._max_stores
+        while self._to_store and len(pairs) < limit:
+            block, entry, host = self._to_store.pop(0)
+            if kv_cache.prefix_index.entries[block] == entry:
+                pairs.append((block, host))
+            else:
+                self._released.append((host, False))
+        if not pairs:
+            return None
+        kv_cache.lend([block for block, _ in pairs])
+        step = self._send([BlockMove(MoveKind.SWAP_OUT, *pair) for pair in pairs], StepReason.STORE)
+        self._storing[step.seq] = pairs
+        return step
+
+    def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
+        """Ends the moves of a step that has completed or will never run, and learns the times of steps."""
+        ok = not result.aborted and result.error is None
+        if ok and result.graph_us > 0:
+            self._learn(step, result.graph_us / 1e6)
+        if (pairs := self._storing.pop(step.seq, None)) is not None:
+            self._state.kv_cache.give_back([block for block, _ in pairs])
+            self._released += [(host, ok) for _, host in pairs]
+        if (load := self._loading.pop(step.seq, None)) is not None:
+            self._end(load, ok)
+
+    def lose(self) -> None:
+        """Forgets all moves and questions, because the agent and the host blocks were lost."""
+        self._state.kv_cache.give_all_back()
+        for part in (self._to_store, self._to_load, self._storing, self._loading, self._wanted, self._released):
+            part.clear()
+        for sequence in self._state.intake.sequences.values():
+            sequence.waits_for_load, sequence.asked_from = False, -1
+
+    def _begin(self, sequence: Sequence, first: int, hosts: list[int]) -> bool:
+        """Takes blocks of the device for a load. Returns False if the sequence could not start now."""
+        state, kv_cache = self._state, self._state.kv_cache
+        if not self._supply.fits(sequence, state.running.reserve(state.limits.watermark_blocks)):
+            return False
+        assert sequence.prefix_chain is not None, "looked up before"
+        before = sequence.prefix_chain.blocks[:first]
+        kv_cache.lend(before)
+        self._to_load.append((sequence, first, hosts, kv_cache.take(len(hosts)), before))
+        sequence.waits_for_load = True
+        return True
+
+    def _end(self, load: _Load, ok: bool) -> None:
+        sequence, first, hosts, blocks, before = load
+        if sequence is not None:
+            sequence.waits_for_load = False
+            if ok and sequence.state is SequenceState.WAITING:
+                self._supply.loaded(sequence, first, blocks)
+        self._state.kv_cache.give_back([*before, *blocks])
+        self._release(hosts)
+
+    def _release(self, hosts: SequenceOf[int]) -> None:
+        self._released += [(host, True) for host in hosts]
+
+    def _send(self, moves: list[BlockMove], reason: StepReason) -> ScheduledStep:
+        in_flight = self._state.in_flight
+        return in_flight.add(ScheduledStep(in_flight.next_seq, StepKind.MOVE, moves=moves, reason=reason), [])
+
+    def _learn(self, step: ScheduledStep, seconds: float) -> None:
+        if step.kind is StepKind.PREFILL or step.kind is StepKind.MIXED:
+            self._prefill.note(seconds, step.num_tokens)
+        elif step.kind is StepKind.MOVE:
+            self._move.note(seconds, len(step.moves))
+
+    @property
+    def _block_s(self) -> float | None:
+        """Seconds that a loaded block saves: the time of its computation without that of its copy. None if unknown."""
+        token_s, move_s = self._prefill.seconds_per_unit, self._move.seconds_per_unit
+        if token_s is None:
+            return None
+        return max(0.0, token_s * self._state.limits.block_size - (move_s or 0.0))
+
+    @property
+    def _max_stores(self) -> int:
+        move_s = self._move.seconds_per_unit
+        wanted = FIRST_STORE if move_s is None else max(1, int(STORE_S / move_s))
+        return min(wanted, self._state.limits.max_moves)
