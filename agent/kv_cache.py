@@ -13,6 +13,8 @@ from agent.cache_pages import CachePages
 from agent.step_inputs import Int32Array
 from agent.weights.storage import STORAGE_DTYPES, Array, future_zeros
 from llm_serving.config import Config
+from llm_serving.errors import AgentStartError
+from llm_serving.ipc.host_pool import HostPoolMemory
 
 
 class KVCache:
@@ -24,13 +26,15 @@ class KVCache:
     memory, there are no arrays, and ``bind`` creates the cache on the device.
     """
 
-    def __init__(self, config: Config, ops: OpTable) -> None:
+    def __init__(self, config: Config, ops: OpTable, pool: HostPoolMemory | None = None) -> None:
+        """``pool`` has the host blocks in shared memory. None: they are allocated here."""
         self._layers = range(config.shape.num_layers)
         layouts = _layouts(config, ops, config.pa_config.num_blocks)
-        self._host_layouts = _layouts(config, ops, config.num_host_blocks)
+        self._host_layouts = _layouts(config, ops, config.num_pool_blocks)
         self._names = [name for part in layouts for name in self._names_of(part)]
         self.num_bytes = len(self._layers) * sum(map(_num_bytes, layouts.values()))
         """Size of the device's cache."""
+        self._pool = None if pool is None else self._shared_pool(pool)
         self._ops = ops
         self.arrays: dict[str, Array] = {}
         """All arrays in host memory, by the names of the model's parameters."""
@@ -72,10 +76,26 @@ class KVCache:
                 [self.arrays[name] for name in names if name in self.arrays],
                 [by_name[name] for name in names if name in by_name],
                 layout,
+                self._pool,
             )
             for layout, names in groups.items()
         ]
         return moves[0] if len(moves) == 1 else AllMoves(moves)
+
+    def _shared_pool(self, pool: HostPoolMemory) -> list[Array]:
+        """Returns the shared host blocks as one array for each array of the cache.
+
+        Raises AgentStartError unless the arrays have the sizes that the server has calculated.
+        """
+        layouts = set(self._host_layouts.values())
+        (sizes, dtype) = layout = next(iter(layouts))
+        wanted, found = (len(self._names), _num_bytes(layout)), (len(pool.arrays), pool.arrays[0].nbytes)
+        if len(layouts) != 1 or found != wanted:
+            raise AgentStartError(
+                f"the shared host blocks are {found[0]} arrays of {found[1]} bytes; the KV cache has {wanted[0]} of"
+                f" {wanted[1]} bytes, in {len(layouts)} layouts; set kv_tier_config.host_blocks: 0"
+            )
+        return [array.view(STORAGE_DTYPES[dtype]).reshape(sizes) for array in pool.arrays]
 
     def _names_of(self, part: str) -> list[str]:
         return [f"layers.{layer}.attention.{part}" for layer in self._layers]

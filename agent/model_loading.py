@@ -19,6 +19,7 @@ from agent.weights.source import CutSource
 from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.errors import CheckpointError
+from llm_serving.ipc.host_pool import HostPoolMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,17 @@ class LoadedModel:
 
 
 def load_model(
-    config: Config, part: ModelPart, report: Callable[[int, int], None], cache: WeightCache | None = None
+    config: Config,
+    part: ModelPart,
+    report: Callable[[int, int], None],
+    cache: WeightCache | None = None,
+    pool: HostPoolMemory | None = None,
 ) -> LoadedModel:
     """Builds the part of the model that this agent has, loads its weights and allocates its KV cache.
 
     ``config`` has the sizes of the part. ``report`` is called with the number of loaded tensors and the total number.
-    ``cache`` is the cache of converted weights. Imports mindspore. Raises CheckpointError or AgentStartError.
+    ``cache`` is the cache of converted weights, and ``pool`` the shared memory of the host blocks. Imports mindspore.
+    Raises CheckpointError or AgentStartError.
     """
     from agent.backends.selector import select_op_table
 
@@ -64,7 +70,7 @@ def load_model(
         own = shard_specs(specs, part, equal_vocabularies=not packs)
         if cache is not None and cache.has_entry:
             # A thread is reading the weights from the cache, so this thread allocates the KV cache meanwhile.
-            kv_cache = KVCache(config, ops)
+            kv_cache = KVCache(config, ops, pool)
         weights = None if cache is None else cache.load()
         if weights is None:
             cut = CutSource(source, own.cuts) if own.cuts else source
@@ -81,7 +87,7 @@ def load_model(
                 )
     finally:
         source.close()
-    kv_cache = kv_cache or KVCache(config, ops)
+    kv_cache = kv_cache or KVCache(config, ops, pool)
     network = definition.build(config, ops)
     parameters, weight_bytes = network.parameters_dict(), sum(array.nbytes for array in weights.values())
     _bind_weights(parameters, weights, config.device if ops.traits.own_memory else None)
@@ -92,7 +98,9 @@ def load_model(
     return LoadedModel(network, ops, weights, weight_bytes, kv_cache, moves)
 
 
-def load_without_network(config: Config, part: ModelPart, cache: WeightCache) -> LoadedModel | None:
+def load_without_network(
+    config: Config, part: ModelPart, cache: WeightCache, pool: HostPoolMemory | None = None
+) -> LoadedModel | None:
     """Reads the weights from the cache and allocates the KV cache, without MindSpore. Only for fused operators.
 
     Returns None if the cache has no valid weights. ``with_network`` can add the network later.
@@ -100,7 +108,7 @@ def load_without_network(config: Config, part: ModelPart, cache: WeightCache) ->
     from agent.backends.selector import select_op_table
 
     ops = select_op_table(config, part)
-    kv_cache = KVCache(config, ops)  # allocated here, while another thread still reads the weights
+    kv_cache = KVCache(config, ops, pool)  # allocated here, while another thread still reads the weights
     weights = cache.load()
     if weights is None:
         return None

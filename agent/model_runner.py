@@ -35,11 +35,13 @@ from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.stored_program.start import StoredStart
 from agent.stored_program.store import ProgramStore
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
+from agent.weights.cache.fingerprint import arithmetic_digest
 from agent.weights.cache.folder import WeightCache
 from agent.weights.storage import STORAGE_DTYPES, Array, huge_page_bytes
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
+from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.shm import NOT_FINITE, StepSlot
 from llm_serving.planning.machine import process_seconds
 
@@ -119,6 +121,8 @@ class ModelRunner:
         self._drafter = None if config.draft is None else Drafter(config, rank)
         self.ahead: StepsAhead | None = None
         """Launches steps ahead if the device does so. None otherwise, and before ``load``."""
+        self.host_pool: HostPoolMemory | None = None
+        """The host blocks in shared memory. None if they are the agent's own memory. Set it before ``load``."""
         self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
@@ -159,7 +163,11 @@ class ModelRunner:
         """Builds the model, loads its weights and allocates its KV cache. Raises CheckpointError or AgentStartError."""
         start = time.perf_counter()
         self._model = self._load_stored() or load_model(
-            self._config, self._part, lambda done, of: self._report("load", done, of), self._weight_cache
+            self._config,
+            self._part,
+            lambda done, of: self._report("load", done, of),
+            self._weight_cache,
+            self.host_pool,
         )
         if self._drafter is not None:
             self._drafter.load(lambda done, of: self._report("load the draft model", done, of))
@@ -176,7 +184,7 @@ class ModelRunner:
             return None
         assert self._weight_cache is not None
         self._report("load", 0, 1)
-        model = load_without_network(self._config, self._part, self._weight_cache)
+        model = load_without_network(self._config, self._part, self._weight_cache, self.host_pool)
         if model is None:
             self._starts_stored = False
             self._start_runtime()
@@ -261,6 +269,7 @@ class ModelRunner:
             "weight_format": self._config.weight_format,
             "kv_format": self._config.kv_format,
             "kernel_isa": kernel_isa(),
+            "arithmetic": arithmetic_digest(),
             "kernel_sets": " ".join(compiled_sets()),
             "cpu_threads": num_threads(),
             "weight_bytes": model.weight_bytes,

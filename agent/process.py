@@ -93,6 +93,7 @@ def _run_threads(
     from agent.task_queue import TaskQueue
     from agent.worker import Worker
     from llm_serving.ipc.exchange import ExchangeLayout
+    from llm_serving.ipc.host_pool import HostPoolLayout
     from llm_serving.ipc.shm import NUM_SLOTS
 
     is_alone = config.parallel_config.group_size == 1
@@ -104,6 +105,7 @@ def _run_threads(
         limits=limits,
         queue=queue,
         exchange=None if is_alone else ExchangeLayout.of(config.shape, limits, config.parallel_config),
+        pool=HostPoolLayout.of(config, bootstrap.rank),
     )
     threading.Thread(target=server.serve, name="agent-socket", daemon=True).start()
     return Worker(

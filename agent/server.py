@@ -22,6 +22,7 @@ from llm_serving.errors import ProtocolError
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import Channel
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from llm_serving.ipc.host_pool import HostPoolLayout, HostPoolMemory
 from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage, ServerMessage, StepDone
 from llm_serving.ipc.shm import SlotLimits, SlotMemory
 
@@ -31,7 +32,7 @@ HANDSHAKE_TIMEOUT_S = 60.0
 
 
 class AgentServer:
-    """Owns the connection to the server, and the shared memory of the step slots and of the exchange."""
+    """Owns the connection to the server, and the shared memory of step slots, exchange and host blocks."""
 
     def __init__(
         self,
@@ -41,8 +42,12 @@ class AgentServer:
         limits: SlotLimits,
         queue: TaskQueue,
         exchange: ExchangeLayout | None = None,
+        pool: HostPoolLayout | None = None,
     ) -> None:
-        """``exchange`` is the layout of the group's exchange, or None if the group has one agent."""
+        """``exchange`` is the layout of the group's exchange, or None if the group has one agent.
+
+        ``pool`` is the layout of the agent's host blocks, or None without KV tiers.
+        """
         self._server = Channel(connection)
         self._secret = secret
         self._limits = limits
@@ -54,6 +59,9 @@ class AgentServer:
         self.masks = MaskGate()
         self.memory: SlotMemory | None = None
         self.exchange: ExchangeMemory | None = None
+        self._pool_layout = pool
+        self.pool: HostPoolMemory | None = None
+        """The host blocks in shared memory. None without KV tiers."""
 
     def serve(self) -> None:
         """Reads messages until the server has ended, then ends the process."""
@@ -90,6 +98,8 @@ class AgentServer:
             raise ProtocolError(f"protocol version {message.version}; this agent speaks {messages.PROTOCOL_VERSION}")
         self.memory = SlotMemory.attach(message.shm_name, self._limits, message.num_slots)
         self.exchange = self._attach_exchange(message)
+        if self._pool_layout is not None:
+            self.pool = HostPoolMemory.attach(message.pool_name, self._pool_layout)
         self._server.set_timeout(None)
         self.send(messages.Connected(proof=messages.prove(self._secret, "agent", message.nonce)))
         self._connected.set()

@@ -61,7 +61,7 @@ class StepReader:
         self._max_model_len = config.max_model_len
         self._block_size = config.pa_config.block_size
         self._num_blocks = config.pa_config.num_blocks
-        self._num_host_blocks = config.num_host_blocks
+        self._num_host_blocks = config.num_pool_blocks
         self._num_rows = num_rows
         self._row_last_tokens = row_last_tokens
         limits = config.slot_limits()

@@ -80,10 +80,10 @@ def make_moves(config: Config) -> StepSlot:
     limits, cache = config.slot_limits(), config.pa_config
     layout = SlotLayout.of(limits)
     slot = StepSlot(layout, bytearray(layout.slot_bytes))
-    num_moves = limits.max_moves if config.num_host_blocks else 1
+    num_moves = limits.max_moves if config.num_pool_blocks else 1
     slot.moves[:MOVE_WIDTH] = (MoveKind.COPY, 1, 1)
-    for index, move in enumerate(slot.moves.reshape(-1, MOVE_WIDTH) if config.num_host_blocks else ()):
-        block, host_block = 1 + index // 2 % (cache.num_blocks - 1), index // 2 % config.num_host_blocks
+    for index, move in enumerate(slot.moves.reshape(-1, MOVE_WIDTH) if config.num_pool_blocks else ()):
+        block, host_block = 1 + index // 2 % (cache.num_blocks - 1), index // 2 % config.num_pool_blocks
         move[:] = (MoveKind.SWAP_IN, host_block, block) if index % 2 else (MoveKind.SWAP_OUT, block, host_block)
     slot.write_header(0, num_tokens=0, num_seqs=0, table_width=0, history_len=0, num_moves=num_moves)
     return slot

@@ -69,6 +69,7 @@ class Worker:
             lambda stage, done, total: self._server.send(Progress(stage=stage, done=done, total=total))
         )
         runner.wait_for_masks = self._server.masks.wait
+        runner.host_pool = self._server.pool
         runner.load()
         runner.compile()
         runner.warm_up()

@@ -269,11 +269,18 @@ class OpTable(ABC):
         return (num_blocks, block_size, width), self.dtype
 
     @abstractmethod
-    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
-        """Makes the object that copies blocks of the caches, and allocates the host pool.
+    def block_moves(
+        self,
+        arrays: Sequence[Array],
+        parameters: Sequence[Any],
+        host: CacheLayout,
+        pool: Sequence[Array] | None = None,
+    ) -> BlockMoves:
+        """Makes the object that copies blocks of the caches, and allocates the host pool unless ``pool`` is given.
 
         ``arrays`` is the memory of the caches, and ``parameters`` are the Parameters bound to these arrays, in the same
         order. ``host`` is the layout of the host pool for one cache. All caches have pools of the same layout.
+        ``pool`` is a host pool in shared memory, with an array of this layout for each cache.
         """
 
     @abstractmethod

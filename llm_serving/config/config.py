@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from llm_serving.config.batch_section import BatchConfig
 from llm_serving.config.convert import build_dataclass
 from llm_serving.config.draft_model import DraftModel
+from llm_serving.config.kv_tier_section import KvTierConfig
 from llm_serving.config.mindformers import MindSporeContext
 from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.models_section import ModelsConfig
@@ -72,6 +73,7 @@ class Config:
     telemetry_config: TelemetryConfig = field(default_factory=TelemetryConfig)
     batch_config: BatchConfig = field(default_factory=BatchConfig)
     models_config: ModelsConfig = field(default_factory=ModelsConfig)
+    kv_tier_config: KvTierConfig = field(default_factory=KvTierConfig)
     power: PowerConfig = field(default_factory=PowerConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
@@ -297,6 +299,11 @@ class Config:
         wanted = self.pa_config.num_host_blocks
         swaps = self.scheduler_config.preemption != "recompute"
         return wanted if wanted is not None else self.pa_config.num_blocks * swaps
+
+    @property
+    def num_pool_blocks(self) -> int:
+        """Number of host blocks of an agent: those for swapped sequences, then those of the KV tiers."""
+        return self.num_host_blocks + self.kv_tier_config.host_blocks
 
     @property
     def uses_prefix_cache(self) -> bool:

@@ -32,6 +32,7 @@ from llm_serving.config.validation import (
     check_device,
     check_formats,
     check_group,
+    check_kv_tiers,
     check_lengths,
     check_lora,
     check_model_parts,
@@ -151,6 +152,7 @@ class Resolver:
         check_pooling(self._raw, config)
         check_processors(self._raw, config)
         check_lora(self._raw, config)
+        check_kv_tiers(self._raw, config)
         return config
 
     def _pooling(self, folder: Path | None, shape: ModelShape, tokenizer: TokenizerConfig) -> Pooling | None:

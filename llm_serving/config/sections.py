@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config.batch_section import BatchConfig
+from llm_serving.config.kv_tier_section import KvTierConfig
 from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
 from llm_serving.config.models_section import ModelsConfig
 from llm_serving.config.parallel_section import ParallelConfig
@@ -573,6 +574,7 @@ SECTIONS: dict[str, type] = {
     "telemetry_config": TelemetryConfig,
     "batch_config": BatchConfig,
     "models_config": ModelsConfig,
+    "kv_tier_config": KvTierConfig,
     "power": PowerConfig,
     "speculative_config": SpeculativeConfig,
 }

@@ -340,6 +340,23 @@ def check_lora(raw: RawConfig, config: Config) -> None:
             raise raw.error(f"lora_config.adapters[{number}]", entry, "must be NAME=FOLDER, as sql=/adapters/sql")
 
 
+def check_kv_tiers(raw: RawConfig, config: Config) -> None:
+    """Check that KV tiers are possible with the other settings."""
+    tiers = config.kv_tier_config
+    if not tiers.host_blocks:
+        if tiers.ssd_folder is not None:
+            problem = "needs host memory on the way to the disk; set kv_tier_config.host_blocks above 0"
+            raise raw.error("kv_tier_config.ssd_folder", tiers.ssd_folder, problem)
+        return
+    problem = ""
+    if not config.uses_prefix_cache:
+        problem = "keeps blocks that the prefix cache finds; set scheduler_config.prefix_cache: True"
+    elif config.pooling is not None:
+        problem = "the server computes embeddings or scores, which have no KV tiers; use 0"
+    if problem:
+        raise raw.error("kv_tier_config.host_blocks", tiers.host_blocks, problem)
+
+
 def check_sum_parts(raw: RawConfig, config: Config) -> None:
     """Check that the model and its operators support ``parallel_config.sum_parts``."""
     parallel = config.parallel_config

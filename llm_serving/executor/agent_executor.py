@@ -30,6 +30,7 @@ from llm_serving.executor.step_slots import StepSlots
 from llm_serving.executor.vitals import Vitals
 from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
+from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.messages import AgentMessage
 from llm_serving.ipc.shm import StepSlot
 from llm_serving.model.parallel import group_ranks
@@ -124,6 +125,9 @@ class AgentExecutor:
 
     def drop_adapter(self, slot: int) -> None:
         self._adapters.drop(slot)
+
+    def host_pools(self) -> Sequence[HostPoolMemory]:
+        return () if self._group is None else self._group.memory.pools
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         """Wait for the agents, a deadline or a wake-up. Every change of an agent's state becomes an event."""

@@ -38,15 +38,19 @@ class AgentGroup:
         self.is_ready = False
         """True if every agent of the group is ready."""
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
-        self.memory = GroupMemory.create(config)
+        self.memory = GroupMemory.create(config, ranks)
         self._cluster: HcclCluster | None = None
         try:
             self._cluster = HcclCluster.of(config, log_folder / f"cluster_{replica}.log")
             for rank, listener in zip(ranks, listeners, strict=True):
                 log_path = log_folder / f"agent_{rank}.log"
                 environment = self._cluster.environment(rank - ranks.start) if self._cluster else {}
+                pools = self.memory.pools
+                pool_name = pools[rank - ranks.start].name if pools else ""
                 self.links.append(
-                    AgentLink(config, rank, listener, log_path, report, self.memory, agent_module, environment)
+                    AgentLink(
+                        *(config, rank, listener, log_path, report, self.memory, agent_module, environment, pool_name)
+                    )
                 )
         except BaseException:
             self.close()

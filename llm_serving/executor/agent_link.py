@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from llm_serving.executor.agent_process import AgentProcess, describe_exit
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import Channel
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from llm_serving.ipc.host_pool import HostPoolLayout, HostPoolMemory
 from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage
 from llm_serving.ipc.segment import SHM_DIRECTORY
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotMemory
@@ -31,31 +33,42 @@ known.
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """The shared memory of one group of agents: the step slots and, for several agents, the exchange.
+    """The shared memory of one group of agents: the step slots, for several agents the exchange, and host blocks.
 
-    The server creates and frees it. Every agent of the group maps all of it.
+    The server creates and frees it. Every agent of the group maps all of it, except the host blocks of other agents.
     """
 
     slot_memory: SlotMemory
     exchange: ExchangeMemory | None
+    pools: tuple[HostPoolMemory, ...] = ()
+    """The host blocks of each agent, in order of rank. Empty without KV tiers."""
 
     @classmethod
-    def create(cls, config: Config) -> GroupMemory:
-        """Make new segments and reserve their pages. Raises AgentStartError if /dev/shm is too small."""
+    def create(cls, config: Config, ranks: Sequence[int] = ()) -> GroupMemory:
+        """Make new segments for the agents ``ranks`` and reserve their pages.
+
+        Raises AgentStartError if /dev/shm is too small.
+        """
         limits, parallel = config.slot_limits(), config.parallel_config
         layout = None if parallel.group_size == 1 else ExchangeLayout.of(config.shape, limits, parallel)
+        pools = [pool for rank in ranks if (pool := HostPoolLayout.of(config, rank)) is not None]
         try:
-            slot_memory = SlotMemory.create(limits, NUM_SLOTS)
-            try:
-                return cls(slot_memory, None if layout is None else ExchangeMemory.create(layout))
-            except BaseException:
-                slot_memory.close()
-                raise
+            with ExitStack() as made:
+                slot_memory = SlotMemory.create(limits, NUM_SLOTS)
+                made.callback(slot_memory.close)
+                exchange = None if layout is None else ExchangeMemory.create(layout)
+                made.callback(lambda: exchange.close() if exchange is not None else None)
+                host_pools = [made.enter_context(closing(HostPoolMemory.create(pool))) for pool in pools]
+                made.pop_all()
+                return cls(slot_memory, exchange, tuple(host_pools))
         except OSError as error:
             needed = SlotLayout.of(limits).slot_bytes * NUM_SLOTS + (0 if layout is None else layout.num_bytes)
+            tiers = sum(pool.num_bytes for pool in pools)
             raise AgentStartError(
-                f"{SHM_DIRECTORY} has no room for {needed} bytes of step slots and exchange: {error.strerror}; "
-                "give it more, or lower scheduler_config.max_num_batched_tokens"
+                f"{SHM_DIRECTORY} has no room for {needed} bytes of step slots and exchange"
+                + (f" and {tiers} bytes of KV tiers" if tiers else "")
+                + f": {error.strerror}; give it more, or lower scheduler_config.max_num_batched_tokens"
+                + (" or kv_tier_config.host_blocks" if tiers else "")
             ) from error
 
     def mark_down(self) -> None:
@@ -66,12 +79,16 @@ class GroupMemory:
     def unlink(self) -> None:
         """Remove the names of the segments. The mappings stay. May be called twice."""
         self.slot_memory.unlink()
+        for pool in self.pools:
+            pool.unlink()
         if self.exchange is not None:
             self.exchange.unlink()
 
     def close(self) -> None:
         """Remove the segments' names and the server's mappings of the segments."""
         self.slot_memory.close()
+        for pool in self.pools:
+            pool.close()
         if self.exchange is not None:
             self.exchange.close()
 
@@ -93,8 +110,11 @@ class AgentLink:
         memory: GroupMemory,
         agent_module: str = "agent",
         environment: Mapping[str, str] | None = None,
+        pool_name: str = "",
     ) -> None:
+        """``pool_name``: name of the shared memory with the agent's host blocks, empty without KV tiers."""
         self.rank = rank
+        self._pool_name = pool_name
         self.is_connected = False
         """True after the agent has proved the launch secret and mapped the shared memory."""
         self.is_ready = False
@@ -165,6 +185,7 @@ class AgentLink:
             shm_name=self._memory.slot_memory.name,
             num_slots=NUM_SLOTS,
             exchange_name="" if self._memory.exchange is None else self._memory.exchange.name,
+            pool_name=self._pool_name,
         )
         try:
             self.channel.send(messages.encode(connect))

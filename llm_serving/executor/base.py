@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from llm_serving.ipc.adapters import AdapterMemory
+    from llm_serving.ipc.host_pool import HostPoolMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,9 @@ class Executor(Protocol):
 
     def drop_adapter(self, slot: int) -> None:
         """Forget the adapter of a slot. Restarted agents do not load it again."""
+
+    def host_pools(self) -> Sequence[HostPoolMemory]:
+        """Return the host blocks of each ready agent, in order of rank. Empty without KV tiers."""
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         """Return the next events in order. If there are none, wait up to ``timeout_s``, or without limit if it is None.

@@ -66,7 +66,7 @@ class Challenge(Message, frozen=True, tag="challenge"):
 class Connect(Message, frozen=True, tag="connect"):
     """Server to agent: proof over the agent's nonce, the server's nonce, and the names of the shared memory.
 
-    If the agent is alone in its group, ``exchange_name`` is empty.
+    If the agent is alone in its group, ``exchange_name`` is empty. Without KV tiers, ``pool_name`` is empty.
     """
 
     version: int
@@ -75,6 +75,7 @@ class Connect(Message, frozen=True, tag="connect"):
     shm_name: ShortText
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     exchange_name: ShortText = ""
+    pool_name: ShortText = ""
 
 
 class Connected(Message, frozen=True, tag="connected"):

@@ -129,11 +129,14 @@ def _rotary_bytes(shape: ModelShape, positions: int) -> int:
 
 
 def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the item of a rank's host memory for swapped sequences. Empty if swapping is off."""
-    if config.num_host_blocks == 0:
+    """Return the item of a rank's host memory for swapped sequences and KV tiers. Empty if both are off."""
+    if config.num_pool_blocks == 0:
         return ()
-    num_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size * config.num_host_blocks
-    return (MemoryItem(HOST_BLOCKS, num_bytes, f"{config.num_host_blocks} blocks for sequences that are swapped out"),)
+    num_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size * config.num_pool_blocks
+    basis = f"{config.num_host_blocks} blocks for sequences that are swapped out"
+    if config.kv_tier_config.host_blocks:
+        basis += f", {config.kv_tier_config.host_blocks} of KV tiers"
+    return (MemoryItem(HOST_BLOCKS, num_bytes, basis),)
 
 
 def _weight_bytes(config: Config, part: _Part) -> int:

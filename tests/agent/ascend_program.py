@@ -117,8 +117,10 @@ def run_sharing() -> dict[str, Any]:
     from agent.backends.cpu.native import NativeCpuOps
     from support.golden_files import golden_of
 
-    def block_moves(self: NativeCpuOps, arrays: Any, parameters: Any, host: Any) -> DeviceBlockMoves:
-        return DeviceBlockMoves(parameters, host, pinned=False)
+    def block_moves(
+        self: NativeCpuOps, arrays: Any, parameters: Any, host: Any, pool: Any = None
+    ) -> DeviceBlockMoves:
+        return DeviceBlockMoves(parameters, host, pool, pinned=False)
 
     NativeCpuOps.block_moves = block_moves  # type: ignore[method-assign]
     driver = StepDriver(make_config(FOLDER, "bfloat16", "native"))
@@ -177,8 +179,10 @@ def run_own_memory() -> dict[str, Any]:
     from agent.backends.ascend.blocks import DeviceBlockMoves
     from agent.backends.cpu.native import NativeCpuHooks, NativeCpuOps
 
-    def block_moves(self: NativeCpuOps, arrays: Any, parameters: Any, host: Any) -> DeviceBlockMoves:
-        return DeviceBlockMoves(parameters, host, pinned=False)
+    def block_moves(
+        self: NativeCpuOps, arrays: Any, parameters: Any, host: Any, pool: Any = None
+    ) -> DeviceBlockMoves:
+        return DeviceBlockMoves(parameters, host, pool, pinned=False)
 
     def digests(driver: Any) -> list[str]:
         found = [driver.prefill(Part([5 + row, 9, 11], 0, blocks_for(row), row))[0].digest for row in range(3)]

@@ -40,8 +40,14 @@ class Layout:
     def scale_layout(self, num_blocks: int, block_size: int, num_kv_heads: int) -> CacheLayout | None:
         return None
 
-    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
-        return HostBlockMoves(arrays, host)
+    def block_moves(
+        self,
+        arrays: Sequence[Array],
+        parameters: Sequence[Any],
+        host: CacheLayout,
+        pool: Sequence[Array] | None = None,
+    ) -> BlockMoves:
+        return HostBlockMoves(arrays, host, pool)
 
 
 class LayoutWithScales(Layout):

@@ -34,16 +34,27 @@ class DeviceBlockMoves(BlockMoves):
     another. Copies within the device therefore go through a buffer in host memory.
     """
 
-    def __init__(self, parameters: Sequence[Any], host: CacheLayout, *, pinned: bool = True) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        host: CacheLayout,
+        pool: Sequence[Array] | None = None,
+        *,
+        pinned: bool = True,
+    ) -> None:
         """Allocates the host pool, in pinned memory if ``pinned`` is set. The device can access pinned memory directly.
 
-        MindSpore can pin memory only on a machine with an Ascend, so tests on a CPU set ``pinned=False``.
+        MindSpore can pin memory only on a machine with an Ascend, so tests on a CPU set ``pinned=False``. A ``pool`` in
+        shared memory is not pinned, because MindSpore pins only copies. Its copies to and from the device take longer.
         """
         (num_host_blocks, *block), dtype = host
         self._caches, self._pinned = list(parameters), pinned
         self._num_blocks, self._num_host_blocks = int(self._caches[0].shape[0]), num_host_blocks
         pools = self._caches if num_host_blocks else []
-        self._pool = [self._tensor(zeros((num_host_blocks, *block), dtype)) for _ in pools]
+        if pool is None:
+            self._pool = [self._tensor(zeros((num_host_blocks, *block), dtype)) for _ in pools]
+        else:
+            self._pool = [as_tensor(array) for array in pool]
         self._staging = self._tensor(zeros((STAGING_BLOCKS, *block), dtype))
         self._one_block = zeros((1, *block), dtype)
         self.num_host_bytes = self._one_block.nbytes * num_host_blocks * len(pools)

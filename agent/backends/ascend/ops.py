@@ -40,8 +40,14 @@ class AscendOps(NativeOps):
         dtype, int8_cache = config.model_config.model_dtype, config.gathers_blocks
         super().__init__(dtype, positions, part, forms, hooks, int8_cache=int8_cache)
 
-    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
-        return DeviceBlockMoves(parameters, host)
+    def block_moves(
+        self,
+        arrays: Sequence[Array],
+        parameters: Sequence[Any],
+        host: CacheLayout,
+        pool: Sequence[Array] | None = None,
+    ) -> BlockMoves:
+        return DeviceBlockMoves(parameters, host, pool)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return super().rotary(cos, sin, 0)

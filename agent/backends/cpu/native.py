@@ -51,8 +51,14 @@ class NativeCpuOps(NativeOps):
         self.hooks.packs_experts = True
         return super().expert_mlp(width, experts, epsilon)
 
-    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
-        return HostBlockMoves(arrays, host)
+    def block_moves(
+        self,
+        arrays: Sequence[Array],
+        parameters: Sequence[Any],
+        host: CacheLayout,
+        pool: Sequence[Array] | None = None,
+    ) -> BlockMoves:
+        return HostBlockMoves(arrays, host, pool)
 
 
 class NativeCpuHooks(DeviceHooks):

@@ -73,8 +73,14 @@ class FusedCpuOps(OpTable):
         cache = self._cache_format
         return (num_blocks, num_kv_heads, block_size, cache.head_width(head_dim)), cache.name
 
-    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
-        return HostBlockMoves(arrays, host)
+    def block_moves(
+        self,
+        arrays: Sequence[Array],
+        parameters: Sequence[Any],
+        host: CacheLayout,
+        pool: Sequence[Array] | None = None,
+    ) -> BlockMoves:
+        return HostBlockMoves(arrays, host, pool)
 
     def embedding(self, width: int) -> Operator:
         if self.is_split:

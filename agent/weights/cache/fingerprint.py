@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from agent.kernels import kernel_isa, library_path
@@ -21,6 +22,8 @@ _PROGRAM = (
     *("llm_serving/gguf", "llm_serving/model"),
 )
 """Packages whose code decides the bytes of converted weights."""
+_ARITHMETIC = ("agent/layers", "agent/step_graph", "agent/mindformers", "agent/lora")
+"""Further packages whose code decides how keys and values are computed."""
 
 
 def slot_name(config: Config, rank: int) -> str:
@@ -65,6 +68,19 @@ def _source(config: Config) -> list[object]:
     """Returns the name, size, time and a digest of each file of the model."""
     path = config.model_config.model_path
     return [] if config.model_config.load_format == "dummy" or path is None else describe_files(Path(path))
+
+
+@cache
+def arithmetic_digest() -> str:
+    """Returns a digest of the code that decides the bits of keys and values: kernels, operators and MindSpore.
+
+    It includes the instruction set in which the kernels compute.
+    """
+    try:
+        mindspore = version("mindspore")
+    except PackageNotFoundError:
+        mindspore = ""
+    return digest_of([_program(), code_digest(_ARITHMETIC), kernel_isa(), mindspore])[:32]
 
 
 @cache

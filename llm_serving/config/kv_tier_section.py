@@ -1,0 +1,40 @@
+"""The section of KV tiers of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm_serving.config.schema import own
+
+
+@dataclass(frozen=True, slots=True)
+class KvTierConfig:
+    """KV tiers: copies of computed blocks outside the device, see `docs/kv_tiers.md`. They never change a text."""
+
+    host_blocks: int = own(
+        0,
+        "Blocks of host memory with copies of computed blocks, for each replica, in addition to "
+        "`pa_config.num_host_blocks`. 0 turns the KV tiers off. The memory is in `/dev/shm`.",
+        unit="blocks",
+        low=0,
+        high=1 << 24,
+    )
+    ssd_folder: str | None = own(
+        None,
+        "Folder for copies of computed blocks that survive a restart. It is created, and only the server's user can "
+        "read it. Each server needs a folder of its own. Needs `host_blocks`.",
+        null="no copies on disk",
+    )
+    ssd_max_bytes: int = own(
+        8 * 1024 * 1024 * 1024,
+        "Maximum size of the files in `ssd_folder`. The files that were not read for the longest time are removed.",
+        unit="bytes",
+        low=128 * 1024 * 1024,
+        high=1 << 50,
+    )
+    loads: str = own(
+        "auto",
+        "When blocks are read from `ssd_folder`. `auto`: if reading them is expected to take less time than computing "
+        "them, at the rates that were measured until now. `always`: whenever they are found.",
+        choices=("auto", "always"),
+    )

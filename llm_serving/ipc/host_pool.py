@@ -1,0 +1,103 @@
+"""The host blocks of one agent in shared memory. The agent copies blocks of its KV cache there and back, and the server
+moves them to KV tiers.
+
+Content: for each array of the KV cache (keys or values of a layer), all host blocks. Each array begins at a page.
+Without KV tiers, the host blocks are the agent's own memory, and this module is not used.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.config import Config
+from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
+from llm_serving.model.parallel import local_shape
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HostPoolLayout:
+    """The sizes of an agent's host blocks."""
+
+    num_arrays: int
+    num_blocks: int
+    part_bytes: int
+    """Bytes of a block in one array."""
+
+    @classmethod
+    def of(cls, config: Config, rank: int) -> HostPoolLayout | None:
+        """Returns the layout for the agent ``rank`` (``config`` has the whole model). None without KV tiers."""
+        if not config.kv_tier_config.host_blocks:
+            return None
+        shape = local_shape(config.shape, config.shard(rank))
+        num_arrays = shape.num_layers * (2 if shape.latent is None else 1)
+        block_bytes = config.kv_bytes_of(shape) * config.pa_config.block_size
+        return cls(num_arrays, config.num_pool_blocks, block_bytes // num_arrays)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all arrays."""
+        return self.num_arrays * self.part_bytes
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes from the beginning of an array to the beginning of the next."""
+        return -(-self.num_blocks * self.part_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_arrays * self.array_bytes
+
+
+class HostPoolMemory(NamedSegment):
+    """The mapped host blocks of an agent. The server creates and unlinks them; the agent attaches to them."""
+
+    def __init__(self, name: str, layout: HostPoolLayout, mapping: mmap.mmap) -> None:
+        super().__init__(name)
+        self.layout = layout
+        self._blocks: Array = np.ndarray(
+            (layout.num_arrays, layout.num_blocks, layout.part_bytes),
+            np.uint8,
+            mapping,
+            strides=(layout.array_bytes, layout.part_bytes, 1),
+        )
+
+    @classmethod
+    def create(cls, layout: HostPoolLayout) -> HostPoolMemory:
+        """Create a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
+        with new_segment(layout.num_bytes) as (name, mapping):
+            memory = cls(name, layout, mapping)
+        memory.has_name = True
+        return memory
+
+    @classmethod
+    def attach(cls, name: str, layout: HostPoolLayout) -> HostPoolMemory:
+        """Map a segment that the server created. Raises ProtocolError if name or size is wrong."""
+        return cls(name, layout, map_segment(name, layout.num_bytes, "host pool"))
+
+    @property
+    def arrays(self) -> list[Array]:
+        """One contiguous array of bytes for each array of the KV cache: [blocks, part_bytes]."""
+        return list(self._blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def read(self, block: int) -> bytes:
+        """Return the content of a block: its part of each array, in order."""
+        return self._blocks[:, block].tobytes()
+
+    def write(self, block: int, content: bytes) -> None:
+        """Replace the content of a block."""
+        self._blocks[:, block] = np.frombuffer(content, np.uint8).reshape(-1, self.layout.part_bytes)
+
+    def close(self) -> None:
+        """Remove the segment's name. The mapping ends with the last use of its blocks."""
+        self.unlink()
