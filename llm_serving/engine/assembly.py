@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from llm_serving.engine.tokenizer import Tokenizer
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder
+    from llm_serving.kvstore.setup import KvTiers
     from llm_serving.request import Request
     from llm_serving.scheduler.scheduler import Scheduler
     from llm_serving.telemetry.log import EventLog
@@ -56,7 +57,8 @@ def make_engine(
 ) -> AsyncEngine:
     """Return an engine for these executors, not started, with the flight recorder that the config asks for.
 
-    Reads the LoRA adapters of the config. Raises ConfigError if one of them is wrong.
+    Reads the LoRA adapters of the config. Raises ConfigError if one of them is wrong, or if the folder of the KV tiers
+    cannot be used.
     """
     from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.engine.detokenizer import IncrementalDetokenizer
@@ -68,13 +70,22 @@ def make_engine(
     def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
         return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
 
-    engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
+    tiers = _tiers_of(config, log)
+    engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record, tiers=tiers)
     if config.lora_config.adapters:
         from llm_serving.lora.loading import read_configured
 
         for adapter in read_configured(config):
             engine.keep_adapter(adapter.name, adapter.path, adapter.digest, adapter.memory)
     return engine
+
+
+def _tiers_of(config: Config, log: EventLog) -> KvTiers | None:
+    if not config.kv_tier_config.host_blocks:
+        return None
+    from llm_serving.kvstore.setup import KvTiers
+
+    return KvTiers(config, partial(log.warning, event="kv_tiers"))
 
 
 async def wait_ready(engine: AsyncEngine, is_given_up: Callable[[], bool]) -> bool:

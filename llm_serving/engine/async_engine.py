@@ -39,6 +39,7 @@ from llm_serving.flight.keeping import keep_recording
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import recording_folder
 from llm_serving.ipc.adapters import AdapterMemory
+from llm_serving.kvstore.setup import KvTiers
 from llm_serving.lora.registry import Adapter, AdapterRegistry, adapted_salt
 from llm_serving.request import (
     DEFAULT_SCHEDULING,
@@ -78,11 +79,13 @@ class AsyncEngine:
         *,
         clock: Callable[[], float] = time.monotonic,
         record: Callable[[Scheduler, int], FlightRecorder | None] | None = None,
+        tiers: KvTiers | None = None,
     ) -> None:
         """Create the engine. ``executors`` has one executor for each replica of the model.
 
         ``record`` takes a scheduler and the number of its replica. It returns a flight recorder that wraps the
-        scheduler, or None. The engine calls the recorder instead of the scheduler and closes it at the end.
+        scheduler, or None. The engine calls the recorder instead of the scheduler and closes it at the end. ``tiers``
+        are the KV tiers, or None. The engine closes them at the end, too.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -104,6 +107,7 @@ class AsyncEngine:
         self._profile_answer: asyncio.Future[list[dict[str, object]]] | None = None
         self._adapter_answer: asyncio.Future[str] | None = None
         self._recorders: list[FlightRecorder] = []
+        self._tiers = tiers
         self.adapters = AdapterRegistry(
             config.lora_config.max_adapters, on_free=lambda slot: self._core.submit(DropAdapter(slot))
         )
@@ -124,6 +128,7 @@ class AsyncEngine:
             clock=clock,
             keep_recording=self._keep_recording,
             make_speculator=speculator_maker(config),
+            tiers=tiers,
         )
         self.canary_wanted = asyncio.Event()
         """Set on the event loop when the canary must run soon."""
@@ -163,6 +168,8 @@ class AsyncEngine:
         if not self._thread.is_alive():
             for recorder in self._recorders:
                 recorder.close()
+            if self._tiers is not None:
+                self._tiers.close()
         await asyncio.sleep(0)  # gives the event loop time to process the last outputs of the engine thread
 
     @property

@@ -30,6 +30,7 @@ from llm_serving.executor.base import (
     poll_all,
 )
 from llm_serving.ipc.adapters import AdapterMemory
+from llm_serving.kvstore.setup import KvTiers
 from llm_serving.request import Request
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import RequestFront, StepSource
@@ -131,11 +132,13 @@ class EngineCore:
         poll: Poll | None = None,
         keep_recording: Callable[[int, str], Path | None] = lambda replica, reason: None,
         make_speculator: MakeSpeculator | None = None,
+        tiers: KvTiers | None = None,
     ) -> None:
         """Create the engine loop.
 
         ``keep_recording`` saves the flight recording of a replica that failed a self-check, and returns the folder.
-        ``make_speculator`` creates the source of drafts of each replica. None: there are no drafts.
+        ``make_speculator`` creates the source of drafts of each replica. None: there are no drafts. ``tiers`` are the
+        KV tiers of all replicas, or None.
         """
         self.state = EngineState.STARTING
         self.stop_reason = ""
@@ -148,6 +151,7 @@ class EngineCore:
         self._deliver = deliver
         self._clock = clock
         self._keep_recording = keep_recording
+        self._tiers = tiers
         self._detokenizer = detokenizer
         self._texts = TextStreams(front, log)
         self._state_line = StateLine(front, state_interval_s)
@@ -159,6 +163,7 @@ class EngineCore:
                 *(index, scheduler, executor, self._texts, self._state_line, log, metrics),
                 named=len(replicas) > 1,
                 make_speculator=make_speculator,
+                store=None if tiers is None else tiers.new_store(executor.wake),
             )
             for index, (scheduler, executor) in enumerate(replicas)
         ]
@@ -430,6 +435,9 @@ class EngineCore:
         if replica.was_ready:
             self._outputs.append(CanaryWanted())
         replica.is_ready = replica.was_ready = True
+        if self._tiers is not None:
+            replica.open_tiers()
+            self._tiers.agents_ready(event.summary)
         if self._router is not None:
             self._router.agent_ready(replica.index)
         if self.state is not EngineState.STOPPED and all(other.was_ready for other in self._replicas):

@@ -12,6 +12,8 @@ from llm_serving.engine.state_line import StateLine
 from llm_serving.engine.text_streams import TextStreams
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.base import Executor
+from llm_serving.kvstore.disk import pool_of
+from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import RequestOutput
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import StepSource
@@ -45,7 +47,9 @@ class Replica:
         *,
         named: bool,
         make_speculator: MakeSpeculator | None = None,
+        store: BlockStore | None = None,
     ) -> None:
+        """``store`` has the KV tiers of the replica. None if it has none."""
         self.index = index
         self.scheduler = scheduler
         self.executor = executor
@@ -70,6 +74,7 @@ class Replica:
         self._log = log
         self._metrics = metrics
         self._masks = StepMasks(executor.publish_masks)
+        self._store = store
         self._speculator = None if make_speculator is None else make_speculator(self._masks.prepare)
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
@@ -98,6 +103,7 @@ class Replica:
             outstanding_tokens=0 if routed is None else routed.load,
             placed={} if routed is None else {why.value: number for why, number in routed.num_placed.items()},
             recalled=0 if routed is None else routed.num_recalled,
+            tiers=None if self._store is None else self._store.figures,
         )
 
     def take_result(self, result: StepResult, now: float) -> list[RequestOutput]:
@@ -153,6 +159,8 @@ class Replica:
             sequences=step.num_seqs,
             **self.log_fields,
         )
+        if self._store is not None:
+            self._store.distrust()
         if not is_all_broken(result):
             return
         if len(request_ids) == 1:
@@ -173,10 +181,14 @@ class Replica:
         executor, scheduler = self.executor, self.scheduler
         if self._speculator is not None and (offers := self._speculator.take_offers()):
             scheduler.offer_drafts(offers)
+        if self._store is not None:
+            self._store.exchange(scheduler, now)
         while executor.num_free_slots > 0:
             step = scheduler.schedule(now)
             if step is None:
-                self.wakeup = scheduler.next_wakeup(now)
+                if self._store is not None and self._store.exchange(scheduler, now):
+                    continue
+                self.wakeup = self._next_wakeup(now)
                 break
             if self._speculator is not None:
                 step.num_wanted = self._speculator.wanted(step)
@@ -193,6 +205,15 @@ class Replica:
                 failed = StepResult(step.seq, error=f"the step could not be sent: {error}")
                 outputs += self.take_result(failed, now)
         return outputs
+
+    def _next_wakeup(self, now: float) -> float | None:
+        wakeup, due = self.scheduler.next_wakeup(now), None if self._store is None else self._store.next_due
+        return wakeup if due is None or (wakeup is not None and wakeup < due) else due
+
+    def open_tiers(self) -> None:
+        """Start to use the host blocks of the agents, which have become ready."""
+        if self._store is not None:
+            self._store.open(pool_of(self.executor.host_pools()))
 
     def note_host_overhead(self, now: float, clock: Callable[[], float]) -> None:
         """For each completed step, report to the metrics how long the device waited for the next step.
@@ -237,3 +258,5 @@ class Replica:
             self._speculator.clear()
         self._dropped.clear()
         self.scheduler.agent_lost(now, blameless=blameless)
+        if self._store is not None:
+            self._store.lose(distrusted=blameless)

@@ -286,6 +286,9 @@ EVENTS: Mapping[str, LogEvent] = {
     "flight_recorder": LogEvent(
         "The flight recorder paused, or continues in another form.", {"message": "reason and effect"}
     ),
+    "kv_tiers": LogEvent(
+        "The SSD tier has a problem. Requests are served without it.", {"message": "reason and effect"}
+    ),
     "log_lines_lost": LogEvent(
         "Lines could not be written, for example because the disk was full.", {"lines": "number of lost lines"}
     ),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from llm_serving.kvstore.store import TierFigures
 from llm_serving.scheduler.figures import Figures
 
 
@@ -37,6 +38,8 @@ class ReplicaStatus:
     """Number of requests that the router placed at the replica, by reason."""
     recalled: int = 0
     """Number of requests that the router moved from the replica to another one."""
+    tiers: TierFigures | None = None
+    """Counts of the KV tiers. None without KV tiers."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the status as a JSON object with the member names of ``/server_info``."""
@@ -48,6 +51,7 @@ class ReplicaStatus:
             "outstanding_tokens": self.outstanding_tokens,
             "placed": dict(self.placed),
             "recalled": self.recalled,
+            **({} if self.tiers is None else {"kv_tiers": asdict(self.tiers)}),
         }
 
 

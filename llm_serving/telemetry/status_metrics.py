@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from llm_serving.telemetry.log_file import dropped_lines
 from llm_serving.telemetry.status import EngineState, EngineStatus, ReplicaStatus
+from llm_serving.telemetry.tier_metrics import tier_families
 
 AGENT_STATES = ("starting", "ready", "restarting", "stopped")
 _AGENT_LABELS = ["replica", "rank"]
@@ -63,6 +64,7 @@ class StatusCollector(Collector):
         yield from _engine_families(status)
         yield from _replica_families(status.replicas)
         yield from _agent_families(status.agents)
+        yield from tier_families([one.tiers for one in status.replicas if one.tiers is not None])
 
 
 class DroppedLinesCollector(Collector):

@@ -112,17 +112,19 @@ class FakeDevice:
     """Numbers of the steps in the order in which they ran."""
     begun: int | None = None
     """Number of the step that is running. No step can overtake it, and it cannot be dropped."""
+    tier_hosts: int = 0
+    """Host blocks of the KV tiers, after those for swapped sequences."""
 
     def __post_init__(self) -> None:
         limits = self.limits
         self._garbage = random.Random(0)
-        self._watch = BlockWatch(limits.block_size, limits.num_blocks, limits.num_host_blocks)
+        self._watch = BlockWatch(limits.block_size, limits.num_blocks, limits.num_host_blocks + self.tier_hosts)
         self.reset()
 
     def reset(self) -> None:
         """Acts as a new agent. Queue and batch rows are empty, and cache and host memory contain random numbers."""
         self.cache = self._memory(self.limits.num_blocks)
-        self.host = self._memory(self.limits.num_host_blocks)
+        self.host = self._memory(self.limits.num_host_blocks + self.tier_hosts)
         self.rows: dict[int, _Row] = {}
         self.queue.clear()
         self.begun = None

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from llm_serving.energy.meter import EnergyMeter
+from llm_serving.kvstore.disk import DiskFigures
+from llm_serving.kvstore.store import TierFigures
 from llm_serving.registry.states import ModelState
 from llm_serving.routing.placement import Placed
 from llm_serving.telemetry.metrics import Metrics
@@ -47,7 +49,8 @@ class _Status(SimpleNamespace):
 def metrics_page() -> str:
     """Returns the page docs/metrics.md."""
     agent = {"rank": 0, "state": "ready", "summary": {"weight_bytes": 0, "kv_cache_bytes": 0}}
-    replica = _Status(state="ready", placed={each.value: 0 for each in Placed})
+    tiers = TierFigures(disk=DiskFigures())
+    replica = _Status(state="ready", placed={each.value: 0 for each in Placed}, tiers=tiers)
     metrics = Metrics()
     chips = [Chip(0, 0, 0, "", "OK", 0, 0, 0.0, 0.0, 0)]
     npus = NpuCollector(0, 1, lambda: chips)

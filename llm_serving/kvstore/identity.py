@@ -1,0 +1,97 @@
+"""The namespace of blocks on disk: a digest of everything except tokens and salts that keys and values depend on.
+
+Two servers have the same namespace only if their blocks have the same bits. The path of the model does not matter, but
+the bytes of its weights do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from llm_serving.config import Config
+
+_WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.ckpt", "*.bin")
+_PIECE_BYTES = 8 << 20
+_DIGESTS = "digests.json"
+_MAX_DIGESTS_BYTES = 1 << 20
+
+
+def weights_digest(config: Config, cache_folder: Path | None = None) -> str:
+    """Returns a digest of the contents of the weight files. It takes about a second for each GB.
+
+    ``cache_folder`` keeps the digest of each file, so that an unchanged file is read only once. A file counts as
+    unchanged while the system reports the same inode, size and times. Programs cannot set the time of the last change
+    of a file's status.
+    """
+    model = config.model_config
+    if model.load_format == "dummy" or model.model_path is None:
+        return f"seed {model.seed}"
+    place = Path(model.model_path)
+    files = [place] if place.is_file() else sorted(file for kind in _WEIGHT_FILES for file in place.glob(kind))
+    known = {} if cache_folder is None else _read_digests(cache_folder / _DIGESTS)
+    digests = {identity: known.get(identity) or _digest_of(file) for file in files for identity in [_identity(file)]}
+    if cache_folder is not None and digests.items() - known.items():
+        _write_digests(cache_folder / _DIGESTS, digests)
+    return hashlib.sha256(json.dumps(sorted(digests.values())).encode()).hexdigest()
+
+
+def model_facts(config: Config) -> dict[str, object]:
+    """Returns the facts about the model and its arithmetic that the bits of a block depend on, without the weights."""
+    model, parallel = config.model_config, config.parallel_config
+    return {
+        "shape": asdict(config.shape),
+        "model_type": model.model_type,
+        "dtype": model.model_dtype,
+        "op_table": config.op_table,
+        "device": config.device,
+        "weight_format": config.weight_format,
+        "weight_group": model.weight_group,
+        "kv_format": config.kv_format,
+        "block_size": config.pa_config.block_size,
+        "tensor_parallel": parallel.tensor_parallel,
+        "pipeline_parallel": parallel.pipeline_parallel,
+        "sum_parts": parallel.sum_parts,
+        "fusion": config.context.enable_graph_kernel,
+    }
+
+
+def namespace_of(config: Config, weights: str, arithmetic: str) -> bytes:
+    """Returns the namespace, 32 bytes. ``arithmetic`` is the agents' digest of their kernels and operators."""
+    facts = {**model_facts(config), "weights": weights, "arithmetic": arithmetic}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
+
+
+def _identity(file: Path) -> str:
+    found = file.stat()
+    times = (found.st_mtime_ns, found.st_ctime_ns)
+    return json.dumps([str(file.resolve()), found.st_dev, found.st_ino, found.st_size, *times])
+
+
+def _digest_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _read_digests(path: Path) -> dict[str, str]:
+    """Returns the digests of an earlier run. A file that is missing or damaged counts as empty."""
+    with contextlib.suppress(OSError, ValueError):
+        if path.stat().st_size <= _MAX_DIGESTS_BYTES:
+            values = json.loads(path.read_bytes())
+            if isinstance(values, dict) and all(isinstance(value, str) for value in values.values()):
+                return values
+    return {}
+
+
+def _write_digests(path: Path, digests: dict[str, str]) -> None:
+    new = path.with_suffix(".new")
+    with contextlib.suppress(OSError):
+        new.write_text(json.dumps(digests))
+        os.replace(new, path)

@@ -1,0 +1,86 @@
+"""The format of a block on disk: a record that describes itself, with a checksum of the header and one of the content.
+
+    record = header, tokens (packed little-endian int32), content (keys and values, for each agent one part)
+
+Integers are little-endian. The header has a checksum of its own and of the tokens, so that a scan of a file need not
+read the contents.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from llm_serving.scheduler.tier_moves import BlockKey
+
+MAGIC = b"LKV1"
+NAMESPACE_BYTES = 32
+HASH_BYTES = 16
+MAX_TOKEN_BYTES = 4 * 1024
+"""Bytes of the tokens of the largest block that a config permits."""
+MAX_CONTENT_BYTES = 1 << 31
+
+_HEADER = struct.Struct(f"<4s{NAMESPACE_BYTES}s{HASH_BYTES}sQIQI")
+"""Magic, namespace, chained hash, generation, bytes of the tokens, bytes of the content, checksum of the content."""
+_CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The header of a record, and the tokens of its block."""
+
+    namespace: bytes
+    """Digest of everything except tokens that the content depends on."""
+    key: BlockKey
+    generation: int
+    """Number of the run of the server that wrote the record."""
+    content_bytes: int
+    content_checksum: int
+
+    @property
+    def content_start(self) -> int:
+        """Offset of the content in the record."""
+        return HEADER_BYTES + len(self.key.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole record."""
+        return self.content_start + self.content_bytes
+
+
+def encode_record(namespace: bytes, key: BlockKey, generation: int, content: bytes) -> bytes:
+    """Returns the record of a block."""
+    header = _HEADER.pack(
+        *(MAGIC, namespace, key.chained_hash, generation, len(key.tokens), len(content)),
+        zlib.crc32(content),
+    )
+    checksum = zlib.crc32(key.tokens, zlib.crc32(header))
+    return b"".join((header, _CHECKSUM.pack(checksum), key.tokens, content))
+
+
+def decode_header(data: bytes) -> RecordHeader | None:
+    """Returns the header at the beginning of ``data``, or None if there is none, or if it is damaged or cut off."""
+    if len(data) < HEADER_BYTES:
+        return None
+    magic, namespace, chained_hash, generation, token_bytes, content_bytes, checksum = _HEADER.unpack_from(data)
+    if magic != MAGIC or token_bytes > MAX_TOKEN_BYTES or content_bytes > MAX_CONTENT_BYTES:
+        return None
+    tokens = data[HEADER_BYTES : HEADER_BYTES + token_bytes]
+    (expected,) = _CHECKSUM.unpack_from(data, _HEADER.size)
+    if len(tokens) < token_bytes or zlib.crc32(tokens, zlib.crc32(data[: _HEADER.size])) != expected:
+        return None
+    return RecordHeader(namespace, BlockKey(chained_hash, tokens), generation, content_bytes, checksum)
+
+
+def decode_content(data: bytes, namespace: bytes, key: BlockKey) -> bytes | None:
+    """Returns the content of the record ``data`` if it is the block ``key`` of ``namespace`` and not damaged.
+
+    Returns None otherwise. The caller must then compute the block.
+    """
+    header = decode_header(data)
+    if header is None or header.namespace != namespace or header.key != key or header.num_bytes != len(data):
+        return None
+    content = data[header.content_start :]
+    return content if zlib.crc32(content) == header.content_checksum else None

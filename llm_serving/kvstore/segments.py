@@ -1,0 +1,233 @@
+"""A folder of segments: files of records to which only appending is possible, limited in total size.
+
+    FOLDER/lock                     held by the server that uses the folder
+    FOLDER/<namespace>/00000001.kv  records, the oldest first
+
+If a server is killed while it writes, the last record of its segment is torn. The next scan cuts it off. A full folder
+loses the segment that was not read for the longest time. Only the thread of the mover uses this class, except ``find``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llm_serving.errors import ConfigError
+from llm_serving.kvstore.records import (
+    HEADER_BYTES,
+    MAX_TOKEN_BYTES,
+    RecordHeader,
+    decode_content,
+    decode_header,
+    encode_record,
+)
+from llm_serving.scheduler.tier_moves import BlockKey
+
+SEGMENT_BYTES = 64 << 20
+SUFFIX = ".kv"
+_LOCK = "lock"
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """A file of the folder. ``hashes`` are the blocks of the folder's namespace that the index finds in it."""
+
+    path: Path
+    num_bytes: int
+    last_use: float
+    hashes: set[bytes] = field(default_factory=set)
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a record: its segment, the offset there and its size."""
+
+    segment: _Segment
+    offset: int
+    num_bytes: int
+
+
+def lock_folder(folder: Path) -> int:
+    """Makes a folder that only this user can read, and locks it. Returns the descriptor that holds the lock.
+
+    Raises ConfigError if the folder cannot be used, or if another server uses it.
+    """
+    key = f"kv_tier_config.ssd_folder = {str(folder)!r}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{key}: the folder cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError(f"{key}: another server uses this folder; each server needs a folder of its own") from None
+    return descriptor
+
+
+class SegmentFolder:
+    """The records of all namespaces in a folder, with an index of the records of ``namespace``.
+
+    The constructor scans the folder. ``max_bytes`` limits the size of all segments together.
+    """
+
+    def __init__(self, folder: Path, namespace: bytes, max_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.num_rejected = 0
+        """Records that a read or a scan found to be damaged or cut off."""
+        self.generation = 1
+        self._namespace = namespace
+        self._max_bytes = max_bytes
+        self._segment_bytes = min(segment_bytes, max_bytes)
+        self._index: dict[bytes, Place] = {}
+        self._own = folder / namespace.hex()
+        self._open: tuple[_Segment, int] | None = None
+        self._clock = 0.0
+        self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._segments = [self._described(path) for path in sorted(folder.glob(f"*/*{SUFFIX}"))]
+        for segment in self._segments:
+            self._clock = max(self._clock, segment.last_use)
+            if segment.path.parent == self._own:
+                self._scan(segment)
+        self._number = max((int(one.path.stem) for one in self._segments if one.path.parent == self._own), default=0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that can be found."""
+        return len(self._index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all segments of the folder, of other namespaces too."""
+        return sum(segment.num_bytes for segment in self._segments)
+
+    def find(self, chained_hash: bytes) -> Place | None:
+        """Returns the place of a block's record. Any thread may call it. ``read`` compares the tokens."""
+        return self._index.get(chained_hash)
+
+    def read(self, place: Place, key: BlockKey) -> bytes | None:
+        """Returns the content of a block. Forgets the record and returns None if it is not the block or is damaged."""
+        content = None
+        with contextlib.suppress(OSError), place.segment.path.open("rb") as file:
+            data = os.pread(file.fileno(), place.num_bytes, place.offset)
+            content = decode_content(data, self._namespace, key)
+        if content is None:
+            self.num_rejected += 1
+            self._forget(place.segment, key.chained_hash)
+        else:
+            self._note_use(place.segment)
+        return content
+
+    def append(self, key: BlockKey, content: bytes) -> None:
+        """Writes the record of a block, unless the folder has it already.
+
+        Raises OSError if the disk is full or broken. The folder is then as before.
+        """
+        if key.chained_hash in self._index:
+            return
+        record = encode_record(self._namespace, key, self.generation, content)
+        if len(record) > self._max_bytes:
+            raise OSError(errno.EFBIG, f"a block of {len(record)} bytes exceeds the limit of {self._max_bytes} bytes")
+        segment, descriptor = self._segment_for(len(record))
+        offset = segment.num_bytes
+        try:
+            _write_all(descriptor, record)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, offset)
+            raise
+        segment.num_bytes += len(record)
+        segment.hashes.add(key.chained_hash)
+        self._index[key.chained_hash] = Place(segment, offset, len(record))
+
+    def drop_generation(self) -> None:
+        """Removes all segments that this run of the server has written, because their contents may be wrong."""
+        for segment in [one for one in self._segments if one.generation == self.generation]:
+            self._remove(segment)
+
+    def close(self) -> None:
+        """Closes the segment that is being written."""
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+    def _described(self, path: Path) -> _Segment:
+        found = path.stat()
+        return _Segment(path, found.st_size, found.st_mtime)
+
+    def _scan(self, segment: _Segment) -> None:
+        """Reads the headers of a segment into the index. Cuts the file off at the first record that is not complete."""
+        offset = 0
+        with segment.path.open("rb") as file:
+            while offset < segment.num_bytes:
+                header = decode_header(os.pread(file.fileno(), HEADER_BYTES + MAX_TOKEN_BYTES, offset))
+                if header is None or offset + header.num_bytes > segment.num_bytes:
+                    break
+                self._enter(segment, offset, header)
+                offset += header.num_bytes
+        if offset < segment.num_bytes:
+            self.num_rejected += 1
+            os.truncate(segment.path, offset)
+            segment.num_bytes = offset
+
+    def _enter(self, segment: _Segment, offset: int, header: RecordHeader) -> None:
+        self.generation = max(self.generation, header.generation + 1)
+        chained_hash = header.key.chained_hash
+        if header.namespace != self._namespace:
+            return
+        before = self._index.get(chained_hash)
+        if before is not None:
+            before.segment.hashes.discard(chained_hash)
+        segment.hashes.add(chained_hash)
+        self._index[chained_hash] = Place(segment, offset, header.num_bytes)
+
+    def _segment_for(self, num_bytes: int) -> tuple[_Segment, int]:
+        """Returns a segment that takes ``num_bytes`` more, with its descriptor. Removes old segments if the folder is full.
+        """
+        if self._open is not None and self._open[0].num_bytes + num_bytes > self._segment_bytes:
+            self.close()
+        while self._segments and self.num_bytes + num_bytes > self._max_bytes:
+            oldest = min(self._segments, key=lambda segment: segment.last_use)
+            self._remove(oldest)
+        if self._open is None:
+            self._number += 1
+            path = self._own / f"{self._number:08d}{SUFFIX}"
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._clock += 1.0
+            segment = _Segment(path, 0, self._clock, generation=self.generation)
+            self._segments.append(segment)
+            self._open = (segment, descriptor)
+        return self._open
+
+    def _note_use(self, segment: _Segment) -> None:
+        """Makes a segment the last one to be removed, also for later runs, which read the time of the file."""
+        self._clock += 1.0
+        segment.last_use = self._clock
+        with contextlib.suppress(OSError):
+            os.utime(segment.path)
+
+    def _remove(self, segment: _Segment) -> None:
+        if self._open is not None and self._open[0] is segment:
+            self.close()
+        for chained_hash in list(segment.hashes):
+            self._forget(segment, chained_hash)
+        self._segments.remove(segment)
+        with contextlib.suppress(FileNotFoundError):
+            segment.path.unlink()
+
+    def _forget(self, segment: _Segment, chained_hash: bytes) -> None:
+        segment.hashes.discard(chained_hash)
+        place = self._index.get(chained_hash)
+        if place is not None and place.segment is segment:
+            del self._index[chained_hash]
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,369 @@
+"""The KV tiers of one replica: host blocks with copies of computed blocks, and behind them the SSD tier.
+
+The scheduler offers committed blocks and asks for the blocks of waiting requests. ``BlockStore.exchange`` replies. A
+host block is held while a step or the mover copies it. Other host blocks are reused, the one that was not used for the
+longest time first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from llm_serving.kvstore.disk import DiskFigures, DiskTier, HostPool, Transfer
+from llm_serving.scheduler.tier_moves import NO_HOST_BLOCK, BlockKey, WantedBlocks
+
+MAX_OFFERS = 64
+"""Number of blocks that the store takes from the scheduler in one call."""
+PATIENCE = 4.0
+"""A request waits for a read for this many times the time that the read may take. Then it is computed."""
+MIN_PATIENCE_S = 0.2
+_NEVER = float("inf")
+_DOUBTFUL = BlockKey(b"", b"")
+"""Stands for the content of a held host block that may be wrong. No lookup finds it."""
+
+
+class TierSource(Protocol):
+    """The part of a scheduler that the tiers use. ``llm_serving.scheduler.tier_moves`` describes the methods."""
+
+    def fresh_blocks(self, limit: int) -> list[BlockKey | None]: ...
+
+    def store_blocks(self, hosts: Iterable[int]) -> None: ...
+
+    def take_wanted(self) -> list[WantedBlocks]: ...
+
+    def load_blocks(self, request_id: str, first: int, hosts: Iterable[int]) -> None: ...
+
+    def take_released(self) -> list[tuple[int, bool]]: ...
+
+
+@dataclass(slots=True)
+class TierFigures:
+    """Counts of the tiers of a replica since the start, except ``host_blocks``, which is the present number."""
+
+    host_blocks: int = 0
+    """Host blocks with a copy of a block."""
+    stored: int = 0
+    """Blocks that were copied to the host."""
+    dropped: int = 0
+    """Blocks that were not copied, because they were evicted before."""
+    hits: dict[str, int] = field(default_factory=lambda: {"host": 0, "ssd": 0})
+    """Blocks of waiting requests that were found and used, by tier."""
+    misses: int = 0
+    """Blocks of waiting requests that were not found."""
+    too_slow: int = 0
+    """Blocks that were found on the SSD, but whose computation takes less time than reading them."""
+    expired: int = 0
+    """Reads that took so long that their request was computed."""
+    disk: DiskFigures | None = None
+    """Counts of the SSD tier, which all replicas share. None without this tier."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that waits for a read."""
+
+    wanted: WantedBlocks
+    hosts: list[int]
+    """The host blocks of the whole run of blocks, those in memory and those that are read."""
+    transfer: Transfer
+    due: float
+
+
+class _HostBlocks:
+    """The host blocks ``first .. first + num_blocks - 1`` with their contents."""
+
+    def __init__(self, first: int, num_blocks: int) -> None:
+        self._first, self._num_blocks = first, num_blocks
+        self.clear()
+
+    def clear(self) -> None:
+        self.by_hash: dict[bytes, int] = {}
+        self.keys: dict[int, BlockKey] = {}
+        """The content of each host block that has or gets one."""
+        self._free = list(range(self._first + self._num_blocks - 1, self._first - 1, -1))
+        self._holds: dict[int, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def find(self, key: BlockKey) -> int | None:
+        """Returns the host block with this content, or None. Compares the tokens."""
+        host = self.by_hash.get(key.chained_hash)
+        return host if host is not None and self.keys[host] == key else None
+
+    def allocate(self, key: BlockKey) -> int | None:
+        """Returns a held host block for a new content, or None if all are held."""
+        if self._free:
+            host = self._free.pop()
+        elif self._idle:
+            host, _ = self._idle.popitem(last=False)
+            self._forget(host)
+        else:
+            return None
+        self.keys[host] = key
+        self._holds[host] = 1
+        return host
+
+    def filled(self, host: int) -> None:
+        """Makes the content of a host block known, so that lookups find it, unless another block has it already."""
+        key = self.keys[host]
+        if key is not _DOUBTFUL:
+            self.by_hash.setdefault(key.chained_hash, host)
+
+    def distrust(self) -> None:
+        """Makes all contents unknown."""
+        self.by_hash.clear()
+        for host in self._idle:
+            del self.keys[host]
+            self._free.append(host)
+        self._idle.clear()
+        self.keys = dict.fromkeys(self.keys, _DOUBTFUL)
+
+    def hold(self, host: int) -> None:
+        self._holds[host] = self._holds.get(host, 0) + 1
+        self._idle.pop(host, None)
+
+    def release(self, host: int) -> None:
+        """Removes a hold. A host block without a content that lookups find becomes free."""
+        self._holds[host] -= 1
+        if self._holds[host]:
+            return
+        del self._holds[host]
+        if self.by_hash.get(self.keys[host].chained_hash) == host:
+            self._idle[host] = None
+        else:
+            del self.keys[host]
+            self._free.append(host)
+
+    def _forget(self, host: int) -> None:
+        del self.by_hash[self.keys.pop(host).chained_hash]
+
+
+class BlockStore:
+    """The tiers of one replica. Only the engine thread calls the methods.
+
+    ``first_host`` is the first of the ``num_hosts`` host blocks that belong to the tiers. ``wake`` wakes the engine
+    thread, and any thread may call it. With ``always_loads``, the time of a read does not matter.
+    """
+
+    def __init__(
+        self,
+        first_host: int,
+        num_hosts: int,
+        disk: DiskTier | None,
+        wake: Callable[[], None],
+        *,
+        always_loads: bool = False,
+    ) -> None:
+        self.figures = TierFigures(disk=None if disk is None else disk.figures)
+        self._max_writes = max(1, num_hosts // 2)
+        self._hosts = _HostBlocks(first_host, num_hosts)
+        self._disk = disk
+        self._wake = wake
+        self._always_loads = always_loads
+        self._pool: HostPool | None = None
+        self._epoch = 0
+        self._waiting: list[_Waiting] = []
+        self._written: deque[tuple[int, int]] = deque()
+        self._num_writes = 0
+
+    def open(self, pool: HostPool) -> None:
+        """Starts to use the host blocks of agents that have become ready."""
+        self._pool = pool
+
+    def lose(self, *, distrusted: bool = False) -> None:
+        """Forgets all host blocks, because the agents were lost.
+
+        ``distrusted``: they may have computed wrong values, so the blocks that they wrote to the disk are removed, too.
+        """
+        self._epoch += 1
+        self._pool = None
+        self._hosts.clear()
+        self._waiting.clear()
+        self._written.clear()
+        self._num_writes = 0
+        if distrusted:
+            self.distrust()
+
+    def distrust(self) -> None:
+        """Forgets the contents of all host blocks, and removes what this run has written to the disk."""
+        self._hosts.distrust()
+        if self._disk is not None:
+            self._disk.distrust()
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``exchange`` must be called even without an event, by the engine's clock. None if nothing is due."""
+        return min((one.due for one in self._waiting), default=None)
+
+    def exchange(self, source: TierSource, now: float) -> bool:
+        """Takes offers and questions of the scheduler and replies. Returns True if a waiting request may start now."""
+        if self._pool is None:
+            replied = False
+            for wanted in source.take_wanted():
+                source.load_blocks(wanted.request_id, wanted.first, [])
+                replied = True
+            return replied
+        for host, ok in source.take_released():
+            self._take_back(host, ok)
+        self._end_writes()
+        replied = self._end_reads(source, now)
+        for wanted in source.take_wanted():
+            replied = self._look_up(source, wanted, now) or replied
+        self._take_offers(source)
+        self.figures.host_blocks = len(self._hosts.by_hash)
+        return replied
+
+    # Blocks that are stored
+
+    def _take_offers(self, source: TierSource) -> None:
+        """Takes offered blocks while there are host blocks for them. Others are offered again at the next exchange."""
+        while offers := source.fresh_blocks(MAX_OFFERS):
+            replies: list[int] = []
+            for key in offers:
+                host = self._host_for(key)
+                if host is None:
+                    break
+                replies.append(host)
+            if replies:
+                source.store_blocks(replies)
+            if len(replies) < len(offers):
+                return
+
+    def _host_for(self, key: BlockKey | None) -> int | None:
+        """Returns a host block for an offered block, ``NO_HOST_BLOCK`` if it needs none, or None if all are held."""
+        if key is None:
+            self.figures.dropped += 1
+            return NO_HOST_BLOCK
+        if key.chained_hash in self._hosts.by_hash or (self._disk is not None and self._disk.find(key) is not None):
+            return NO_HOST_BLOCK
+        return self._hosts.allocate(key)
+
+    def _take_back(self, host: int, ok: bool) -> None:
+        """Takes a host block back from the scheduler. If it was filled for the first time, writes it to the disk."""
+        key = self._hosts.keys.get(host)
+        if key is None:
+            return
+        is_new = self._hosts.by_hash.get(key.chained_hash) != host
+        if ok and is_new and key is not _DOUBTFUL:
+            self._hosts.filled(host)
+            self.figures.stored += 1
+            self._write(key, host)
+        self._hosts.release(host)
+
+    def _write(self, key: BlockKey, host: int) -> None:
+        """Asks the mover to write a host block. At most half of the host blocks wait for the disk."""
+        disk, pool = self._disk, self._pool
+        if disk is None or pool is None or not disk.may_write or disk.find(key) is not None:
+            return
+        if self._num_writes >= self._max_writes:
+            return
+        self._num_writes += 1
+        self._hosts.hold(host)
+        epoch = self._epoch
+        disk.write(key, pool, host, lambda: self._written.append((epoch, host)))
+
+    def _end_writes(self) -> None:
+        while self._written:
+            epoch, host = self._written.popleft()
+            if epoch == self._epoch:
+                self._num_writes -= 1
+                self._hosts.release(host)
+
+    # Blocks that are loaded
+
+    def _look_up(self, source: TierSource, wanted: WantedBlocks, now: float) -> bool:
+        """Replies to a question, now or after a read. Returns True after a reply."""
+        hosts: list[int] = []
+        transfer = Transfer([], [], [], [])
+        for key in wanted.keys:
+            host = self._hosts.find(key)
+            if host is not None:
+                self._hosts.hold(host)
+            else:
+                host = self._host_to_read(key, transfer)
+                if host is None:
+                    break
+            hosts.append(host)
+        self.figures.misses += len(wanted.keys) - len(hosts)
+        if transfer.keys and not self._is_worth_it(wanted, transfer):
+            self.figures.too_slow += len(transfer.keys)
+            hosts = self._without_reads(hosts, transfer)
+            transfer = Transfer([], [], [], [])
+        if not transfer.keys:
+            self.figures.hits["host"] += len(hosts)
+            source.load_blocks(wanted.request_id, wanted.first, hosts)
+            return True
+        assert self._disk is not None
+        assert self._pool is not None
+        self._waiting.append(_Waiting(wanted, hosts, transfer, now + self._patience(wanted, transfer)))
+        self._disk.read(transfer, self._pool, self._wake)
+        return False
+
+    def _host_to_read(self, key: BlockKey, transfer: Transfer) -> int | None:
+        """Adds a block to a read if the disk has it. Returns its host block, or None if there is none."""
+        place = None if self._disk is None else self._disk.find(key)
+        host = None if place is None else self._hosts.allocate(key)
+        if place is None or host is None:
+            return None
+        transfer.keys.append(key)
+        transfer.places.append(place)
+        transfer.hosts.append(host)
+        return host
+
+    def _is_worth_it(self, wanted: WantedBlocks, transfer: Transfer) -> bool:
+        """Returns True if reading the blocks takes less time than computing them, or if one of the times is unknown."""
+        assert self._disk is not None
+        if self._always_loads or wanted.max_block_s is None:
+            return True
+        reads = [*(one.transfer for one in self._waiting), transfer]
+        seconds = self._disk.seconds_for(sum(place.num_bytes for read in reads for place in read.places))
+        return seconds is None or seconds < wanted.max_block_s * len(transfer.keys)
+
+    def _patience(self, wanted: WantedBlocks, transfer: Transfer) -> float:
+        block_s = wanted.max_block_s
+        return 10 * MIN_PATIENCE_S if block_s is None else max(MIN_PATIENCE_S, PATIENCE * block_s * len(transfer.keys))
+
+    def _without_reads(self, hosts: list[int], transfer: Transfer) -> list[int]:
+        """Returns the host blocks before the first that would have to be read. Releases the others."""
+        end = hosts.index(transfer.hosts[0])
+        for host in hosts[end:]:
+            self._hosts.release(host)
+        return hosts[:end]
+
+    def _end_reads(self, source: TierSource, now: float) -> bool:
+        """Replies to the questions whose reads have ended or take too long. Returns True after a reply."""
+        replied, waiting = False, self._waiting
+        self._waiting = []
+        for one in waiting:
+            if one.transfer.done:
+                self._end_read(source, one)
+                replied = True
+            elif now >= one.due:
+                self.figures.expired += 1
+                source.load_blocks(one.wanted.request_id, one.wanted.first, [])
+                one.due = _NEVER
+                self._waiting.append(one)
+                replied = True
+            else:
+                self._waiting.append(one)
+        return replied
+
+    def _end_read(self, source: TierSource, one: _Waiting) -> None:
+        """Makes the blocks known that were read, and replies with the run of blocks before the first failure."""
+        keys = self._hosts.keys
+        oks = {h: ok and keys[h] is not _DOUBTFUL for h, ok in zip(one.transfer.hosts, one.transfer.oks, strict=True)}
+        for host, ok in oks.items():
+            if ok:
+                self._hosts.filled(host)
+        end = next((place for place, host in enumerate(one.hosts) if not oks.get(host, True)), len(one.hosts))
+        useful = one.hosts[:end] if one.due != _NEVER else []
+        for host in one.hosts[len(useful) :]:
+            self._hosts.release(host)
+        if one.due == _NEVER:
+            return  # the request has had its reply, and is computed
+        self.figures.hits["ssd"] += sum(host in oks for host in useful)
+        self.figures.hits["host"] += sum(host not in oks for host in useful)
+        self.figures.misses += len(one.hosts) - len(useful)
+        source.load_blocks(one.wanted.request_id, one.wanted.first, useful)

@@ -1,0 +1,159 @@
+"""KV tiers with the scheduler and the fake device, whose next token is a hash of the blocks that it reads.
+
+A block that was loaded from a wrong place, too early, or with another content therefore changes a text.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from llm_serving.flight.reader import read_recording
+from llm_serving.flight.recorder import as_scheduler
+from llm_serving.flight.setup import record
+from llm_serving.scheduler.limits import Policy, PreemptionKind
+from llm_serving.scheduler.output import StepReason
+from support.fakes import make_limits, make_request
+from support.recorded_runs import fail, some_requests
+from support.simulation import random_run
+from support.sweeps import with_sweeps
+from support.tiered_simulation import TieredSimulation, disk_tier
+from tools.replaying.replayer import replay
+
+PROMPT = [2 + place % 50 for place in range(40)]
+
+
+def tier_limits(**changes):
+    return make_limits(**{"prefix_cache": True, "has_tiers": True, "num_blocks": 17, **changes})
+
+
+def run_alone(simulation, name, prompt):
+    request = make_request(name, prompt, 4)
+    simulation.add(request)
+    simulation.finish()
+    return request
+
+
+def fill_with_others(simulation, name):
+    """Evicts all cached blocks of earlier requests: a request of its own takes all blocks of the device."""
+    run_alone(simulation, name, [50 - place % 49 for place in range(48)])
+    run_alone(simulation, name + "2", [3 + place % 41 for place in range(48)])
+
+
+def test_evicted_blocks_come_back_from_the_host():
+    simulation = TieredSimulation(tier_limits(), tier_hosts=64)
+    run_alone(simulation, "a", PROMPT)
+    fill_with_others(simulation, "b")
+    again = run_alone(simulation, "c", PROMPT)
+    assert again.num_cached_tokens == 36, "nine full blocks come back; the last token is always computed"
+    assert simulation.store.figures.hits["host"] >= 9
+    assert StepReason.LOAD in {step.reason for step in simulation.steps}
+
+
+def test_blocks_survive_a_restart_on_the_ssd(tmp_path):
+    disk = disk_tier(tmp_path)
+    run_alone(TieredSimulation(tier_limits(), 64, disk), "a", PROMPT)
+    disk[0].close()
+    after = TieredSimulation(tier_limits(), 64, disk_tier(tmp_path))
+    assert run_alone(after, "b", PROMPT).num_cached_tokens == 36
+    assert after.store.figures.hits == {"host": 0, "ssd": 9}
+
+
+def test_other_salts_find_nothing(tmp_path):
+    """Requests of other keys have another salt, so they never get each other's blocks."""
+    disk = disk_tier(tmp_path)
+    run_alone(TieredSimulation(tier_limits(), 64, disk), "a", PROMPT)
+    disk[0].close()
+    after = TieredSimulation(tier_limits(), 64, disk_tier(tmp_path))
+    request = make_request("b", PROMPT, 4)
+    request.cache_salt = b"another key"
+    after.add(request)
+    after.finish()
+    assert request.num_cached_tokens == 0
+    assert after.store.figures.hits == {"host": 0, "ssd": 0}
+
+
+def test_a_damaged_record_is_a_miss_and_the_blocks_before_it_are_used(tmp_path):
+    disk = disk_tier(tmp_path, segment_bytes=1 << 20)
+    run_alone(TieredSimulation(tier_limits(), 64, disk), "a", PROMPT)
+    disk[0].close()
+    [segment] = tmp_path.glob("*/*.kv")
+    data = bytearray(segment.read_bytes())
+    record_bytes = len(data) // disk[0].figures.blocks
+    data[4 * record_bytes - 1] ^= 1
+    segment.write_bytes(data)
+    after = TieredSimulation(tier_limits(), 64, disk_tier(tmp_path))
+    assert run_alone(after, "b", PROMPT).num_cached_tokens == 12
+    assert after.store.figures.disk.rejected == 1
+
+
+def test_after_a_failed_self_check_nothing_of_the_run_is_used(tmp_path):
+    simulation = TieredSimulation(tier_limits(), 64, disk_tier(tmp_path))
+    run_alone(simulation, "a", PROMPT)
+    simulation.mover.run()
+    simulation.lose_agent(blameless=True)
+    assert run_alone(simulation, "b", PROMPT).num_cached_tokens == 0
+
+
+def test_a_lost_agent_leaves_the_blocks_on_the_ssd(tmp_path):
+    simulation = TieredSimulation(tier_limits(), 64, disk_tier(tmp_path))
+    run_alone(simulation, "a", PROMPT)
+    simulation.mover.run()
+    simulation.lose_agent()
+    assert run_alone(simulation, "b", PROMPT).num_cached_tokens == 36
+
+
+def play(folder, seed, **changes):
+    """Plays a random run with few blocks, aborts, lost agents and failed steps. ``finish`` compares every text."""
+    rng = random.Random(seed)
+    limits = tier_limits(num_blocks=rng.choice([17, 21, 40]), **changes)
+    disk = disk_tier(folder, max_bytes=rng.choice([3000, 1 << 20]), segment_bytes=1000) if rng.random() < 0.7 else None
+    simulation = TieredSimulation(limits, rng.choice([1, 7, 40]), disk, chance=rng.choice([0.1, 0.5, 0.9]), seed=seed)
+    recorder = record(simulation.scheduler, folder / "flight", 1 << 22, on_error=fail)
+    simulation.scheduler = as_scheduler(recorder)
+    for wave in range(3):
+        requests = some_requests(rng, 25)
+        for request in requests:
+            request.request_id = f"{wave}.{request.request_id}"
+        random_run(simulation, requests, rng, aborts=0.02)
+        if wave == 0:
+            simulation.lose_agent(blameless=rng.random() < 0.5)
+    recorder.close()
+    if disk is not None:
+        disk[0].close()
+    return simulation
+
+
+CASES = [
+    (seed, {"policy": policy, "preemption": preemption, "num_host_blocks": hosts})
+    for seed, (policy, preemption, hosts) in enumerate(
+        [
+            (Policy.PREFILL_FIRST, PreemptionKind.RECOMPUTE, 0),
+            (Policy.CHUNKED, PreemptionKind.SWAP, 12),
+            (Policy.SLO, PreemptionKind.AUTO, 30),
+            (Policy.DECODE_FIRST, PreemptionKind.RECOMPUTE, 0),
+            (Policy.FCFS, PreemptionKind.SWAP, 4),
+        ]
+        * 40
+    )
+]
+
+
+@pytest.mark.parametrize(("seed", "changes"), with_sweeps(CASES, lambda seed, changes: seed >= 10))
+def test_random_runs_have_the_texts_of_runs_without_tiers(tmp_path, seed, changes):
+    """Every text equals that of the request alone, no block is lost, and the recording replays."""
+    simulation = play(tmp_path, seed, **changes)
+    assert simulation.store.figures.stored > 0
+    for stretch in read_recording(tmp_path / "flight"):
+        assert replay(stretch).difference is None
+
+
+def test_the_random_runs_load_blocks(tmp_path):
+    hits = {"host": 0, "ssd": 0}
+    for seed, changes in CASES[:6]:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        found = play(folder, seed, **changes).store.figures.hits
+        hits = {tier: hits[tier] + found[tier] for tier in hits}
+    assert min(hits.values()) > 5, hits
