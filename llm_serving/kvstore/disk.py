@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from llm_serving.errors import LLMServingError
 from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.segments import SEGMENT_BYTES, Place, SegmentFolder, lock_folder
 from llm_serving.scheduler.tier_moves import BlockKey
@@ -89,6 +90,9 @@ class DiskTier:
         self._clock = clock
         self._lock = lock_folder(folder)
         self._records: SegmentFolder | None = None
+        """The records that are in use. None while the namespace is not known."""
+        self._last: SegmentFolder | None = None
+        """The records that were opened last."""
         self._namespace = b""
         self._retry_at = 0.0
         self._read_s = 0.0
@@ -97,8 +101,10 @@ class DiskTier:
     def open(self, namespace: Callable[[], bytes]) -> None:
         """Opens the records of a namespace, in the mover. Until then, nothing is found and nothing is written.
 
-        ``namespace`` returns the digest. It may take long, because it reads the weights.
+        ``namespace`` returns the digest. It may take long, because it reads the weights. If it raises an error, the
+        tier stays closed.
         """
+        self._records = None
         self.mover.submit(lambda: self._open(namespace()), urgent=True)
 
     def find(self, key: BlockKey) -> Place | None:
@@ -117,7 +123,8 @@ class DiskTier:
 
     def write(self, key: BlockKey, pool: HostPool, host: int, done: Callable[[], None]) -> None:
         """Writes the content of a host block, which must not change before ``done`` is called, in the mover."""
-        self.mover.submit(lambda: self._write(key, pool, host, done))
+        records = self._records
+        self.mover.submit(lambda: self._write(records, key, pool, host, done))
 
     def read(self, transfer: Transfer, pool: HostPool, done: Callable[[], None]) -> None:
         """Reads blocks into host blocks, and then calls ``done``, in the mover."""
@@ -130,26 +137,32 @@ class DiskTier:
     def close(self) -> None:
         """Ends the mover, writes what waits for at most some seconds, and unlocks the folder."""
         self.mover.close(_CLOSE_S)
-        if self._records is not None:
-            self._records.close()
+        if self._last is not None:
+            self._last.close()
         os.close(self._lock)
 
     # The following methods run in the mover
 
     def _open(self, namespace: bytes) -> None:
-        if self._records is not None and self._namespace == namespace:
-            return
-        if self._records is not None:
-            self._records.close()
-        self._records = None
-        self._records = SegmentFolder(self._folder, namespace, self._max_bytes, self._segment_bytes)
-        self._namespace = namespace
+        if self._last is None or self._namespace != namespace:
+            if self._last is not None:
+                self._last.close()
+            self._last = SegmentFolder(self._folder, namespace, self._max_bytes, self._segment_bytes)
+            self._namespace = namespace
+        self._records = self._last
         self._note()
 
-    def _write(self, key: BlockKey, pool: HostPool, host: int, done: Callable[[], None]) -> None:
-        records = self._records
+    def _write(
+        self,
+        records: SegmentFolder | None,
+        key: BlockKey,
+        pool: HostPool,
+        host: int,
+        done: Callable[[], None],
+    ) -> None:
+        """Writes a block to ``records``, which were open when the block was computed. Other agents may run now."""
         try:
-            if records is None or not self.may_write:
+            if records is None or records is not self._records or not self.may_write:
                 return
             content = pool.read(host)
             records.append(key, content)
@@ -183,8 +196,8 @@ class DiskTier:
             done()
 
     def _distrust(self) -> None:
-        if self._records is not None:
-            self._records.drop_generation()
+        if self._last is not None:
+            self._last.drop_generation()
             self._note()
 
     def _learn(self, seconds: float, num_bytes: int) -> None:
@@ -193,7 +206,7 @@ class DiskTier:
         self._read_bytes = self._read_bytes * _KEEP + num_bytes
 
     def _note(self) -> None:
-        records, figures = self._records, self.figures
+        records, figures = self._last, self.figures
         figures.is_full = self._clock() < self._retry_at
         if records is not None:
             figures.blocks, figures.num_bytes, figures.rejected = (
@@ -203,7 +216,8 @@ class DiskTier:
             )
 
     def _note_error(self, error: Exception) -> None:
-        self._on_problem(f"the SSD tier could not run a job: {error!r}")
+        reason = str(error) if isinstance(error, LLMServingError) else repr(error)
+        self._on_problem(f"the SSD tier could not run a job: {reason}")
 
 
 def pool_of(parts: Sequence[HostPool]) -> HostPool:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llm_serving.config import Config
+from llm_serving.errors import CheckpointError
 
 _WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.ckpt", "*.bin")
 _PIECE_BYTES = 8 << 20
@@ -21,18 +22,24 @@ _DIGESTS = "digests.json"
 _MAX_DIGESTS_BYTES = 1 << 20
 
 
-def weights_digest(config: Config, cache_folder: Path | None = None) -> str:
+def weights_digest(
+    config: Config, cache_folder: Path | None = None, *, unchanged_since: float | None = None
+) -> str:
     """Returns a digest of the contents of the weight files. It takes about a second for each GB.
 
     ``cache_folder`` keeps the digest of each file, so that an unchanged file is read only once. A file counts as
     unchanged while the system reports the same inode, size and times. Programs cannot set the time of the last change
-    of a file's status.
+    of a file's status. Raises CheckpointError if a file has changed after ``unchanged_since``, in seconds since 1970,
+    because the agents may have read the file before.
     """
     model = config.model_config
     if model.load_format == "dummy" or model.model_path is None:
         return f"seed {model.seed}"
     place = Path(model.model_path)
     files = [place] if place.is_file() else sorted(file for kind in _WEIGHT_FILES for file in place.glob(kind))
+    changed = [file for file in files if unchanged_since is not None and file.stat().st_ctime > unchanged_since]
+    if changed:
+        raise CheckpointError(f"{changed[0]} has changed since the start of the server; restart the server")
     known = {} if cache_folder is None else _read_digests(cache_folder / _DIGESTS)
     digests = {identity: known.get(identity) or _digest_of(file) for file in files for identity in [_identity(file)]}
     if cache_folder is not None and digests.items() - known.items():

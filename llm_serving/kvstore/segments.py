@@ -187,8 +187,7 @@ class SegmentFolder:
         self._index[chained_hash] = Place(segment, offset, header.num_bytes)
 
     def _segment_for(self, num_bytes: int) -> tuple[_Segment, int]:
-        """Returns a segment that takes ``num_bytes`` more, with its descriptor. Removes old segments if the folder is full.
-        """
+        """Returns a segment for ``num_bytes`` more, with its descriptor. Removes old segments if the folder is full."""
         if self._open is not None and self._open[0].num_bytes + num_bytes > self._segment_bytes:
             self.close()
         while self._segments and self.num_bytes + num_bytes > self._max_bytes:

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from llm_serving.errors import ConfigError
+from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.kvstore import segments
 from llm_serving.kvstore.disk import RETRY_S, DiskTier, pool_of
 from llm_serving.kvstore.records import decode_content, decode_header, encode_record
@@ -170,6 +170,7 @@ def test_a_full_disk_stops_writes_but_not_reads(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, 1 << 20, problems.append, clock=lambda: now[0])
     tier.mover = mover = ManualMover()
     tier.open(lambda: NAMESPACE)
+    mover.run()
     done = []
     tier.write(key(0), Pool(), 0, lambda: done.append(0))
     mover.run()
@@ -198,6 +199,33 @@ def test_a_full_disk_stops_writes_but_not_reads(tmp_path, monkeypatch):
     tier.close()
     folder = open_folder(tmp_path)
     assert [found(folder, number) for number in range(4)] == [content(0), None, None, content(3)]
+
+
+def test_a_block_of_agents_that_have_ended_is_not_written_for_others(tmp_path):
+    """The block waits for the disk while the agents end. New agents may have other kernels, so another namespace."""
+    tier, mover = disk_tier(tmp_path)
+    tier.write(key(0), Pool(), 0, lambda: None)
+    tier.open(lambda: b"n" * 32)
+    mover.run()
+    assert tier.find(key(0)) is None
+    tier.close()
+    assert open_folder(tmp_path).num_blocks == open_folder(tmp_path, namespace=b"n" * 32).num_blocks == 0
+
+
+def test_a_tier_whose_namespace_cannot_be_known_stays_closed(tmp_path):
+    tier, mover = disk_tier(tmp_path)
+    tier.write(key(0), Pool(), 0, lambda: None)
+    mover.run()
+
+    def fail():
+        raise CheckpointError("the weights have changed")
+
+    tier.open(fail)
+    with pytest.raises(CheckpointError):
+        mover.run()
+    assert tier.find(key(0)) is None
+    assert not tier.may_write
+    tier.close()
 
 
 def test_what_a_doubtful_run_wrote_is_removed(tmp_path):
