@@ -30,7 +30,7 @@ from support.time_limits import time_limit
 UNRECORDED_METHODS = frozenset(
     (
         *("capacity", "check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "restore"),
-        *("sequences", "snapshot", "steps_in_flight"),
+        *("sequences", "snapshot", "steps_in_flight", "fresh_blocks", "take_released", "take_wanted"),
     )
 )
 """Methods of the scheduler that change nothing. Also ``restore``, because a recorded scheduler is never restored."""
