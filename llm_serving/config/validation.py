@@ -353,6 +353,8 @@ def check_kv_tiers(raw: RawConfig, config: Config) -> None:
         problem = "keeps blocks that the prefix cache finds; set scheduler_config.prefix_cache: True"
     elif config.pooling is not None:
         problem = "the server computes embeddings or scores, which have no KV tiers; use 0"
+    elif config.op_table == "native" and config.kv_format == "int8":
+        problem = "native operators keep the scales of an int8 KV cache in blocks of another size; use kv_format auto"
     if problem:
         raise raw.error("kv_tier_config.host_blocks", tiers.host_blocks, problem)
 

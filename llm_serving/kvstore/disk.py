@@ -83,6 +83,8 @@ class DiskTier:
     ) -> None:
         self.figures = DiskFigures()
         self.mover = Mover(self._note_error)
+        self.on_open: list[Callable[[], None]] = []
+        """Called in the mover when the tier has been opened."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
@@ -151,6 +153,8 @@ class DiskTier:
             self._namespace = namespace
         self._records = self._last
         self._note()
+        for call in self.on_open:
+            call()
 
     def _write(
         self,

@@ -22,26 +22,27 @@ _DIGESTS = "digests.json"
 _MAX_DIGESTS_BYTES = 1 << 20
 
 
-def weights_digest(
-    config: Config, cache_folder: Path | None = None, *, unchanged_since: float | None = None
-) -> str:
+def weights_state(config: Config) -> list[str]:
+    """Returns what the system reports about each weight file: inode, size and times. It changes if a file changes."""
+    return [_identity(file) for file in _weight_files(config)]
+
+
+def weights_digest(config: Config, cache_folder: Path | None = None, *, expected: list[str] | None = None) -> str:
     """Returns a digest of the contents of the weight files. It takes about a second for each GB.
 
     ``cache_folder`` keeps the digest of each file, so that an unchanged file is read only once. A file counts as
     unchanged while the system reports the same inode, size and times. Programs cannot set the time of the last change
-    of a file's status. Raises CheckpointError if a file has changed after ``unchanged_since``, in seconds since 1970,
-    because the agents may have read the file before.
+    of a file's status. Raises CheckpointError unless ``weights_state`` is ``expected``, before and after the reading.
+    Otherwise the agents may have read other weights.
     """
     model = config.model_config
     if model.load_format == "dummy" or model.model_path is None:
         return f"seed {model.seed}"
-    place = Path(model.model_path)
-    files = [place] if place.is_file() else sorted(file for kind in _WEIGHT_FILES for file in place.glob(kind))
-    changed = [file for file in files if unchanged_since is not None and file.stat().st_ctime > unchanged_since]
-    if changed:
-        raise CheckpointError(f"{changed[0]} has changed since the start of the server; restart the server")
     known = {} if cache_folder is None else _read_digests(cache_folder / _DIGESTS)
+    _check(config, expected)
+    files = _weight_files(config)
     digests = {identity: known.get(identity) or _digest_of(file) for file in files for identity in [_identity(file)]}
+    _check(config, expected)
     if cache_folder is not None and digests.items() - known.items():
         _write_digests(cache_folder / _DIGESTS, digests)
     return hashlib.sha256(json.dumps(sorted(digests.values())).encode()).hexdigest()
@@ -71,6 +72,19 @@ def namespace_of(config: Config, weights: str, arithmetic: str) -> bytes:
     """Returns the namespace, 32 bytes. ``arithmetic`` is the agents' digest of their kernels and operators."""
     facts = {**model_facts(config), "weights": weights, "arithmetic": arithmetic}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
+
+
+def _check(config: Config, expected: list[str] | None) -> None:
+    if expected is not None and weights_state(config) != expected:
+        raise CheckpointError("the weights have changed since the start of the server; restart the server")
+
+
+def _weight_files(config: Config) -> list[Path]:
+    model = config.model_config
+    if model.load_format == "dummy" or model.model_path is None:
+        return []
+    place = Path(model.model_path)
+    return [place] if place.is_file() else sorted(file for kind in _WEIGHT_FILES for file in place.glob(kind))
 
 
 def _identity(file: Path) -> str:

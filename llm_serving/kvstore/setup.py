@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.kvstore.disk import DiskTier
-from llm_serving.kvstore.identity import namespace_of, weights_digest
+from llm_serving.kvstore.identity import namespace_of, weights_digest, weights_state
 from llm_serving.kvstore.store import BlockStore
-from llm_serving.planning.machine import process_seconds
 
 
 class KvTiers:
@@ -23,7 +21,7 @@ class KvTiers:
 
     def __init__(self, config: Config, on_problem: Callable[[str], None]) -> None:
         self._config = config
-        self._started = time.time() - process_seconds()
+        self._weights = weights_state(config)
         self._folder: Path | None = None
         self._disk: DiskTier | None = None
         settings = config.kv_tier_config
@@ -54,5 +52,5 @@ class KvTiers:
             self._disk.close()
 
     def _namespace(self, arithmetic: str) -> bytes:
-        weights = weights_digest(self._config, self._folder, unchanged_since=self._started)
+        weights = weights_digest(self._config, self._folder, expected=self._weights)
         return namespace_of(self._config, weights, arithmetic)

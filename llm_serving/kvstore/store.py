@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from llm_serving.kvstore.disk import DiskFigures, DiskTier, HostPool, Transfer
@@ -167,6 +168,10 @@ class BlockStore:
         self._waiting: list[_Waiting] = []
         self._written: deque[tuple[int, int]] = deque()
         self._num_writes = 0
+        self._unwritten: deque[int] = deque()
+        """Host blocks that must still be written to the disk."""
+        if disk is not None:
+            disk.on_open.append(wake)
 
     def open(self, pool: HostPool) -> None:
         """Starts to use the host blocks of agents that have become ready."""
@@ -182,6 +187,7 @@ class BlockStore:
         self._hosts.clear()
         self._waiting.clear()
         self._written.clear()
+        self._unwritten.clear()
         self._num_writes = 0
         if distrusted:
             self.distrust()
@@ -212,6 +218,7 @@ class BlockStore:
         for wanted in source.take_wanted():
             replied = self._look_up(source, wanted, now) or replied
         self._take_offers(source)
+        self._write_behind()
         self.figures.host_blocks = len(self._hosts.by_hash)
         return replied
 
@@ -249,20 +256,32 @@ class BlockStore:
         if ok and is_new and key is not _DOUBTFUL:
             self._hosts.filled(host)
             self.figures.stored += 1
-            self._write(key, host)
+            if self._disk is not None:
+                self._unwritten.append(host)
         self._hosts.release(host)
 
-    def _write(self, key: BlockKey, host: int) -> None:
-        """Asks the mover to write a host block. At most half of the host blocks wait for the disk."""
-        disk, pool = self._disk, self._pool
-        if disk is None or pool is None or not disk.may_write or disk.find(key) is not None:
+    def _write_behind(self) -> None:
+        """Asks the mover to write host blocks. At most half of the host blocks are held for the disk.
+
+        Other blocks wait, and are not written if the host needs their memory before.
+        """
+        disk, pool, hosts = self._disk, self._pool, self._hosts
+        if disk is None or pool is None or not disk.may_write:
             return
-        if self._num_writes >= self._max_writes:
-            return
-        self._num_writes += 1
-        self._hosts.hold(host)
-        epoch = self._epoch
-        disk.write(key, pool, host, lambda: self._written.append((epoch, host)))
+        while self._unwritten and self._num_writes < self._max_writes:
+            host = self._unwritten.popleft()
+            key = hosts.keys.get(host)
+            if key is None or hosts.by_hash.get(key.chained_hash) != host or disk.find(key) is not None:
+                continue
+            self._num_writes += 1
+            hosts.hold(host)
+            disk.write(key, pool, host, partial(self._note_written, self._epoch, host))
+
+    def _note_written(self, epoch: int, host: int) -> None:
+        """Notes the end of a write, in the mover. Wakes the engine thread if more blocks wait for the disk."""
+        self._written.append((epoch, host))
+        if self._unwritten:
+            self._wake()
 
     def _end_writes(self) -> None:
         while self._written:
@@ -270,6 +289,7 @@ class BlockStore:
             if epoch == self._epoch:
                 self._num_writes -= 1
                 self._hosts.release(host)
+        self._write_behind()
 
     # Blocks that are loaded
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from llm_serving.errors import CheckpointError
-from llm_serving.kvstore.identity import namespace_of, weights_digest
+from llm_serving.kvstore.identity import namespace_of, weights_digest, weights_state
 from support.small_configs import TINY_LLAMA, small_config
 
 
@@ -39,10 +39,13 @@ def test_weights_with_one_other_bit_have_another_digest_at_the_same_path_and_tim
 
 def test_weights_that_change_while_the_server_runs_are_refused(tmp_path, model):
     """The agents may have read the file before it changed. The digest would then belong to other weights."""
-    config, changed_at = config_of(tmp_path, model), (model / "model.safetensors").stat().st_ctime
-    assert weights_digest(config, unchanged_since=changed_at + 1) == weights_digest(config)
-    with pytest.raises(CheckpointError, match="has changed since the start of the server"):
-        weights_digest(config, unchanged_since=changed_at - 1)
+    config = config_of(tmp_path, model)
+    before = weights_state(config)
+    assert weights_digest(config, expected=before) == weights_digest(config)
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="have changed since the start of the server"):
+        weights_digest(config, expected=before)
 
 
 def test_the_same_weights_at_another_path_have_the_same_digest(tmp_path, model):

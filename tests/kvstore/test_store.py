@@ -8,10 +8,11 @@ import pytest
 
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
+from llm_serving.kvstore.disk import DiskTier
 from llm_serving.kvstore.store import MIN_PATIENCE_S, BlockStore
 from llm_serving.scheduler.tier_moves import BlockKey, WantedBlocks
 from support.small_configs import small_config
-from support.tiered_simulation import disk_tier
+from support.tiered_simulation import NAMESPACE, ManualMover, disk_tier
 
 CONTENT_BYTES = 1000
 
@@ -144,6 +145,26 @@ def test_offers_wait_while_all_host_blocks_are_held():
     assert source.offers == []
 
 
+def test_blocks_that_are_stored_before_the_disk_is_open_are_written_later(tmp_path):
+    disk = DiskTier(tmp_path, 1 << 20, [].append)
+    disk.mover = mover = ManualMover()
+    woken = []
+    store, source = BlockStore(0, 8, disk, lambda: woken.append(True)), Source()
+    store.open(Pool())
+    source.offers = [key(number) for number in range(6)]
+    for _ in range(2):
+        store.exchange(source, 0.0)
+    assert mover.run() == 0
+    disk.open(lambda: NAMESPACE)
+    mover.run()
+    assert woken, "the engine thread must hand the blocks over"
+    for _ in range(3):
+        store.exchange(source, 0.0)
+        mover.run()
+    assert disk.figures.blocks == 6
+    disk.close()
+
+
 def test_before_the_agents_are_ready_nothing_is_found():
     store, source = BlockStore(0, 2, None, lambda: None), Source()
     source.ask(1, None)
@@ -158,6 +179,13 @@ def test_before_the_agents_are_ready_nothing_is_found():
         (["kv_tier_config.host_blocks=8", "scheduler_config.prefix_cache=false"], "prefix_cache: True"),
         (["kv_tier_config.host_blocks=8", "kv_tier_config.ssd_max_bytes=1000"], "ssd_max_bytes"),
         (["kv_tier_config.loads=sometimes"], "loads"),
+        (
+            [
+                *("kv_tier_config.host_blocks=8", "model_config.op_table=native", "model_config.kv_format=int8"),
+                "model_config.model_dtype=bfloat16",
+            ],
+            "blocks of another size; use kv_format auto",
+        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(tmp_path, overrides, error):
