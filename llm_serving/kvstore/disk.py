@@ -5,7 +5,6 @@ All input and output happens in the mover. The engine thread only looks into the
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Protocol
 
 from llm_serving.errors import LLMServingError
 from llm_serving.kvstore.mover import Mover
-from llm_serving.kvstore.segments import SEGMENT_BYTES, Place, SegmentFolder, lock_folder
+from llm_serving.kvstore.segments import SEGMENT_BYTES, FolderLock, Place, SegmentFolder
 from llm_serving.scheduler.tier_moves import BlockKey
 
 RETRY_S = 60.0
@@ -90,7 +89,7 @@ class DiskTier:
         self._segment_bytes = segment_bytes
         self._on_problem = on_problem
         self._clock = clock
-        self._lock = lock_folder(folder)
+        self._lock = FolderLock(folder)
         self._records: SegmentFolder | None = None
         """The records that are in use. None while the namespace is not known."""
         self._last: SegmentFolder | None = None
@@ -141,7 +140,7 @@ class DiskTier:
         self.mover.close(_CLOSE_S)
         if self._last is not None:
             self._last.close()
-        os.close(self._lock)
+        self._lock.close()
 
     # The following methods run in the mover
 

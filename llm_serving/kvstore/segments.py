@@ -3,7 +3,7 @@
     FOLDER/lock                     held by the server that uses the folder
     FOLDER/<namespace>/00000001.kv  records, the oldest first
 
-If a server is killed while it writes, the last record of its segment is torn. The next scan cuts it off. A full folder
+If a server is killed while it writes, the last record of its segment is torn. The next scan ignores it. A full folder
 loses the segment that was not read for the longest time. Only the thread of the mover uses this class, except ``find``.
 """
 
@@ -13,8 +13,10 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from llm_serving.errors import ConfigError
 from llm_serving.kvstore.records import (
@@ -52,11 +54,34 @@ class Place:
     num_bytes: int
 
 
-def lock_folder(folder: Path) -> int:
-    """Makes a folder that only this user can read, and locks it. Returns the descriptor that holds the lock.
+class FolderLock:
+    """Makes a folder that only this user can read, and keeps other servers from using it until ``close``.
 
-    Raises ConfigError if the folder cannot be used, or if another server uses it.
+    Several models of one server may use the same folder. Raises ConfigError if the folder cannot be used, or if another
+    server uses it.
     """
+
+    _held: ClassVar[dict[str, tuple[int, int]]] = {}
+    """By folder: the descriptor that holds the lock, and the number of users in this process."""
+    _changes: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, folder: Path) -> None:
+        self._key = str(folder.resolve())
+        with self._changes:
+            descriptor, users = self._held.get(self._key) or (_locked(folder), 0)
+            self._held[self._key] = (descriptor, users + 1)
+
+    def close(self) -> None:
+        """Unlocks the folder if no other model of this server uses it."""
+        with self._changes:
+            descriptor, users = self._held.pop(self._key)
+            if users > 1:
+                self._held[self._key] = (descriptor, users - 1)
+            else:
+                os.close(descriptor)
+
+
+def _locked(folder: Path) -> int:
     key = f"kv_tier_config.ssd_folder = {str(folder)!r}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,6 +110,7 @@ class SegmentFolder:
         self._max_bytes = max_bytes
         self._segment_bytes = min(segment_bytes, max_bytes)
         self._index: dict[bytes, Place] = {}
+        self._folder = folder
         self._own = folder / namespace.hex()
         self._open: tuple[_Segment, int] | None = None
         self._clock = 0.0
@@ -161,7 +187,7 @@ class SegmentFolder:
         return _Segment(path, found.st_size, found.st_mtime)
 
     def _scan(self, segment: _Segment) -> None:
-        """Reads the headers of a segment into the index. Cuts the file off at the first record that is not complete."""
+        """Reads the headers of a segment into the index, up to the first record that is not complete."""
         offset = 0
         with segment.path.open("rb") as file:
             while offset < segment.num_bytes:
@@ -172,8 +198,6 @@ class SegmentFolder:
                 offset += header.num_bytes
         if offset < segment.num_bytes:
             self.num_rejected += 1
-            os.truncate(segment.path, offset)
-            segment.num_bytes = offset
 
     def _enter(self, segment: _Segment, offset: int, header: RecordHeader) -> None:
         self.generation = max(self.generation, header.generation + 1)
@@ -190,18 +214,40 @@ class SegmentFolder:
         """Returns a segment for ``num_bytes`` more, with its descriptor. Removes old segments if the folder is full."""
         if self._open is not None and self._open[0].num_bytes + num_bytes > self._segment_bytes:
             self.close()
+        if self._open is None:
+            self._find_others()
         while self._segments and self.num_bytes + num_bytes > self._max_bytes:
             oldest = min(self._segments, key=lambda segment: segment.last_use)
             self._remove(oldest)
         if self._open is None:
-            self._number += 1
-            path = self._own / f"{self._number:08d}{SUFFIX}"
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            path, descriptor = self._new_file()
             self._clock += 1.0
             segment = _Segment(path, 0, self._clock, generation=self.generation)
             self._segments.append(segment)
             self._open = (segment, descriptor)
         return self._open
+
+    def _find_others(self) -> None:
+        """Notes the segments that other models of this server have written or removed meanwhile."""
+        known = {segment.path: segment for segment in self._segments}
+        found = set(self._folder.glob(f"*/*{SUFFIX}"))
+        for path in known.keys() - found:
+            self._remove(known[path])
+        for path in found:
+            with contextlib.suppress(FileNotFoundError):
+                if path not in known:
+                    self._segments.append(self._described(path))
+                elif path.parent != self._own:
+                    known[path].num_bytes = path.stat().st_size
+
+    def _new_file(self) -> tuple[Path, int]:
+        """Makes the file of a new segment. Returns its path and descriptor."""
+        while True:
+            self._number += 1
+            path = self._own / f"{self._number:08d}{SUFFIX}"
+            with contextlib.suppress(FileExistsError):  # another version of the same model has made this file
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+                return path, os.open(path, flags, 0o600)
 
     def _note_use(self, segment: _Segment) -> None:
         """Makes a segment the last one to be removed, also for later runs, which read the time of the file."""

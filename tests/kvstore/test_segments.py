@@ -16,7 +16,7 @@ from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.kvstore import segments
 from llm_serving.kvstore.disk import RETRY_S, DiskTier, pool_of
 from llm_serving.kvstore.records import decode_content, decode_header, encode_record
-from llm_serving.kvstore.segments import SegmentFolder, lock_folder
+from llm_serving.kvstore.segments import FolderLock, SegmentFolder
 from llm_serving.scheduler.tier_moves import BlockKey
 from support.small_configs import REPOSITORY
 from support.tiered_simulation import NAMESPACE, ManualMover, disk_tier
@@ -135,18 +135,46 @@ def test_segments_of_other_models_count_for_the_quota_and_go_first(tmp_path):
     assert found(folder, 3) == content(3)
 
 
-def test_two_servers_cannot_use_one_folder(tmp_path):
-    descriptor = lock_folder(tmp_path / "tier")
-    with pytest.raises(ConfigError, match="another server uses this folder"):
-        lock_folder(tmp_path / "tier")
-    os.close(descriptor)
-    os.close(lock_folder(tmp_path / "tier"))
+LOCK = """
+import sys
+from pathlib import Path
+from llm_serving.kvstore.segments import FolderLock
+FolderLock(Path(sys.argv[1]))
+"""
+
+
+def lock_in_another_process(folder):
+    return subprocess.run([sys.executable, "-c", LOCK, str(folder)], cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def test_two_servers_cannot_use_one_folder_but_two_models_can(tmp_path):
+    locks = [FolderLock(tmp_path / "tier"), FolderLock(tmp_path / "tier")]
+    for lock in locks:
+        assert "another server uses this folder" in lock_in_another_process(tmp_path / "tier").stderr
+        lock.close()
+    assert lock_in_another_process(tmp_path / "tier").returncode == 0
+
+
+def test_two_versions_of_a_model_may_write_at_the_same_time(tmp_path):
+    """While weights are reloaded, two versions of a model use the same folder, and often the same namespace."""
+    first, second = open_folder(tmp_path, max_bytes=9000), open_folder(tmp_path, max_bytes=9000)
+    for number in range(12):
+        (first if number % 2 else second).append(key(number), content(number))
+    sizes = [path.stat().st_size for path in tmp_path.glob("*/*.kv")]
+    assert sum(sizes) <= 9000 + 2 * 4096, "each version sees the files of the other when it begins a file"
+    for folder in (first, second):
+        for number in range(12):
+            assert found(folder, number) in (None, content(number))
+        folder.close()
+    third = open_folder(tmp_path)
+    assert third.num_blocks >= 4
+    assert all(found(third, number) in (None, content(number)) for number in range(12))
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="the folder cannot be used"):
-        lock_folder(tmp_path / "file" / "tier")
+        FolderLock(tmp_path / "file" / "tier")
 
 
 class Pool:
