@@ -88,6 +88,11 @@ WORDS = {
     "smollm": ("a 1234 ok", ["a", " ", "1", "2", "3", "4", " ok"]),
     "llama-bpe": ("It'S 12345", ["It", "'S", " ", "123", "45"]),
     "qwen2": ("ab 12", ["ab", " ", "1", "2"]),
+    "dbrx": ("It'S 12345HelloWorld", ["It", "'S", " ", "123", "45", "HelloWorld"]),
+    "gpt-4o": (
+        "It's HelloWORLD'LL 12345é$a?\n/b\n\n  x",
+        ["It's", " Hello", "WORLD'LL", " ", "123", "45", "é", "$a", "?\n/", "b", "\n\n", " ", " x"],
+    ),
     "tekken": ("HelloWorld 12", ["Hello", "World", " ", "1", "2"]),
     "deepseek-v3": ("ab 1234你好 !x", ["ab", " ", "123", "4", "你好", " !", "x"]),
 }
@@ -106,7 +111,8 @@ def test_each_pre_tokenizer_splits_words_as_its_publisher_does(tmp_path: Path, p
 
 def test_a_text_begins_with_bos_if_the_file_or_the_pre_tokenizer_says_so(tmp_path: Path) -> None:
     source = write_byte_level_folder(tmp_path / "source")
-    for pre, entry, begins in (("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True)):
+    cases = (("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("dbrx", None, False))
+    for pre, entry, begins in cases:
         path = write_byte_level_gguf(source, tmp_path / "a.gguf", pre, bos_token_id=0, add_bos_token=entry)
         ids = open_gguf(path).encode("fox")
         assert (ids[0] == 0) == begins, (pre, entry)
@@ -126,7 +132,7 @@ def test_the_chat_template_comes_from_the_file(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"tokens": None}, "tokenizer.ggml.tokens = 'NoneType': must be a list of text"),
     "other kind": ({"model": "bert"}, "tokenizer.ggml.model = 'bert': is not supported; only gpt2, llama, t5"),
-    "other words": ({"pre": "viking"}, "tokenizer.ggml.pre = 'viking': is not supported; only deepseek-r1-qwen"),
+    "other words": ({"pre": "viking"}, "tokenizer.ggml.pre = 'viking': is not supported; only dbrx, deepseek-r1-qwen"),
     "no merges": ({"merges": None}, "tokenizer.ggml.merges = 'NoneType': must be a list of text"),
     "few types": ({"token_type": [1, 1]}, "tokenizer.ggml.token_type = 'list': must be a list of 341 numbers"),
     "far token": ({"eos_token_id": 4000}, "tokenizer.ggml.eos_token_id = 4000: must be below 341"),
