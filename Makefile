@@ -10,6 +10,7 @@ WORKERS ?= 4
 BIN     := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check --progress-bar off
 PATIENT := $(BIN)/python tools/show_progress.py
+NEWENV  := $(PYTHON) tools/show_progress.py "creating a virtual environment" $(PYTHON) -m venv
 LIBRARY := agent/kernels/libllm_kernels.so
 KERNELS := performance/kernels/libllm_kernels_testing.so performance/ceilings
 SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h) \
@@ -111,7 +112,7 @@ $(SERVING): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
 	  { echo "llm-serving needs Python 3.10, 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) -V 2>&1). Give one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "llm-serving needs a C++17 compiler (g++)" >&2; exit 1; }
-	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/python || $(NEWENV) $(VENV)
 	@$(PATIENT) "installing the packages for serving into $(VENV)" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock
 	@LLM_KERNELS_BUILD=none $(PATIENT) "installing llm-serving" $(BIN)/python $(INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
@@ -133,12 +134,12 @@ $(AUDIT): requirements-audit.lock | $(SERVING) $(TESTS)
 	@touch $@
 
 $(CLIENTS)/.installed: requirements-clients.lock
-	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@test -x $(CLIENTS)/bin/python || $(NEWENV) $(CLIENTS)
 	@$(PATIENT) "installing the client libraries into $(CLIENTS)" $(CLIENTS)/bin/python $(INSTALL) --require-hashes -r requirements-clients.lock
 	@touch $@
 
 $(CHART)/.installed: requirements-chart.lock
-	@test -x $(CHART)/bin/python || $(PYTHON) -m venv $(CHART)
+	@test -x $(CHART)/bin/python || $(NEWENV) $(CHART)
 	@$(PATIENT) "installing the packages of the chart's tests into $(CHART)" $(CHART)/bin/python $(INSTALL) --require-hashes -r requirements-chart.lock
 	@touch $@
 

@@ -90,6 +90,7 @@ class _Launcher:
     async def run(self) -> int:
         self._handle_signals()
         _raise_file_limit()
+        self._display.watch()
         self._display.note(f"llm-serving {__version__}: {self._config.model_name} on {self._config.device}")
         for note in (*self._config.notes, *unused_summary(self._config.unused)):
             self._display.note(f"note: {note}")

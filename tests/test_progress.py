@@ -7,6 +7,7 @@ import itertools
 import re
 
 from llm_serving.telemetry.progress import ProgressDisplay
+from support.small_configs import REPOSITORY
 
 ERASE_LINE = "\x1b[2K"
 COLOURS = re.compile(r"\x1b\[[?0-9]*[a-zA-Z]|\r")
@@ -53,6 +54,59 @@ def test_a_stage_of_several_agents_is_one_line() -> None:
         "2 agents: warm up S  (agent 1)",
         "stopping",
     ]
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_long_stage_is_shown_again() -> None:
+    """A stage without news is never silent for more than five seconds if ``beat`` is called each second."""
+    stream, clock = io.StringIO(), Clock()
+    display = ProgressDisplay(stream, clock=clock)
+    display.note("hello")
+    written = [0.0]
+    for second in range(1, 25):
+        clock.now = float(second)
+        if second == 9:
+            display.update(0, "compile", 0, 3)
+        before = len(stream.getvalue())
+        display.beat()
+        if len(stream.getvalue()) > before:
+            written.append(clock.now)
+    assert max(later - earlier for earlier, later in itertools.pairwise(written)) < 5.0
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert lines[1] == ["starting", "the", "agents", "4", "s", "so", "far"]
+    assert lines[-1][:3] == ["agent", "0:", "compile"]
+    text = stream.getvalue()
+    display.close()
+    clock.now = 100.0
+    display.beat()
+    assert "so far" not in stream.getvalue().removeprefix(text)
+
+
+def test_short_stages_are_not_shown_again() -> None:
+    stream, clock = io.StringIO(), Clock()
+    display = ProgressDisplay(stream, clock=clock)
+    for second in range(12):
+        clock.now = float(second)
+        display.note(f"note {second}")
+        display.beat()
+    assert "so far" not in stream.getvalue()
+
+
+def test_each_slow_command_of_the_makefile_shows_its_progress() -> None:
+    """Commands that install, compile or create an environment run under ``tools/show_progress.py``."""
+    slow = re.compile(r"-m venv|\$\(INSTALL\)|setup\.py --quiet|pip wheel")
+    makefile = (REPOSITORY / "Makefile").read_text()
+    lines = [line for line in makefile.splitlines() if slow.search(line) and not line.startswith(("INSTALL", "help"))]
+    assert len(lines) > 8
+    assert [line for line in lines if "$(PATIENT)" not in line and "tools/show_progress.py" not in line] == []
 
 
 def test_a_bar_on_a_terminal_is_erased_when_its_stage_ends() -> None:

@@ -69,6 +69,8 @@ class LLM:
             self._host = EngineHost(loaded, note)
             owned.callback(self._host.close)
             try:
+                if display is not None:
+                    display.watch()
                 self._host.start()
             finally:
                 if display is not None:

@@ -1,4 +1,8 @@
-"""Shows the progress of the server's start: a bar on a terminal, and a line for each completed stage."""
+"""Shows the progress of the server's start: a bar on a terminal, and a line for each completed stage.
+
+A stage can take long without any news, for example the compilation of a graph. With ``watch``, a user therefore sees
+the name and the seconds of the present stage again after ``SILENCE_S``.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 _BAR_CHARS = 28
 _REDRAW_S = 0.05
+SILENCE_S = 4.0
+"""Seconds after which the present stage is shown again."""
+_BEAT_S = 0.5
 
 
 @dataclass(slots=True)
@@ -49,13 +56,40 @@ class ProgressDisplay:
         self._current: dict[int, _Stage] = {}
         self._completed: dict[str, dict[int, float]] = {}
         """Seconds that each agent needed, by stage and rank. A stage is removed when all agents have completed it."""
-        self._is_closed = False
+        self._closed = threading.Event()
+        self._shown_at = clock()
+        """When something was last written or drawn."""
+        self._noted_at = self._shown_at
+
+    def watch(self) -> None:
+        """Start a thread that shows the present stage whenever nothing was shown for ``SILENCE_S``, until ``close``."""
+        threading.Thread(target=self._beat_until_closed, name="progress", daemon=True).start()
+
+    def _beat_until_closed(self) -> None:
+        while not self._closed.wait(_BEAT_S):
+            self.beat()
+
+    def beat(self) -> None:
+        """Show the present stage and its time if nothing was shown for ``SILENCE_S``."""
+        with self._lock:
+            now = self._clock()
+            if self._closed.is_set() or now - self._shown_at < SILENCE_S:
+                return
+            if self._bar.live.is_started:
+                self._draw(now)
+                return
+            label, began = "starting the agents", self._noted_at
+            if self._current:
+                rank, stage = self._oldest()
+                label, began = f"agent {rank}: {stage.name}", stage.began
+            self._write(f"  {label:<34} {now - began:6.0f} s so far")
 
     def note(self, text: str) -> None:
         """End the present stages of the agents, each with a line. Then write the line ``text``."""
         with self._lock:
             self._end_all()
             self._write(text)
+            self._noted_at = self._clock()
 
     def update(self, rank: int, stage: str, done: int, total: int) -> None:
         """Show that agent ``rank`` has completed ``done`` of ``total`` units of a stage."""
@@ -67,14 +101,14 @@ class ProgressDisplay:
                     self._complete(rank, current, now)
                 current = self._current[rank] = _Stage(stage, now)
             current.done, current.total = done, max(total, 1)
-            if not self._is_closed and (now - self._drawn_at >= _REDRAW_S or done >= total):
+            if not self._closed.is_set() and (now - self._drawn_at >= _REDRAW_S or done >= total):
                 self._draw(now)
 
     def close(self) -> None:
         """End the present stages of the agents, each with a line. Later calls show nothing."""
         with self._lock:
             self._end_all()
-            self._is_closed = True
+            self._closed.set()
 
     def _complete(self, rank: int, stage: _Stage, now: float) -> None:
         completed = self._completed.setdefault(stage.name, {})
@@ -101,15 +135,23 @@ class ProgressDisplay:
     def _draw(self, now: float) -> None:
         """Show the progress bar of one agent: the one whose stage began first."""
         self._drawn_at = now
-        rank, stage = min(self._current.items(), key=lambda each: (each[1].began, each[1].done / each[1].total))
-        label = f"agent {rank}: {stage.name}"
+        rank, stage = self._oldest()
+        seconds = now - stage.began
+        label = f"agent {rank}: {stage.name}" + (f"  {seconds:.0f} s" if seconds >= SILENCE_S else "")
+        if not self._bar.disable:
+            self._shown_at = now
         self._bar.update(self._task, description=label, completed=stage.done, total=stage.total)
         if self._bar.live.is_started:
             self._bar.refresh()
         else:
             self._bar.start()
 
+    def _oldest(self) -> tuple[int, _Stage]:
+        """Return the rank and the stage of the agent whose stage began first."""
+        return min(self._current.items(), key=lambda each: (each[1].began, each[1].done / each[1].total))
+
     def _write(self, text: str) -> None:
         """Write a line above the progress bar."""
-        if not self._is_closed:
+        if not self._closed.is_set():
             self._console.print(text)
+            self._shown_at = self._clock()
