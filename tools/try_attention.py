@@ -3,6 +3,7 @@
     python tools/try_attention.py                        on the Ascend, head size 128
     python tools/try_attention.py --device CPU           the same graphs with the kernels of the CPU
     python tools/try_attention.py --head-dim 32          another head size
+    python tools/try_attention.py --int8-cache           keys and values in int8
 
 A wrong kernel, mask, layout or length shows here within a minute, without a model. Each line names one graph. The exit
 code is 1 if one of them differs.
@@ -24,12 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.backends.runtime import start_runtime
+from agent.step_graph.step_blocks import StepBlocks
 from llm_serving.config import load_config
 from llm_serving.errors import LLMServingError
+from llm_serving.model.number_formats import scale_row_width
 
 HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS, MAX_POSITIONS = 8, 2, 16, 64, 128
 LIMIT = 0.02
 """Maximum difference. Values are about 1, and float16 has 11 bits."""
+INT8_LIMIT = 0.04
+"""Maximum difference with an int8 cache, whose largest rounding error is 1 / 254 of a head's largest element."""
 
 Floats = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
@@ -98,8 +103,11 @@ class Reference:
         return rotated
 
 
-def make_cells(head_dim: int, reference: Reference) -> dict[str, Any]:
-    """Makes one Cell for each kind of step, over the same caches."""
+def make_cells(head_dim: int, reference: Reference, *, int8_cache: bool = False) -> dict[str, Any]:
+    """Makes one Cell for each kind of step, over the same caches.
+
+    With ``int8_cache``, the Cells of decodes and chunks take the blocks to gather as their last input.
+    """
     import mindspore as ms
     from mindspore import Parameter, Tensor, nn
 
@@ -107,10 +115,13 @@ def make_cells(head_dim: int, reference: Reference) -> dict[str, Any]:
     from agent.backends.native.attention import Attention, ChunkMask, Rotary, causal_mask
 
     form = AttentionForm(HEADS, KV_HEADS, head_dim)
-    attention = Attention(form, "float16", causal_mask(form, "float16"))
+    attention = Attention(form, "float16", causal_mask(form, "float16"), int8_cache=int8_cache)
     rotary = Rotary(reference.cos, reference.sin, "float16")
-    zeros = np.zeros((NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, head_dim), np.float16)
-    caches = tuple(Parameter(Tensor(zeros), name=name, requires_grad=False) for name in ("key_cache", "value_cache"))
+    zeros = np.zeros((NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, head_dim), np.int8 if int8_cache else np.float16)
+    arrays = {"key_cache": zeros, "value_cache": zeros}
+    if int8_cache:
+        arrays["scale_cache"] = np.zeros((NUM_BLOCKS, BLOCK_SIZE, 1, scale_row_width(KV_HEADS)), np.float16)
+    caches = [Parameter(Tensor(array), name=name, requires_grad=False) for name, array in arrays.items()]
 
     class Layer(nn.Cell):
         """One layer of attention. On an Ascend, kernels find the lengths by the names of these inputs."""
@@ -118,19 +129,24 @@ def make_cells(head_dim: int, reference: Reference) -> dict[str, Any]:
         def __init__(self, kind: str) -> None:
             super().__init__(auto_prefix=False)
             self.attention, self.rotary, self.whole = attention, rotary, kind == "prefill"
-            self.keys, self.values = caches
+            self.keys, self.values, self.scales = (*caches, None)[:3]
             self.mask = ChunkMask(MAX_POSITIONS, "float16", of_latent=False) if kind == "chunked" else None
             self.phase = "prefill" if kind == "prefill" else "increment"
             self.set_train(False)
 
         def construct(
             self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, block_tables: Tensor,
-            batch_valid_length: Tensor, q_seq_lens: Tensor,
+            batch_valid_length: Tensor, q_seq_lens: Tensor, step_blocks: Tensor | None = None,
         ) -> Tensor:  # fmt: skip
             step: tuple[Tensor, ...] = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
             if self.mask is not None:
                 step = (*step, self.mask(positions))
-            return self.attention(qkv, (), self.rotary(positions), (self.keys, self.values), step, self.whole)
+            caches: tuple[Tensor, ...] = (self.keys, self.values)
+            if self.scales is not None:
+                caches = (*caches, self.scales)
+            if step_blocks is not None:
+                step = (*step, step_blocks)
+            return self.attention(qkv, (), self.rotary(positions), caches, step, self.whole)
 
     cells = {step.kind: Layer(step.kind) for step in STEPS}
     width = (HEADS + 2 * KV_HEADS) * head_dim
@@ -141,12 +157,12 @@ def make_cells(head_dim: int, reference: Reference) -> dict[str, Any]:
             query_lens = Tensor(shape=(len(STEPS[0].query_lens),), dtype=ms.int64)
         cell.set_inputs(
             Tensor(shape=(None, width), dtype=ms.float16), lens, lens, Tensor(shape=(None, None), dtype=ms.int32), lens,
-            query_lens,
+            query_lens, *((lens,) if int8_cache and kind != "prefill" else ()),
         )  # fmt: skip
     return cells
 
 
-def run_step(cell: Any, step: Step, qkv: Floats) -> Floats:
+def run_step(cell: Any, step: Step, qkv: Floats, *, int8_cache: bool = False) -> Floats:
     """Runs a step and returns the output of attention in float32."""
     import mindspore as ms
     from mindspore import Tensor
@@ -161,11 +177,16 @@ def run_step(cell: Any, step: Step, qkv: Floats) -> Floats:
     slots = [
         table[span // BLOCK_SIZE] * BLOCK_SIZE + span % BLOCK_SIZE for table, span in zip(tables, spans, strict=True)
     ]
+    context_lens = np.array(step.context_lens, np.int32)
+    blocks: tuple[Int32s, ...] = ()
+    if int8_cache and step.kind != "prefill":
+        listed, tables = StepBlocks(NUM_BLOCKS, BLOCK_SIZE).of(tables, context_lens)
+        blocks = (listed,)
     is_padded = step.kind == "prefill" and ms.get_context("device_target") == "CPU"
     query_lens = np.array(step.query_lens, np.int64 if is_padded else np.int32)
     arrays = (
         qkv.astype(np.float16), positions, np.concatenate(slots).astype(np.int32), tables,
-        np.array(step.context_lens, np.int32), query_lens,
+        context_lens, query_lens, *blocks,
     )  # fmt: skip
     output: Floats = cell(*map(Tensor, arrays)).asnumpy().astype(np.float32)
     return output
@@ -185,20 +206,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FAIL {error}")
         return 1
     reference = Reference(options.head_dim)
-    cells, failures = make_cells(options.head_dim, reference), 0
+    limit, int8_cache = INT8_LIMIT if options.int8_cache else LIMIT, options.int8_cache
+    cells, failures = make_cells(options.head_dim, reference, int8_cache=int8_cache), 0
     random = np.random.default_rng(0)
     for step in STEPS:
         shape = (sum(step.query_lens), (HEADS + 2 * KV_HEADS) * options.head_dim)
         qkv = random.standard_normal(shape).astype(np.float16).astype(np.float32)
         wanted = reference.step(qkv, step)
         try:
-            actual = run_step(cells[step.kind], step, qkv)
+            actual = run_step(cells[step.kind], step, qkv, int8_cache=int8_cache)
         except (RuntimeError, TypeError, ValueError) as error:
             print(f"FAIL {step.kind}: {str(error).strip().splitlines()[0]}")
             failures += 1
             continue
         difference = float(np.max(np.abs(actual - wanted)))
-        is_right = bool(difference <= LIMIT)  # False for NaN
+        is_right = bool(difference <= limit)  # False for NaN
         failures += not is_right
         print(
             f"{'ok  ' if is_right else 'FAIL'} {step.kind}: head size {options.head_dim}, difference {difference:.4f}"
@@ -210,6 +232,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compares one layer of attention on a device with NumPy.")
     parser.add_argument("--device", choices=("Ascend", "CPU"), default="Ascend", help="device to run on")
     parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="size of a head, a multiple of 16")
+    parser.add_argument("--int8-cache", action="store_true", help="keys and values in int8, as with kv_format int8")
     options = parser.parse_args(arguments)
     if not 16 <= options.head_dim <= 256 or options.head_dim % 16:
         parser.error(f"--head-dim {options.head_dim}: must be a multiple of 16 from 16 to 256")

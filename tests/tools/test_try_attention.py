@@ -18,10 +18,10 @@ sys.path.insert(0, {root!r})
 from tools import try_attention
 real = try_attention.make_cells
 
-def turned(*given):
+def turned(*given, **named):
     from agent.backends.native import attention
     attention._ROTATE_HALVES = 3
-    return real(*given)
+    return real(*given, **named)
 
 try_attention.make_cells = turned
 sys.exit(try_attention.main(["--device", "CPU"]))
@@ -29,9 +29,9 @@ sys.exit(try_attention.main(["--device", "CPU"]))
 """Rotates pairs of neighbouring elements instead of halves."""
 
 
-@pytest.mark.parametrize("head_dim", [128, 32])
-def test_the_cpu_agrees_with_numpy(tmp_path: Path, head_dim: int) -> None:
-    arguments = ("--device", "CPU", "--head-dim", str(head_dim))
+@pytest.mark.parametrize(("head_dim", "cache"), [(128, ()), (32, ("--int8-cache",))])
+def test_the_cpu_agrees_with_numpy(tmp_path: Path, head_dim: int, cache: tuple[str, ...]) -> None:
+    arguments = ("--device", "CPU", "--head-dim", str(head_dim), *cache)
     process = run_forked(
         ROOT / "tools/try_attention.py", *arguments, folder=tmp_path, timeout=240, TMPDIR=str(tmp_path)
     )
