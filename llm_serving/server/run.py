@@ -159,7 +159,7 @@ class _Server(uvicorn.Server):
         if self._batches is not None:
             await self._batches.stop()  # its lines are computed after the next start, so nothing waits for them
         # The socket still listens, so that clients get a 503 with a reason instead of a refused connection.
-        drain_s = 0.0 if self._state.engine.state == "stopped" else self._drain_s
+        drain_s = 0.0 if self._state.has_ended else self._drain_s
         await self._tick_until(asyncio.ensure_future(self._state.active.drain(drain_s)))
 
     async def _tick_until(self, done: asyncio.Future[Any]) -> None:

@@ -207,6 +207,11 @@ class ServerState:
     _format: tuple[ChatTemplate, OutputFormat] | None = None
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the server will serve no request any more. While a reload exchanges the model, requests only wait."""
+        return self.engine.state == "stopped" and (self.models is None or self.models.ended.is_set())
+
+    @property
     def output_format(self) -> OutputFormat:
         """How the model writes reasoning and tool calls."""
         tokenizer = self.engine.tokenizer

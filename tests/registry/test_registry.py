@@ -260,6 +260,33 @@ def test_a_reload_without_memory_is_refused_or_drains_first(tmp_path: Path) -> N
     play(script, tmp_path, {"a": 5})
 
 
+def test_the_main_model_may_drain_first_and_the_server_goes_on(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.next_size["main"] = 7
+        lease = await models.registry.acquire(models["main"])
+        models.starter.gate.clear()
+        reload = asyncio.ensure_future(models.registry.reload(models["main"], None, drain_first=True))
+        await until(lambda: models.states()["main"] == "unloading")
+        lease.release()
+        await until(lambda: models.starter.started == ["main"])
+        assert models.registry.main.view == "main.0", "the handlers of the server always have a version"
+        late = asyncio.ensure_future(models.registry.acquire(models["main"]))
+        await asyncio.sleep(0.01)
+        assert not late.done()
+        assert not models.registry.ended.is_set(), "the server has not ended"
+        models.starter.gate.set()
+        await reload
+        assert (await late).view == "main.1"
+        models.starter.fails = True
+        late.result().release()
+        with pytest.raises(ModelStateError, match="old version has ended"):
+            await models.registry.reload(models["main"], None, drain_first=True)
+        assert models.registry.ended.is_set()
+        assert models.registry.end_reason == "no memory left for the agent"
+
+    play(script, tmp_path, {})
+
+
 def test_a_version_that_is_too_large_is_refused_before_the_old_one_ends(tmp_path: Path) -> None:
     async def script(models: Models) -> None:
         (await models.registry.acquire(models["a"])).release()

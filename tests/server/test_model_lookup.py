@@ -15,6 +15,7 @@ from llm_serving.errors import ModelNotFoundError, ModelUnavailableError, NotPer
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http.protocol import RECEIVED_AT
 from llm_serving.server.models.lookup import release_lease, served
+from llm_serving.server.state import ServerState
 from support.fake_models import Models
 from support.model_scripts import play
 
@@ -95,6 +96,24 @@ def test_the_deadline_of_a_request_limits_its_wait(tmp_path: Path) -> None:
         models.starter.gate.set()
 
     play(script, tmp_path, {"a": 3})
+
+
+def test_a_server_has_ended_only_if_its_main_model_has(tmp_path: Path) -> None:
+    """A reload that drains first ends the old engine. Health checks and batches must not take this for the end."""
+
+    async def script(models: Models) -> None:
+        engine: Any = SimpleNamespace(state="stopped")
+        log: Any = models.log
+        metrics: Any = None
+        settings: Any = None
+        state = ServerState(engine, log, metrics, settings, ())
+        assert state.has_ended
+        state.models = models.registry
+        assert not state.has_ended
+        models.registry.ended.set()
+        assert state.has_ended
+
+    play(script, tmp_path, {})
 
 
 def test_the_queue_of_the_requested_model_counts(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class BatchRunner:
                     raise
                 delay = _RETRY_S
             except Exception as error:
-                if state.active.stopping or state.engine.state == "stopped":
+                if state.active.stopping or state.has_ended:
                     raise UnavailableError("The server is stopping.", "stopping") from error
                 losses += isinstance(error, AgentError)
                 if not isinstance(error, AgentError) or losses >= _MAX_LOSSES:

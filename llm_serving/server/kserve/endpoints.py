@@ -44,7 +44,7 @@ async def _server(state: ServerState, request: Request) -> Response:
 
 
 async def _live(state: ServerState, request: Request) -> Response:
-    is_live = state.engine.state != "stopped"
+    is_live = not state.has_ended
     return json_response({"live": is_live}, status=200 if is_live else 503)
 
 

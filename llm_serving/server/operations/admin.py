@@ -79,7 +79,7 @@ async def _get_model(state: ServerState, request: Request) -> Response:
 
 async def _health_live(state: ServerState, request: Request) -> Response:
     """Respond with 200 while the engine can serve, now or after a restart of its agents."""
-    is_live = state.engine.state != "stopped"
+    is_live = not state.has_ended
     return json_response({"status": "live" if is_live else "stopped"}, status=200 if is_live else 503)
 
 
