@@ -138,7 +138,7 @@ def _pairs(tensors: dict[str, TensorInfo], targets: dict[str, Target]) -> dict[s
 
 
 def _why_no_target(layer: str) -> str:
-    if "experts" in layer or "block_sparse_moe" in layer or layer.endswith(".mlp.gate"):
+    if "experts" in layer or "block_sparse_moe" in layer or layer.endswith((".mlp.gate", ".mlp.router")):
         return "adapters of experts and their routers are not supported"
     if layer.endswith(("lm_head", "embed_tokens")):
         return "adapters of the embedding and of the output layer are not supported"

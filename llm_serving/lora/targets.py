@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llm_serving.model.families import FAMILIES
 from llm_serving.model.shape import ModelShape
 
 ADAPTED_FAMILIES = frozenset(
     {
         *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-        *("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        *("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM"),
+        *("Gemma3ForCausalLM", "GptOssForCausalLM"),
     }
 )
 """Architectures whose operators add adapters. A new family belongs here once its linear layers do."""
@@ -47,15 +49,21 @@ def _of_layer(shape: ModelShape, prefix: str, layer: int) -> list[Target]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     targets = _of_latent_attention(shape, prefix) if shape.latent is not None else _of_attention(shape, prefix)
     if not shape.has_experts(layer):
-        targets += [Target(f"{prefix}.mlp.{name}", hidden, inner) for name in ("gate_proj", "up_proj")]
+        gates = {"gate_up_proj": 2 * inner} if _is_joined(shape) else {"gate_proj": inner, "up_proj": inner}
+        targets += [Target(f"{prefix}.mlp.{name}", hidden, width) for name, width in gates.items()]
         targets.append(Target(f"{prefix}.mlp.down_proj", inner, hidden))
     return targets
+
+
+def _is_joined(shape: ModelShape) -> bool:
+    return FAMILIES[shape.architecture].joined
 
 
 def _of_attention(shape: ModelShape, prefix: str) -> list[Target]:
     hidden, dim = shape.hidden_size, shape.head_dim
     query, key = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
-    widths = {"q_proj": query, "k_proj": key, "v_proj": key}
+    joined = {"qkv_proj": query + 2 * key}
+    widths = joined if _is_joined(shape) else {"q_proj": query, "k_proj": key, "v_proj": key}
     found = [Target(f"{prefix}.self_attn.{name}", hidden, width) for name, width in widths.items()]
     return [*found, Target(f"{prefix}.self_attn.o_proj", query, hidden)]
 

@@ -16,7 +16,7 @@ from llm_serving.model.shape import ModelShape
 
 Tensors = dict[str, npt.NDArray[Any]]
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 
 
 def adapter_tensors(
