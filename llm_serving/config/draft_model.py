@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llm_serving.config.source import RawConfig
 from llm_serving.errors import CheckpointError
+from llm_serving.gguf.place import find_gguf
 from llm_serving.model.quantization import stored_weight_format, stored_weight_group
 from llm_serving.model.shape import ModelShape
 
@@ -35,8 +36,8 @@ def read_draft_model(raw: RawConfig, path: Path, shape: ModelShape, *, has_weigh
     _check_vocabulary(raw, path, draft, shape)
     if draft.latent is not None or draft.experts is not None:
         raise raw.error(_KEY, str(path), f"is a {draft.architecture}; a draft model must be dense, without experts")
-    if has_weights and path.is_dir() and not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"{path}: there are no *.safetensors files for the draft model ({_KEY})")
+    if has_weights and find_gguf(path) is None and not any(path.glob("*.safetensors")):
+        raise CheckpointError(f"{path}: there are no *.safetensors files and no GGUF file ({_KEY})")
     if not has_weights:
         return DraftModel(str(path), draft)
     return DraftModel(str(path), draft, stored_weight_format(path), stored_weight_group(path))

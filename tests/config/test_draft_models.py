@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llm_serving.config import Config, load_config
-from llm_serving.errors import ConfigError
+from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.planning.auto_blocks import fit_blocks
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import GIB, estimate_memory
@@ -81,3 +81,8 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, *overrides, draft=draft)
     assert message in str(caught.value)
+
+
+def test_a_draft_model_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"draft: there are no \*.safetensors files and no GGUF file"):
+        load(tmp_path, draft={"files": ("tokenizer.json",)})

@@ -137,3 +137,12 @@ def test_a_config_takes_model_and_tokenizer_from_the_file(tmp_path: Path) -> Non
     config = load_config("llama_tiny_cpu.yaml", overrides, ascend=False)
     assert (config.model_config.model_path, config.tokenizer_file) == (str(path), str(path))
     assert (config.model_name, config.stored_weight_format) == ("my-model", None)
+
+
+def test_a_draft_model_may_be_a_gguf_file_or_its_folder(tmp_path: Path) -> None:
+    path = write(tmp_path / "draft.gguf")
+    for place in (path, tmp_path):
+        overrides = [f"model_config.model_path={path}", "speculative_config.method=draft"]
+        config = load_config("llama_tiny_cpu.yaml", [*overrides, f"speculative_config.model={place}"], ascend=False)
+        assert config.draft is not None
+        assert (config.draft.path, config.draft.shape) == (str(place), config.shape)
