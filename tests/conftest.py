@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -101,6 +102,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # otherwise xdist starts the files with the most tests first
+    gc.disable()  # until all tests are collected: they are a million objects, and no garbage
+
+
+def pytest_collection_finish() -> None:
+    """Excludes the collected tests from garbage collection, because they live as long as this process."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -6,11 +6,11 @@ import json
 import signal
 import time
 
-import openai
-
+from support.lazy_module import LazyModule
 from support.server_process import ServerProcess, running_server
 from support.time_limits import time_limit
 
+openai = LazyModule("openai")
 CHAT = "/v1/chat/completions"
 LINES = 120
 

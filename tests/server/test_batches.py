@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 
-import openai
 import pytest
 
 from llm_serving.config.batch_section import BatchConfig
@@ -20,8 +19,10 @@ from llm_serving.server.limits import MAX_PRIORITY
 from support.access_keys import access_for, secret_of
 from support.fake_engine import FakeEngine
 from support.http_server import running, wait_until
+from support.lazy_module import LazyModule
 from support.time_limits import time_limit
 
+openai = LazyModule("openai")
 CHAT = "/v1/chat/completions"
 
 
