@@ -20,9 +20,10 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class LogitsProcessor(Protocol):
-    """The interface of an operator's class. It is made once in each agent, with the size of the vocabulary.
+    """The interface of a class that the operator of the server has written.
 
-    A call must depend on nothing but its arguments. Else texts would depend on the order of the steps.
+    Each agent makes one object of the class, with the size of the vocabulary. A call must depend on nothing but its
+    arguments. Else texts would depend on the order of the steps.
     """
 
     def __call__(self, prompt_token_ids: Int32Array, output_token_ids: Int32Array, logits: Float32Array, /) -> None:
@@ -43,7 +44,7 @@ def _loaded(name: str, vocab_size: int) -> LogitsProcessor:
     module, _, cls = name.partition(":")
     try:
         processor: LogitsProcessor = getattr(importlib.import_module(module), cls)(vocab_size)
-    except Exception as error:  # it is the operator's code, so any error is possible
+    except Exception as error:  # the operator of the server wrote this code, so it may raise any error
         raise AgentStartError(
             f"model_config.logits_processors: {name!r} cannot be made: {error!r}. The module must be importable "
             "(PYTHONPATH), and the class takes the size of the vocabulary"
@@ -66,7 +67,7 @@ def process(
     for name, processor in processors:
         try:
             processor(prompt, output, logits)
-        except Exception as error:  # it is the operator's code, so any error is possible
+        except Exception as error:  # the operator of the server wrote this code, so it may raise any error
             raise AgentError(f"the logits processor {name!r} failed: {error!r}") from error
         if not (logits < np.inf).all() or not (logits > -np.inf).any():
             raise AgentError(f"the logits processor {name!r} left NaN, +infinity or no token that may follow")

@@ -81,7 +81,10 @@ def _reordered(tensor: QuantizedTensor, order: tuple[int, ...]) -> QuantizedTens
 
 
 def _cut_of(rows: RowsOf, shape: tuple[int, ...], cut: TensorCut | None) -> TensorCut:
-    """Returns the part of the larger tensor that a part of one of its tensors is. ``shape`` is this tensor's shape."""
+    """Converts a cut of a tensor to the cut of the larger tensor whose ``rows`` contain it.
+
+    ``shape`` is the shape of the smaller tensor. ``cut`` is None for the whole smaller tensor.
+    """
     if cut is None:
         return TensorCut(rows.shape, Span(rows.first, rows.first + shape[0]))
     return TensorCut(rows.shape, Span(rows.first + cut.rows.start, rows.first + cut.rows.stop), cut.columns)

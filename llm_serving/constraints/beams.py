@@ -18,7 +18,8 @@ class BeamConstraint:
     """
 
     def __init__(self, state: ForkableConstraint, before: BeamConstraint | None = None, token_id: int = 0) -> None:
-        """Without ``before``, ``state`` is that of this beam. Otherwise the state is that of ``before`` plus a token.
+        """If ``before`` is None, ``state`` is the state of this beam. Otherwise, the beam is ``before`` plus
+        ``token_id``, and the first call of ``mask`` makes its state.
         """
         self.num_words = state.num_words
         self.error = ""

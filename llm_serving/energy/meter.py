@@ -72,7 +72,7 @@ class EnergyMeter(Collector):
         return Reading(self._tokens(), self._times.seconds() - self._start_s, joules)
 
     def end_interval(self) -> Interval | None:
-        """Return the interval since the last one that had tokens, or None if there were no tokens since then.
+        """Return the interval since the last call that returned one. None if no tokens were generated since then.
 
         Time without tokens belongs to the next interval: an idle server takes energy, too.
         """

@@ -6,7 +6,7 @@ import psutil
 
 
 class ProcessTimes:
-    """The processor seconds of this process and its descendants. They never decrease, also if an agent ends."""
+    """The processor seconds of this process and its descendants. The sum never decreases, even when an agent ends."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, float], float] = {}

@@ -13,7 +13,7 @@ from llm_serving.ipc.adapters import AdapterMemory
 
 @dataclass(slots=True)
 class _Loading:
-    """An adapter that the agents load. ``steps`` are the steps in flight that must end before."""
+    """An adapter that the agents load as soon as ``steps``, the steps now in flight, have ended."""
 
     slot: int
     memory: AdapterMemory
@@ -42,7 +42,7 @@ class AdapterSlots:
         self._loading = _Loading(slot, memory, set(steps))
 
     def keep(self, slot: int, memory: AdapterMemory) -> None:
-        """Load an adapter when the agents become ready."""
+        """Remember an adapter, which the agents load when they become ready."""
         self._resident[slot] = memory
 
     def drop(self, slot: int) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 LOOK_EVERY_S = 0.25
-"""Time between two looks. The first look comes after this time without a result."""
+"""Seconds between two checks of the agents' processes. The first check comes after this time without a result."""
 STOPPED_S = 1.5
 """Agents count as lost if one of them has been stopped (SIGSTOP) for this time."""
 ASLEEP_S = 2.0

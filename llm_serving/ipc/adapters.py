@@ -54,7 +54,7 @@ class AdapterMemory(NamedSegment):
         All matrices have the same type. Raises OSError if /dev/shm is too small.
         """
         sizes = [(each[2].nbytes, each[3].nbytes) for each in modules]
-        # The length of the index does not depend much on the offsets, so a first index determines its room.
+        # The offsets are not known before the index has its size. So an index with the largest offsets determines it.
         room = len(msgspec.msgpack.encode(_index(modules, 1 << 40, sizes)))
         start = _aligned(_LENGTH_BYTES + room)
         index = _index(modules, start, sizes)

@@ -17,7 +17,7 @@ _ENTRY_ID = re.compile(rb'^{"id":"batch_req_[0-9a-f]+_([0-9]{1,9})"')
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """The request of one line."""
+    """A valid request in one line of a batch's input."""
 
     number: int
     custom_id: str
@@ -27,7 +27,7 @@ class LineRequest:
 
 @dataclass(frozen=True, slots=True)
 class LineProblem:
-    """A line that is no request, and the reason."""
+    """A line of a batch's input that is not a valid request, and the reason."""
 
     number: int
     custom_id: str | None
@@ -36,7 +36,7 @@ class LineProblem:
 
 
 def read_line(number: int, line: bytes | None, endpoint: str, max_bytes: int) -> LineRequest | LineProblem:
-    """Return the request of a line. ``line`` is None if the line has more than ``max_bytes`` bytes."""
+    """Return the request in an input line, or the problem. ``line`` is None if it has more than ``max_bytes`` bytes."""
     if line is None:
         message = f"has more than {max_bytes} bytes (serving_config.max_body_bytes)"
         return _problem(number, None, "line_too_long", message)
@@ -87,14 +87,14 @@ def response_entry(batch_id: str, line: LineRequest, status: int, body: bytes) -
 
 
 def problem_entry(batch_id: str, problem: LineProblem) -> bytes:
-    """Return the output line for a line without a response."""
+    """Return the output line for an input line that got no response."""
     error = {"code": problem.code, "message": problem.message}
     name = _entry_id(batch_id, problem.number)
     return orjson.dumps({"id": name, "custom_id": problem.custom_id, "response": None, "error": error}) + b"\n"
 
 
 def number_of_entry(entry: bytes) -> int | None:
-    """Return the number of the input line to which an output line belongs. None if it is no output line."""
+    """Return the number of the input line to which an output line belongs. None if ``entry`` is not an output line."""
     found = _ENTRY_ID.match(entry)
     return None if found is None else int(found[1])
 

@@ -20,14 +20,14 @@ _FILENAME = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
 
 
 class InvalidFormError(RequestError):
-    """The body is no valid form."""
+    """The body of an upload is not a valid form."""
 
     code = "invalid_form"
 
 
 @dataclass(frozen=True, slots=True)
 class PartBegin:
-    """A part of the form begins. ``filename`` is None if the part is no file."""
+    """A part of the form begins. ``filename`` is None if the part is a field and not a file."""
 
     name: str
     filename: str | None

@@ -11,7 +11,7 @@ import orjson
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
 ENDED = ("completed", "failed", "cancelled", "expired")
-"""States that a batch does not leave."""
+"""States of a batch that has ended. The state does not change any more."""
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
@@ -50,7 +50,7 @@ class StoredFile:
 
 @dataclass(slots=True)
 class Batch:
-    """A batch of a tenant. Times are Unix times in seconds, or None if the batch has not come that far."""
+    """A batch of a tenant. Times are Unix times in seconds, or None if the batch has not reached that state."""
 
     id: str
     owner: str
@@ -121,7 +121,7 @@ def encoded(record: StoredFile | Batch) -> bytes:
 
 
 def decoded(kind: type[RecordT], data: bytes) -> RecordT | None:
-    """Return a record from its JSON. None if the JSON is no valid record."""
+    """Return a record from its JSON. None if the JSON is not a valid record."""
     try:
         value = orjson.loads(data)
         record = kind(**value) if value.keys() == {each.name for each in fields(kind)} else None

@@ -36,9 +36,9 @@ from llm_serving.server.state import Endpoint
 _RETRY_S = 0.5
 _MAX_RETRY_S = 30.0
 _MAX_LOSSES = 3
-"""Number of lost agents after which a line has failed."""
+"""A line fails when this number of agents has been lost while they computed it."""
 _SAVE_S = 1.0
-"""Minimum seconds between two records of a running batch."""
+"""Minimum seconds between two writes of a running batch's record to disk."""
 
 Respond = Callable[[Batch, LineRequest], Awaitable[tuple[int, bytes]]]
 """Returns status and JSON body of the response to a line. Raises UnavailableError if the server stops."""
@@ -149,7 +149,7 @@ class BatchRun:
         self._outputs: tuple[int, int] | None = None
         self._failure: Exception | None = None
         self._is_cut = asyncio.Event()
-        """Set when no further line may begin: the batch is cancelled or expired, or a line could not be written."""
+        """Set when no further line may begin: the batch is cancelled or expired, or a result could not be written."""
         self._saved_at = 0.0
         self.task: asyncio.Task[None]
 
@@ -229,7 +229,7 @@ class BatchRun:
             raise self._failure
 
     async def _begin_line(self, line: LineRequest) -> None:
-        """Wait for a free slot and start the line, unless the batch was cut meanwhile."""
+        """Wait for a free slot and start the line, unless no further line may begin."""
         await self._slots.acquire()
         if self._is_cut.is_set():
             self._slots.release()

@@ -54,7 +54,7 @@ from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
-"""Size with which a small file and a record count, so that many small ones reach the limits, too."""
+"""A smaller file, or a record, counts as this number of bytes, so that many small ones reach the limits, too."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class BatchStore:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def close(self) -> None:
-        """Wait for running calls and give the folder free. May be called twice."""
+        """Wait for running calls and unlock the folder for other servers. May be called twice."""
         self._thread.shutdown()
         if self._lock >= 0:
             os.close(self._lock)
@@ -105,7 +105,7 @@ class BatchStore:
     # Files
 
     def begin_upload(self, owner: str) -> Upload:
-        """Return a new file to which content is written. Raises StorageLimitError."""
+        """Begin a new file, whose content then arrives in parts. Raises StorageLimitError."""
         tenant = self._tenant(owner)
         if len(tenant.files) >= self.config.max_files:
             raise StorageLimitError(
@@ -130,7 +130,7 @@ class BatchStore:
         return self.data_path(file.owner, file.id)
 
     def data_path(self, owner: str, file_id: str) -> Path:
-        """Return the path of the content of the file that has, or will have, this id."""
+        """Return the path of a file's content by the file's id, also before the file exists."""
         return self._tenant(owner).folder / "files" / f"{file_id}.data"
 
     def delete_file(self, owner: str, file_id: str) -> None:
@@ -150,7 +150,7 @@ class BatchStore:
         self._count(tenant, -_counted(file.num_bytes))
 
     def keep_file(self, file: StoredFile, *, is_counted: bool = False) -> None:
-        """Make a file whose content is on disk a file of its tenant. ``is_counted``: its bytes count already."""
+        """Add a file to its tenant's files. Its content is on disk. ``is_counted``: its bytes count already."""
         tenant = self._tenant(file.owner)
         replace_file(tenant.folder / "files" / f"{file.id}.json", encoded(file))
         if file.id not in tenant.files and not is_counted:
@@ -202,7 +202,7 @@ class BatchStore:
         return found
 
     def cancel_batch(self, owner: str, batch_id: str) -> Batch:
-        """Ask for the end of a batch. Raises UnknownBatchError, and RequestError if it has ended."""
+        """Ask the runner to cancel a batch. Raises UnknownBatchError, and RequestError if it has ended."""
         batch = self.batch(owner, batch_id)
         if batch.has_ended or batch.status == "finalizing":
             raise RequestError(
@@ -226,7 +226,10 @@ class BatchStore:
     # Results
 
     def open_results(self, batch: Batch) -> tuple[int, int]:
-        """Return descriptors of the output file and of the error file, which end with a whole line."""
+        """Open the output file and the error file for appending after their last complete line.
+
+        Returns their descriptors.
+        """
         descriptors = []
         for file_id in (batch.output_id, batch.error_id):
             path = self.data_path(batch.owner, file_id)
@@ -242,7 +245,7 @@ class BatchStore:
         self._count(tenant, len(line))
 
     def end_batch(self, batch: Batch, status: str) -> None:
-        """Make the results files of the tenant. Then write the record of the batch, which ends with ``status``.
+        """Add the files with results to the tenant's files. Then write the batch's record with its last ``status``.
 
         Empty results are removed.
         """
@@ -277,7 +280,7 @@ class BatchStore:
         return found
 
     def _found(self, owner: str) -> _Tenant:
-        """Return the tenant, or an empty one that is not kept."""
+        """Return the tenant. If the tenant is unknown, returns an empty one without storing it."""
         return self._tenants.get(owner) or _Tenant(self._root)
 
     def _drop_oldest(self, tenant: _Tenant) -> None:

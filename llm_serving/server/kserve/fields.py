@@ -100,7 +100,7 @@ def completion_of(
 
 
 def named_by_parameters(error: RequestError) -> RequestError:
-    """Return an error about a field of the completion as one about the member ``parameters``."""
+    """Return the error with another field name, because the client sent this field as a member of ``parameters``."""
     if error.param is None or error.param.startswith("prompt"):
         return error
     text, param = str(error), f"parameters.{error.param}"
@@ -153,7 +153,7 @@ def wanted_outputs(body: InferRequest) -> list[str]:
 
 
 def _elements(tensor: InputTensor, where: str) -> list[object]:
-    """Return the elements of a tensor, flat, after checks of type, number and shape."""
+    """Check type, number and shape of a tensor's elements, and return them as one flat list."""
     if tensor.parameters:
         raise RequestError(
             f"'{where}.parameters' is not supported; send the data as JSON in 'data'.",
@@ -213,7 +213,10 @@ def _ids(tensor: InputTensor, values: list[object], where: str) -> list[object]:
 
 
 def _parameter(tensor: InputTensor, values: list[object], where: str) -> object:
-    """Return the value of a parameter. Stop strings and token ids are lists; others have one element."""
+    """Return the value of a parameter that the client sent as a tensor.
+
+    Stop strings and token ids are lists; other parameters have one element.
+    """
     if tensor.name in _LISTS:
         return values
     if len(values) != 1:
