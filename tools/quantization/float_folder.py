@@ -9,7 +9,9 @@ import numpy as np
 
 from agent.models.names import ignorable_suffixes, weight_specs
 from agent.weights import open_weights
+from agent.weights.joined import stored_parts
 from agent.weights.storage import STORAGE_DTYPES
+from llm_serving.errors import CheckpointError
 from llm_serving.gguf.model_config import model_fields
 from llm_serving.model.shape import ModelShape
 from tools.quantization.folder_writer import FolderWriter
@@ -19,15 +21,17 @@ def write_float_folder(file: Path, folder: Path, dtype: str) -> None:
     """Writes ``config.json`` and the dequantised weights of a GGUF file to the new folder ``folder``.
 
     ``dtype`` is the type of the weights, for example ``float32``. The folder has no tokenizer. Raises CheckpointError
-    for a damaged file.
+    for a damaged file, and for gpt-oss.
     """
     shape = ModelShape.from_path(file)
-    parts = [part for spec in weight_specs(shape) if not spec.packed_only for part in spec.parts]
+    parts = [part for spec in weight_specs(shape) if not spec.packed_only for part in spec.tensors]
+    if any(part.stacked is not None for part in parts):
+        raise CheckpointError(f"{file}: folders of {shape.architecture} have all experts in one tensor; not supported")
     source = open_weights(file, weight_specs(shape), seed=None, ignorable=ignorable_suffixes(shape))
     try:
         folder.mkdir()
         writer = FolderWriter(folder)
-        for part in {part.name: part for part in parts}.values():
+        for part in stored_parts(parts):
             values = np.empty(part.shape, STORAGE_DTYPES[dtype])
             source.read_into(part.name, values, dtype)
             writer.write(part.name, values)
