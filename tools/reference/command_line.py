@@ -68,6 +68,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/bench_structured.py",
         "performance/bench_speculation.py",
         "performance/bench_lora.py",
+        "performance/bench_kv_tiers.py",
         "performance/bench_models.py",
         "performance/bench_recorder.py",
         "performance/bench_reliability_cost.py",
