@@ -61,6 +61,9 @@ from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.receipt import Receipt
 from llm_serving.telemetry.status import EngineStatus
 
+_TIERS_END_S = 5.0
+_TIERS_POLL_S = 0.01
+
 
 class AsyncEngine:
     """Runs an ``EngineCore`` in a thread of its own.
@@ -169,7 +172,7 @@ class AsyncEngine:
             for recorder in self._recorders:
                 recorder.close()
             if self._tiers is not None:
-                self._tiers.close()
+                await _close_tiers(self._tiers)
         await asyncio.sleep(0)  # gives the event loop time to process the last outputs of the engine thread
 
     @property
@@ -547,3 +550,15 @@ class AsyncEngine:
         for answer in probes:
             if not answer.done():
                 answer.set_result(True)
+
+
+async def _close_tiers(tiers: KvTiers) -> None:
+    """Close the KV tiers after at most ``_TIERS_END_S`` seconds for the blocks that wait for the disk.
+
+    Waits without blocking the event loop, which may serve other models.
+    """
+    tiers.end()
+    deadline = time.monotonic() + _TIERS_END_S
+    while tiers.is_busy and time.monotonic() < deadline:
+        await asyncio.sleep(_TIERS_POLL_S)
+    tiers.close()

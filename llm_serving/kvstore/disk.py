@@ -20,7 +20,6 @@ RETRY_S = 60.0
 """After a failed write, the tier writes nothing for this time."""
 _KEEP = 0.9
 """Each read multiplies the weight of earlier reads in the measured bandwidth by this factor."""
-_CLOSE_S = 5.0
 
 
 class HostPool(Protocol):
@@ -136,9 +135,12 @@ class DiskTier:
         self.mover.submit(self._distrust)
 
     def close(self) -> None:
-        """Ends the mover, writes what waits for at most some seconds, and unlocks the folder."""
-        self.mover.close(_CLOSE_S)
-        if self._last is not None:
+        """Ends the mover without the blocks that still wait for the disk, and unlocks the folder.
+
+        ``mover.end`` lets the mover write them before.
+        """
+        self.mover.close()
+        if self._last is not None and not self.mover.is_busy:  # a job may hang, because the disk does not respond
             self._last.close()
         self._lock.close()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 _LOW_PRIORITY = 10
 """Nice value of the thread, which must not take the processor from the agents. Reads are short."""
+_JOIN_S = 1.0
 
 
 class Mover:
@@ -42,18 +43,25 @@ class Mover:
                 (self._urgent if urgent else self._others).append(job)
                 self._changed.notify()
 
-    def close(self, wait_s: float) -> None:
-        """Runs the jobs that wait for at most ``wait_s`` seconds, and ends the thread."""
+    def end(self) -> None:
+        """Lets the thread end when it has run all jobs that wait. Does not wait for this."""
         with self._changed:
             self._ended = True
             self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(wait_s)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the thread, without the jobs that have not begun. Waits a short time for the job that runs."""
+        self.end()
         with self._changed:
             self._urgent.clear()
             self._others.clear()
         if self._thread.is_alive():
-            self._thread.join(wait_s)
+            self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):

@@ -46,8 +46,18 @@ class KvTiers:
         if self._disk is not None:
             self._disk.open(partial(self._namespace, str(summary.get("arithmetic", ""))))
 
+    def end(self) -> None:
+        """Lets the mover write the blocks that wait for the disk, and then end. Does not wait for this."""
+        if self._disk is not None:
+            self._disk.mover.end()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while the mover runs."""
+        return self._disk is not None and self._disk.mover.is_busy
+
     def close(self) -> None:
-        """Writes the blocks that wait for the disk, for at most some seconds, and unlocks the folder."""
+        """Ends the mover without the blocks that still wait for the disk, and unlocks the folder."""
         if self._disk is not None:
             self._disk.close()
 

@@ -40,8 +40,12 @@ class ManualMover:
             count += 1
         return count
 
-    def close(self, wait_s: float) -> None:
+    def close(self) -> None:
         self.run()
+
+    @property
+    def is_busy(self) -> bool:
+        return False
 
 
 def disk_tier(folder: Path, *, max_bytes: int = 1 << 30, segment_bytes: int = 4096) -> tuple[DiskTier, ManualMover]:
