@@ -60,6 +60,7 @@ HEAVY = (
 )
 """The files that take longest. They start first, so that all processes end at about the same time."""
 
+_STRUCTURED = "tests/integration/test_structured_output.py"
 REPETITIONS = (
     "tests/agent/test_kernel_memory.py::test_the_kernels_keep_to_the_memory_plan[float16-native-int4-2-dense]",
     "tests/agent/test_native_quantised_groups.py::test_shared_and_uneven_heads[llama3_rope]",
@@ -70,10 +71,13 @@ REPETITIONS = (
     "tests/integration/test_self_checks.py::test_a_row_with_other_bits_alone_restarts_the_agents[['model_config",
     "tests/integration/test_self_checks.py::test_a_row_with_other_bits_alone_restarts_the_agents[['parallel_config",
     "tests/integration/test_self_checks.py::test_logits_that_are_not_finite_end_their_request_only[native]",
+    f"{_STRUCTURED}::test_a_bias_comes_before_penalties_and_mask_and_changes_no_log_probability[two agents]",
+    f"{_STRUCTURED}::test_beams_follow_a_grammar_and_are_the_most_likely_texts[two agents]",
+    f"{_STRUCTURED}::test_rules_about_tokens_hold_alone_and_together[two agents]",
 )
 """Beginnings of the names of slow cases.
 
-They repeat a guarantee for another type or op table, so only ``make test-sweeps`` runs them.
+They repeat a guarantee for another type, op table or server, so only ``make test-sweeps`` runs them.
 """
 
 # MindSpore contains protobuf messages that only protobuf's Python implementation accepts. MindSpore chooses this

@@ -112,12 +112,12 @@ def test_prefill_chunks_and_decode_agree_bit_for_bit(formats: tuple[str, str], s
 
 
 @pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("block_size", [1, 2, 5, 16, 48, 63, 64, 65, 127, 128])
 @pytest.mark.parametrize("dim", [24, 64])
-def test_block_size_changes_no_bit(formats: tuple[str, str], block_size: int, dim: int) -> None:
+def test_block_size_changes_no_bit(formats: tuple[str, str], dim: int) -> None:
     [wanted] = Sequences(Shape(4, 2, dim, 32), [300], formats).whole()
-    [out] = Sequences(Shape(4, 2, dim, block_size), [300], formats).whole()
-    np.testing.assert_array_equal(out, wanted)
+    sizes = (1, 2, 5, 16, 48, 63, 64, 65, 127, 128)
+    outs = {size: Sequences(Shape(4, 2, dim, size), [300], formats).whole()[0] for size in sizes}
+    assert [size for size, out in outs.items() if not np.array_equal(out, wanted)] == []
 
 
 @pytest.mark.parametrize("formats", FORMATS)
