@@ -11,7 +11,7 @@ export const PARTS = {
 };
 const REASONS = {
   rows: "reason_rows", blocks: "reason_blocks", admission: "reason_admission", batch: "reason_batch",
-  policy: "reason_policy", prefix: "reason_prefix", preempted_first: "reason_preempted_first",
+  policy: "reason_policy", prefix: "reason_prefix", load: "reason_load", preempted_first: "reason_preempted_first",
 };
 
 export function milliseconds(value) {
