@@ -11,6 +11,7 @@ import numpy.typing as npt
 from agent.group.model_part import ModelPart
 from agent.model_loading import LoadedModel, load_model
 from agent.scores import StepLogits
+from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import StepReader
 from agent.warm_up import largest_steps, make_step
 from llm_serving.config import Config
@@ -65,6 +66,7 @@ class DraftNetwork:
             config.max_prefill_seqs,
             config.shape.vocab_size,
             fuses=config.context.enable_graph_kernel,
+            step_blocks=StepBlocks.of_config(config) if model.ops.gathers_blocks else None,
         )
         self._graph.compile()
 

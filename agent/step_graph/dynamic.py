@@ -63,6 +63,7 @@ class DynamicStepGraph(StepGraph):
         self._part, self._hooks, self._fuses = ops.part, ops.hooks, fuses
         assert not (step_blocks and decode_sizes), "captured launches have one size, and lists of blocks have any size"
         self._step_blocks = step_blocks
+        assert step_blocks or not ops.gathers_blocks, "graphs that gather blocks need the lists of blocks"
         self._gathering = {kind for kind in GraphKind if gathers_blocks(ops, kind)}
         self._inserts_ids = ops.inserts_ids
         self._empty_entry = empty_entry(ops, 1)

@@ -1,6 +1,6 @@
 """Runs a ModelRunner whose draft model is the model itself, and prints its tokens and its drafts as JSON.
 
-python tests/agent/drafting_program.py DTYPE OP_TABLE
+python tests/agent/drafting_program.py DTYPE OP_TABLE KV_FORMAT
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Drafting:
         return {"output": output, "drafts": [(count, draft) for count, draft in found if draft]}
 
 
-def main(dtype: str, op_table: str) -> dict[str, Any]:
+def main(dtype: str, op_table: str, kv: str) -> dict[str, Any]:
     settings = {
         "speculative_config.method": "draft",
         "speculative_config.model": TINY_LLAMA,
         "speculative_config.max_draft_tokens": WIDTH,
     }
-    runs = Drafting(StepDriver(make_config(TINY_LLAMA, dtype, op_table, extra=settings)))
+    runs = Drafting(StepDriver(make_config(TINY_LLAMA, dtype, op_table, kv=kv, extra=settings)))
     first, second, third = list(range(1, 8)), list(range(20, 28)), list(range(40, 48))
     late = [0] * 20 + [WIDTH] * (LENGTH - 20)
     found = {"late": runs.generate(0, first, PROMPT, 0, late)}

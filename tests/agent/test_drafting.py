@@ -15,11 +15,14 @@ PROGRAM = Path(__file__).with_name("drafting_program.py")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "op_table"),
-    with_sweeps([("float32", "fused"), ("bfloat16", "native")], lambda dtype, op_table: op_table == "native"),
+    ("dtype", "op_table", "cache"),
+    with_sweeps(
+        [("float32", "fused", "auto"), ("bfloat16", "native", "auto"), ("bfloat16", "native", "int8")],
+        lambda dtype, op_table, cache: op_table == "native",
+    ),
 )
-def test_drafts_are_the_next_tokens(dtype: str, op_table: str, tmp_path: Path) -> None:
-    found: dict[str, dict[str, Any]] = printed_json(run_program(PROGRAM, dtype, op_table, folder=tmp_path))
+def test_drafts_are_the_next_tokens(dtype: str, op_table: str, cache: str, tmp_path: Path) -> None:
+    found: dict[str, dict[str, Any]] = printed_json(run_program(PROGRAM, dtype, op_table, cache, folder=tmp_path))
     assert found["late"]["output"][:30] == found["always"]["output"][:30]
     for name in ("late", "always", "behind a prefix", "behind a copy"):
         output, drafts = found[name]["output"], found[name]["drafts"]
