@@ -252,7 +252,7 @@ class OpTable(ABC):
     def scale_layout(self, num_blocks: int, block_size: int, num_kv_heads: int) -> CacheLayout | None:
         """Returns the shape and type of a layer's cache of scales. The first axis is the block.
 
-        None means that the layer has no such cache, because its keys and values have no scales or contain them.
+        None means that the layer has no cache of scales, because its keys and values have no scales or contain them.
         """
         return None
 

@@ -168,7 +168,7 @@ class Layer {
     return error == 0 ? norm_result(t_.data[out_], result_gammas_ + 1) : error;
   }
 
-  // Applies RMSNorm to the rows of `result` in place, if the model has such a norm. `gamma` is the argument with the
+  // Applies RMSNorm to the rows of `result` in place, if the model has this norm. `gamma` is the argument with the
   // norm's weight.
   int norm_result(void* result, int gamma) {
     if (form_[kResultNorms] == 0) return 0;

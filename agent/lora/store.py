@@ -74,7 +74,7 @@ class AdapterStore:
         return sum(packed.num_bytes for slot in self._packed for packed in slot.values())
 
     def load(self, slot: int, name: str, num_bytes: int) -> None:
-        """Copies the adapter in the shared memory ``name`` into a slot, in place of the slot's earlier adapter.
+        """Copies the adapter in the shared memory ``name`` into a slot, instead of the slot's earlier adapter.
 
         Raises ProtocolError if the message or the memory is wrong. Raises AgentError if the adapter does not fit the
         model.

@@ -120,7 +120,7 @@ def stored_weight_group(path: Path) -> int:
 def read_quantization(fields: TypedFields) -> Quantization | None:
     """Return the scheme in ``quantization_config`` of a ``config.json``, or None for float weights.
 
-    8-bit floats count as float weights, and so do 4-bit floats of experts. Errors name file, key and value.
+    8-bit floats and the 4-bit floats of experts count as float weights. Errors name file, key and value.
     """
     if "quantization_config" not in fields:
         return None

@@ -39,9 +39,15 @@ class ArtificialOps(NativeCpuOps):
     device: ClassVar[ArtificialDevice]
 
     def __init__(
-        self, dtype: str, max_positions: int, part: ModelPart | None = None, forms: LinearForms | None = None
+        self,
+        dtype: str,
+        max_positions: int,
+        part: ModelPart | None = None,
+        forms: LinearForms | None = None,
+        *,
+        int8_cache: bool = False,
     ) -> None:
-        super().__init__(dtype, max_positions, part, forms)
+        super().__init__(dtype, max_positions, part, forms, int8_cache=int8_cache)
         self.hooks = ArtificialHooks(dtype, forms or LinearForms(), self.device)
 
 

@@ -168,7 +168,7 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     if name.endswith((".mlp.gate.weight", "moe.gate.weight", ".router.weight")):
         # Router logits are large, so that rounding rarely changes the chosen experts. With a sigmoid they are smaller,
         # because the sigmoid of every large logit is nearly 1.
-        # Those of gpt-oss are larger, because its softmax is over the chosen experts alone.
+        # The logits of gpt-oss are larger, because its softmax is over the chosen experts alone.
         spread = 1.5 if variant.config.get("scoring_func") == "sigmoid" else 3.0
         spread = 8.0 if name.endswith("router.weight") else spread
         return float(spread * shape[1] ** -0.5)

@@ -90,8 +90,8 @@ def test_a_request_that_loses_its_agent_often_stays_alone() -> None:
 def test_a_failed_self_check_blames_no_request() -> None:
     """The agent computed wrong results and ends. No request caused that, so no request becomes suspect.
 
-    Then an agent ends for another reason, which makes its requests suspect. A second such loss would end a suspect
-    request with an error. A failed self-check does not count as the second loss, so the request completes.
+    Then an agent ends for another reason, which makes its requests suspect. A second loss of this kind would end a
+    suspect request with an error. A failed self-check does not count as the second loss, so the request completes.
     """
     engine = Engine()
     requests = [engine.request(name, 6, 20) for name in "ab"]

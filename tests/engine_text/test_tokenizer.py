@@ -166,6 +166,7 @@ def test_the_config_names_file_and_end_tokens(folder):
         tokenizer_file=str(folder / "llama2" / "tokenizer.json"),
         tokenizer=SimpleNamespace(type="LlamaTokenizerFast"),
         end_token_ids=(5, 2),
+        draft=None,
     )
     assert load_tokenizer(config).eos_token_ids == (5, 2)
 

@@ -31,7 +31,7 @@ class Pool:
 
 
 class Source:
-    """A scheduler with scripted offers and questions, which completes each move at once."""
+    """A scheduler with scripted offers and questions, which completes each move immediately."""
 
     def __init__(self) -> None:
         self.offers: list[BlockKey | None] = []

@@ -1,4 +1,4 @@
-"""Tests ``GET /requests/{request_id}/timeline``: its content, its errors, and who may read it."""
+"""Tests ``GET /requests/{request_id}/timeline``: its content, its errors, and the keys that may read it."""
 
 from __future__ import annotations
 

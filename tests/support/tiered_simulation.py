@@ -1,4 +1,4 @@
-"""A simulation with KV tiers: the real ``BlockStore`` and SSD tier beside the scheduler and the fake device.
+"""A simulation with KV tiers: the real ``BlockStore`` and SSD tier next to the scheduler and the fake device.
 
 The mover has no thread. The test decides when its jobs run, so a script always has the same result.
 """
@@ -111,7 +111,7 @@ class TieredSimulation(Simulation):
         return step
 
     def _watch(self, step: ScheduledStep) -> None:
-        """Tells the watch of salts which salt a host block has whose content came from the disk."""
+        """Reports the salt of each host block that was read from the disk to the watch of salts."""
         keys = self.store._hosts.keys
         if step.reason is StepReason.LOAD:
             for move in step.moves:

@@ -1,4 +1,4 @@
-"""Writes the model of a GGUF file as a Hugging Face folder with floats, for tools that start from such a folder."""
+"""Writes the model of a GGUF file as a Hugging Face folder with floats, for tools that read only folders."""
 
 from __future__ import annotations
 
