@@ -53,10 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sessions = range(options.sessions)
         with _server(options, settings, Path(folder) / "first") as server:
             _ask(server, _prompt(options, -1))
-            times["computed"] += [_timed(server, options, number, answers) for number in sessions]
+            _wait_until(server, "stored_blocks_total", options.tokens // BLOCK_TOKENS)
+            for number in sessions:
+                times["computed"].append(_timed(server, options, number, answers))
+                _wait_until(server, "stored_blocks_total", (2 + number) * (options.tokens // BLOCK_TOKENS))
             times["memory"] += [_timed(server, options, number, answers) for number in sessions]
             _check_hits(server, "host", options)
-            _wait_until_written(server, options)
+            _wait_until(server, "ssd_written_blocks_total", options.sessions * (options.tokens // BLOCK_TOKENS))
         with _server(options, settings, Path(folder) / "second") as server:
             _ask(server, _prompt(options, -2))
             times["ssd"] += [_timed(server, options, number, answers) for number in sessions]
@@ -99,7 +102,7 @@ def _server(options: argparse.Namespace, settings: list[str], folder: Path) -> A
 
 
 def _prompt(options: argparse.Namespace, number: int) -> list[int]:
-    rng = random.Random(number)
+    rng = random.Random(f"session {number}")  # Random(-1) would be Random(1)
     return [rng.randrange(FIRST_TOKEN, FIRST_TOKEN + 200) for _ in range(options.tokens)]
 
 
@@ -145,11 +148,16 @@ def _check_hits(server: Endpoint, tier: str, options: argparse.Namespace) -> Non
         raise TierBenchmarkError(f"only {hits:g} of {wanted} blocks came from the tier {tier}")
 
 
-def _wait_until_written(server: Endpoint, options: argparse.Namespace) -> None:
-    wanted, deadline = options.sessions * (options.tokens // BLOCK_TOKENS), time.monotonic() + WRITE_TIMEOUT_S
-    while _metric(server, "ssd_written_blocks_total") < wanted:
+def _wait_until(server: Endpoint, name: str, wanted: int) -> None:
+    """Waits until a metric of the tiers is at least ``wanted``.
+
+    A session may evict the blocks of the one before. The tiers copy blocks in later steps, and lose those that were
+    evicted earlier.
+    """
+    deadline = time.monotonic() + WRITE_TIMEOUT_S
+    while (found := _metric(server, name)) < wanted:
         if time.monotonic() > deadline:
-            raise TierBenchmarkError(f"the blocks were not written to the SSD within {WRITE_TIMEOUT_S:g} s")
+            raise TierBenchmarkError(f"{name} is {found:g} after {WRITE_TIMEOUT_S:g} s; {wanted} blocks were expected")
         time.sleep(0.05)
 
 
