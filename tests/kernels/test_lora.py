@@ -153,7 +153,7 @@ def test_an_output_is_rounded_after_the_addition(made: list[Array]) -> None:
 
 @pytest.mark.parametrize("fmt", ["float32", "int8", "int4"])
 def test_norm_and_mlp_use_the_float_activations(made: list[Array], fmt: str) -> None:
-    """GatedMlp must equal its parts, run in turn: norm, gate and up layer, SwiGLU, down layer.
+    """GatedMlp must equal its parts, one after the other: norm, gate and up layer, SwiGLU, down layer.
 
     The adapters of both layers read the activations before they are quantized.
     """

@@ -116,7 +116,7 @@ double measure_reads(double seconds, int methods, const Round& round) {
 
 // Returns the bandwidth in GB/s of reads in the order of the addresses. Each thread reads its own part of the memory.
 // The read loops differ in the number of streams: one loop reads a part from start to end. Another divides the part
-// into several streams and reads from them in turn.
+// into several streams and reads one line of each stream after the other.
 double measure_read_bandwidth(double seconds) {
   return measure_reads(seconds, kReadLoops, [](const char* memory, int method) {
     const int64_t part = kReadBytes / num_threads() / 1024 * 1024;
