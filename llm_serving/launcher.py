@@ -107,7 +107,7 @@ class _Launcher:
         agents = owned.enter_context(ExitStack())
         executors, leftovers = self._start_agents(agents)
         from llm_serving.engine.tokenizer_backends import load_tokenizer
-        from llm_serving.registry.starting import with_digest
+        from llm_serving.registry.starting import with_fingerprint
         from llm_serving.server.app import create_app
         from llm_serving.server.models.lookup import open_models
 
@@ -116,7 +116,7 @@ class _Launcher:
         metrics = self._make_metrics(owned)
         self._open_access(log, metrics, owned)
         tracing, batches = self._open_tracing(metrics, owned), self._open_batches(log, owned)
-        engine = make_engine(with_digest(config), tokenizer, executors, log, metrics)
+        engine = make_engine(with_fingerprint(config), tokenizer, executors, log, metrics)
         engine.start()
         app = create_app(engine, log, metrics, config, self._access, tracing, batches)
         models = open_models(app.state, self._models, config.models_config, agents)

@@ -94,8 +94,8 @@ class Config:
     """How embeddings or scores are computed. None if the server generates text."""
     unused: tuple[UnusedSetting, ...] = ()
     """Settings of the YAML files that were read but have no effect, with the reasons."""
-    weights_digest: str = ""
-    """Digest of the model's files when the server started this version of the model. Empty if nothing was started."""
+    files_fingerprint: str = ""
+    """Fingerprint of the model's files when the server started this version of the model. Empty if nothing was started."""
 
     @property
     def model_name(self) -> str:
@@ -271,7 +271,7 @@ class Config:
         Block hashes begin with this text, so a prefix is never shared between different models.
         """
         model = self.model_config
-        digest = (self.weights_digest,) if self.weights_digest else ()
+        digest = (self.files_fingerprint,) if self.files_fingerprint else ()
         weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed, *digest)
         arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
         return json.dumps([*weights, *arithmetic, self.kv_format]).encode()

@@ -19,8 +19,11 @@ def describe_files(place: Path) -> list[object]:
     return [_describe(file) for file in files]
 
 
-def weights_digest(place: Path | None) -> str:
-    """Return a digest that changes when a file of the model changes. Empty for a model without files.
+def files_fingerprint(place: Path | None) -> str:
+    """Return a digest of the names, sizes, times and some bytes of the model's files. Empty for a model without files.
+
+    It is fast, but misses a change in the middle of a file with an unchanged time. ``kvstore.identity.weights_digest``
+    reads all bytes.
 
     Raises OSError if a file cannot be read.
     """

@@ -16,7 +16,7 @@ from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import AgentStartError
 from llm_serving.lora.loading import read_into_memory
-from llm_serving.model.source_files import weights_digest
+from llm_serving.model.source_files import files_fingerprint
 from llm_serving.registry.arbiter import Need
 from llm_serving.registry.model_log import ModelLog
 from llm_serving.registry.planned import with_log_folder
@@ -86,22 +86,22 @@ class VersionStarter(Generic[V]):
             version.checks = asyncio.get_running_loop().create_task(canary.run())
 
     def _make_engine(self, config: Config, tokenizer: Tokenizer | None, log: EventLog, owned: ExitStack) -> AsyncEngine:
-        config = with_digest(config)
+        config = with_fingerprint(config)
         executors = make_executors(config, lambda rank, stage, done, total: None, owned)
         for executor in executors:
             executor.start()
         return make_engine(config, tokenizer or load_tokenizer(config), executors, log, self._metrics)
 
 
-def with_digest(config: Config) -> Config:
-    """Return a config with the digest of the model's files as they are now. Raises AgentStartError."""
+def with_fingerprint(config: Config) -> Config:
+    """Return a config with the fingerprint of the model's files as they are now. Raises AgentStartError."""
     path = config.model_config.model_path
     is_dummy = config.model_config.load_format == "dummy"
     try:
-        digest = weights_digest(None if is_dummy or path is None else Path(path))
+        fingerprint = files_fingerprint(None if is_dummy or path is None else Path(path))
     except OSError as error:
         raise AgentStartError(f"the files of the model cannot be read: {error}") from error
-    return replace(config, weights_digest=digest)
+    return replace(config, files_fingerprint=fingerprint)
 
 
 def _copy_adapters(source: AsyncEngine, engine: AsyncEngine) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from llm_serving.cli import Launch, launch_from_command_line
 from llm_serving.config import load_config
-from llm_serving.model.source_files import weights_digest
+from llm_serving.model.source_files import files_fingerprint
 from llm_serving.planning.machine import Machine
 from llm_serving.registry.planned import with_log_folder
 from support.model_folders import write_model_folder
@@ -122,14 +122,14 @@ def test_models_that_can_never_fit_are_refused_with_the_numbers(capsys: pytest.C
 
 def test_the_digest_changes_with_the_files(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
-    first = weights_digest(folder)
-    assert first == weights_digest(folder) != ""
+    first = files_fingerprint(folder)
+    assert first == files_fingerprint(folder) != ""
     (folder / "model.safetensors").write_bytes(b"other")
-    assert weights_digest(folder) != first
-    assert weights_digest(None) == ""
+    assert files_fingerprint(folder) != first
+    assert files_fingerprint(None) == ""
 
 
 def test_another_digest_is_another_namespace_of_the_prefix_cache() -> None:
     config = load_config("llama_tiny_cpu.yaml")
-    spaces = {replace(config, weights_digest=digest).cache_namespace for digest in ("", "a", "b")}
+    spaces = {replace(config, files_fingerprint=digest).cache_namespace for digest in ("", "a", "b")}
     assert len(spaces) == 3
