@@ -95,7 +95,7 @@ class Config:
     unused: tuple[UnusedSetting, ...] = ()
     """Settings of the YAML files that were read but have no effect, with the reasons."""
     files_fingerprint: str = ""
-    """Fingerprint of the model's files when the server started this version of the model. Empty if nothing was started."""
+    """Fingerprint of the model's files at the start of this version of the model. Empty if nothing was started."""
 
     @property
     def model_name(self) -> str:
