@@ -26,6 +26,7 @@ LLMServingError
 └── AgentError                an agent could not do its work (an HTTP 5xx)
     ├── AgentStartError       the agent did not become ready; has its traceback
     ├── AgentLostError        the agent died or stopped replying
+    │   ├── NodeDrainedError  the agent's machine was drained and its requests took too long
     │   └── SelfCheckError    the agent computes wrong results
     └── GroupDownError        another agent of the group has ended
         └── GroupBrokenError  an agent failed in the middle of a step of its group
@@ -206,6 +207,10 @@ class AgentStartError(AgentError):
 
 class AgentLostError(AgentError):
     """An agent died or stopped replying while requests were in flight."""
+
+
+class NodeDrainedError(AgentLostError):
+    """The machine of an agent was drained, and the agent's requests did not end in time. They move to other agents."""
 
 
 class SelfCheckError(AgentLostError):

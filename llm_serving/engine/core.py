@@ -21,6 +21,7 @@ from llm_serving.engine.text_streams import DetokenizerFactory, TextStreams
 from llm_serving.errors import AgentLostError, LLMServingError, QueueFullError, RequestError
 from llm_serving.executor.base import (
     AdapterAnswered,
+    AgentLeaving,
     AgentLost,
     AgentProfiled,
     AgentReady,
@@ -133,12 +134,13 @@ class EngineCore:
         keep_recording: Callable[[int, str], Path | None] = lambda replica, reason: None,
         make_speculator: MakeSpeculator | None = None,
         tiers: KvTiers | None = None,
+        num_needed: int | None = None,
     ) -> None:
         """Create the engine loop.
 
         ``keep_recording`` saves the flight recording of a replica that failed a self-check, and returns the folder.
         ``make_speculator`` creates the source of drafts of each replica. None: there are no drafts. ``tiers`` are the
-        KV tiers of all replicas, or None.
+        KV tiers of all replicas, or None. The engine becomes ready with ``num_needed`` replicas; None: with all.
         """
         self.state = EngineState.STARTING
         self.stop_reason = ""
@@ -173,6 +175,7 @@ class EngineCore:
         self._probed: set[int] = set()
         self._profiling: set[int] = set()
         self._profiled: list[dict[str, object]] = []
+        self._num_needed = len(replicas) if num_needed is None else num_needed
         self._running = True
         self._was_idle = True
 
@@ -271,11 +274,11 @@ class EngineCore:
     def _concerned(self, events: list[tuple[int, ExecutorEvent]], now: float) -> list[Replica]:
         """Return the replicas that may be able to schedule a new step.
 
-        These are the replicas with an event or a due wakeup. After the loss of a replica, returns all replicas, because
-        any of them may receive its requests.
+        These are the replicas with an event or a due wakeup. After the loss or the drain of a replica, returns all
+        replicas, because any of them may receive its requests.
         """
         replicas = self._replicas
-        if len(replicas) == 1 or any(isinstance(event, AgentLost) for _, event in events):
+        if len(replicas) == 1 or any(isinstance(event, AgentLost | AgentLeaving) for _, event in events):
             return replicas
         indices = {index for index, _ in events}
         return [one for one in replicas if one.index in indices or (one.wakeup is not None and one.wakeup <= now)]
@@ -325,6 +328,8 @@ class EngineCore:
             self._agent_ready(replica, event)
         elif isinstance(event, AgentLost):
             self._lose_agent(replica, event, now)
+        elif isinstance(event, AgentLeaving):
+            self._leave(replica)
         elif isinstance(event, AgentProfiled):
             self._note_profile(replica, event.agents)
         elif isinstance(event, AdapterAnswered):
@@ -351,6 +356,8 @@ class EngineCore:
         """
         for replica in self._replicas:
             replica.note_preemptions()
+            if replica.is_leaving:
+                self._release_if_idle(replica, now)
         idle = self._front.is_idle
         if idle and not self._was_idle:
             self._check_integrity()
@@ -430,7 +437,7 @@ class EngineCore:
     def _agent_ready(self, replica: Replica, event: AgentReady) -> None:
         """Allow a replica to serve requests, because its agents are ready.
 
-        The engine is ready when every replica has been ready once.
+        The engine is ready when enough replicas have been ready once.
         """
         if replica.was_ready:
             self._outputs.append(CanaryWanted())
@@ -440,7 +447,8 @@ class EngineCore:
             self._tiers.agents_ready(event.summary)
         if self._router is not None:
             self._router.agent_ready(replica.index)
-        if self.state is not EngineState.STOPPED and all(other.was_ready for other in self._replicas):
+        num_known = sum(other.was_ready for other in self._replicas)
+        if self.state is not EngineState.STOPPED and num_known >= self._num_needed:
             self.state = EngineState.READY
         self._log.event("agent_ready", summary=dict(event.summary), **replica.log_fields)
 
@@ -451,9 +459,9 @@ class EngineCore:
         The engine and the server end in two cases: no replica can be restarted, or the lost replica was never ready and
         is not restarted.
         """
-        # After a failed self-check, the agents are at fault. The requests in flight are therefore not suspected as the
-        # cause.
-        replica.lose(now, final=event.final, blameless=bool(event.failed_check))
+        # After a failed self-check, the agents are at fault. A drain is no fault. The requests in flight are then
+        # not suspected as the cause.
+        replica.lose(now, final=event.final, blameless=event.is_blameless, distrusted=bool(event.failed_check))
         waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)
         if event.failed_check:
@@ -461,11 +469,34 @@ class EngineCore:
         if event.final and (not replica.was_ready or all(other.is_given_up for other in self._replicas)):
             self._give_up(f"the agent was lost and is not restarted: {event.error}", now)
             self._running = False
-        elif self.state is EngineState.READY and not any(other.is_ready for other in self._replicas):
-            self.state = EngineState.RECOVERING
+        else:
+            self._note_recovering()
         if len(self._probed) > 1:
             self._answer_probe(replica)
         self._note_profile(replica, [{"replica": replica.index, "error": f"the agents were lost: {event.error}"}])
+        self._outputs += self._adapters.lose(replica.index)
+
+    def _note_recovering(self) -> None:
+        if self.state is EngineState.READY and not any(other.is_ready for other in self._replicas):
+            self.state = EngineState.RECOVERING
+
+    def _leave(self, replica: Replica) -> None:
+        """Give the agents of a replica no new request, because their machine is drained."""
+        replica.is_leaving = True
+        if self._router is not None:
+            self._router.drain(replica.index, self._clock())
+
+    def _release_if_idle(self, replica: Replica, now: float) -> None:
+        """End the agents of a drained machine if they have no request any more."""
+        if replica.has_steps or (self._router is not None and self._router.replicas[replica.index].entries):
+            return
+        replica.lose(now, final=False, blameless=True)
+        replica.executor.release()
+        self._log.event("agent_released", **replica.log_fields)
+        self._note_recovering()
+        if replica.index in self._probed:
+            self._answer_probe(replica)
+        self._note_profile(replica, [{"replica": replica.index, "error": "the agents' machine was drained"}])
         self._outputs += self._adapters.lose(replica.index)
 
     def _note_failed_check(self, replica: Replica, event: AgentLost) -> None:

@@ -59,6 +59,8 @@ class Replica:
         self.was_ready = False
         self.is_given_up = False
         """True if the agents are lost and are not restarted."""
+        self.is_leaving = False
+        """True while the agents complete their requests because their machine is drained."""
         self.wakeup: float | None = None
         """The time at which the scheduler must be called again even if no event arrives."""
         self.has_traces = False
@@ -244,13 +246,14 @@ class Replica:
                 self._dropped.add(seq)
                 self.executor.abort(seq)
 
-    def lose(self, now: float, *, final: bool, blameless: bool) -> None:
+    def lose(self, now: float, *, final: bool, blameless: bool, distrusted: bool = False) -> None:
         """Void every step in flight because the agents were lost. The requests of these steps wait to be computed
         again.
 
         ``final``: the agents are not restarted. ``blameless``: no request caused the loss.
+        ``distrusted``: the agents may have computed wrong values.
         """
-        self.is_ready = False
+        self.is_ready = self.is_leaving = False
         self.is_given_up = final
         self._sent.clear()
         self._masks.clear()
@@ -259,4 +262,4 @@ class Replica:
         self._dropped.clear()
         self.scheduler.agent_lost(now, blameless=blameless)
         if self._store is not None:
-            self._store.lose(distrusted=blameless)
+            self._store.lose(distrusted=distrusted)

@@ -1,7 +1,7 @@
-"""The executor with real agents: steps go through step slots in shared memory to a group of agents.
+"""The executor with real agents: steps go through step slots to a group of agents.
 
 If an agent dies, the whole group is restarted. All work happens inside ``poll``, in the engine thread. One selector
-waits for messages on the agents' sockets, for the exit of an agent, and for ``wake``. So an idle server sleeps.
+waits for the sources of the group (messages of agents, their exits) and for ``wake``. So an idle server sleeps.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.config import Config
-from llm_serving.errors import AgentError, AgentLostError, AgentStartError, SelfCheckError
+from llm_serving.errors import AgentError, AgentLostError, AgentStartError, NodeDrainedError, SelfCheckError
 from llm_serving.executor.adapter_slots import AdapterSlots
 from llm_serving.executor.agent_group import AgentGroup
-from llm_serving.executor.agent_link import AgentLink, ProgressReport
+from llm_serving.executor.agent_link import ProgressReport
 from llm_serving.executor.agent_states import AgentStates, Restarts
-from llm_serving.executor.base import AgentLost, AgentProfiled, AgentReady, ExecutorEvent
+from llm_serving.executor.base import AgentLeaving, AgentLost, AgentProfiled, AgentReady, ExecutorEvent
+from llm_serving.executor.group import Group, Received, StartGroup
 from llm_serving.executor.step_slots import StepSlots
-from llm_serving.executor.vitals import Vitals
 from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.host_pool import HostPoolMemory
@@ -41,7 +41,7 @@ class AgentExecutor:
     """Owns a replica's group of agents and the steps in flight. See ``base.Executor`` for the rules about threads.
 
     ``listeners``: the listening socket of each of the replica's agents, in order of rank. Each agent writes its log to
-    ``log_folder``, file ``agent_RANK.log``.
+    ``log_folder``, file ``agent_RANK.log``. ``start_group`` starts agents elsewhere; ``listeners`` are then not used.
     """
 
     def __init__(
@@ -52,26 +52,28 @@ class AgentExecutor:
         report: ProgressReport | None = None,
         agent_module: str = "agent",
         replica: int = 0,
+        start_group: StartGroup | None = None,
     ) -> None:
         self._config = config
-        self._replica = replica
         self._ranks = group_ranks(replica, config.parallel_config)
-        self._listeners = listeners
         self._log_folder = log_folder
-        self._agent_module = agent_module
-        self._report: ProgressReport = report or (lambda rank, stage, done, total: None)
-        self._group: AgentGroup | None = None
-        self._ending: AgentGroup | None = None
+        local = (config, replica, listeners, log_folder, report or (lambda *progress: None), agent_module)
+        self._new_group: StartGroup = start_group or partial(AgentGroup, *local)
+        self._group: Group | None = None
+        self._ending: Group | None = None
+        self._is_waiting = False
+        """True while no machine is free for the agents."""
+        self._has_said_leaving = False
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._steps = self._new_slots(())
-        self._vitals = Vitals((), 0, may_sleep=True)
         self._control_seq = 0
         self._distrusted: SelfCheckError | None = None
         self._profiled: dict[int, dict[str, object]] = {}
         self._restarts = Restarts(config.serving_config.agent_restart_limit)
-        self._agent_states = AgentStates(config, replica, listeners, self._restarts)
+        addresses = ["{}:{}".format(*listener.getsockname()[:2]) for listener in listeners]
+        self._agent_states = AgentStates(config, replica, addresses, self._restarts)
         self._adapters = AdapterSlots(len(self._ranks))
 
     def start(self) -> None:
@@ -127,7 +129,7 @@ class AgentExecutor:
         self._adapters.drop(slot)
 
     def host_pools(self) -> Sequence[HostPoolMemory]:
-        return () if self._group is None else self._group.memory.pools
+        return () if self._group is None else self._group.pools
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         """Wait for the agents, a deadline or a wake-up. Every change of an agent's state becomes an event."""
@@ -140,10 +142,35 @@ class AgentExecutor:
                 events += self._lose(error)
                 break
         try:
+            if self._is_waiting:
+                self._start_group()
             self._check_deadlines()
         except AgentError as error:
             events += self._lose(error)
-        return events
+        return events + self._check_leaving()
+
+    def release(self) -> None:
+        if self._group is None or not self._group.is_leaving:
+            return
+        group, self._group = self._group, None
+        self._unregister(group)
+        group.shutdown(self._control_number())
+        self._steps = self._new_slots(())
+        self._adapters.lose()
+        self._agent_states.lose()
+        self._is_waiting = True
+        self.wake()
+
+    def _check_leaving(self) -> list[ExecutorEvent]:
+        """Return the event for the engine if the machine of the agents is drained."""
+        group = self._group
+        if group is None or not group.is_leaving or self._has_said_leaving:
+            return []
+        if not group.is_ready:
+            self.release()
+            return []
+        self._has_said_leaving = True
+        return [AgentLeaving()]
 
     def fileno(self) -> int:
         """Return the descriptor of the selector, with which the engine can wait for several executors together."""
@@ -159,7 +186,7 @@ class AgentExecutor:
 
     def agents(self) -> list[dict[str, object]]:
         group = self._group
-        return self._agent_states.describe(group.links if group is not None else [])
+        return self._agent_states.describe(group.members if group is not None else [])
 
     def close(self) -> None:
         """End the agents and free their resources. The caller owns the listening sockets."""
@@ -181,15 +208,12 @@ class AgentExecutor:
         """Start the agents. Raises AgentStartError, also if the system has no processes, files or memory left."""
         self._restarts.started()
         self._end_last_group()
+        self._has_said_leaving = False
         try:
-            self._group = AgentGroup(
-                self._config, self._replica, self._listeners, self._log_folder, self._report, self._agent_module
-            )
-            for member, link in enumerate(self._group.links):
-                on_readable = partial(self._on_readable, member, link)
-                self._selector.register(link.channel, selectors.EVENT_READ, on_readable)
-                on_exit = partial(self._on_exit, member, link)
-                self._selector.register(link.process.exit_descriptor, selectors.EVENT_READ, on_exit)
+            self._group = self._new_group()
+            self._is_waiting = self._group is None
+            for source, receive in () if self._group is None else self._group.sources():
+                self._selector.register(source, selectors.EVENT_READ, partial(self._on_readable, receive))
         except OSError as error:
             raise AgentStartError(f"{_agents(self._ranks)} could not be started: {error}") from error
 
@@ -204,27 +228,20 @@ class AgentExecutor:
             os.eventfd_read(self._wake)
         return []
 
-    def _on_exit(self, member: int, link: AgentLink) -> list[ExecutorEvent]:
-        # read the last messages first, because they usually contain the reason for the exit
-        events = self._on_readable(member, link)
-        link.check_alive()
-        return events
-
-    def _on_readable(self, member: int, link: AgentLink) -> list[ExecutorEvent]:
+    def _on_readable(self, receive: Callable[[], Received]) -> list[ExecutorEvent]:
         assert self._group is not None
         was_ready = self._group.is_ready
-        events = [event for message in link.receive() if (event := self._on_message(member, message)) is not None]
+        received = receive()
+        events = [event for member, message in received if (event := self._on_message(member, message)) is not None]
         if not was_ready:
             self._group.note_progress()
             if self._group.is_ready:
                 events.insert(0, self._on_ready(self._group))
         return events
 
-    def _on_ready(self, group: AgentGroup) -> AgentReady:
+    def _on_ready(self, group: Group) -> AgentReady:
         self._restarts.ready(time.monotonic())
-        self._steps = self._new_slots(group.memory.slot_memory.slots)
-        pids = [link.process.pid for link in group.links]
-        self._vitals = Vitals(pids, self._ranks.start, may_sleep=self._config.device != "CPU")
+        self._steps = self._new_slots(group.slots)
         if self._agent_states.is_wanted:
             self.request_status()
         for message in self._adapters.again(self._control_number):
@@ -241,7 +258,7 @@ class AgentExecutor:
             raise SelfCheckError(f"agent {self._ranks[member]}: {message.error}", "row", message.seq)
         if isinstance(message, messages.StatusReply):
             assert self._group is not None
-            return self._agent_states.add(member, message, self._group.links)
+            return self._agent_states.add(member, message, self._group.members)
         if isinstance(message, messages.AdapterLoaded):
             return self._adapters.take(message)
         if isinstance(message, messages.ProfileReply):
@@ -268,6 +285,7 @@ class AgentExecutor:
         events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
         self._adapters.lose()
         check, step = (error.check, error.step) if isinstance(error, SelfCheckError) else ("", None)
+        lost = partial(AgentLost, failed_check=check, step=step, is_drained=isinstance(error, NodeDrainedError))
         self._distrusted = None
         if self._group is not None:
             self._unregister(self._group)
@@ -280,15 +298,14 @@ class AgentExecutor:
         if backoff is None:
             self._end_last_group()
             suffix = f"; given up after {self._restarts.in_a_row} restarts" if self._restarts.has_been_ready else ""
-            return [*events, AgentLost(f"{error}{suffix}", final=True, failed_check=check, step=step)]
+            return [*events, lost(f"{error}{suffix}", final=True)]
         what = "it" if len(self._ranks) == 1 else f"agents {self._ranks.start} to {self._ranks.stop - 1}"
-        return [*events, AgentLost(f"{error}; restarting {what} in {backoff:g} s", failed_check=check, step=step)]
+        return [*events, lost(f"{error}; restarting {what} in {backoff:g} s")]
 
-    def _unregister(self, group: AgentGroup) -> None:
-        for link in group.links:
-            for source in (link.channel, link.process.exit_descriptor):
-                with contextlib.suppress(KeyError):  # KeyError: the start failed before this object was registered
-                    self._selector.unregister(source)
+    def _unregister(self, group: Group) -> None:
+        for source, _ in group.sources():
+            with contextlib.suppress(KeyError):  # KeyError: the start failed before this object was registered
+                self._selector.unregister(source)
 
     def _deadline(self) -> tuple[float, str] | None:
         """Return the time of the next deadline, by ``time.monotonic``, and its kind, for example ``restart`` or
@@ -298,15 +315,25 @@ class AgentExecutor:
         """
         if self._restarts.due_at is not None:
             return self._restarts.due_at, "restart"
-        if self._group is not None and not self._group.is_ready:
-            return self._group.links[0].started_at + self._config.serving_config.agent_start_timeout_s, "start"
-        steps = self._steps
+        if self._group is None:
+            return None
+        own, last_result = self._own_deadline(self._group)
+        look = self._group.next_look(last_result)
+        return own if look is None else (look, "look") if own is None else min(own, (look, "look"))
+
+    def _own_deadline(self, group: Group) -> tuple[tuple[float, str] | None, float | None]:
+        """Return the next deadline of the start or of a step, and the time of the last result.
+
+        This time is None if no step in flight may still complete.
+        """
+        settings, steps = self._config.serving_config, self._steps
+        if not group.is_ready:
+            return (group.started_at + settings.agent_start_timeout_s, "start"), None
         if steps.join is not None and (due := steps.join.overdue_at) is not None:
-            return due, "join"
-        if steps.slot_of:
-            timeout = steps.last_result + self._config.serving_config.step_timeout_s
-            return min((timeout, "step"), (self._vitals.next_look(steps.last_result), "look"))
-        return None
+            return (due, "join"), None
+        if not steps.slot_of:
+            return None, None
+        return (steps.last_result + settings.step_timeout_s, "step"), steps.last_result
 
     def _wait_s(self, timeout_s: float | None) -> float | None:
         deadline = self._deadline()
@@ -329,16 +356,15 @@ class AgentExecutor:
         if deadline[1] == "restart":
             self._start_group()
         elif deadline[1] == "look":
-            reason = self._vitals.look(now, self._steps.last_result, self._steps.longest_s)
-            if reason is not None:
-                raise AgentLostError(reason)
+            assert self._group is not None
+            self._group.look(now, self._steps.last_result, self._steps.longest_s)
         elif deadline[1] == "join":
             assert join is not None
             join.check_overdue(now)
             raise AgentLostError(str(join.torn))
         elif deadline[1] == "start":
             assert self._group is not None
-            ranks = [link.rank for link in self._group.links if not link.is_ready]
+            ranks = [member.rank for member in self._group.members if not member.is_ready]
             raise AgentStartError(
                 f"{_agents(ranks)} {'was' if len(ranks) == 1 else 'were'} not ready after "
                 f"{settings.agent_start_timeout_s:g} s (serving_config.agent_start_timeout_s); logs are in "

@@ -1,4 +1,4 @@
-"""The server's side of one replica's agents: the links to them, and the shared memory that they map."""
+"""The agents of a replica on this machine: the links to them, and the shared memory that they map."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ import contextlib
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError
 from llm_serving.executor.agent_link import AgentLink, GroupMemory, ProgressReport
 from llm_serving.executor.agent_process import STOP_GRACE_S
+from llm_serving.executor.group import Received, Source
 from llm_serving.executor.hccl_cluster import HcclCluster
+from llm_serving.executor.vitals import Vitals
 from llm_serving.ipc import messages
+from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.messages import ServerMessage
+from llm_serving.ipc.shm import StepSlot
 from llm_serving.model.parallel import answering_rank, group_ranks
 
 
 class AgentGroup:
-    """One run of the agents of a replica, from their start to their end. If one agent ends, all are ended.
+    """A ``Group`` of agents on this machine.
 
     Owns the links and the shared memory. ``listeners`` and ``links`` are in order of rank.
     """
+
+    is_leaving = False
 
     def __init__(
         self,
@@ -37,6 +44,8 @@ class AgentGroup:
         self.links: list[AgentLink] = []
         self.is_ready = False
         """True if every agent of the group is ready."""
+        self._vitals: Vitals | None = None
+        self._first_rank, self._may_sleep = ranks.start, config.device != "CPU"
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
         self.memory = GroupMemory.create(config, ranks)
         self._cluster: HcclCluster | None = None
@@ -57,6 +66,30 @@ class AgentGroup:
             raise
 
     @property
+    def members(self) -> Sequence[AgentLink]:
+        return self.links
+
+    @property
+    def started_at(self) -> float:
+        return self.links[0].started_at
+
+    @property
+    def slots(self) -> Sequence[StepSlot]:
+        return self.memory.slot_memory.slots
+
+    @property
+    def pools(self) -> Sequence[HostPoolMemory]:
+        return self.memory.pools
+
+    def sources(self) -> list[Source]:
+        """Return each agent's connection and the descriptor that becomes readable at its exit."""
+        sources: list[Source] = []
+        for member, link in enumerate(self.links):
+            sources.append((link.channel, partial(_receive, member, link)))
+            sources.append((link.process.exit_descriptor, partial(_take_exit, member, link)))
+        return sources
+
+    @property
     def summary(self) -> dict[str, object]:
         """Facts for the log, from the agent that samples. A group of several agents also has their number."""
         size = {"agents": len(self.links)} if len(self.links) > 1 else {}
@@ -67,6 +100,18 @@ class AgentGroup:
         if all(link.is_connected for link in self.links):
             self.memory.unlink()
             self.is_ready = all(link.is_ready for link in self.links)
+        if self.is_ready:
+            pids = [link.process.pid for link in self.links]
+            self._vitals = Vitals(pids, self._first_rank, may_sleep=self._may_sleep)
+
+    def next_look(self, last_result: float | None) -> float | None:
+        return None if last_result is None or self._vitals is None else self._vitals.next_look(last_result)
+
+    def look(self, now: float, last_result: float, longest_step_s: float) -> None:
+        """Raise AgentLostError if the agents will never complete their step, see ``Vitals``."""
+        reason = None if self._vitals is None else self._vitals.look(now, last_result, longest_step_s)
+        if reason is not None:
+            raise AgentLostError(reason)
 
     def send(self, message: ServerMessage) -> None:
         """Send a message to every agent. A broken connection is ignored, because ``receive`` reports it."""
@@ -117,3 +162,14 @@ class AgentGroup:
         for link in self.links:
             link.process.stop(max(0.0, until - time.monotonic()))
         self.close()
+
+
+def _receive(member: int, link: AgentLink) -> Received:
+    return [(member, message) for message in link.receive()]
+
+
+def _take_exit(member: int, link: AgentLink) -> Received:
+    # read the last messages first, because they usually contain the reason for the exit
+    received = _receive(member, link)
+    link.check_alive()
+    return received

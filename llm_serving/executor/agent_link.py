@@ -114,6 +114,7 @@ class AgentLink:
     ) -> None:
         """``pool_name``: name of the shared memory with the agent's host blocks, empty without KV tiers."""
         self.rank = rank
+        self.address = "{}:{}".format(*listener.getsockname()[:2])
         self._pool_name = pool_name
         self.is_connected = False
         """True after the agent has proved the launch secret and mapped the shared memory."""
@@ -126,6 +127,10 @@ class AgentLink:
         rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
         self.process = AgentProcess(listener, rank, config.to_json(), log_path, agent_module, environment, rotation)
         self.channel = Channel(self.process.socket)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def receive(self) -> list[AgentMessage]:
         """Return the messages for the engine since the last call. Call it when the channel is readable."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 
 from llm_serving.config import Config
-from llm_serving.executor.agent_link import AgentLink
 from llm_serving.executor.base import AgentStatus
+from llm_serving.executor.group import Member
 from llm_serving.ipc.messages import StatusReply
 from llm_serving.model.parallel import group_ranks, place
 
@@ -72,16 +71,17 @@ class AgentStates:
 
     Any thread may call ``describe``.
 
-    ``listeners``: the listening socket of each agent, in order of rank. The ``links`` that methods take are the
-    connections to the agents of the running group.
+    ``addresses``: the address of each agent on this machine, in order of rank. It is empty if the agents are on other
+    machines. The ``members`` that methods take are the agents of the running group.
     """
 
-    def __init__(self, config: Config, replica: int, listeners: Sequence[socket.socket], restarts: Restarts) -> None:
+    def __init__(self, config: Config, replica: int, addresses: Sequence[str], restarts: Restarts) -> None:
         self.is_wanted = False
         """True if a status was requested. The agents have been asked for it, or will be asked when they are ready."""
         self._config = config
         self._replica = replica
-        self._listeners = listeners
+        self._ranks = group_ranks(replica, config.parallel_config)
+        self._addresses = dict(zip(self._ranks, addresses, strict=False))
         self._restarts = restarts
         self._replies: dict[int, StatusReply] = {}
 
@@ -94,47 +94,43 @@ class AgentStates:
         """Drop the replies of the agents that were lost."""
         self._replies.clear()
 
-    def add(self, member: int, reply: StatusReply, links: Sequence[AgentLink]) -> AgentStatus | None:
+    def add(self, member: int, reply: StatusReply, members: Sequence[Member]) -> AgentStatus | None:
         """Process the reply of the agent with number ``member`` in the group.
 
         Returns the status of all agents after the last missing reply, otherwise None.
         """
         self._replies[member] = reply
-        if len(self._replies) < len(self._listeners):
+        if len(self._replies) < len(self._ranks):
             return None
         self.is_wanted = False
-        agents = self.describe(links)
+        agents = self.describe(members)
         for index, agent in enumerate(agents):
             said = self._replies[index]
             agent.update(steps=said.steps, queued=said.queued, rss_bytes=said.rss_bytes)
         self._replies.clear()
         return AgentStatus(agents)
 
-    def describe(self, links: Sequence[AgentLink]) -> list[dict[str, object]]:
+    def describe(self, members: Sequence[Member]) -> list[dict[str, object]]:
         """Return the facts about each agent. See ``Executor.agents``."""
-        by_rank = {link.rank: link for link in links}
-        ranks = group_ranks(self._replica, self._config.parallel_config)
-        return [
-            self._describe(rank, listener, by_rank.get(rank))
-            for rank, listener in zip(ranks, self._listeners, strict=True)
-        ]
+        by_rank = {member.rank: member for member in members}
+        return [self._describe(rank, by_rank.get(rank)) for rank in self._ranks]
 
-    def _describe(self, rank: int, listener: socket.socket, link: AgentLink | None) -> dict[str, object]:
+    def _describe(self, rank: int, member: Member | None) -> dict[str, object]:
         where = place(rank, self._config.parallel_config)
-        state = "ready" if link and link.is_ready else "starting" if link else self._state_without_link()
+        state = "ready" if member and member.is_ready else "starting" if member else self._state_without_member()
         return {
             "rank": rank,
             "replica": self._replica,
             "tensor_parallel_index": where.tp_index,
             "pipeline_stage": where.pp_index,
             "state": state,
-            "pid": link.process.pid if link else None,
-            "address": "{}:{}".format(*listener.getsockname()[:2]),
+            "pid": member.pid if member else None,
+            "address": member.address if member else self._addresses.get(rank, ""),
             "restarts": self._restarts.count,
-            **({"summary": link.summary} if link and link.is_ready else {}),
+            **({"summary": dict(member.summary)} if member and member.is_ready else {}),
         }
 
-    def _state_without_link(self) -> str:
+    def _state_without_member(self) -> str:
         if self._restarts.is_given_up:
             return "stopped"
         return "starting" if self._restarts.due_at is None else "restarting"

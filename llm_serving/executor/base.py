@@ -49,6 +49,18 @@ class AgentLost:
     """The self-check that failed: ``row``, ``canary`` or ``logits``. Empty for other losses."""
     step: int | None = None
     """The step that failed the self-check."""
+    is_drained: bool = False
+    """The machine of the agents was drained, and took too long."""
+
+    @property
+    def is_blameless(self) -> bool:
+        """Whether no request can have caused the loss."""
+        return self.is_drained or bool(self.failed_check)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLeaving:
+    """The machine of the agents is drained. The engine gives them no new request, and then calls ``release``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,7 @@ class AdapterAnswered:
     """Why the adapter could not be loaded. Empty on success."""
 
 
-ExecutorEvent = StepResult | AgentReady | AgentLost | AgentStatus | AgentProfiled | AdapterAnswered
+ExecutorEvent = StepResult | AgentReady | AgentLost | AgentLeaving | AgentStatus | AgentProfiled | AdapterAnswered
 
 
 class Executor(Protocol):
@@ -127,6 +139,12 @@ class Executor(Protocol):
 
     def host_pools(self) -> Sequence[HostPoolMemory]:
         """Return the host blocks of each ready agent, in order of rank. Empty without KV tiers."""
+
+    def release(self) -> None:
+        """End the agents after ``AgentLeaving``, when they have no request any more.
+
+        An ``AgentReady`` follows when another machine has started agents.
+        """
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         """Return the next events in order. If there are none, wait up to ``timeout_s``, or without limit if it is None.

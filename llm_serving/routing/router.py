@@ -121,6 +121,13 @@ class Router:
         """Records that the agents of a replica are ready."""
         self.replicas[index].is_live = True
 
+    def drain(self, index: int, now: float) -> None:
+        """Gives a replica no more requests. Its running requests continue, and its waiting ones move to the queue."""
+        replica = self.replicas[index]
+        replica.is_live = False
+        waiting = [entry for entry in replica.entries.values() if not entry.has_run]
+        self._placer.recall(replica, waiting, now)
+
     def take_placed(self) -> list[int]:
         """Returns the indices of replicas at which requests were placed after the replica's last ``schedule``, and
         clears this list.

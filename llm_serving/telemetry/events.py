@@ -174,6 +174,9 @@ EVENTS: Mapping[str, LogEvent] = {
             **_REPLICA,
         },
     ),
+    "agent_released": LogEvent(
+        "The agents of a drained machine have no request any more and are ended.", {**_REPLICA}
+    ),
     "logits_not_finite": LogEvent(
         "Sequences of a step had logits that were NaN or infinite. Their requests ended with an error.",
         {

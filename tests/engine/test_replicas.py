@@ -12,7 +12,7 @@ import pytest
 from llm_serving.engine.core import Probe, Stop
 from llm_serving.engine.outputs import ProbeAnswer
 from llm_serving.errors import AgentLostTwiceError
-from llm_serving.executor.base import AgentReady
+from llm_serving.executor.base import AgentLeaving, AgentReady
 from llm_serving.request import FinishReason
 from llm_serving.scheduler.limits import Policy, PreemptionKind
 from support.engine_harness import text_of
@@ -255,3 +255,49 @@ def test_a_step_that_cannot_be_sent_ends_its_requests_only() -> None:
     assert FinishReason.ERROR in reasons
     assert FinishReason.LENGTH in reasons
     assert {line["replica"] for line in engine.log.named("error")} == {0}
+
+
+def test_a_drained_replica_completes_its_requests_and_gets_no_others() -> None:
+    engine = ReplicatedEngine(2)
+    drained, other = engine.executors
+    for number in range(2):
+        engine.request(f"r{number}", [3, 4 + number], 12, ignore_eos=True)
+    engine.step(4)
+    assert drained.steps, "both replicas have a request"
+    drained.push(AgentLeaving())
+    running = set(engine.router.replicas[0].entries)
+    while not engine.core._replicas[0].is_leaving:
+        engine.step()
+    for number in range(6):
+        engine.request(f"later{number}", [5, 4 + number], 12, ignore_eos=True)
+    num_steps = len(drained.steps)
+    engine.finish()
+    assert drained.releases == 1
+    assert other.releases == 0
+    served = {request.request_id for step in drained.steps[num_steps:] for request in step.requests}
+    assert served <= running
+    assert all(request.num_losses == 0 for request in engine.asked.values())
+    check_texts(engine)
+    drained.push(AgentReady({}))
+    engine.step(3)
+    engine.request("last", [7, 8], 3, ignore_eos=True)
+    engine.finish()
+    check_texts(engine)
+
+
+def test_waiting_requests_of_a_drained_replica_move_to_another_one() -> None:
+    """The drained replica has only one batch row, so its second request of a group waits there."""
+    engine = ReplicatedEngine(2, max_num_seqs=1)
+    for name in ("first", "second"):
+        engine.request(name, [3, 4], 30, group="samples", ignore_eos=True)
+    engine.step(6)
+    [index] = {one.index for one in engine.router.replicas if one.entries}
+    assert len(engine.router.replicas[index].entries) == 2
+    engine.executors[index].push(AgentLeaving())
+    while not engine.core._replicas[index].is_leaving:
+        engine.step()
+    engine.step()
+    assert set(engine.router.replicas[1 - index].entries) == {"second"}
+    engine.finish()
+    assert engine.executors[index].releases == 1
+    check_texts(engine)

@@ -83,6 +83,8 @@ class FakeExecutor:
         self.adapters: dict[int, str] = {}
         """The name of the shared memory of the adapter in each slot."""
         self.adapter_error = ""
+        self.releases = 0
+        """Number of calls of ``release``."""
         self.polls = 0
         self.step_seconds = 0.0
         self.step_error: str | None = None
@@ -131,6 +133,9 @@ class FakeExecutor:
 
     def profile(self, folder: str | None) -> None:
         self.push(AgentProfiled([{"rank": 0, "error": "", "folder": folder or ""}]))
+
+    def release(self) -> None:
+        self.releases += 1
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         with self._changed:

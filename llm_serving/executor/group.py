@@ -1,0 +1,124 @@
+"""The agents of a replica, as the executor sees them. ``AgentGroup`` has agents on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from llm_serving.errors import AgentError
+from llm_serving.ipc.host_pool import HostPoolMemory
+from llm_serving.ipc.messages import AgentMessage, ServerMessage
+from llm_serving.ipc.shm import StepSlot
+
+Received = list[tuple[int, AgentMessage]]
+"""Messages for the engine, in order. Each has the number of its agent in the group."""
+
+
+class HasDescriptor(Protocol):
+    """An object that a selector can watch."""
+
+    def fileno(self) -> int: ...
+
+
+Source = tuple[HasDescriptor | int, Callable[[], Received]]
+"""A descriptor, and the function that returns the messages when it is readable.
+
+The function raises AgentError if an agent or the way to it is lost.
+"""
+
+
+class Member(Protocol):
+    """One agent of a group."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def summary(self) -> Mapping[str, str | int | float]:
+        """Facts for logs and status pages. Empty until the agent is ready."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process id on the agent's machine. None while it is not known."""
+
+    @property
+    def address(self) -> str:
+        """Where the agent is, for status pages."""
+
+
+class Group(Protocol):
+    """One run of the agents of a replica, from their start to their end. If one agent ends, all are ended."""
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The agents, in order of rank."""
+
+    @property
+    def started_at(self) -> float:
+        """When the start began, by ``time.monotonic``."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every agent is ready."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the agents will end as soon as their requests have ended, because their machine is drained."""
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """Facts for the log, from the agent that samples."""
+
+    @property
+    def slots(self) -> Sequence[StepSlot]:
+        """The step slots, in which the executor writes steps and reads results."""
+
+    @property
+    def pools(self) -> Sequence[HostPoolMemory]:
+        """The host blocks of each agent, in order of rank. Empty without KV tiers."""
+
+    def sources(self) -> Sequence[Source]:
+        """Return what the executor must watch. The result stays the same until ``kill``."""
+
+    def note_progress(self) -> None:
+        """Update ``is_ready``. Call it after messages of a group that is not ready yet."""
+
+    def send(self, message: ServerMessage) -> None:
+        """Send a message to every agent. A broken connection is no error here; a source reports it.
+
+        The inputs or the masks of the step that the message names are in its slot.
+        """
+
+    def next_look(self, last_result: float | None) -> float | None:
+        """Return when to call ``look``, by ``time.monotonic``. None: never.
+
+        ``last_result`` is the time of the last result. None if no step is in flight.
+        """
+
+    def look(self, now: float, last_result: float, longest_step_s: float) -> None:
+        """Check that the agents can still answer. Raises AgentError if they are lost.
+
+        ``longest_step_s`` is the longest time without a result so far while steps were in flight.
+        """
+
+    def describe_loss(self, noticed: AgentError) -> AgentError:
+        """Return the error ``noticed``, extended by what else is known about the loss."""
+
+    def kill(self) -> None:
+        """Kill all agents without waiting. The caller must call ``close`` later."""
+
+    def close(self) -> None:
+        """End all agents, wait until they have ended, and free their resources."""
+
+    def shutdown(self, seq: int) -> None:
+        """Ask all agents to end, wait for a short time, then close. ``seq`` is the number of the message."""
+
+
+StartGroup = Callable[[], Group | None]
+"""Starts a group of agents. Returns None if no machine is free for them now.
+
+The starter must then call ``Executor.wake`` when a machine may be free. Raises AgentStartError or OSError.
+"""
