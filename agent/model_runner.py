@@ -20,6 +20,7 @@ from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, compiled_sets, kernel_isa, num_threads
 from agent.logits_processors import load_processors
+from agent.lora.packed import PackedSlots
 from agent.lora.store import AdapterStore
 from agent.mask_gate import LogitBias, MaskGate
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
@@ -381,9 +382,13 @@ class ModelRunner:
         """
         assert self._model is not None, "load() must come before load_adapter()"
         if self._adapters is None:
-            dtype, loaded = self._config.model_config.model_dtype, self._reader.buffers.loaded
-            self._adapters = AdapterStore(self._part.whole, dtype, self._model.weights, loaded)
+            self._adapters = self._made_adapter_store(self._model)
         self._adapters.load(slot, name, num_bytes)
+
+    def _made_adapter_store(self, model: LoadedModel) -> AdapterStore:
+        dtype, num_slots = self._config.model_config.model_dtype, self._config.lora_config.max_adapters
+        slots = PackedSlots(num_slots, dtype, model.weights)
+        return AdapterStore(self._part, dtype, slots, [self._reader.buffers.loaded])
 
     def step_graph(self) -> StepGraph:
         """Returns the graph that runs all steps. Do not keep it: a failed graph is replaced by a new object."""

@@ -1,1 +1,1 @@
-"""LoRA adapters on an agent: packs them for the kernels, and keeps one in each adapter slot."""
+"""LoRA adapters on an agent: finds the agent's part of an adapter, and keeps one adapter in each adapter slot."""

@@ -1,4 +1,4 @@
-"""Packs the adapter of one parameter for the kernels. ``agent/kernels/ops/lora.h`` describes the layout.
+"""The adapter slots of the fused op table, packed for the kernels. ``agent/kernels/ops/lora.h`` describes the layout.
 
 This module does not import MindSpore.
 """
@@ -6,14 +6,14 @@ This module does not import MindSpore.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import structure
+from agent.kernels.library import load_library, structure
+from agent.lora.store import ModuleAdapter, ParameterAdapter
 from agent.weights.layout import WeightSpec
 from agent.weights.storage import STORAGE_DTYPES, Array
 
@@ -24,19 +24,6 @@ _LoraWeight = structure(
     "LoraWeight", "int32: dtype rank_groups; int64: depth; pointer: a scales first_rank num_ranks begin b"
 )
 """A ctypes class with the members of llmk::LoraWeight in ops/lora.h."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleAdapter:
-    """The adapter of one checkpoint tensor, which has some rows (outputs) of a parameter."""
-
-    rows: slice
-    """The rows of the parameter that come from this tensor, for example the query's rows in a joined QKV weight."""
-    scale: float
-    a: Array
-    """[rank, inputs]"""
-    b: Array
-    """[outputs, rank]"""
 
 
 class PackedAdapter:
@@ -80,6 +67,26 @@ class PackedAdapter:
     def num_bytes(self) -> int:
         """The memory of the packed matrices."""
         return sum(array.nbytes for array in self._arrays.values())
+
+
+class PackedSlots:
+    """The adapter slots of the kernels, one for each packed weight and slot (``AdapterSlots``)."""
+
+    def __init__(self, num_slots: int, dtype: str, weights: Mapping[str, Array]) -> None:
+        """``weights`` are the packed weights by the names of the parameters. They stay at their addresses."""
+        self._dtype, self._weights = dtype, weights
+        self._packed: list[dict[str, PackedAdapter]] = [{} for _ in range(num_slots)]
+
+    def replace(self, slot: int, adapters: Mapping[str, ParameterAdapter]) -> None:
+        packed = {
+            parameter: PackedAdapter(each.spec, each.modules, self._dtype) for parameter, each in adapters.items()
+        }
+        set_adapter = load_library().llmk_set_adapter
+        for parameter in self._packed[slot]:
+            set_adapter(self._weights[parameter].ctypes.data, slot, None)
+        self._packed[slot] = packed
+        for parameter, each in packed.items():
+            set_adapter(self._weights[parameter].ctypes.data, slot, each.address)
 
 
 def _vectors(columns: int, *, is_gated: bool) -> Iterator[range]:

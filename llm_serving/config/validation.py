@@ -326,8 +326,6 @@ def check_lora(raw: RawConfig, config: Config) -> None:
         problem = "the classes of MindFormers add no adapters; use model_type dyn"
     elif config.shape.architecture not in ADAPTED_FAMILIES:
         problem = f"the family {config.shape.architecture} has no adapters yet; merge the adapter into the model"
-    elif parallel.group_size > 1:
-        problem = f"needs the whole model in one agent; tensor_parallel x pipeline_parallel is {parallel.group_size}"
     elif parallel.sum_parts > 1:
         problem = f"sum_parts is {parallel.sum_parts}, and the sums of parts have no adapters; use sum_parts 1"
     elif config.pooling is not None:

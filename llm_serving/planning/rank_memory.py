@@ -85,7 +85,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
             "token history", seqs * longest * INT32_BYTES * part.answers, f"{seqs} sequences of {longest} tokens"
         ),
         *_gathered_items(config, part.shape),
-        *_adapter_items(config),
+        *_adapter_items(config, part.shape, rank),
     )
 
 
@@ -112,14 +112,17 @@ def _most_gathered_blocks(config: Config) -> int:
     return min(config.pa_config.num_blocks, config.max_num_seqs * config.max_blocks_per_seq)
 
 
-def _adapter_items(config: Config) -> tuple[MemoryItem, ...]:
-    """Return the item of the LoRA adapters: packed in an agent, and once more in shared memory."""
+def _adapter_items(config: Config, shape: ModelShape, rank: int) -> tuple[MemoryItem, ...]:
+    """Return the item of the LoRA adapters: an agent's parts of them, with the first agent also the shared memory.
+
+    ``shape`` is the rank's part. All agents read the same shared memory, which has whole adapters.
+    """
     lora = config.lora_config
     if lora.max_adapters == 0:
         return ()
-    each = largest_adapter(config.shape, lora.max_rank) * config.dtype_bytes
-    basis = f"{lora.max_adapters} adapters of rank {lora.max_rank}, {format_bytes(each)} each, and as much in /dev/shm"
-    return (MemoryItem("LoRA adapters", 2 * lora.max_adapters * each, basis),)
+    own, whole = (largest_adapter(each, lora.max_rank) * config.dtype_bytes for each in (shape, config.shape))
+    basis = f"{lora.max_adapters} adapters of rank {lora.max_rank}, {format_bytes(whole)} each, and as much in /dev/shm"
+    return (MemoryItem("LoRA adapters", lora.max_adapters * (own + whole * (rank == 0)), basis),)
 
 
 def _rotary_bytes(shape: ModelShape, positions: int) -> int:

@@ -117,6 +117,24 @@ def test_drafts_change_no_bit_of_requests_with_adapters(method: str, tmp_path: P
     assert 0 < accepted < drafted
 
 
+def test_agents_that_share_a_model_give_the_same_text_in_any_batch(tmp_path: Path, folders: dict[str, Path]) -> None:
+    jobs = [(name, [*PROMPT[:length], 5]) for length in (7, 30) for name in (None, *NAMES)]
+    shared = [*SLOTS, "parallel_config.tensor_parallel=2", "serving_config.agent_ports=[0]"]
+    with running_server(tmp_path / "server", shared) as server:
+        for name in NAMES:
+            load(server, name, folders[name])
+        alone = [complete(server, *job) for job in jobs]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            together = list(pool.map(lambda job: complete(server, *job), jobs))
+        server.wait_until_idle()
+    assert together == alone
+    for (name, prompt), found in zip(jobs, alone, strict=True):
+        folder = None if name is None else folders[name]
+        tokens, logprobs = NumpyLora(TINY_LLAMA, folder).continuation(prompt, TOKENS)
+        assert found["tokens"] == tokens
+        np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
+
+
 def test_a_restarted_agent_has_all_adapters(server: ServerProcess) -> None:
     before = [complete(server, name) for name in (None, *NAMES)]
     [agent] = server.agents()
@@ -193,8 +211,7 @@ def test_a_start_with_wrong_settings_is_refused(tmp_path: Path, folders: dict[st
         (["lora_config.max_adapters=1", "lora_config.adapters=['a']"], "must be NAME=FOLDER"),
         (["lora_config.max_adapters=1", "model_config.op_table=native",
           "model_config.model_dtype=bfloat16"], "adapters need op_table fused"),
-        (["lora_config.max_adapters=1", "parallel_config.tensor_parallel=2",
-          "serving_config.agent_ports=[0]"], "needs the whole model in one agent"),
+        (["lora_config.max_adapters=1", "parallel_config.sum_parts=2"], "the sums of parts have no adapters"),
     ):  # fmt: skip
         arguments = [part for each in (log, *sets) for part in ("--set", each)]
         ended = run_start_server("--config", "llama_tiny_cpu.yaml", *arguments)

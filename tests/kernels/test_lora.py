@@ -11,7 +11,8 @@ import pytest
 from agent.kernels import Argument, call_operator
 from agent.kernels.library import load_library
 from agent.kernels.packing import pack_weight, packed_weight_bytes, weight_blob
-from agent.lora.packed import ModuleAdapter, PackedAdapter
+from agent.lora.packed import PackedAdapter
+from agent.lora.store import ModuleAdapter
 from agent.weights.layout import WeightPart, WeightSpec
 from llm_serving.lora.peft import rounded_to
 from performance.kernels.calls import Array, load

@@ -1,0 +1,94 @@
+"""Finds the place of a LoRA adapter's matrices in an agent's parameters: which rows and columns belong to the agent.
+
+If a layer is split by its outputs, an agent has all columns of A and its own rows of B. If a layer is split by its
+inputs, an agent has its own columns of A and all rows of B. The sum over the agents, which the layer has anyway, then
+adds the agents' terms: ``B (A x)`` is the sum of ``B (A_i x_i)`` over the agents i.
+
+This module does not import MindSpore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.group.model_part import ModelPart
+from agent.models.names import weight_specs
+from agent.weights.cuts import TensorCut
+from agent.weights.layout import WeightPart, WeightSpec, rows_of
+from agent.weights.sharding import shard_specs
+from agent.weights.storage import Array
+
+_Order = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The rows of an agent's parameter that come from one checkpoint tensor."""
+
+    spec: WeightSpec
+    """The parameter of this agent."""
+    rows: slice
+    outputs: int
+    inputs: int
+    """The size of the whole tensor."""
+    order: _Order
+    """For each of ``rows``, the number of the tensor's row."""
+    columns: slice
+    """The tensor's columns that the agent has."""
+
+    def matrices(self, a: Array, b: Array) -> tuple[Array, Array]:
+        """Returns the agent's parts of A [rank, inputs] and B [outputs, rank]."""
+        return a[:, self.columns], b[self.order]
+
+    def followed_by(self, other: Place) -> Place:
+        """Returns the place of a tensor whose next rows are at ``other``."""
+        order = np.concatenate([self.order, other.order])
+        return replace(self, rows=slice(self.rows.start, other.rows.stop), order=order)
+
+
+def adapter_places(part: ModelPart, *, equal_vocabularies: bool) -> dict[str, Place | None]:
+    """Returns the place of each checkpoint tensor that may have an adapter, by the tensor's name.
+
+    None means that another pipeline stage has the tensor. ``shard_specs`` describes ``equal_vocabularies``.
+    """
+    specs = [spec for spec in weight_specs(part.whole) if _may_have_adapter(spec)]
+    own = shard_specs(specs, part, equal_vocabularies=equal_vocabularies)
+    local = {each.name: (spec, rows) for spec in own.specs for each, rows in rows_of(spec.parts)}
+    places: dict[str, Place | None] = {}
+    for name, each in _parts(specs):
+        spec_and_rows = local.get(each.name)
+        if spec_and_rows is None:
+            places[name] = None
+            continue
+        place = _place(each, *spec_and_rows, own.cuts.get(each.name))
+        before = places.get(name)
+        places[name] = place if before is None else before.followed_by(place)
+    return places
+
+
+def _may_have_adapter(spec: WeightSpec) -> bool:
+    return spec.kind != "plain" and not (spec.experts or spec.float32 or spec.head_rows)
+
+
+def _parts(specs: list[WeightSpec]) -> Iterator[tuple[str, WeightPart]]:
+    """Yields the parts of all parameters, each with the name of the checkpoint tensor that contains it."""
+    for spec in specs:
+        for part in spec.parts:
+            yield part.name if part.rows_of is None else part.rows_of.name, part
+
+
+def _place(part: WeightPart, spec: WeightSpec, rows: slice, cut: TensorCut | None) -> Place:
+    """Returns the place of a part of a tensor, which may be joined of several parts, as Phi-3's qkv is."""
+    stored = part.rows_of
+    order: _Order = np.arange(part.shape[0]) + (0 if stored is None else stored.first)
+    if stored is not None and stored.head_order:
+        order = order.reshape(-1, len(stored.head_order))[:, list(stored.head_order)].reshape(-1)
+    columns = slice(None)
+    if cut is not None:
+        order = order[cut.rows.slice]
+        columns = columns if cut.columns is None else cut.columns.slice
+    return Place(spec, rows, (part if stored is None else stored).shape[0], part.shape[1], order, columns)

@@ -1,0 +1,52 @@
+"""Steps of a StepDriver whose sequences have a LoRA adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from step_driver import Part, Sampled, StepDriver, blocks_for
+
+from llm_serving.ipc.shm import LAST_TOKEN, NO_ADAPTER
+from llm_serving.lora.loading import read_into_memory
+
+SLOT = 1
+STEPS = 12
+
+
+def continued(driver: StepDriver, prompts: list[list[int]], adapters: list[int]) -> list[list[Sampled]]:
+    """Returns the greedy continuations of prompts that are computed together. Each prompt may have an adapter."""
+    driver.runner.reset()
+    if driver.config.lora_config.max_adapters:
+        driver.slot.adapters[: len(prompts)] = adapters
+    blocks = [blocks_for(index) for index in range(len(prompts))]
+    steps = [driver.prefill(*[Part(prompt, 0, blocks[row], row) for row, prompt in enumerate(prompts)])]
+    for step in range(1, STEPS):
+        parts = [
+            Part([LAST_TOKEN], len(prompt) + step - 1, blocks[row], row, sample_position=step)
+            for row, prompt in enumerate(prompts)
+        ]
+        steps.append(driver.decode(*parts))
+    return [[step[row] for step in steps] for row in range(len(prompts))]
+
+
+def described(outputs: list[Sampled]) -> dict[str, Any]:
+    return {
+        "tokens": [each.token for each in outputs],
+        "logits": [each.logit for each in outputs],
+        "digests": [each.digest for each in outputs],
+    }
+
+
+def load_adapter(driver: StepDriver, adapter: Path) -> None:
+    """Loads an adapter's folder into ``SLOT``. The agent of a group loads its part of the adapter."""
+    _, memory = read_into_memory(adapter, driver.config)
+    driver.runner.load_adapter(SLOT, memory.name, memory.num_bytes)
+    memory.close()
+
+
+def adapted_results(driver: StepDriver, prompts: list[list[int]]) -> dict[str, list[Sampled]]:
+    """Returns the continuations of the first prompt with and without an adapter, alone and in a batch."""
+    alone = [continued(driver, [prompts[0]], [slot])[0] for slot in (SLOT, NO_ADAPTER)]
+    mixed = continued(driver, [prompts[0], prompts[0], prompts[1]], [NO_ADAPTER, SLOT, SLOT])
+    return {"adapted": alone[0], "unadapted": alone[1], "mixed unadapted": mixed[0], "mixed adapted": mixed[1]}
