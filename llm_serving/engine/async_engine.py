@@ -40,6 +40,7 @@ from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import recording_folder
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.kvstore.setup import KvTiers
+from llm_serving.kvstore.transfers import BlockTransfers
 from llm_serving.lora.registry import Adapter, AdapterRegistry, adapted_salt
 from llm_serving.request import (
     DEFAULT_SCHEDULING,
@@ -110,7 +111,9 @@ class AsyncEngine:
         self._profile_answer: asyncio.Future[list[dict[str, object]]] | None = None
         self._adapter_answer: asyncio.Future[str] | None = None
         self._recorders: list[FlightRecorder] = []
-        self._tiers = tiers
+        self.tiers = tiers
+        """The KV tiers. None if there are none."""
+        self._transfers: BlockTransfers | None = None
         self.adapters = AdapterRegistry(
             config.lora_config.max_adapters, on_free=lambda slot: self._core.submit(DropAdapter(slot))
         )
@@ -171,8 +174,8 @@ class AsyncEngine:
         if not self._thread.is_alive():
             for recorder in self._recorders:
                 recorder.close()
-            if self._tiers is not None:
-                await _close_tiers(self._tiers)
+            if self.tiers is not None:
+                await _close_tiers(self.tiers)
         await asyncio.sleep(0)  # gives the event loop time to process the last outputs of the engine thread
 
     @property
@@ -249,6 +252,13 @@ class AsyncEngine:
             self._adapter_answer = None
             if not is_loaded:
                 self.adapters.give_back(slot)
+
+    @property
+    def transfers(self) -> BlockTransfers | None:
+        """Copies of blocks from the KV tiers and to them. None if there are no tiers."""
+        if self._transfers is None and self.tiers is not None:
+            self._transfers = self.tiers.transfers(self._core.use_stores)
+        return self._transfers
 
     def queue_full(self, tenant: str = "") -> QueueFullError | None:
         """Return why a new request of ``tenant`` would be refused, or None if it may be accepted.

@@ -6,6 +6,7 @@ replica waits for another. Other threads send commands through ``submit``, for e
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from collections import deque
@@ -32,6 +33,7 @@ from llm_serving.executor.base import (
 )
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.kvstore.setup import KvTiers
+from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import Request
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import RequestFront, StepSource
@@ -109,7 +111,17 @@ class Stop:
     reason: str = "the server is shutting down"
 
 
-Command = Add | Abort | Probe | Profile | Distrust | LoadAdapter | DropAdapter | Stop
+@dataclass(frozen=True, slots=True, eq=False)
+class UseStores:
+    """Command to the engine thread: call ``work`` with the KV tiers of the replicas. It must not raise or take long.
+
+    If the engine has ended, ``work`` gets no tiers.
+    """
+
+    work: Callable[[Sequence[BlockStore]], None]
+
+
+Command = Add | Abort | Probe | Profile | Distrust | LoadAdapter | DropAdapter | UseStores | Stop
 
 
 class EngineCore:
@@ -191,6 +203,18 @@ class EngineCore:
         self._commands.append(command)
         self._wake()
 
+    def use_stores(self, work: Callable[[Sequence[BlockStore]], None]) -> None:
+        """Call ``work`` in the engine thread with the KV tiers of all replicas, or with none if the engine has ended.
+
+        After the end of the engine thread, the caller's thread calls ``work``.
+        """
+        command = UseStores(work)
+        self.submit(command)
+        if self.ended:
+            with contextlib.suppress(ValueError, IndexError):  # the engine thread may take it at the same time
+                self._commands.remove(command)
+                work(())
+
     def status(self) -> EngineStatus:
         """Return the engine's present state and figures.
 
@@ -250,6 +274,8 @@ class EngineCore:
                 self._add(command.request, self._clock())
             elif isinstance(command, LoadAdapter):
                 self._outputs += self._adapters.refuse(command.slot, command.memory)
+            elif isinstance(command, UseStores):
+                command.work(())
         self._outputs += self._adapters.close()
         self._hand_over()
 
@@ -311,6 +337,8 @@ class EngineCore:
                 self._outputs += self._adapters.load(command.slot, command.memory)
             elif isinstance(command, DropAdapter):
                 self._adapters.drop(command.slot)
+            elif isinstance(command, UseStores):
+                command.work([replica.store for replica in self._replicas if replica.store is not None])
             else:
                 self._give_up(command.reason, now)
                 self._running = False

@@ -76,7 +76,8 @@ class Replica:
         self._log = log
         self._metrics = metrics
         self._masks = StepMasks(executor.publish_masks)
-        self._store = store
+        self.store = store
+        """The KV tiers of the replica. None if it has none."""
         self._speculator = None if make_speculator is None else make_speculator(self._masks.prepare)
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
@@ -105,7 +106,7 @@ class Replica:
             outstanding_tokens=0 if routed is None else routed.load,
             placed={} if routed is None else {why.value: number for why, number in routed.num_placed.items()},
             recalled=0 if routed is None else routed.num_recalled,
-            tiers=None if self._store is None else self._store.figures,
+            tiers=None if self.store is None else self.store.figures,
         )
 
     def take_result(self, result: StepResult, now: float) -> list[RequestOutput]:
@@ -161,8 +162,8 @@ class Replica:
             sequences=step.num_seqs,
             **self.log_fields,
         )
-        if self._store is not None:
-            self._store.distrust()
+        if self.store is not None:
+            self.store.distrust()
         if not is_all_broken(result):
             return
         if len(request_ids) == 1:
@@ -183,12 +184,12 @@ class Replica:
         executor, scheduler = self.executor, self.scheduler
         if self._speculator is not None and (offers := self._speculator.take_offers()):
             scheduler.offer_drafts(offers)
-        if self._store is not None:
-            self._store.exchange(scheduler, now)
+        if self.store is not None:
+            self.store.exchange(scheduler, now)
         while executor.num_free_slots > 0:
             step = scheduler.schedule(now)
             if step is None:
-                if self._store is not None and self._store.exchange(scheduler, now):
+                if self.store is not None and self.store.exchange(scheduler, now):
                     continue
                 self.wakeup = self._next_wakeup(now)
                 break
@@ -209,13 +210,13 @@ class Replica:
         return outputs
 
     def _next_wakeup(self, now: float) -> float | None:
-        wakeup, due = self.scheduler.next_wakeup(now), None if self._store is None else self._store.next_due
+        wakeup, due = self.scheduler.next_wakeup(now), None if self.store is None else self.store.next_due
         return wakeup if due is None or (wakeup is not None and wakeup < due) else due
 
     def open_tiers(self) -> None:
         """Start to use the host blocks of the agents, which have become ready."""
-        if self._store is not None:
-            self._store.open(pool_of(self.executor.host_pools()))
+        if self.store is not None:
+            self.store.open(pool_of(self.executor.host_pools()))
 
     def note_host_overhead(self, now: float, clock: Callable[[], float]) -> None:
         """For each completed step, report to the metrics how long the device waited for the next step.
@@ -261,5 +262,5 @@ class Replica:
             self._speculator.clear()
         self._dropped.clear()
         self.scheduler.agent_lost(now, blameless=blameless)
-        if self._store is not None:
-            self._store.lose(distrusted=distrusted)
+        if self.store is not None:
+            self.store.lose(distrusted=distrusted)

@@ -146,6 +146,12 @@ class DiskTier:
 
     # The following methods run in the mover
 
+    def content(self, place: Place, key: BlockKey) -> bytes | None:
+        """Returns the content of a block, or None if it is gone or damaged."""
+        content = None if self._records is None else self._records.read(place, key)
+        self._note()
+        return content
+
     def _open(self, namespace: bytes) -> None:
         if self._last is None or self._namespace != namespace:
             if self._last is not None:

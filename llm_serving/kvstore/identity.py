@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llm_serving.config import Config
@@ -66,6 +66,21 @@ def model_facts(config: Config) -> dict[str, object]:
         "sum_parts": parallel.sum_parts,
         "fusion": config.context.enable_graph_kernel,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIdentity:
+    """What the bits of a server's blocks depend on, apart from tokens and salts."""
+
+    facts: dict[str, object]
+    """``model_facts`` as JSON has them, and the digests of the weights and of the kernels."""
+    namespace: bytes
+
+    @classmethod
+    def of(cls, config: Config, weights: str, arithmetic: str) -> BlockIdentity:
+        """Returns the identity of the blocks of a server. ``arithmetic`` is the digest of the agents' kernels."""
+        facts = {**model_facts(config), "weights": weights, "arithmetic": arithmetic}
+        return cls(json.loads(json.dumps(facts, default=str)), namespace_of(config, weights, arithmetic))
 
 
 def namespace_of(config: Config, weights: str, arithmetic: str) -> bytes:

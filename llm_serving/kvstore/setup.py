@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from llm_serving.config import Config
+from llm_serving.ipc.host_pool import HostPoolLayout
 from llm_serving.kvstore.disk import DiskTier
-from llm_serving.kvstore.identity import namespace_of, weights_digest, weights_state
+from llm_serving.kvstore.identity import BlockIdentity, namespace_of, weights_digest, weights_state
+from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.store import BlockStore
+from llm_serving.kvstore.transfers import BlockTransfers, UseStores
+from llm_serving.model.parallel import group_ranks
 
 
 class KvTiers:
@@ -24,6 +29,12 @@ class KvTiers:
         self._weights = weights_state(config)
         self._folder: Path | None = None
         self._disk: DiskTier | None = None
+        self._on_problem = on_problem
+        self._own_mover: Mover | None = None
+        """Copies blocks if there is no SSD tier, whose mover does it otherwise."""
+        self._arithmetic = ""
+        self._identity: BlockIdentity | None = None
+        self._reads_weights = threading.Lock()
         settings = config.kv_tier_config
         if settings.ssd_folder is not None:
             self._folder = Path(settings.ssd_folder).expanduser().absolute()
@@ -43,8 +54,39 @@ class KvTiers:
 
     def agents_ready(self, summary: Mapping[str, object]) -> None:
         """Opens the SSD tier for agents with this summary. The mover reads the weights for their digest."""
+        self._arithmetic = str(summary.get("arithmetic", ""))
+        self._identity = None
         if self._disk is not None:
-            self._disk.open(partial(self._namespace, str(summary.get("arithmetic", ""))))
+            self._disk.open(partial(self._namespace, self._arithmetic))
+
+    def identity(self) -> BlockIdentity:
+        """Returns everything except tokens that the bits of this server's blocks depend on.
+
+        The first call reads the weights, which takes about a second for each GB. Any thread may call it. Raises
+        CheckpointError if the weights have changed since the start.
+        """
+        with self._reads_weights:
+            found, arithmetic = self._identity, self._arithmetic
+            if found is None:
+                weights = weights_digest(self._config, self._folder, expected=self._weights)
+                found = BlockIdentity.of(self._config, weights, arithmetic)
+                if arithmetic == self._arithmetic:
+                    self._identity = found
+            return found
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block: the parts of all agents of a replica together."""
+        layouts = (HostPoolLayout.of(self._config, rank) for rank in group_ranks(0, self._config.parallel_config))
+        return sum(layout.block_bytes for layout in layouts if layout is not None)
+
+    def transfers(self, use_stores: UseStores) -> BlockTransfers:
+        """Returns the copies of blocks for callers on the event loop, which is the thread that calls this method."""
+        mover = self._own_mover if self._disk is None else self._disk.mover
+        if mover is None:
+            mover = self._own_mover = Mover(lambda error: self._on_problem(f"blocks could not be copied: {error!r}"))
+            mover.start()
+        return BlockTransfers(use_stores, mover, self._disk)
 
     def end(self) -> None:
         """Lets the mover write the blocks that wait for the disk, and then end. Does not wait for this."""
@@ -58,6 +100,8 @@ class KvTiers:
 
     def close(self) -> None:
         """Ends the mover without the blocks that still wait for the disk, and unlocks the folder."""
+        if self._own_mover is not None:
+            self._own_mover.close()
         if self._disk is not None:
             self._disk.close()
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from llm_serving.kvstore.disk import DiskFigures, DiskTier, HostPool, Transfer
+from llm_serving.kvstore.segments import Place
 from llm_serving.scheduler.tier_moves import NO_HOST_BLOCK, BlockKey, WantedBlocks
 
 MAX_OFFERS = 64
@@ -62,6 +63,21 @@ class TierFigures:
     """Counts of the SSD tier, which all replicas share. None without this tier."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A block that a copy outside the engine reads: a held host block, or a place on the disk."""
+
+    key: BlockKey
+    pool: HostPool
+    host: int | None
+    """The held host block. None if only the disk has the block."""
+    place: Place | None
+    epoch: int
+    """Number of losses of agents before the loan."""
+    version: int
+    """``BlockStore.version`` when the loan began."""
+
+
 @dataclass(slots=True)
 class _Waiting:
     """A request that waits for a read."""
@@ -77,14 +93,14 @@ class _HostBlocks:
     """The host blocks ``first .. first + num_blocks - 1`` with their contents."""
 
     def __init__(self, first: int, num_blocks: int) -> None:
-        self._first, self._num_blocks = first, num_blocks
+        self._first, self.num_blocks = first, num_blocks
         self.clear()
 
     def clear(self) -> None:
         self.by_hash: dict[bytes, int] = {}
         self.keys: dict[int, BlockKey] = {}
         """The content of each host block that has or gets one."""
-        self._free = list(range(self._first + self._num_blocks - 1, self._first - 1, -1))
+        self._free = list(range(self._first + self.num_blocks - 1, self._first - 1, -1))
         self._holds: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -158,6 +174,8 @@ class BlockStore:
         always_loads: bool = False,
     ) -> None:
         self.figures = TierFigures(disk=None if disk is None else disk.figures)
+        self.version = 0
+        """Changes when blocks that were read before may come from other agents, or may be wrong."""
         self._max_writes = max(1, num_hosts // 2)
         self._hosts = _HostBlocks(first_host, num_hosts)
         self._disk = disk
@@ -183,6 +201,7 @@ class BlockStore:
         ``distrusted``: they may have computed wrong values, so the blocks that they wrote to the disk are removed, too.
         """
         self._epoch += 1
+        self.version += 1
         self._pool = None
         self._hosts.clear()
         self._waiting.clear()
@@ -194,6 +213,7 @@ class BlockStore:
 
     def distrust(self) -> None:
         """Forgets the contents of all host blocks, and removes what this run has written to the disk."""
+        self.version += 1
         self._hosts.distrust()
         if self._disk is not None:
             self._disk.distrust()
@@ -221,6 +241,50 @@ class BlockStore:
         self._write_behind()
         self.figures.host_blocks = len(self._hosts.by_hash)
         return replied
+
+    # Copies outside the engine
+
+    def lend(self, key: BlockKey) -> Loan | None:
+        """Returns a loan of a block that host memory or the disk has, or None. End it with ``end_loan``."""
+        if self._pool is None:
+            return None
+        host = self._hosts.find(key)
+        if host is not None:
+            self._hosts.hold(host)
+            return Loan(key, self._pool, host, None, self._epoch, self.version)
+        place = None if self._disk is None else self._disk.find(key)
+        return None if place is None else Loan(key, self._pool, None, place, self._epoch, self.version)
+
+    def end_loan(self, loan: Loan) -> bool:
+        """Ends a loan. Returns False if the content that was read may be wrong."""
+        is_current = loan.version == self.version
+        if loan.host is not None and loan.epoch == self._epoch:
+            self._hosts.release(loan.host)
+        return is_current
+
+    @property
+    def max_guests(self) -> int:
+        """Number of blocks that one import may bring, so that it leaves blocks of other requests in memory."""
+        return self._hosts.num_blocks // 2
+
+    def accept(self, key: BlockKey) -> Loan | None:
+        """Returns a held host block, into which the caller writes the content of ``key``. Then call ``accepted``.
+
+        Returns None if all host blocks are held, or while the agents are lost.
+        """
+        pool = self._pool
+        host = None if pool is None else self._hosts.allocate(key)
+        return None if pool is None or host is None else Loan(key, pool, host, None, self._epoch, self.version)
+
+    def accepted(self, loan: Loan, *, ok: bool) -> None:
+        """Makes the content that the caller has written known, unless ``ok`` is False. Ends the loan."""
+        if loan.host is None or loan.epoch != self._epoch:
+            return
+        if ok and loan.version == self.version:
+            self._hosts.filled(loan.host)
+            if self._disk is not None:
+                self._unwritten.append(loan.host)
+        self._hosts.release(loan.host)
 
     # Blocks that are stored
 

@@ -1,0 +1,170 @@
+"""Copies blocks between the KV tiers and callers on the event loop.
+
+Each copy visits three threads. The engine thread finds the blocks and holds them. The mover copies the contents. The
+engine thread then releases the blocks, and the caller gets the result. So no copy runs on the engine thread or on the
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from llm_serving.kvstore.disk import DiskTier
+from llm_serving.kvstore.mover import Mover
+from llm_serving.kvstore.store import BlockStore, Loan
+from llm_serving.scheduler.tier_moves import BlockKey
+
+T = TypeVar("T")
+
+Stores = Sequence[BlockStore]
+"""The tiers of each replica. Empty if the engine has ended."""
+UseStores = Callable[[Callable[[Stores], None]], None]
+"""Calls a function in the engine thread with the tiers of all replicas. The function must not raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBlocks:
+    """The result of a read."""
+
+    contents: list[bytes]
+    """The contents of the first blocks, up to the first one that no tier has."""
+    versions: tuple[int, ...]
+    """``BlockStore.version`` of each replica. Blocks of two reads with different versions must not be combined."""
+
+
+class BlockTransfers:
+    """Reads and writes blocks of the tiers. Call the methods on the event loop."""
+
+    def __init__(self, use_stores: UseStores, mover: Mover, disk: DiskTier | None) -> None:
+        self._use_stores = use_stores
+        self._mover = mover
+        self._disk = disk
+
+    async def read(self, keys: Sequence[BlockKey]) -> ReadBlocks:
+        """Return the contents of the first of these blocks, up to the first one that no tier has.
+
+        The result has no contents if the agents are lost meanwhile.
+        """
+        answer: _Answer[ReadBlocks] = _Answer()
+        self._use_stores(lambda stores: self._lend(keys, answer, stores))
+        return await answer.future
+
+    async def write(self, keys: Sequence[BlockKey], contents: Sequence[bytes]) -> int:
+        """Write blocks into the host memory of each replica. Returns how many of the first blocks every replica has.
+
+        A content with another size than a block of the agents is not written, and nothing after it.
+        """
+        answer: _Answer[int] = _Answer()
+        self._use_stores(lambda stores: self._accept(keys, contents, answer, stores))
+        return await answer.future
+
+    async def max_guests(self) -> int:
+        """Return the number of blocks that one import may bring."""
+        answer: _Answer[int] = _Answer()
+        self._use_stores(lambda stores: answer.set(min((one.max_guests for one in stores), default=0)))
+        return await answer.future
+
+    # Reads: in the engine thread, in the mover, and in the engine thread again
+
+    def _lend(self, keys: Sequence[BlockKey], answer: _Answer[ReadBlocks], stores: Stores) -> None:
+        loans: list[tuple[BlockStore, Loan]] = []
+        for key in keys:
+            found = ((store, store.lend(key)) for store in stores)
+            loan = next(((store, loan) for store, loan in found if loan is not None), None)
+            if loan is None:
+                break
+            loans.append(loan)
+        if not loans:
+            answer.set(ReadBlocks([], tuple(store.version for store in stores)))
+            return
+        self._mover.submit(lambda: self._copy_out(loans, answer), urgent=True)
+
+    def _copy_out(self, loans: list[tuple[BlockStore, Loan]], answer: _Answer[ReadBlocks]) -> None:
+        contents: list[bytes] = []
+        try:
+            for _, loan in loans:
+                content = self._content(loan)
+                if content is None or len(content) != loan.pool.block_bytes:
+                    break
+                contents.append(content)
+        finally:
+            self._use_stores(partial(self._end_loans, loans, contents, answer))
+
+    def _content(self, loan: Loan) -> bytes | None:
+        if loan.host is not None:
+            return loan.pool.read(loan.host)
+        assert self._disk is not None
+        assert loan.place is not None
+        return self._disk.content(loan.place, loan.key)
+
+    def _end_loans(
+        self,
+        loans: list[tuple[BlockStore, Loan]],
+        contents: list[bytes],
+        answer: _Answer[ReadBlocks],
+        stores: Stores,
+    ) -> None:
+        are_current = [store.end_loan(loan) for store, loan in loans]
+        versions = tuple(store.version for store in stores)
+        answer.set(ReadBlocks(contents if all(are_current) else [], versions))
+
+    # Writes: in the engine thread, in the mover, and in the engine thread again
+
+    def _accept(
+        self, keys: Sequence[BlockKey], contents: Sequence[bytes], answer: _Answer[int], stores: Stores
+    ) -> None:
+        accepted: list[tuple[BlockStore, list[Loan]]] = []
+        for store in stores:
+            loans: list[Loan] = []
+            for key in keys:
+                loan = store.accept(key)
+                if loan is None:
+                    break
+                loans.append(loan)
+            accepted.append((store, loans))
+        self._mover.submit(lambda: self._copy_in(accepted, contents, answer), urgent=True)
+
+    def _copy_in(
+        self, accepted: list[tuple[BlockStore, list[Loan]]], contents: Sequence[bytes], answer: _Answer[int]
+    ) -> None:
+        counts = [0] * len(accepted)
+        try:
+            for number, (_, loans) in enumerate(accepted):
+                for loan, content in zip(loans, contents, strict=False):
+                    if len(content) != loan.pool.block_bytes:
+                        break
+                    assert loan.host is not None
+                    loan.pool.write(loan.host, content)
+                    counts[number] += 1
+        finally:
+            self._use_stores(lambda stores: self._end_writes(accepted, counts, answer))
+
+    def _end_writes(
+        self, accepted: list[tuple[BlockStore, list[Loan]]], counts: list[int], answer: _Answer[int]
+    ) -> None:
+        for (store, loans), count in zip(accepted, counts, strict=True):
+            for place, loan in enumerate(loans):
+                store.accepted(loan, ok=place < count)
+        answer.set(min(counts, default=0))
+
+
+class _Answer(Generic[T]):
+    """The result of a copy, which another thread sets for a task of the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self._loop.create_future()
+
+    def set(self, value: T) -> None:
+        """Give the result to the waiting task. Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed already
+            self._loop.call_soon_threadsafe(self._set, value)
+
+    def _set(self, value: T) -> None:
+        if not self.future.done():
+            self.future.set_result(value)
