@@ -12,6 +12,7 @@ from llm_serving.access.keys import (
     MAX_KEY_CHARS,
     MIN_KEY_CHARS,
     OPTION_NAMES,
+    WORDS,
     KeyLineError,
     digest_of,
     key_line,
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     for each in (new, known):
         each.add_argument("name", help="name of the key's owner, in logs and quotas")
         each.add_argument("--admin", action="store_true", help="allow /metrics, /server_info, /requests and /profile")
+        each.add_argument("--sessions", action="store_true", help="allow the export and import of sessions")
         for option in OPTION_NAMES:
             flag = "--" + option.replace("_", "-")
             each.add_argument(flag, dest=option, metavar="A,B" if option == "models" else "N", help=_HELP[option])
@@ -113,7 +115,7 @@ def _read_secret() -> str:
 
 def _add(options: argparse.Namespace, secret: str) -> int:
     words = [options.name, f"sha256:{digest_of(secret).hex()}"]
-    words += ["admin"] if options.admin else []
+    words += [word for word in WORDS if getattr(options, word)]
     words += [f"{name}={value}" for name in OPTION_NAMES if (value := getattr(options, name)) is not None]
     if any(len(word.split()) != 1 for word in words):
         raise KeyLineError("a name or a value has a blank, or is empty")

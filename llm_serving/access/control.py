@@ -142,6 +142,17 @@ class Visit:
             self._access.refused("admin")
             raise NotPermittedError(f"The key {self.name!r} may not administrate the server; its line has no 'admin'.")
 
+    def check_sessions(self) -> None:
+        """Raise NotPermittedError unless the request's key has the right to export and import sessions.
+
+        If the server has no keys, every client has this right.
+        """
+        if self._key is not None and not self._key.rights.sessions:
+            self._access.refused("sessions")
+            raise NotPermittedError(
+                f"The key {self.name!r} may not export or import sessions; its line has no 'sessions'."
+            )
+
     def may_use(self, model: str) -> bool:
         """Return whether the request's key may use a model."""
         return self.rights.models is None or model in self.rights.models

@@ -4,9 +4,9 @@ A key is 32 random bytes. The server keeps only its SHA-256. A slow or salted ha
 choose and attackers guess. 256 random bits cannot be guessed, so a plain hash reveals nothing. One fast hash also lets
 the server find a key with one look-up, whatever the number of keys.
 
-A line is ``NAME sha256:HEX [admin] [OPTION=VALUE ...]``. Empty lines and lines that begin with ``#`` do not count.
-Several lines may have the same name, as long as they state the same rights. So an operator can hand out a new key
-before the old one ends. Both then share one quota, one tenant and one part of the prefix cache.
+A line is ``NAME sha256:HEX [admin] [sessions] [OPTION=VALUE ...]``. Empty lines and lines that begin with ``#`` do not
+count. Several lines may have the same name, as long as they state the same rights. So an operator can hand out a new
+key before the old one ends. Both then share one quota, one tenant and one part of the prefix cache.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class KeyRights:
     """The most urgent priority that a request may state. A smaller number is more urgent."""
     models: frozenset[str] | None = None
     """Names of the models that the key may use."""
+    sessions: bool = False
+    """Whether the key may export and import sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,7 @@ def digest_of(secret: str) -> bytes:
 def key_line(key: ApiKey) -> str:
     """Return the line of a key file that states this key."""
     rights, words = key.rights, [key.name, f"sha256:{key.digest.hex()}"]
-    if rights.admin:
-        words.append("admin")
+    words += [word for word in WORDS if getattr(rights, word)]
     for name in _OPTIONS:
         value = getattr(rights, name)
         if value != getattr(KeyRights(), name):
@@ -126,13 +127,13 @@ def parse_line(line: str) -> ApiKey:
         option, equals, value = word.partition("=")
         if option in values:
             raise KeyLineError(f"{option} appears twice")
-        if word == "admin":
-            values["admin"] = True
+        if word in WORDS:
+            values[word] = True
         elif equals and option in _OPTIONS:
             values[option] = _OPTIONS[option](option, value)
         else:
             known = ", ".join(f"{one}=" for one in _OPTIONS)
-            raise KeyLineError(f"word {number} is unknown; a key may have admin, {known}")
+            raise KeyLineError(f"word {number} is unknown; a key may have {', '.join(WORDS)}, {known}")
     return ApiKey(name, bytes.fromhex(found[1]), KeyRights(**values))  # type: ignore[arg-type]
 
 
@@ -166,6 +167,8 @@ _OPTIONS: Mapping[str, Callable[[str, str], object]] = {
 }
 """The options of a line. Each function checks the text after ``=`` and returns the value."""
 
+WORDS = ("admin", "sessions")
+"""The rights that a word without a value states."""
 OPTION_NAMES = tuple(_OPTIONS)
-if {"admin", *OPTION_NAMES} != {field.name for field in fields(KeyRights)}:
+if {*WORDS, *OPTION_NAMES} != {field.name for field in fields(KeyRights)}:
     raise AssertionError("each field of KeyRights is an option of a line")

@@ -38,3 +38,17 @@ class KvTierConfig:
         "them, at the rates that were measured until now. `always`: whenever they are found.",
         choices=("auto", "always"),
     )
+    sessions_per_key: int = own(
+        256,
+        "Number of sessions that the server remembers for each API key, see `docs/sessions.md`. The oldest is "
+        "forgotten first.",
+        low=0,
+        high=1 << 20,
+    )
+    max_session_bytes: int = own(
+        1 << 30,
+        "Maximum size of a session file that `PUT /v1/sessions/{id}` accepts.",
+        unit="bytes",
+        low=1 << 20,
+        high=1 << 40,
+    )

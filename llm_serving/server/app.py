@@ -27,6 +27,7 @@ from llm_serving.server.http.protocol import RECEIVED_AT, STREAM_CHANNEL
 from llm_serving.server.models.lookup import release_lease
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.state import AnyResponse, Endpoint, ServerSettings, ServerState
+from llm_serving.sessions.book import SessionBook
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.tracing.export import Tracing
@@ -53,7 +54,10 @@ def create_app(
     grammars = None
     if settings.structured_outputs:
         grammars = GrammarCompiler(engine.tokenizer, settings.vocab_size, sorted(engine.end_token_ids))
-    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars, tracing, batches=batches))
+    state = ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars, tracing, batches=batches)
+    if isinstance(config, Config):
+        state.sessions = SessionBook(config.kv_tier_config.sessions_per_key, time.time)
+    return ServerApp(state)
 
 
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:

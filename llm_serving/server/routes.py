@@ -16,6 +16,7 @@ from llm_serving.server.operations import adapters, admin, profile, receipts, re
 from llm_serving.server.pooling import classification, embeddings, ranking
 from llm_serving.server.published import chat, generate
 from llm_serving.server.responses import endpoints as responses
+from llm_serving.server.sessions import endpoints as sessions
 
 ENDPOINTS = (
     *openai_completions.ENDPOINTS,
@@ -31,6 +32,7 @@ ENDPOINTS = (
     *chat.ENDPOINTS,
     *receipts.ENDPOINTS,
     *request_timeline.ENDPOINTS,
+    *sessions.ENDPOINTS,
     *profile.ENDPOINTS,
     *adapters.ENDPOINTS,
     *model_commands.ENDPOINTS,

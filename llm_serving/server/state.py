@@ -32,6 +32,7 @@ from llm_serving.server.http.loop_watch import LoopWatch
 from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
 from llm_serving.server.published.request_ids import RequestIds
 from llm_serving.server.responses.store import ResponseStore
+from llm_serving.sessions.book import DEFAULT_SESSIONS, SessionBook
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.tracing.export import Tracing
@@ -77,6 +78,8 @@ class ServerSettings:
     """Values of sampling parameters that a request to OpenAI's endpoints does not set, by name."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     """Addresses and networks of the clients whose header ``X-Request-Start`` counts."""
+    max_session_bytes: int = 1 << 30
+    """Maximum size of a session file in a request."""
     pooling: Pooling | None = None
     """How the server computes embeddings or scores. None if it generates text."""
     info: dict[str, object] = field(default_factory=dict)
@@ -115,6 +118,7 @@ class ServerSettings:
             cors_origins=frozenset(origin.lower() for origin in serving.cors_origins or ()),
             sampling_defaults=config.sampling_defaults.values(),
             trusted_proxies=serving.trusted_proxies or (),
+            max_session_bytes=config.kv_tier_config.max_session_bytes,
             pooling=config.pooling,
             profile_folder=str(Path(config.log_config.path).parent / "profiles"),
             recordings_folder=str(recordings_folder(config).absolute())
@@ -202,6 +206,8 @@ class ServerState:
     """The ids that clients gave to requests of `/chat`."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """The stored responses of `/v1/responses`."""
+    sessions: SessionBook = field(default_factory=lambda: SessionBook(DEFAULT_SESSIONS, time.time))
+    """The sessions of all models."""
     models: ModelRegistry[ServerState] | None = None
     """All models of the server. None if it has one model that is never replaced."""
     _format: tuple[ChatTemplate, OutputFormat] | None = None

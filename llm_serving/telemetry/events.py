@@ -292,6 +292,19 @@ EVENTS: Mapping[str, LogEvent] = {
     "kv_tiers": LogEvent(
         "The SSD tier has a problem. Requests are served without it.", {"message": "reason and effect"}
     ),
+    "session_imported": LogEvent(
+        "A client imported a session file.",
+        {
+            "session_id": "id of the session",
+            "tokens": "tokens of the session",
+            "blocks": "blocks of the file that the KV tiers have now",
+            "differences": "why blocks of the file are not used",
+        },
+    ),
+    "session_cut_off": LogEvent(
+        "The agents were lost while a session was exported, so its file is not complete.",
+        {"message": "reason", "session_id": "id of the session"},
+    ),
     "log_lines_lost": LogEvent(
         "Lines could not be written, for example because the disk was full.", {"lines": "number of lost lines"}
     ),

@@ -26,6 +26,8 @@ def refusal_of(path: str) -> tuple[int, str] | None:
         return 400, "batches_off"
     if path.endswith("/timeline"):  # there is no flight recorder
         return 404, "request_not_found"
+    if path.startswith("/v1/sessions/"):  # the example of an import names the model
+        return (400, "sessions_off") if "?" in path else (404, "session_not_found")
     if path == "/v1/load_lora_adapter":
         return 400, "invalid_adapter"
     if path == "/v1/unload_lora_adapter":
@@ -59,6 +61,7 @@ def test_every_endpoint_is_described_with_an_example():
         "RESPONSE": "{response_id}",
         "FILE": "{file_id}",
         "BATCH": "{batch_id}",
+        "SESSION": "{session_id}",
         "chat.html": "{file}",
     }
     shown = set()

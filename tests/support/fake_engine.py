@@ -23,6 +23,7 @@ from llm_serving.request import (
     Constraint,
     FinishReason,
     ForkableConstraint,
+    Request,
     RequestOutput,
     RequestTimings,
     SchedulingParams,
@@ -101,6 +102,7 @@ class FakeOpenRequest:
     def __init__(self, record: Submitted, task: asyncio.Task[None]) -> None:
         self._record = record
         self._task = task
+        self.request = Request("r", record.prompt_token_ids, record.sampling, 0.0)
         self.is_closed = False
 
     @property
@@ -132,6 +134,7 @@ class FakeEngine:
         self.model_name = MODEL_NAME
         self.max_model_len = 128
         self.adapters = AdapterRegistry(0)
+        self.tiers = self.transfers = None
         self.reset()
 
     def reset(self) -> None:

@@ -14,6 +14,7 @@ from llm_serving.request import SchedulingParams
 from llm_serving.server.fields.validation import LaxModel, RequestModel, request_error
 from llm_serving.server.limits import MAX_MILLISECONDS, MAX_NAME_CHARS, MAX_PRIORITY
 from llm_serving.server.state import ServerSettings
+from llm_serving.sessions.book import ID_PATTERN
 from llm_serving.tracing.trace import TRACE
 
 Priority = Annotated[
@@ -21,6 +22,7 @@ Priority = Annotated[
     Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Of equally urgent requests, the smaller number goes first."),
 ]
 Milliseconds = Annotated[float | None, Field(gt=0, le=MAX_MILLISECONDS)]
+SessionId = Annotated[str | None, Field(pattern=f"^{ID_PATTERN}$")]
 
 
 class SchedulingFields(RequestModel):
@@ -42,6 +44,9 @@ class SchedulingFields(RequestModel):
         max_length=MAX_NAME_CHARS,
         description="Share the prefix cache only with requests that have the same salt.",
     )
+    session_id: SessionId = Field(
+        default=None, description="Id of the conversation, see `/v1/sessions`. It changes no text."
+    )
     return_receipt: bool | None = Field(default=None, description="Add `receipt`: where the request's time went.")
 
 
@@ -52,6 +57,7 @@ class SchedulingHeaders(LaxModel):
     ttft_objective_ms: Milliseconds = Field(default=None, alias="X-TTFT-Objective-Ms")
     tbt_objective_ms: Milliseconds = Field(default=None, alias="X-TBT-Objective-Ms")
     deadline_ms: Milliseconds = Field(default=None, alias="X-Deadline-Ms")
+    session_id: SessionId = Field(default=None, alias="X-Session-Id")
 
 
 SCHEDULING_HEADERS = {name: str(field.alias) for name, field in SchedulingHeaders.model_fields.items()}
@@ -75,6 +81,12 @@ def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSe
         deadline=_seconds(values["deadline_ms"]),
         trace=request.scope.get(TRACE),
     )
+
+
+def session_id_of(fields: RequestModel, request: Request) -> str | None:
+    """Return the id of the session of a request, or None. Raises RequestError with the name of a wrong header."""
+    found: str | None = _urgency(fields, request)["session_id"]
+    return found
 
 
 def deadline_of(fields: RequestModel | None, request: Request) -> float | None:

@@ -1,0 +1,1 @@
+"""Sessions at the HTTP edge: list, export, import and forget conversations."""

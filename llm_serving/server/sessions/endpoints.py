@@ -1,0 +1,242 @@
+"""The endpoints ``/v1/sessions``: list the sessions of a key, export one as a file, import a file, forget a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llm_serving.errors import CheckpointError, RequestError
+from llm_serving.kvstore.identity import BlockIdentity
+from llm_serving.kvstore.setup import KvTiers
+from llm_serving.kvstore.transfers import BlockTransfers
+from llm_serving.server.errors import ClientGoneError, MediaTypeError, PayloadTooLargeError, UnavailableError
+from llm_serving.server.fields.validation import clip, short
+from llm_serving.server.generation.scheduling import tenant_of, visit_of
+from llm_serving.server.http.body import drain_body, json_response
+from llm_serving.server.models.lookup import served
+from llm_serving.server.sessions.errors import SessionsOffError, UnknownSessionError
+from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+from llm_serving.sessions.book import SESSION_ID, Session
+from llm_serving.sessions.exporting import SessionChangedError, SessionExport
+from llm_serving.sessions.importing import ImportResult, SessionImport
+
+MAX_TRANSFERS = 4
+"""Maximum number of exports and imports at the same time. Each needs memory for a few pieces of its file."""
+MEDIA_TYPE = "application/octet-stream"
+
+
+async def _list_sessions(state: ServerState, request: Request) -> Response:
+    sessions = state.sessions.of_tenant(tenant_of(request))
+    return json_response({"object": "list", "data": [_shown(session) for session in sessions]})
+
+
+async def _export(state: ServerState, request: Request) -> AnyResponse:
+    """Handle ``GET /v1/sessions/{session_id}``: send a session as a file."""
+    _check_right(request)
+    session = _found(state, request)
+    state = await served(state, request, session.model)
+    tiers, transfers = _tiers_of(state)
+    state.check_ready()
+    identity = await _identity(tiers)
+    return _SessionFile(state, SessionExport(state.engine.config, identity, transfers, session).pieces(), session)
+
+
+async def _import(state: ServerState, request: Request) -> Response:
+    """Handle ``PUT /v1/sessions/{session_id}``: read a session from the body, while it arrives."""
+    _check_right(request)
+    session_id = _session_id(request)
+    try:
+        state = await served(state, request, request.query_params.get("model"))
+        tiers, transfers = _tiers_of(state)
+        _check_body(state, request)
+        state.check_ready()
+        with _transfer(state), state.active.this_task():
+            identity = await _identity(tiers)
+            work = SessionImport(state.engine.config, identity, transfers, tiers.block_bytes)
+            result = await _receive(state, request, work)
+    except RequestError:
+        await drain_body(request.receive)
+        raise
+    assert work.head is not None
+    manifest = work.head.manifest
+    session = Session(
+        session_id, state.engine.model_name, work.head.tokens, work.salt, manifest.adapter, state.sessions.clock(),
+        nonce=work.nonce,
+    )  # fmt: skip
+    state.sessions.put(tenant_of(request), session)
+    state.log.event(
+        "session_imported",
+        session_id=session_id,
+        tokens=session.num_tokens,
+        blocks=result.num_blocks,
+        differences=result.differences,
+    )
+    return json_response({**_shown(session), **_result(result)})
+
+
+async def _delete(state: ServerState, request: Request) -> Response:
+    session_id = _found(state, request).session_id
+    state.sessions.remove(tenant_of(request), session_id)
+    return json_response({"id": session_id, "object": "session", "deleted": True})
+
+
+async def _receive(state: ServerState, request: Request, work: SessionImport) -> ImportResult:
+    """Pass the body to an import while it arrives. Raises RequestError or ClientGoneError."""
+    size, limit = 0, state.settings.max_session_bytes
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise _too_large(f"more than {limit}", limit)
+        if piece and not await work.feed(piece):
+            await drain_body(request.receive)
+            break
+        if not message.get("more_body"):
+            break
+    return work.finish()
+
+
+class _SessionFile:
+    """The response with a session file. It waits for a slow client, and holds no blocks meanwhile.
+
+    If the agents are lost, the response ends without its last chunk, so that the client sees that the file is not
+    complete.
+    """
+
+    status_code = 200
+
+    def __init__(self, state: ServerState, pieces: AsyncIterator[bytes], session: Session) -> None:
+        self._state = state
+        self._pieces = pieces
+        self._session = session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, name = Request(scope, receive), self._session.session_id
+        disposition = f'attachment; filename="{name}.session"'.encode()
+        headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-disposition", disposition)]
+        with _transfer(self._state), self._state.active.this_task():
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                async for piece in self._pieces:
+                    if await request.is_disconnected():
+                        return
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except SessionChangedError as error:
+                self._state.log.warning(str(error), event="session_cut_off", session_id=name)
+                return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _check_right(request: Request) -> None:
+    visit = visit_of(request)
+    if visit is not None:
+        visit.check_sessions()
+
+
+def _check_body(state: ServerState, request: Request) -> None:
+    """Check the headers of an import before the body is read. Raises RequestError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != MEDIA_TYPE:  # a form on a foreign web page cannot declare this type
+        raise MediaTypeError(f"The content type is {clip(kind) or 'not given'!r}; send 'Content-Type: {MEDIA_TYPE}'.")
+    declared, limit = request.headers.get("content-length", ""), state.settings.max_session_bytes
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(declared, limit)
+
+
+def _too_large(size: str, limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"The session file has {size} bytes; the maximum is {limit} (kv_tier_config.max_session_bytes)."
+    )
+
+
+def _session_id(request: Request) -> str:
+    """Return the id in the path. Raises RequestError."""
+    session_id: str = request.path_params["session_id"]
+    if not SESSION_ID.fullmatch(session_id):
+        raise RequestError(
+            f"The session id {short(session_id)} is not valid: it has 1 to 128 letters, digits, '.', '_' or '-', and "
+            "begins with a letter or digit.",
+            param="session_id",
+        )
+    return session_id
+
+
+def _found(state: ServerState, request: Request) -> Session:
+    """Return the session of the path. Raises UnknownSessionError, also if it belongs to another key."""
+    session_id = _session_id(request)
+    session = state.sessions.find(tenant_of(request), session_id)
+    if session is None:
+        raise UnknownSessionError(
+            f"There is no session {session_id!r}. A request with 'session_id' makes one. The server forgets the oldest "
+            "sessions, and all of them when it ends."
+        )
+    return session
+
+
+def _tiers_of(state: ServerState) -> tuple[KvTiers, BlockTransfers]:
+    tiers, transfers = state.engine.tiers, state.engine.transfers
+    if tiers is None or transfers is None:
+        raise SessionsOffError(
+            "This model has no KV tiers, which sessions need; start it with kv_tier_config.host_blocks above 0."
+        )
+    return tiers, transfers
+
+
+async def _identity(tiers: KvTiers) -> BlockIdentity:
+    """Return what the bits of the blocks depend on. Raises UnavailableError if the weights have changed."""
+    try:
+        return await asyncio.to_thread(tiers.identity)
+    except (CheckpointError, OSError) as error:
+        raise UnavailableError(f"Sessions are not possible now: {error}.", "weights_changed") from None
+
+
+@contextlib.contextmanager
+def _transfer(state: ServerState) -> Iterator[None]:
+    """Count an export or an import. Raises UnavailableError if too many run."""
+    book = state.sessions
+    if book.num_transfers >= MAX_TRANSFERS:
+        raise UnavailableError(f"{MAX_TRANSFERS} sessions are being exported or imported; try again.", "overloaded")
+    book.num_transfers += 1
+    try:
+        yield
+    finally:
+        book.num_transfers -= 1
+
+
+def _shown(session: Session) -> dict[str, Any]:
+    return {
+        "id": session.session_id,
+        "object": "session",
+        "model": session.model,
+        "tokens": session.num_tokens,
+        "updated_at": int(session.updated),
+        "imported": bool(session.nonce),
+    }
+
+
+def _result(result: ImportResult) -> dict[str, Any]:
+    return {
+        "resumed_tokens": result.num_resumed_tokens,
+        "recomputed_tokens": result.num_tokens - result.num_resumed_tokens,
+        "differences": result.differences,
+    }
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/v1/sessions", _list_sessions, "The sessions of the API key."),
+    Endpoint("GET", "/v1/sessions/{session_id}", _export, "Export a session as a file: its tokens and KV blocks."),
+    Endpoint(
+        "PUT", "/v1/sessions/{session_id}", _import, "Import a session file. `model` in the query names the model.",
+        media_type=MEDIA_TYPE,
+    ),
+    Endpoint("DELETE", "/v1/sessions/{session_id}", _delete, "Forget a session."),
+)  # fmt: skip

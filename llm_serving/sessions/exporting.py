@@ -1,0 +1,94 @@
+"""Writes a session as a file: its tokens, and the blocks that the KV tiers have."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+from llm_serving.config import Config
+from llm_serving.errors import LLMServingError
+from llm_serving.kvcache.block_hash import root_hash
+from llm_serving.kvstore.identity import BlockIdentity
+from llm_serving.kvstore.transfers import BlockTransfers
+from llm_serving.scheduler.tier_moves import BlockKey
+from llm_serving.sessions.book import Session
+from llm_serving.sessions.session_file import (
+    Manifest,
+    chain_of,
+    encode_block,
+    encode_end,
+    encode_head,
+    file_chain,
+    num_blocks_of,
+)
+from llm_serving.version import __version__
+
+PIECE_BYTES = 4 << 20
+"""Blocks are read and sent in pieces of about this size. A piece has at least one block."""
+WAIT_S = 2.0
+"""Longest wait for blocks of a request that has just ended and that no step has copied to the host yet."""
+_POLL_S = 0.02
+
+
+class SessionChangedError(LLMServingError):
+    """The agents were lost, or failed a self-check, while a session was exported. The file is not complete."""
+
+
+class SessionExport:
+    """One export. ``config`` is that of the session's model, ``identity`` and ``transfers`` those of its engine."""
+
+    def __init__(
+        self, config: Config, identity: BlockIdentity, transfers: BlockTransfers, session: Session
+    ) -> None:
+        self._transfers = transfers
+        self._tokens = session.tokens
+        self._manifest = Manifest(
+            model=session.model,
+            version=__version__,
+            facts=identity.facts,
+            namespace=identity.namespace,
+            adapter=session.adapter,
+            block_size=config.pa_config.block_size,
+            num_tokens=session.num_tokens,
+        )
+        count = num_blocks_of(session.num_tokens, self._manifest.block_size)
+        root = root_hash(config.cache_namespace, session.salt)
+        self._keys = chain_of(session.tokens, self._manifest.block_size, root, count)
+        self._file_keys = file_chain(self._manifest, session.tokens, count)
+        self._waits_until = time.monotonic() + WAIT_S
+        self._versions: tuple[int, ...] | None = None
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the file in pieces. Raises SessionChangedError in the middle if its blocks may be wrong."""
+        loop, manifest = asyncio.get_running_loop(), self._manifest
+        yield encode_head(manifest, self._tokens)
+        done, batch = 0, 1
+        while done < len(self._keys):
+            contents = await self._read(self._keys[done : done + batch])
+            if not contents:
+                break
+            keys = self._file_keys[done : done + len(contents)]
+            yield await loop.run_in_executor(None, partial(_encoded, manifest, keys, contents))
+            done += len(contents)
+            batch = max(1, PIECE_BYTES // len(contents[0]))
+        await self._read([])  # the last blocks may have become doubtful
+        yield encode_end(manifest, done)
+
+    async def _read(self, keys: list[BlockKey]) -> list[bytes]:
+        """Return the contents of the first of these blocks, after a wait for blocks that are on their way."""
+        while True:
+            found = await self._transfers.read(keys)
+            if self._versions is None:
+                self._versions = found.versions
+            elif self._versions != found.versions:
+                raise SessionChangedError("the agents were lost or failed a self-check during the export")
+            if found.contents or not keys or time.monotonic() >= self._waits_until:
+                return found.contents
+            await asyncio.sleep(_POLL_S)
+
+
+def _encoded(manifest: Manifest, keys: list[BlockKey], contents: list[bytes]) -> bytes:
+    pairs = zip(keys, contents, strict=True)
+    return b"".join(encode_block(manifest, key, content) for key, content in pairs)

@@ -1,0 +1,195 @@
+"""Reads a session file: checks that its blocks have the bits that this server computes, and gives them to the KV tiers.
+
+If the file is of a model with other sizes, the import is refused. If only the bits differ, for example because the
+weights or the block size differ, the session is imported without its blocks. Its requests are then computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from llm_serving.config import Config
+from llm_serving.errors import RequestError
+from llm_serving.kvcache.block_hash import root_hash
+from llm_serving.kvstore.identity import BlockIdentity
+from llm_serving.kvstore.transfers import BlockTransfers
+from llm_serving.lora.registry import adapted_salt
+from llm_serving.scheduler.tier_moves import BlockKey
+from llm_serving.sessions.book import new_nonce, session_salt
+from llm_serving.sessions.exporting import PIECE_BYTES
+from llm_serving.sessions.session_file import (
+    Head,
+    InvalidSessionError,
+    Manifest,
+    SessionReader,
+    chain_of,
+    content_of,
+    file_chain,
+    num_blocks_of,
+)
+from llm_serving.version import __version__
+
+MAX_TOKENS = 1 << 20
+"""Maximum number of tokens of a session that is read to the end of its tokens, so that the error names the model."""
+_SHOWN_CHARS = 80
+_FACTS_OF_THE_MODEL = ("shape", "model_type")
+
+
+class SessionMismatchError(RequestError):
+    """The session file is of another model. The text names the first difference."""
+
+    status = 409
+    code = "session_mismatch"
+
+
+@dataclass(slots=True)
+class ImportResult:
+    """What an import has brought."""
+
+    num_tokens: int
+    block_size: int
+    num_blocks: int = 0
+    """Blocks that the tiers have now. Only these tokens need not be computed."""
+    differences: list[str] = field(default_factory=list)
+    """Why blocks of the file were not used. Empty if all were."""
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+def differences_of(theirs: dict[str, Any], ours: dict[str, Any], path: str = "") -> list[str]:
+    """Return the facts that differ, each as a text with both values."""
+    found: list[str] = []
+    for name in sorted(theirs.keys() | ours.keys()):
+        left, right = theirs.get(name), ours.get(name)
+        if isinstance(left, dict) and isinstance(right, dict):
+            found += differences_of(left, right, f"{path}{name}.")
+        elif left != right:
+            found.append(f"{path}{name} is {_short(left)} in the file and {_short(right)} here")
+    return found
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+class SessionImport:
+    """One import. ``block_bytes`` is the size of a block of this server.
+
+    Call ``feed`` with the pieces of the file until it returns False, then ``finish``.
+    """
+
+    def __init__(
+        self, config: Config, identity: BlockIdentity, transfers: BlockTransfers, block_bytes: int
+    ) -> None:
+        self.nonce = new_nonce()
+        """Makes the salt of this session's requests."""
+        self.head: Head | None = None
+        self.result: ImportResult | None = None
+        self._namespace = config.cache_namespace
+        self._identity = identity
+        self._transfers = transfers
+        self._max_tokens = config.max_model_len
+        self._reader = SessionReader(max(config.max_model_len, MAX_TOKENS), block_bytes)
+        self._keys: list[BlockKey] = []
+        self._file_keys: list[BlockKey] = []
+        self._records: list[bytes] = []
+        self._num_read = 0
+        self._room = 0
+
+    @property
+    def salt(self) -> bytes:
+        """The salt of the session's requests. Call this when the beginning of the file has been read."""
+        salt, adapter = session_salt(self.nonce), b"" if self.head is None else self.head.manifest.adapter
+        return adapted_salt(adapter, salt) if adapter else salt
+
+    async def feed(self, piece: bytes) -> bool:
+        """Take the next piece of the file. Returns False if the rest of the file is of no use.
+
+        Raises InvalidSessionError, and SessionMismatchError for another model.
+        """
+        for part in self._reader.feed(piece):
+            if isinstance(part, Head):
+                await self._begin(part)
+                if self.result is not None and self.result.differences:
+                    return False
+            else:
+                self._records.append(part)
+        if sum(map(len, self._records)) >= PIECE_BYTES or self._reader.is_complete:
+            await self._write()
+        return True
+
+    def finish(self) -> ImportResult:
+        """Return the result. Raises InvalidSessionError if the file is cut off."""
+        result = self.result
+        if result is None or not (self._reader.is_complete or result.differences):
+            raise InvalidSessionError("The session file is cut off.")
+        left = self._reader.num_blocks - result.num_blocks
+        if left:
+            result.differences.append(
+                f"{left} of the {self._reader.num_blocks} blocks of the file were not taken: an import may take half "
+                "of kv_tier_config.host_blocks while the agents are ready"
+            )
+        return result
+
+    async def _begin(self, head: Head) -> None:
+        manifest = self._checked(head)
+        self.head = head
+        size = manifest.block_size
+        self.result = ImportResult(manifest.num_tokens, size)
+        self.result.differences = differences_of(manifest.facts, self._identity.facts)
+        if self.result.differences:
+            if manifest.version != __version__:
+                theirs = _short(manifest.version)
+                self.result.differences.append(f"the version is {theirs} in the file and {__version__!r} here")
+            return
+        if manifest.namespace != self._identity.namespace:
+            raise InvalidSessionError("The namespace of the session file does not belong to its facts.")
+        count = num_blocks_of(manifest.num_tokens, size)
+        self._keys = chain_of(head.tokens, size, root_hash(self._namespace, self.salt), count)
+        self._file_keys = file_chain(manifest, head.tokens, count)
+        self._room = await self._transfers.max_guests()
+
+    def _checked(self, head: Head) -> Manifest:
+        """Return the manifest. Raises SessionMismatchError if the file is of a model with other sizes."""
+        manifest, ours = head.manifest, self._identity.facts
+        names = _FACTS_OF_THE_MODEL
+        found = differences_of(
+            {name: manifest.facts.get(name) for name in names}, {name: ours.get(name) for name in names}
+        )
+        if found:
+            raise SessionMismatchError(
+                f"The session is of another model, {_short(manifest.model)}: {'; '.join(found[:4])}. Import it into a "
+                "server of its model."
+            )
+        if manifest.num_tokens > self._max_tokens:
+            raise SessionMismatchError(
+                f"The session has {manifest.num_tokens} tokens; a sequence of this server has at most "
+                f"{self._max_tokens} (model_config.seq_length)."
+            )
+        return manifest
+
+    async def _write(self) -> None:
+        """Check the records that have arrived, and write as many of them as the tiers take."""
+        records, self._records = self._records, []
+        if not records:
+            return
+        assert self.head is not None
+        assert self.result is not None
+        first = self._num_read
+        self._num_read += len(records)
+        file_keys, keys = self._file_keys[first : self._num_read], self._keys[first : self._num_read]
+        work = partial(_contents, self.head, file_keys, records)
+        contents = await asyncio.get_running_loop().run_in_executor(None, work)
+        room = self._room - first
+        if self.result.num_blocks == first and room > 0:
+            self.result.num_blocks += await self._transfers.write(keys[:room], contents[:room])
+
+
+def _contents(head: Head, keys: list[BlockKey], records: list[bytes]) -> list[bytes]:
+    return [content_of(head.manifest, key, record) for key, record in zip(keys, records, strict=True)]
