@@ -223,7 +223,7 @@ BAD_BODIES = [
     (b'{"prompt": ' + b"[" * 40 + b"]" * 40 + b"}", 400, "invalid_json", "nested deeper than 32 levels"),
     (b'{"prompt": "a", "max_tokens": 1, "max_tokens": 9}', 400, "invalid_json", "duplicate key 'max_tokens', 2 times"),
     (b'{"messages": [{"role": "user", "content": "a", "content": "b:c"}]}', 400, "invalid_json", "duplicate key"),
-    (b'{"prompt": "a", "x": {"a": [{"b": 1, "\u0062": 2}]}}', 400, "invalid_json", "duplicate key 'b'"),
+    (b'{"prompt": "a", "x": {"a": [{"b": 1, "\\u0062": 2}]}}', 400, "invalid_json", "duplicate key 'b'"),
     (b'{"a": ' * 20000 + b"1" + b"}" * 20000, 413, "payload_too_large", f"the maximum is {MAX_BODY_BYTES} bytes"),
     (b'{"a":' * 8000 + b"1" + b"}" * 8000, 400, "invalid_json", "nested deeper than 32 levels"),
     (b"[" * 60000, 400, "invalid_json", "is not valid JSON"),

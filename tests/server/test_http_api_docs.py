@@ -75,8 +75,19 @@ def test_every_endpoint_is_described_with_an_example():
         assert f"`{endpoint.method} {endpoint.path.replace(':path', '')}`" in TEXT
 
 
+def prepare_profile(server, path):
+    """Starts a profile before the example that stops one, and ends it before each other example.
+
+    So each example works alone and in any order.
+    """
+    server.http.post("/profile/stop")
+    if path == "/profile/stop":
+        server.http.post("/profile/start")
+
+
 @pytest.mark.parametrize(("method", "path", "body"), EXAMPLES)
 def test_the_example_works(server, method, path, body):
+    prepare_profile(server, path)
     if "REQUEST" in path:
         path = path.replace("REQUEST", server.post("/v1/completions", {"prompt": "a"}).json()["id"])
     if "RESPONSE" in path:
@@ -95,6 +106,7 @@ def test_the_example_works(server, method, path, body):
 @pytest.mark.parametrize("endpoint", [e for e in ENDPOINTS if e.example], ids=lambda endpoint: endpoint.path)
 def test_the_examples_of_the_docs_page_work(server, endpoint):
     path = endpoint.path.replace("{name}", MODEL_NAME)
+    prepare_profile(server, path)
     response = server.http.post(path, json=json.loads(endpoint.example))
     if (refusal := refusal_of(path)) is not None:
         assert (response.status_code, response.json()["error"]["code"]) == refusal
