@@ -72,6 +72,12 @@ COMMANDS = (
         "chat", "talk to a model in the terminal", "llm_serving.chat.main:main", "llm_serving.chat.main:build_parser"
     ),
     Command(
+        "cluster",
+        "agents on several machines: nodes, and servers that use them",
+        "llm_serving.cluster.commands:main",
+        "llm_serving.cluster.commands:build_parser",
+    ),
+    Command(
         "models",
         "list the models of this machine",
         "llm_serving.commands.models:main",

@@ -186,7 +186,7 @@ class Config:
 
     def agent_threads(self, num_cores: int) -> int:
         """Return the number of threads of an agent's CPU operators on a machine with ``num_cores`` cores."""
-        model, agents = self.model_config, self.parallel_config.world_size
+        model, agents = self.model_config, self.parallel_config.agents_per_machine
         if model.cpu_threads:
             return model.cpu_threads
         if model.cpu_cores:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from llm_serving.config.schema import own
 
 MAX_RANKS = 256
+LOCAL, NODES, RAY = "local", "nodes", "ray"
+"""Values of ``executor``: where the agents are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,39 @@ class ParallelConfig:
         "compute. `round_robin`: one after the other, for comparison.",
         choices=("prefix", "least_loaded", "round_robin"),
     )
+
+    executor: str = own(
+        LOCAL,
+        "Where the agents are. `local`: on the machine of the server. `nodes`: on the machines of `nodes`, one replica "
+        "on each. `ray`: on machines that Ray chooses. `docs/cluster.md` has the details.",
+        choices=(LOCAL, NODES, RAY),
+    )
+    nodes: tuple[str, ...] | None = own(
+        None,
+        "With `executor: nodes`: the addresses of the nodes, each `HOST:PORT`. On each, `llm-serving cluster host` "
+        "runs. `data_parallel` is the highest number of nodes that are used at a time.",
+        null="none",
+    )
+    cluster_key_file: str | None = own(
+        None,
+        "With `executor: nodes` or `ray`: the file with the cluster key, which the server and all nodes have. "
+        "`llm-serving cluster key FILE` makes it. Only its owner may read it.",
+        null="none",
+    )
+    ray_address: str = own(
+        "auto",
+        "With `executor: ray`: the address of the Ray cluster. `auto`: the cluster that runs on this machine.",
+    )
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the agents are on other machines."""
+        return self.executor != LOCAL
+
+    @property
+    def agents_per_machine(self) -> int:
+        """Number of agents that share a machine, as far as this config decides it."""
+        return self.group_size if self.is_remote else self.world_size
 
     @property
     def as_summed(self) -> ParallelConfig:

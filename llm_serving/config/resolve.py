@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llm_serving.config.cluster_checks import check_cluster
 from llm_serving.config.config import Config
 from llm_serving.config.draft_model import DraftModel, read_draft_model
 from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
@@ -153,6 +154,7 @@ class Resolver:
         check_processors(self._raw, config)
         check_lora(self._raw, config)
         check_kv_tiers(self._raw, config)
+        check_cluster(self._raw, config)
         return config
 
     def _pooling(self, folder: Path | None, shape: ModelShape, tokenizer: TokenizerConfig) -> Pooling | None:
@@ -283,7 +285,8 @@ class Resolver:
 
     def _device(self, context: MindSporeContext, mindformers: MindFormersFile | None) -> tuple[str, str]:
         wanted = self._model.device_target or context.device_target or "auto"
-        if wanted == "Ascend" and not self._ascend:
+        is_remote = self._sections["parallel_config"].is_remote  # the nodes may have what this machine lacks
+        if wanted == "Ascend" and not self._ascend and not is_remote:
             problem = "there is no Ascend here (no /dev/davinci* or no CANN in the environment); use auto or CPU"
             raise self._raw.error("model_config.device_target", wanted, problem)
         device = ("Ascend" if self._ascend else "CPU") if wanted == "auto" else wanted

@@ -49,7 +49,7 @@ def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConf
     key, value = "serving_config.agent_ports", list(serving.agent_ports)
     if len(set(ports)) != len(ports):
         raise raw.error(key, value, "a port appears twice")
-    if len(value) != parallel.world_size and value != [0]:
+    if len(value) != parallel.world_size and value != [0] and not parallel.is_remote:
         raise raw.error(key, value, _ports_problem(len(value), parallel))
     for name in ("server_port", "admin_port"):
         if getattr(serving, name) in ports:

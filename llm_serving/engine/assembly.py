@@ -6,6 +6,7 @@ Slow modules are imported in the functions, because the agents start before this
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,6 +18,7 @@ from llm_serving.errors import AgentStartError
 from llm_serving.model.parallel import group_ranks
 
 if TYPE_CHECKING:
+    from llm_serving.cluster.nodes import NodePool
     from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.engine.tokenizer import Tokenizer
     from llm_serving.executor.agent_executor import AgentExecutor
@@ -36,8 +38,12 @@ ProgressNote = Callable[[int, str, int, int], None]
 def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list[AgentExecutor]:
     """Return the executor of each replica, not started. ``owned`` closes the executors and their ports.
 
-    Raises ConfigError if a port is in use.
+    Raises ConfigError if a port is in use, or if a setting of the cluster is wrong.
     """
+    if config.parallel_config.is_remote:
+        from llm_serving.cluster.setup import remote_executors
+
+        return remote_executors(config, note, owned)
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.executor.agent_process import bind_agent_ports
 
@@ -70,8 +76,13 @@ def make_engine(
     def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
         return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
 
-    tiers = _tiers_of(config, log)
-    engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record, tiers=tiers)
+    nodes = _nodes_of(config, executors, log)
+    engine = AsyncEngine(
+        *(config, tokenizer, executors, new_detokenizer, log, metrics),
+        record=record,
+        tiers=_tiers_of(config, log),
+        nodes=nodes,
+    )
     if config.lora_config.adapters:
         from llm_serving.lora.loading import read_configured
 
@@ -88,16 +99,36 @@ def _tiers_of(config: Config, log: EventLog) -> KvTiers | None:
     return KvTiers(config, partial(log.warning, event="kv_tiers"))
 
 
+def _nodes_of(config: Config, executors: Sequence[AgentExecutor], log: EventLog) -> NodePool | None:
+    """Return the nodes of the executors, which log their changes from now on. None if the agents are here."""
+    if not config.parallel_config.is_remote:
+        return None
+    from llm_serving.cluster.setup import pool_of
+
+    nodes = pool_of(executors)
+    if nodes is not None:
+        nodes.log_to(log)
+    return nodes
+
+
 async def wait_ready(engine: AsyncEngine, is_given_up: Callable[[], bool]) -> bool:
     """Wait until the agents are ready. Returns False as soon as ``is_given_up`` returns True.
 
-    Raises AgentStartError if the agents fail.
+    Raises AgentStartError if the agents fail, or if no node has ready agents in time.
     """
+    config = engine.config
+    limit_s = config.serving_config.agent_start_timeout_s if config.parallel_config.is_remote else None
+    until = None if limit_s is None else time.monotonic() + limit_s
     while not is_given_up():
         state = engine.state
         if state == "ready":
             return True
         if state == "stopped":
             raise AgentStartError(engine.stop_reason)
+        if until is not None and time.monotonic() > until:
+            raise AgentStartError(
+                f"no node had ready agents within {limit_s:g} s (serving_config.agent_start_timeout_s); "
+                f"nodes: {engine.nodes_text()}"
+            )
         await asyncio.sleep(_POLL_START_S)
     return False

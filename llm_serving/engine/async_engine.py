@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from llm_serving.cluster.nodes import NodePool
 from llm_serving.config import Config
 from llm_serving.constraints.token_rules import TokenRules
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
@@ -84,13 +85,16 @@ class AsyncEngine:
         clock: Callable[[], float] = time.monotonic,
         record: Callable[[Scheduler, int], FlightRecorder | None] | None = None,
         tiers: KvTiers | None = None,
+        nodes: NodePool | None = None,
     ) -> None:
         """Create the engine. ``executors`` has one executor for each replica of the model.
 
         ``record`` takes a scheduler and the number of its replica. It returns a flight recorder that wraps the
         scheduler, or None. The engine calls the recorder instead of the scheduler and closes it at the end. ``tiers``
-        are the KV tiers, or None. The engine closes them at the end, too.
+        are the KV tiers, or None. The engine closes them at the end, too. ``nodes`` are the machines of the agents, or
+        None if the agents are on this machine. The engine is then ready with its first replica.
         """
+        self.nodes = nodes
         self.config = config
         self.tokenizer = tokenizer
         self.model_name = config.model_name
@@ -121,7 +125,7 @@ class AsyncEngine:
         limits = SchedulerLimits.from_config(config)
         schedulers = [self._recorded(Scheduler(limits), index, record) for index in range(len(executors))]
         routing = Routing(config.parallel_config.routing)
-        router = Router(schedulers, routing) if len(schedulers) > 1 else None
+        router = Router(schedulers, routing) if len(schedulers) > 1 or nodes is not None else None
         sources: list[StepSource] = [*(schedulers if router is None else replica_sources(router))]
         self._core = EngineCore(
             schedulers[0] if router is None else router,
@@ -135,6 +139,7 @@ class AsyncEngine:
             keep_recording=self._keep_recording,
             make_speculator=speculator_maker(config),
             tiers=tiers,
+            num_needed=None if nodes is None else 1,
         )
         self.canary_wanted = asyncio.Event()
         """Set on the event loop when the canary must run soon."""
@@ -187,6 +192,11 @@ class AsyncEngine:
     def stop_reason(self) -> str:
         """The reason why the engine no longer serves requests. The text is empty while the engine serves requests."""
         return self._core.stop_reason
+
+    def nodes_text(self) -> str:
+        """Return the state of each node in a few words, for error messages."""
+        nodes = [] if self.nodes is None else self.nodes.status()
+        return "; ".join(f"{each['name']}: {each['state']} {each['reason']}".strip() for each in nodes) or "none"
 
     def status(self) -> EngineStatus:
         """Return the engine's present state and figures. Any thread may call this method."""

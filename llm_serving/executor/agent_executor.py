@@ -58,7 +58,7 @@ class AgentExecutor:
         self._ranks = group_ranks(replica, config.parallel_config)
         self._log_folder = log_folder
         local = (config, replica, listeners, log_folder, report or (lambda *progress: None), agent_module)
-        self._new_group: StartGroup = start_group or partial(AgentGroup, *local)
+        self.start_group: StartGroup = start_group or partial(AgentGroup, *local)
         self._group: Group | None = None
         self._ending: Group | None = None
         self._is_waiting = False
@@ -71,7 +71,7 @@ class AgentExecutor:
         self._control_seq = 0
         self._distrusted: SelfCheckError | None = None
         self._profiled: dict[int, dict[str, object]] = {}
-        self._restarts = Restarts(config.serving_config.agent_restart_limit)
+        self._restarts = Restarts(config.serving_config.agent_restart_limit, from_the_start=start_group is not None)
         addresses = ["{}:{}".format(*listener.getsockname()[:2]) for listener in listeners]
         self._agent_states = AgentStates(config, replica, addresses, self._restarts)
         self._adapters = AdapterSlots(len(self._ranks))
@@ -210,7 +210,7 @@ class AgentExecutor:
         self._end_last_group()
         self._has_said_leaving = False
         try:
-            self._group = self._new_group()
+            self._group = self.start_group()
             self._is_waiting = self._group is None
             for source, receive in () if self._group is None else self._group.sources():
                 self._selector.register(source, selectors.EVENT_READ, partial(self._on_readable, receive))

@@ -81,6 +81,10 @@ class AgentGroup:
     def pools(self) -> Sequence[HostPoolMemory]:
         return self.memory.pools
 
+    def answers(self, member: int) -> bool:
+        """Whether the agent with this number in the group writes the results of steps."""
+        return member == self._answering
+
     def sources(self) -> list[Source]:
         """Return each agent's connection and the descriptor that becomes readable at its exit."""
         sources: list[Source] = []

@@ -25,11 +25,11 @@ class Restarts:
     """Counts the restarts of one group. ``limit`` is the maximum number of restarts in a row, or None.
 
     Without a limit, a group that has been ready is restarted until the server ends. A group that has never been ready
-    is not restarted: the server stops, so that its supervisor can restart it. All times are seconds of the caller's
-    clock.
+    is not restarted: the server stops, so that its supervisor can restart it. With ``from_the_start``, it is restarted,
+    too, because another machine may start it. All times are seconds of the caller's clock.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, *, from_the_start: bool = False) -> None:
         self._limit = limit
         self.count = 0
         """Number of all restarts."""
@@ -38,7 +38,7 @@ class Restarts:
         self.due_at: float | None = None
         """When to start the agents again. None while they run, and when they are given up."""
         self.is_given_up = False
-        self.has_been_ready = False
+        self.has_been_ready = from_the_start
         self._ready_at: float | None = None
 
     def started(self) -> None:
@@ -133,4 +133,6 @@ class AgentStates:
     def _state_without_member(self) -> str:
         if self._restarts.is_given_up:
             return "stopped"
-        return "starting" if self._restarts.due_at is None else "restarting"
+        if self._restarts.due_at is not None:
+            return "restarting"
+        return "starting" if self._addresses else "waiting for a node"

@@ -15,17 +15,18 @@ MAX_FRAME_BYTES = 256 * 1024
 _LENGTH = struct.Struct("<I")
 
 
-def frame(payload: bytes) -> bytes:
-    """Return the payload with its length in front. Raises ProtocolError above ``MAX_FRAME_BYTES``."""
-    if len(payload) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+def frame(payload: bytes, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Return the payload with its length in front. Raises ProtocolError above ``max_bytes``."""
+    if len(payload) > max_bytes:
+        raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {max_bytes}")
     return _LENGTH.pack(len(payload)) + payload
 
 
 class FrameBuffer:
-    """Splits a byte stream into frames."""
+    """Splits a byte stream into frames of at most ``max_bytes``."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -35,8 +36,8 @@ class FrameBuffer:
         try:
             while len(self._data) - offset >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._data, offset)
-                if length > MAX_FRAME_BYTES:
-                    raise ProtocolError(f"a frame announces {length} bytes; the limit is {MAX_FRAME_BYTES}")
+                if length > self.max_bytes:
+                    raise ProtocolError(f"a frame announces {length} bytes; the limit is {self.max_bytes}")
                 end = offset + _LENGTH.size + length
                 if len(self._data) < end:
                     break

@@ -109,7 +109,7 @@ def _available_bytes(config: Config, machine: Machine, read_npus: Callable[[], S
         return machine.available_bytes
     limit = config.context.max_device_memory_bytes
     first = config.serving_config.start_device_id or config.context.device_id
-    devices = range(first, first + config.parallel_config.world_size)
+    devices = range(first, first + config.parallel_config.agents_per_machine)
     free = [chip.free_bytes for chip in read_npus() if chip.number in devices]
     if len(free) == len(devices):
         return min(free) if limit is None else min(limit, *free)

@@ -28,7 +28,7 @@ def host_items(config: Config, processes: tuple[MemoryItem, ...]) -> tuple[Memor
 
     These are ``processes``, and either the weights during loading or the host blocks for swapped sequences.
     """
-    world = range(config.parallel_config.world_size)
+    world = range(config.parallel_config.agents_per_machine)
     weights = sum(item.num_bytes for rank in world for item in device_items(config, rank) if item.name == WEIGHTS)
     conversion = sum(_conversion_bytes(config, rank) for rank in world)
     blocks = tuple(item for rank in world for item in host_block_items(config, rank))

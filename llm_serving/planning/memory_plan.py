@@ -157,8 +157,13 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
-    """Return the memory plan. If it does not fit, raises MemoryPlanError with the largest setting that fits."""
+    """Return the memory plan. If it does not fit, raises MemoryPlanError with the largest setting that fits.
+
+    If the agents are on other machines, the plan is that of one of them, which checks it before its agents start.
+    """
     plan = estimate_memory(config, machine)
+    if config.parallel_config.is_remote:
+        return replace(plan, available_bytes=None)
     if config.device != "CPU":
         _check_host_memory(config, machine)
         problem = too_little_host_memory(plan.host_items, machine)
@@ -175,7 +180,7 @@ def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
 
 def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
     """Return the memory plan, also if it needs more memory than the machine has."""
-    world = range(config.parallel_config.world_size)
+    world = range(config.parallel_config.agents_per_machine)
     if config.device == "CPU":
         ranks = [_cpu_items(config, n, machine) for n in world]
         items = (*_summed(ranks), *_exchange_items(config), _SERVER)
@@ -249,7 +254,7 @@ def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
 
 def _check_host_memory(config: Config, machine: Machine) -> None:
     """Raise MemoryPlanError if the host memory is too small for swapped blocks alone."""
-    world = range(config.parallel_config.world_size)
+    world = range(config.parallel_config.agents_per_machine)
     needed = sum(item.num_bytes for rank in world for item in host_block_items(config, rank))
     if needed > machine.available_bytes:
         block_bytes = needed // config.num_host_blocks
@@ -265,8 +270,9 @@ def _exchange_items(config: Config) -> tuple[MemoryItem, ...]:
     from llm_serving.ipc.exchange import exchange_bytes  # imported here, because it imports numpy, which takes long
 
     parallel = config.parallel_config
-    num_bytes = exchange_bytes(config.shape, config.slot_limits(), parallel) * parallel.data_parallel
-    groups = "1 group" if parallel.data_parallel == 1 else f"{parallel.data_parallel} groups"
+    num_groups = parallel.agents_per_machine // parallel.group_size
+    num_bytes = exchange_bytes(config.shape, config.slot_limits(), parallel) * num_groups
+    groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
     return (MemoryItem("exchange", num_bytes, f"of {groups} of agents"),) if num_bytes else ()
 
 

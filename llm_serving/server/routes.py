@@ -12,7 +12,7 @@ from llm_serving.server.messages import endpoints as messages
 from llm_serving.server.models import commands as model_commands
 from llm_serving.server.openai import chat as openai_chat
 from llm_serving.server.openai import completions as openai_completions
-from llm_serving.server.operations import adapters, admin, profile, receipts, request_timeline
+from llm_serving.server.operations import adapters, admin, cluster, profile, receipts, request_timeline
 from llm_serving.server.pooling import classification, embeddings, ranking
 from llm_serving.server.published import chat, generate
 from llm_serving.server.responses import endpoints as responses
@@ -36,6 +36,7 @@ ENDPOINTS = (
     *profile.ENDPOINTS,
     *adapters.ENDPOINTS,
     *model_commands.ENDPOINTS,
+    *cluster.ENDPOINTS,
     *admin.ENDPOINTS,
     *pages.ENDPOINTS,
 )

@@ -13,6 +13,11 @@ _TERMS = {
     "priority": "priority; only if it is not 0",
 }
 _REPLICA = {"replica": "number of the replica; only if there are several"}
+_NODE = {
+    "node": "name of the node",
+    "address": "its address",
+    "reason": "why it cannot be used, or how its agents were lost; empty if neither",
+}
 _FAILURE = {"message": "the failed operation", "traceback": "Python traceback"}
 
 
@@ -174,6 +179,13 @@ EVENTS: Mapping[str, LogEvent] = {
             **_REPLICA,
         },
     ),
+    "node_added": LogEvent("A node was added. The server connects to it.", _NODE),
+    "node_ready": LogEvent("The server has a link to a node, which is free.", _NODE),
+    "node_down": LogEvent("The server cannot reach a node. It tries again.", _NODE),
+    "node_refused": LogEvent("A node has another program, model or arithmetic, and is not used.", _NODE),
+    "node_draining": LogEvent("A node gets no more requests.", _NODE),
+    "node_released": LogEvent("A replica uses a node no more, in order or after a loss.", _NODE),
+    "node_removed": LogEvent("A node was removed.", _NODE),
     "agent_released": LogEvent(
         "The agents of a drained machine have no request any more and are ended.", {**_REPLICA}
     ),

@@ -33,6 +33,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "llm_serving/__main__.py models",
         "llm_serving/__main__.py plan",
         "llm_serving/__main__.py completion",
+        "llm_serving/__main__.py cluster",
+        "llm_serving/__main__.py cluster host",
+        "llm_serving/__main__.py cluster up",
+        "llm_serving/__main__.py cluster drain",
     ),
     "Server": ("start_server.py", "llm_serving/access/__main__.py", "llm_serving/access/__main__.py new"),
     "Tools": (

@@ -1,0 +1,170 @@
+"""Runs a node: accepts links, checks the cluster key and the program, and serves one link at a time."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llm_serving.access.listening import bound_socket
+from llm_serving.agent_host.session import Session, greet
+from llm_serving.agent_host.settings import NodeSettings
+from llm_serving.cluster.channel import SecureChannel
+from llm_serving.cluster.dialling import read_listen_address
+from llm_serving.cluster.key import ClusterKey
+from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S
+from llm_serving.errors import ConfigError, ProtocolError
+from llm_serving.ipc.segment import remove_leftovers
+
+EXIT_USAGE = 2
+DEFAULT_LISTEN = "127.0.0.1:7450"
+MAX_HANDSHAKES = 16
+"""Maximum number of connections whose peers have not proved the cluster key yet."""
+_ACCEPT_PAUSE_S = 0.2
+
+
+class AgentHost:
+    """The process of a node. ``serve`` runs until ``stop``."""
+
+    def __init__(self, listener: socket.socket, key: ClusterKey, settings: NodeSettings) -> None:
+        self._listener = listener
+        self._key = key
+        self._settings = settings
+        self._is_used = threading.Lock()
+        """Held while a link is served."""
+        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._stop_descriptor = os.eventfd(0, os.EFD_CLOEXEC)
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """End the link, its agents and ``serve``. Any thread and any signal handler may call this method."""
+        self._is_stopping = True
+        os.eventfd_write(self._stop_descriptor, 1)
+
+    def serve(self) -> None:
+        """Accept links until ``stop``. The agents have then ended."""
+        self._listener.settimeout(_ACCEPT_PAUSE_S)
+        while not self._is_stopping:
+            try:
+                plain, peer = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # too many open files
+                note(f"cannot accept connections: {error}")
+                time.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if not self._handshakes.acquire(blocking=False):
+                plain.close()
+                continue
+            threading.Thread(target=self._welcome, args=(plain, peer), name="link", daemon=True).start()
+        with self._is_used:  # the last link has ended
+            pass
+
+    def _welcome(self, plain: socket.socket, peer: tuple[str, int]) -> None:
+        """Check a connection, and serve it if it is a server of this cluster and the node is free."""
+        channel = None
+        try:
+            plain.settimeout(HANDSHAKE_TIMEOUT_S)
+            channel = SecureChannel(self._key.server.wrap_socket(plain, server_side=True))
+            is_free = self._is_used.acquire(blocking=False)
+        except OSError as error:
+            note(f"refused {peer[0]}: {getattr(error, 'reason', None) or error}")
+            plain.close()
+            return
+        finally:
+            if channel is None:
+                self._handshakes.release()
+        try:
+            self._serve(channel, peer, is_free=is_free)
+        finally:
+            channel.close()
+            if is_free:
+                self._is_used.release()
+
+    def _serve(self, channel: SecureChannel, peer: tuple[str, int], *, is_free: bool) -> None:
+        try:
+            is_welcome = greet(channel, socket.gethostname(), is_busy=not is_free)
+        except (OSError, ProtocolError) as error:
+            note(f"refused {peer[0]}: {error}")
+            return
+        finally:
+            self._handshakes.release()
+        if is_welcome:
+            note(f"linked to {peer[0]}")
+            Session(channel, self._settings, note).run(self._stop_descriptor)
+
+
+def note(text: str) -> None:
+    """Write a line to standard error."""
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent_host: {text}\n")
+    sys.stderr.flush()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``llm-serving cluster host``."""
+    parser = argparse.ArgumentParser(
+        prog="llm-serving cluster host",
+        description="Run a node: a process that starts agents on this machine for a server on another machine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--key-file", required=True, metavar="FILE", help="the cluster key, as `cluster key` writes it")
+    parser.add_argument(
+        "--listen", default=DEFAULT_LISTEN, metavar="IP:PORT", help="where servers connect; port 0 is any free one"
+    )
+    parser.add_argument(
+        "--log-folder", default="output/agent_host", metavar="FOLDER", help="folder for the logs of the agents"
+    )
+    parser.add_argument(
+        "--model", metavar="PATH", help="model folder or GGUF file on this machine (default: the server's path)"
+    )
+    parser.add_argument(
+        "--first-device", type=int, metavar="N", help="number of the first Ascend of the agents (default: the server's)"
+    )
+    parser.add_argument(
+        "--with-stdin", action="store_true", help="end when standard input ends, so that the process never outlives "
+        "the one that started it"
+    )  # fmt: skip
+    parser.add_argument("--agent-module", default="agent", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a node until SIGTERM or SIGINT. Returns the exit code, 2 for wrong usage."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        address = read_listen_address(arguments.listen)
+        key = ClusterKey(arguments.key_file)
+        folder = Path(arguments.log_folder).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        listener = bound_socket(address.host, address.port)
+        listener.listen(MAX_HANDSHAKES)
+    except (ConfigError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    remove_leftovers()
+    model = None if arguments.model is None else str(Path(arguments.model).absolute())
+    host = AgentHost(listener, key, NodeSettings(folder, model, arguments.first_device, arguments.agent_module))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: host.stop())
+    if arguments.with_stdin:
+        threading.Thread(target=_stop_at_end_of_input, args=(host,), name="stdin", daemon=True).start()
+    bound = listener.getsockname()
+    sys.stdout.write(f"ready {address._replace(port=bound[1])}\n")
+    sys.stdout.flush()
+    with contextlib.closing(listener):
+        host.serve()
+    return 0
+
+
+def _stop_at_end_of_input(host: AgentHost) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    host.stop()

@@ -1,0 +1,307 @@
+"""One link of a node, from its handshake to its end. The agents that a link starts end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from llm_serving.agent_host.settings import NodeSettings, check_node, config_of_node
+from llm_serving.cluster import messages as link
+from llm_serving.cluster.channel import SecureChannel
+from llm_serving.cluster.messages import BEAT, BEAT_S, NODE_PATIENCE_S, Carried
+from llm_serving.cluster.program import difference, own_program
+from llm_serving.config import Config
+from llm_serving.errors import AgentError, AgentStartError, ConfigError, ProtocolError
+from llm_serving.executor.agent_group import AgentGroup
+from llm_serving.ipc import messages
+from llm_serving.ipc.channel import MAX_FRAME_BYTES
+from llm_serving.ipc.messages import AgentMessage, StepDone, StepFailed, Unhealthy
+from llm_serving.ipc.shm import SlotLayout
+from llm_serving.ipc.slot_contents import SlotContents
+
+FLUSH_TIMEOUT_S = 1.0
+"""Maximum seconds to send the last frame of a link."""
+_ANSWERS = (StepDone, StepFailed, Unhealthy)
+_FORWARDED = (
+    *(messages.Prefill, messages.Decode, messages.Move, messages.Masks, messages.Bias, messages.Abort),
+    *(messages.Status, messages.ProfileStart, messages.ProfileStop),
+)
+
+
+class LinkEndedError(Exception):
+    """The link has ended in order."""
+
+
+class Session:
+    """One link: sends steps to the agents of this machine, and their messages to the server.
+
+    ``run`` returns when the link has ended, and raises nothing. Its agents have then ended, and their memory is free.
+    """
+
+    def __init__(self, channel: SecureChannel, settings: NodeSettings, note: Callable[[str], None]) -> None:
+        self._channel = channel
+        self._settings = settings
+        self._note = note
+        self._selector = selectors.DefaultSelector()
+        self._events = channel.events
+        self._selector.register(channel, self._events, self._receive)
+        self._config: Config | None = None
+        self._check: _Check | None = None
+        self._group: AgentGroup | None = None
+        self._contents: list[SlotContents] = []
+        self._in_flight: dict[int, int] = {}
+        """The number of agents that still have to reply to the step in a slot, by slot."""
+        self._last_result = 0.0
+        self._longest_s = 0.0
+        self._next_beat = 0.0
+
+    def run(self, stop_descriptor: int) -> None:
+        """Serve the link until it ends, or until ``stop_descriptor`` becomes readable."""
+        self._selector.register(stop_descriptor, selectors.EVENT_READ, self._stop)
+        try:
+            while True:
+                self._loop_once()
+        except LinkEndedError as ended:
+            self._note(f"the link has ended: {ended}")
+        except AgentError as error:
+            text = str(error if self._group is None else self._group.describe_loss(error))
+            self._note(f"the agents are lost: {text}")
+            self._send_last(link.GroupLost(text[: 60 * 1024]))
+        except (OSError, ProtocolError) as error:
+            self._note(f"the link is lost: {error}")
+        finally:
+            self._close()
+
+    def _loop_once(self) -> None:
+        now = time.monotonic()
+        due = self._next_beat
+        look = self._next_look()
+        for key, _ in self._selector.select(max(0.0, min(due, due if look is None else look) - now)):
+            handler: Callable[[], None] = key.data
+            handler()
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._send(BEAT)
+        silent_s = now - self._channel.last_received
+        if silent_s > NODE_PATIENCE_S and not self._selector.select(0):
+            raise LinkEndedError(f"the server sent no sign of life for {silent_s:.1f} s")
+        if (look := self._next_look()) is not None and now >= look and self._group is not None:
+            self._group.look(now, self._last_result, self._longest_s)
+
+    def _next_look(self) -> float | None:
+        return None if self._group is None or not self._in_flight else self._group.next_look(self._last_result)
+
+    def _stop(self) -> None:
+        raise LinkEndedError("this process is stopping")
+
+    # From the server
+
+    def _receive(self) -> None:
+        self._channel.flush()
+        frames = self._channel.receive_available()
+        if frames is None:
+            raise LinkEndedError("the server closed it")
+        for frame in frames:
+            message = link.read_at_node(frame)
+            if isinstance(message, Carried):
+                self._forward(message)
+            elif isinstance(message, link.Start):
+                self._begin(message)
+            elif isinstance(message, link.End):
+                self._shut_down()
+            elif not isinstance(message, link.Beat):
+                raise ProtocolError(f"the server sent {type(message).__name__} in the middle of a link")
+        self._watch()
+
+    def _begin(self, start: link.Start) -> None:
+        """Check the model in another thread, because that may take long. ``_start`` follows."""
+        if self._check is not None:
+            raise ProtocolError("the server started the agents twice")
+        try:
+            self._config = config_of_node(Config.from_json(start.config_json), self._settings)
+        except ConfigError as error:
+            self._refuse(str(error))
+        assert self._config is not None
+        self._check = _Check(partial(check_node, self._config, start.model))
+        self._selector.register(self._check.descriptor, selectors.EVENT_READ, self._start)
+
+    def _refuse(self, reason: str) -> None:
+        self._send_last(link.Refused(reason[: 60 * 1024]))
+        raise LinkEndedError(f"the server's model is refused: {reason}")
+
+    def _start(self) -> None:
+        """Start the agents after the check of the model. Raises AgentError."""
+        assert self._check is not None
+        assert self._config is not None
+        self._selector.unregister(self._check.descriptor)
+        if (problem := self._check.result()) is not None:
+            self._refuse(problem)
+        config, settings = self._config, self._settings
+        try:
+            with contextlib.ExitStack() as owned:
+                listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.group_size)]
+                self._group = AgentGroup(config, 0, listeners, settings.log_folder, self._report, settings.agent_module)
+        except OSError as error:
+            raise AgentStartError(f"the agents could not be started: {error}") from error
+        for source, receive in self._group.sources():
+            self._selector.register(source, selectors.EVENT_READ, partial(self._take, receive))
+        self._note(f"starts {len(self._group.links)} agents of {config.model_name}")
+        self._channel.allow(SlotLayout.of(config.slot_limits()).slot_bytes + MAX_FRAME_BYTES)
+
+    def _report(self, rank: int, stage: str, done: int, total: int) -> None:
+        self._send(link.control(link.Progress(rank, stage, done, total)))
+
+    def _forward(self, carried: Carried) -> None:
+        """Give a message to all agents. If it announces a step or masks, write their slot before."""
+        group = self._group
+        if group is None or not group.is_ready:
+            raise ProtocolError("the server sent a message to agents that are not ready")
+        message = messages.decode_server_message(bytes(carried.payload))
+        if not isinstance(message, _FORWARDED):
+            raise ProtocolError(f"the server sent {type(message).__name__}, which a node sends itself")
+        if isinstance(message, messages.Step | messages.Masks):
+            self._write(message, carried.contents)
+        elif len(carried.contents):
+            raise ProtocolError(f"{type(message).__name__} has contents of a slot")
+        group.send(message)
+
+    def _write(self, message: messages.Step | messages.Masks, contents: memoryview) -> None:
+        slot = message.slot
+        if slot >= len(self._contents) or (slot in self._in_flight) == isinstance(message, messages.Step):
+            raise ProtocolError(f"{type(message).__name__} names slot {slot}, in use: {slot in self._in_flight}")
+        if isinstance(message, messages.Masks):
+            self._contents[slot].write_masks(contents)
+            return
+        self._contents[slot].write_inputs(message.seq, contents)
+        if not self._in_flight:
+            self._last_result = time.monotonic()
+        assert self._group is not None
+        self._in_flight[slot] = len(self._group.links)
+
+    def _shut_down(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            for source, _ in group.sources():
+                self._selector.unregister(source)
+            group.shutdown(0)
+        raise LinkEndedError("the server has ended it")
+
+    # From the agents
+
+    def _take(self, receive: Callable[[], list[tuple[int, AgentMessage]]]) -> None:
+        group = self._group
+        assert group is not None
+        was_ready = group.is_ready
+        for member, message in receive():
+            self._pass_on(member, message)
+        if not was_ready:
+            group.note_progress()
+            if group.is_ready:
+                self._contents = [SlotContents(slot) for slot in group.slots]
+                summaries = [dict(agent.summary) for agent in group.links]
+                self._send(link.control(link.GroupReady(summaries, [agent.pid for agent in group.links])))
+
+    def _pass_on(self, member: int, message: AgentMessage) -> None:
+        """Send an agent's message to the server, with the results of the step if this agent has written them."""
+        contents = b""
+        if isinstance(message, _ANSWERS):
+            if message.slot not in self._in_flight:
+                raise ProtocolError(f"agent {member} answered for slot {message.slot}, which has no step")
+            now = time.monotonic()
+            self._longest_s, self._last_result = max(self._longest_s, now - self._last_result), now
+            assert self._group is not None
+            if isinstance(message, StepDone) and not message.aborted and self._group.answers(member):
+                contents = self._contents[message.slot].results()
+            self._in_flight[message.slot] -= 1
+            if not self._in_flight[message.slot]:
+                del self._in_flight[message.slot]
+        self._send(link.carry(messages.encode(message), member, contents))
+
+    # The link
+
+    def _send(self, frame: bytes) -> None:
+        self._channel.send(frame)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Wait for the socket to take more if frames are left."""
+        if self._channel.events != self._events:
+            self._events = self._channel.events
+            self._selector.modify(self._channel, self._events, self._receive)
+
+    def _send_last(self, message: link.LinkMessage) -> None:
+        """Send the last message of the link, and wait until it is sent, but not long."""
+        until = time.monotonic() + FLUSH_TIMEOUT_S
+        with contextlib.suppress(OSError, ProtocolError):
+            self._channel.send(link.control(message))
+            while self._channel.events & selectors.EVENT_WRITE and time.monotonic() < until:
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self._channel, selectors.EVENT_WRITE)
+                    selector.select(until - time.monotonic())
+                self._channel.flush()
+
+    def _close(self) -> None:
+        self._channel.close()
+        if self._group is not None:
+            self._group.close()
+        if self._check is not None:
+            self._check.close()
+        self._selector.close()
+
+
+def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
+    """Answer the server's first message. Returns False if the node does not serve this server; the reason is sent.
+
+    Raises OSError and ProtocolError.
+    """
+    hello = link.read_at_node(channel.receive_one(link.HANDSHAKE_TIMEOUT_S))
+    if not isinstance(hello, link.Hello):
+        raise ProtocolError(f"the first message is {type(hello).__name__}; it must be Hello")
+    if (other := difference(hello.program, own_program())) is not None:
+        channel.send(link.control(link.Refused(other)))
+        return False
+    if is_busy:
+        channel.send(link.control(link.Refused("the node serves another link", is_busy=True)))
+        return False
+    channel.send(link.control(link.Welcome(own_program(), host, os.getpid())))
+    return True
+
+
+class _Check:
+    """Runs a function in a thread. ``descriptor`` becomes readable when the result is there."""
+
+    def __init__(self, check: Callable[[], str | None]) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
+        self._check = check
+        self._problem: str | None = "the check has not ended"
+        self._thread = threading.Thread(target=self._run, name="check of the model", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._problem = self._check()
+        except Exception as error:
+            self._problem = f"the check of the model failed: {error!r}"
+        os.eventfd_write(self.descriptor, 1)
+
+    def result(self) -> str | None:
+        self._thread.join()
+        return self._problem
+
+    def close(self) -> None:
+        self._thread.join()
+        os.close(self.descriptor)
+
+
+def _loopback() -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(16)
+    return listener

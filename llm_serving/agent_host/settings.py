@@ -1,0 +1,58 @@
+"""The settings of a node, and the config with which it starts the agents of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llm_serving.cluster.program import model_difference, model_files
+from llm_serving.config import Config
+from llm_serving.config.parallel_section import LOCAL
+from llm_serving.errors import ConfigError, MemoryPlanError
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import plan_memory
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """The settings of a node. ``log_folder`` gets the logs of the agents."""
+
+    log_folder: Path
+    model_path: str | None = None
+    """Path of the model on this machine. None: the same as on the server."""
+    first_device: int | None = None
+    """Number of the first device of the agents. None: as the server's config says."""
+    agent_module: str = "agent"
+
+
+def config_of_node(config: Config, settings: NodeSettings) -> Config:
+    """Return the server's config for one replica on this machine, with this machine's paths and devices."""
+    parallel = replace(
+        config.parallel_config, data_parallel=1, executor=LOCAL, nodes=None, cluster_key_file=None, ray_address="auto"
+    )
+    serving = replace(config.serving_config, agent_ip="127.0.0.1", agent_ports=(0,) * parallel.group_size)
+    if settings.first_device is not None:
+        serving = replace(serving, start_device_id=settings.first_device)
+    log = replace(config.log_config, path=str(settings.log_folder / "agent_host.log"))
+    model = config.model_config
+    if settings.model_path is not None and model.load_format != "dummy":
+        model = replace(model, model_path=settings.model_path)
+    return replace(config, parallel_config=parallel, serving_config=serving, log_config=log, model_config=model)
+
+
+def check_node(config: Config, files: dict[str, str]) -> str | None:
+    """Return why this machine cannot serve the config of ``config_of_node``, or None.
+
+    ``files`` describes the server's files of the model. Reads the beginning and the end of each file of this machine.
+    """
+    try:
+        problem = model_difference(files, model_files(config))
+    except OSError as error:
+        return f"the model cannot be read on the node: {error}"
+    if problem is not None:
+        return problem
+    try:
+        plan_memory(config, Machine.detect())
+    except (MemoryPlanError, ConfigError) as error:
+        return f"the model does not fit the node: {error}"
+    return None

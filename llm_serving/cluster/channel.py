@@ -1,0 +1,105 @@
+"""An encrypted connection that carries frames, and never blocks after the TLS handshake."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import ssl
+import time
+from collections import deque
+
+from llm_serving.ipc.channel import MAX_FRAME_BYTES, FrameBuffer, frame
+
+_READ_BYTES = 256 * 1024
+MAX_UNSENT_FRAMES = 4096
+"""A peer that reads nothing while this number of frames is waiting for it counts as lost."""
+
+
+class SecureChannel:
+    """A connected TLS socket. It owns the socket. Only one thread at a time may use it.
+
+    ``send`` never waits. Later calls of ``flush`` send the frames that the socket does not take immediately.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        self._socket = sock
+        self._buffer = FrameBuffer(MAX_FRAME_BYTES)
+        self._max_bytes = MAX_FRAME_BYTES
+        self._unsent: deque[bytes] = deque()
+        self._early: list[bytes] = []
+        """Frames that came together with the last one of the handshake."""
+        self.last_received = time.monotonic()
+        """When the peer was last heard, by ``time.monotonic``."""
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def allow(self, num_bytes: int) -> None:
+        """Accept and send frames up to this size from now on."""
+        self._max_bytes = self._buffer.max_bytes = num_bytes
+
+    @property
+    def events(self) -> int:
+        """The events that a selector must wait for, as in the module ``selectors``."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+
+    def send(self, payload: bytes) -> None:
+        """Send one frame, or keep it for ``flush``. Raises OSError if the connection is broken."""
+        if len(self._unsent) >= MAX_UNSENT_FRAMES:
+            raise ConnectionError(f"the peer has not read {len(self._unsent)} frames")
+        self._unsent.append(frame(payload, self._max_bytes))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send kept frames as far as the socket takes them. Raises OSError if the connection is broken."""
+        while self._unsent:
+            try:
+                sent = self._socket.send(self._unsent[0])
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                return  # OpenSSL must get the same bytes again, so they stay the first of the queue
+            if sent == len(self._unsent[0]):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = self._unsent[0][sent:]
+
+    def receive_available(self) -> list[bytes] | None:
+        """Return the complete frames that have arrived. None if the peer has closed the connection.
+
+        Raises OSError if the connection is broken, and ProtocolError for a frame above the limit.
+        """
+        frames, self._early = self._early, []
+        while True:
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return frames
+            if not data:
+                return frames or None  # a later call reports the end
+            self.last_received = time.monotonic()
+            frames += self._buffer.feed(data)
+
+    def receive_one(self, timeout_s: float) -> bytes:
+        """Wait for the next frame, for the handshake. Later frames stay for ``receive_available``.
+
+        Raises OSError if none comes in time or the connection ends, and ProtocolError for a frame above the limit.
+        """
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, self.events)
+            while (left := deadline - time.monotonic()) > 0:
+                selector.modify(self._socket, self.events)
+                selector.select(left)
+                self.flush()
+                frames = self.receive_available()
+                if frames is None:
+                    raise ConnectionError("the peer closed the connection")
+                if frames:
+                    self._early = frames[1:]
+                    return frames[0]
+        raise TimeoutError(f"the peer sent nothing within {timeout_s:g} s")
+
+    def close(self) -> None:
+        self._socket.close()
+

@@ -1,0 +1,83 @@
+"""Connects the server to a node: TCP, TLS, and the handshake of the link."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import NamedTuple
+
+from llm_serving.cluster import messages
+from llm_serving.cluster.channel import SecureChannel
+from llm_serving.cluster.key import ClusterKey
+from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S, Hello, Refused, Welcome
+from llm_serving.cluster.program import difference, own_program
+from llm_serving.errors import ConfigError, LLMServingError, ProtocolError
+
+
+class NodeRefusedError(LLMServingError):
+    """A node does not serve this server, or is not what it should be. The text has the difference."""
+
+
+class NodeBusyError(LLMServingError):
+    """A node serves another link."""
+
+
+class Address(NamedTuple):
+    """Host name or IP address of a node, and its port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def read_address(text: str) -> Address:
+    """Return the address in ``HOST:PORT`` or ``[IPV6]:PORT``. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    is_valid = bare and port.isascii() and port.isdecimal() and 0 < int(port) < 65536 and len(bare) <= 255
+    if not is_valid or (":" in bare) != (bare is not host) or not bare.isprintable() or " " in bare:
+        raise ConfigError(f"{text!r} is not the address of a node; write HOST:PORT or [IPV6]:PORT")
+    return Address(bare, int(port))
+
+
+def read_listen_address(text: str) -> Address:
+    """Return the address in ``IP:PORT``. Port 0 is any free one. Raises ConfigError."""
+    if text.endswith(":0"):
+        return read_address(f"{text[:-1]}1")._replace(port=0)
+    return read_address(text)
+
+
+def dial(address: Address, key: ClusterKey) -> tuple[SecureChannel, Welcome]:
+    """Return a link to a free node with the same program as this server. Waits at most a few seconds.
+
+    Raises OSError if the node cannot be reached or has another cluster key, NodeBusyError, NodeRefusedError and
+    ProtocolError.
+    """
+    plain = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+    try:
+        secure = key.client.wrap_socket(plain)
+    except ssl.SSLError as error:
+        plain.close()
+        raise ConnectionError(f"no TLS with this cluster key: {error.reason or error}") from None
+    except OSError:
+        plain.close()
+        raise
+    channel = SecureChannel(secure)
+    try:
+        channel.send(messages.control(Hello(own_program())))
+        answer = messages.read_at_server(channel.receive_one(HANDSHAKE_TIMEOUT_S))
+        if isinstance(answer, Refused):
+            raise NodeBusyError(answer.reason) if answer.is_busy else NodeRefusedError(answer.reason)
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(f"the node at {address} sent {type(answer).__name__} instead of a welcome")
+        if (other := difference(own_program(), answer.program)) is not None:
+            raise NodeRefusedError(other)
+    except ssl.SSLError as error:
+        channel.close()
+        raise ConnectionError(f"the node refused this cluster key: {error.reason or error}") from None
+    except BaseException:
+        channel.close()
+        raise
+    return channel, answer

@@ -1,0 +1,100 @@
+"""The cluster key: one file that the server and all nodes have, and that lets them trust each other.
+
+The file has a private key and a certificate that this key has signed itself. Each end shows this certificate, and
+accepts no other one. So both ends prove in the TLS handshake that they have the private key. Other certificate
+authorities do not count, and host names do not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+import stat
+import subprocess
+from pathlib import Path
+
+from llm_serving.errors import ConfigError
+
+MAX_KEY_BYTES = 64 * 1024
+_VALID_DAYS = "36500"
+
+
+class ClusterKey:
+    """The TLS settings of both ends of a link. Raises ConfigError if the file cannot be used."""
+
+    def __init__(self, path: str) -> None:
+        _check_file(path)
+        self.server = _context(path, ssl.PROTOCOL_TLS_SERVER)
+        """For the end that accepts connections: ``agent_host``."""
+        self.client = _context(path, ssl.PROTOCOL_TLS_CLIENT)
+        """For the end that connects: the server."""
+
+
+def make_key(path: Path) -> None:
+    """Write a new cluster key that only the owner can read.
+
+    Raises ConfigError if the file exists, if it cannot be written, or if the program ``openssl`` fails.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot write a new cluster key to {path}: {error.strerror}") from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_new_key())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
+def _new_key() -> bytes:
+    """Return a private key on the curve P-256 and its certificate, both as PEM."""
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+    certificate = ("-x509", "-days", _VALID_DAYS, "-subj", "/CN=llm-serving cluster")
+    command = ["openssl", "req", *curve, *certificate, "-nodes", "-keyout", "-", "-out", "-"]
+    try:
+        made = subprocess.run(command, capture_output=True, check=True, stdin=subprocess.DEVNULL, timeout=60)
+    except FileNotFoundError:
+        raise ConfigError("a cluster key needs the program openssl, which is not installed") from None
+    except (subprocess.SubprocessError, OSError) as error:
+        text = getattr(error, "stderr", None) or b""
+        raise ConfigError(f"openssl made no cluster key: {text.decode(errors='replace').strip() or error}") from None
+    return made.stdout
+
+
+def _check_file(path: str) -> None:
+    """Raise ConfigError unless the file exists, is small, and only its owner can read it."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the cluster key {path}: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_KEY_BYTES:
+        raise ConfigError(f"the cluster key {path} must be a file of at most {MAX_KEY_BYTES} bytes")
+    if found.st_mode & 0o077:
+        mode = oct(stat.S_IMODE(found.st_mode))
+        raise ConfigError(f"the cluster key {path} has the mode {mode}: other users can use it; run: chmod 600 {path}")
+
+
+def _context(path: str, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= ssl.OP_NO_TICKET  # a ticket would let a peer in again without its key
+    try:
+        context.load_cert_chain(path, password=_no_password)
+        context.load_verify_locations(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        raise ConfigError(
+            f"cannot use the cluster key {path}: {reason}; it needs a private key without a password and its "
+            "certificate, as llm-serving cluster key writes them"
+        ) from None
+    return context
+
+
+def _no_password() -> str:
+    """Refuse a key with a password. Without this function, OpenSSL would ask for the password on the terminal."""
+    raise ValueError("the key has a password")

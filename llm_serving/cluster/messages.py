@@ -1,0 +1,189 @@
+"""The messages and frames of a link between the server and a node.
+
+A link carries the messages between server and agents (``llm_serving.ipc.messages``) unchanged. Its own messages are
+about the node and about the group as a whole:
+
+    server                                node (agent_host)
+      |--- Hello ------------------------>|   version and code of the server
+      | <--------------- Welcome | Refused|
+      |--- Start ------------------------>|   the config, and facts about the model's files
+      | <------------- Refused | Progress |
+      | <--------------------- GroupReady |   every agent is ready
+      |--- steps and other messages ----->|
+      | <------------- messages of agents |
+      | <---------------------- GroupLost |   the agents have ended; the node then closes the link
+      |--- End -------------------------->|   end the agents in order; the node then closes the link
+      |<-- Beat ------------------- Beat->|   every ``BEAT_S``, in both directions
+
+Content of a frame: one byte with its kind, then
+    CONTROL    a message of this module
+    MESSAGE    the number of an agent in the group (one byte), the length of the message (4 bytes, little-endian), a
+               message of ``llm_serving.ipc.messages``, and the contents of a step slot that belong to it, or nothing
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any
+
+import msgspec
+
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.messages import LongText, ShortText, UInt
+
+LINK_VERSION = 1
+BEAT_S = 0.5
+"""Seconds between two signs of life."""
+SERVER_PATIENCE_S = 2.4
+"""A node that sends nothing for this time counts as lost."""
+NODE_PATIENCE_S = 5.0
+"""A node ends its agents if the server sends nothing for this time.
+
+Longer than the server's patience, because a short pause of the server must not cost a new start of the agents.
+"""
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_CONFIG_BYTES = 192 * 1024
+
+CONTROL, MESSAGE = 0, 1
+_HEADER = struct.Struct("<BBI")
+
+
+class LinkMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of all messages of a link."""
+
+
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The facts that must be equal at both ends of a link."""
+
+    version: ShortText
+    """Version of the package."""
+    link: UInt
+    """``LINK_VERSION``."""
+    protocol: UInt
+    """Version of the messages between server and agents."""
+    code: ShortText
+    """Digest of the Python code of server and agents."""
+
+
+class Hello(LinkMessage, frozen=True, tag="hello"):
+    """Server to node, the first message."""
+
+    program: Program
+
+
+class Welcome(LinkMessage, frozen=True, tag="welcome"):
+    """Node to server: the node is free and has the same program."""
+
+    program: Program
+    host: ShortText
+    """Name of the machine."""
+    pid: UInt
+
+
+class Refused(LinkMessage, frozen=True, tag="refused"):
+    """Node to server: the node does not serve this server. ``reason`` names the difference or the problem.
+
+    ``is_busy``: the node serves another link, so it may be free later.
+    """
+
+    reason: LongText
+    is_busy: bool = False
+
+
+class Start(LinkMessage, frozen=True, tag="start"):
+    """Server to node: start the agents of a replica.
+
+    ``model`` describes the files of the model, see ``llm_serving.cluster.program.model_files``.
+    """
+
+    config_json: Annotated[str, msgspec.Meta(max_length=MAX_CONFIG_BYTES)]
+    model: Annotated[dict[str, ShortText], msgspec.Meta(max_length=65536)]
+
+
+class Progress(LinkMessage, frozen=True, tag="progress"):
+    """Node to server during the start: ``done`` of ``total`` units of a stage of an agent."""
+
+    member: UInt
+    stage: ShortText
+    done: UInt
+    total: UInt
+
+
+class GroupReady(LinkMessage, frozen=True, tag="group_ready"):
+    """Node to server: every agent is ready. The lists are in order of rank."""
+
+    summaries: Annotated[list[dict[str, str | int | float]], msgspec.Meta(max_length=256)]
+    pids: Annotated[list[UInt], msgspec.Meta(max_length=256)]
+
+
+class GroupLost(LinkMessage, frozen=True, tag="group_lost"):
+    """Node to server: an agent has failed, so the node ends all of them."""
+
+    error: LongText
+
+
+class End(LinkMessage, frozen=True, tag="end"):
+    """Server to node: end the agents in order."""
+
+
+class Beat(LinkMessage, frozen=True, tag="beat"):
+    """A sign of life, in both directions."""
+
+
+ToNode = Hello | Start | End | Beat
+ToServer = Welcome | Refused | Progress | GroupReady | GroupLost | Beat
+
+_ENCODER = msgspec.msgpack.Encoder()
+_NODE_DECODER = msgspec.msgpack.Decoder(ToNode)
+_SERVER_DECODER = msgspec.msgpack.Decoder(ToServer)
+
+
+class Carried(msgspec.Struct, frozen=True):
+    """A message between server and agents, as a link carries it. It is not decoded yet."""
+
+    member: int
+    payload: memoryview
+    contents: memoryview
+    """The contents of a step slot that belong to the message. Empty for most messages."""
+
+
+def control(message: LinkMessage) -> bytes:
+    """Return the content of a frame with a message of this module."""
+    return bytes((CONTROL,)) + _ENCODER.encode(message)
+
+
+BEAT = control(Beat())
+
+
+def carry(payload: bytes, member: int = 0, contents: bytes = b"") -> bytes:
+    """Return the content of a frame with a message between server and agents."""
+    return b"".join((_HEADER.pack(MESSAGE, member, len(payload)), payload, contents))
+
+
+def read_at_node(frame: bytes) -> ToNode | Carried:
+    """Return what the server sent. Raises ProtocolError."""
+    message: ToNode | Carried = _read(frame, _NODE_DECODER)
+    return message
+
+
+def read_at_server(frame: bytes) -> ToServer | Carried:
+    """Return what the node sent. Raises ProtocolError."""
+    message: ToServer | Carried = _read(frame, _SERVER_DECODER)
+    return message
+
+
+def _read(frame: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+    view = memoryview(frame)
+    kind = view[0] if len(view) else None
+    if kind == CONTROL:
+        try:
+            return decoder.decode(view[1:])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"a frame of {len(view)} bytes is not a known message of a link: {error}") from error
+    if kind != MESSAGE or len(view) < _HEADER.size:
+        raise ProtocolError(f"a frame of {len(view)} bytes has the unknown kind {kind}")
+    _, member, length = _HEADER.unpack_from(view)
+    end = _HEADER.size + length
+    if end > len(view):
+        raise ProtocolError(f"a frame of {len(view)} bytes announces a message of {length} bytes")
+    return Carried(member, view[_HEADER.size : end], view[end:])

@@ -1,0 +1,332 @@
+"""The nodes of a server: connects to them, gives free ones to replicas, drains them.
+
+Each node has a thread. It connects, keeps the link alive while the node is free, and connects again after a loss. While
+a replica uses the node, the engine thread owns the link, and the node's thread waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from llm_serving.cluster import messages
+from llm_serving.cluster.channel import SecureChannel
+from llm_serving.cluster.dialling import Address, NodeBusyError, NodeRefusedError, dial, read_address
+from llm_serving.cluster.key import ClusterKey
+from llm_serving.cluster.messages import BEAT, BEAT_S, SERVER_PATIENCE_S, Beat, Welcome
+from llm_serving.errors import ProtocolError, RequestError
+
+MAX_NODES = 256
+RETRY_S = 0.25
+LONGEST_RETRY_S = 5.0
+"""Seconds until the server connects again to a node that it cannot reach. They double with each attempt."""
+REFUSED_RETRY_S = 10.0
+"""Seconds until the server connects again to a node with another program or another model."""
+
+
+class NodeState(enum.Enum):
+    """State of a node, as its server sees it."""
+
+    CONNECTING = "connecting"
+    FREE = "free"
+    """The server has a link to it, and no replica uses it."""
+    USED = "used"
+    """A replica has its agents there."""
+    DRAINING = "draining"
+    """A replica completes its requests there."""
+    DRAINED = "drained"
+    """The server does not use the node until it is added again."""
+    DOWN = "down"
+    """The server cannot reach it."""
+    REFUSED = "refused"
+    """It has another program, model or arithmetic."""
+
+
+class NodeError(RequestError):
+    """A command about a node is wrong."""
+
+    status = 409
+    code = "node_conflict"
+
+
+class NodeLog(Protocol):
+    """Where changes of nodes are logged."""
+
+    def event(self, name: str, /, *, level: str = "info", **fields: Any) -> None: ...
+
+
+class Node:
+    """One node. The pool's lock protects all attributes except ``channel``, which its present owner uses alone."""
+
+    def __init__(self, name: str, address: Address) -> None:
+        self.name = name
+        self.address = address
+        self.state = NodeState.CONNECTING
+        self.reason = ""
+        """Why the node is down or refused."""
+        self.channel: SecureChannel | None = None
+        self.welcome: Welcome | None = None
+        self.replica: int | None = None
+        self.leave_at: float | None = None
+        """When the requests of a draining node move to other nodes, by ``time.monotonic``."""
+        self.is_removed = False
+        self.num_losses = 0
+        """How often the link or the agents were lost."""
+
+    def describe(self) -> dict[str, object]:
+        """Return the facts for the status page."""
+        facts: dict[str, object] = {"name": self.name, "address": str(self.address), "state": self.state.value}
+        facts |= {"replica": self.replica, "losses": self.num_losses, "reason": self.reason}
+        if self.welcome is not None:
+            facts |= {"host": self.welcome.host, "pid": self.welcome.pid, "version": self.welcome.program.version}
+        return facts
+
+
+class NodePool:
+    """All nodes of a server. Any thread may call the methods."""
+
+    def __init__(self, key: ClusterKey) -> None:
+        self._key = key
+        self._log: NodeLog | None = None
+        self._unlogged: list[tuple[str, dict[str, str]]] = []
+        """Events from before ``log_to``."""
+        self._changed = threading.Condition()
+        self._nodes: dict[str, Node] = {}
+        self._wakers: list[Callable[[], None]] = []
+        self._is_closed = False
+        self._arithmetic: tuple[str, str] | None = None
+        """Name and arithmetic of the first node that was ready."""
+
+    def on_change(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` whenever a node becomes free or must leave. It must be quick, and safe in any thread."""
+        self._wakers.append(wake)
+
+    def no_change(self, wake: Callable[[], None]) -> None:
+        """End the calls of ``wake``."""
+        self._wakers.remove(wake)
+
+    def log_to(self, log: NodeLog) -> None:
+        """Log all changes, also those so far."""
+        with self._changed:
+            self._log, unlogged = log, self._unlogged
+            self._unlogged = []
+        for name, fields in unlogged:
+            log.event(name, **fields)
+
+    def add(self, text: str, name: str | None = None) -> Node:
+        """Connect to the node at an address, also if it was drained. Its name is the address unless ``name`` is given.
+
+        Raises ConfigError for a wrong address, and NodeError if there are too many nodes.
+        """
+        address = read_address(text)
+        name = name or str(address)
+        with self._changed:
+            node = self._nodes.get(name)
+            if node is not None and node.address == address:
+                self._use_again(node)
+                return node
+            if node is not None:
+                raise NodeError(f"The node {name} has the address {node.address}; remove it first.")
+            if len(self._nodes) >= MAX_NODES:
+                raise NodeError(f"There are {len(self._nodes)} nodes; at most {MAX_NODES} are possible.")
+            node = self._nodes[name] = Node(name, address)
+        self._event("node_added", node)
+        threading.Thread(target=self._keep, args=(node,), name=f"node {name}", daemon=True).start()
+        return node
+
+    def drain(self, name: str, timeout_s: float) -> Node:
+        """Use a node no more. Its requests have ``timeout_s`` to end, then they move to other nodes.
+
+        Raises NodeError if no node has this name.
+        """
+        with self._changed:
+            node = self._find(name)
+            if node.state in (NodeState.USED, NodeState.DRAINING):
+                node.state, node.leave_at = NodeState.DRAINING, time.monotonic() + timeout_s
+            else:
+                node.state = NodeState.DRAINED
+            self._changed.notify_all()
+        self._event("node_draining", node)
+        self._wake()
+        return node
+
+    def remove(self, name: str) -> Node:
+        """Forget a node. A replica that uses it loses its agents. Raises NodeError if no node has this name."""
+        with self._changed:
+            node = self._nodes.pop(self._find(name).name)
+            node.is_removed = True
+            if node.state in (NodeState.USED, NodeState.DRAINING):
+                node.state, node.leave_at = NodeState.DRAINING, time.monotonic()
+            self._changed.notify_all()
+        self._event("node_removed", node)
+        self._wake()
+        return node
+
+    def take(self, replica: int) -> Node | None:
+        """Give a free node and its link to a replica. None if no node is free."""
+        with self._changed:
+            node = next((each for each in self._nodes.values() if each.state is NodeState.FREE), None)
+            if node is not None:
+                node.state, node.replica = NodeState.USED, replica
+            return node
+
+    def give_back(self, node: Node, problem: str = "", *, is_refused: bool = False) -> None:
+        """Take back a node whose link the replica has closed. ``problem``: why it ended; empty after an orderly end."""
+        with self._changed:
+            is_leaving = node.state is NodeState.DRAINING
+            node.channel, node.replica, node.leave_at = None, None, None
+            node.num_losses += bool(problem)
+            node.reason = problem
+            if is_leaving:
+                node.state = NodeState.DRAINED
+            else:
+                node.state = NodeState.REFUSED if is_refused else NodeState.CONNECTING
+            self._changed.notify_all()
+        self._event("node_refused" if is_refused else "node_released", node)
+
+    def arithmetic_difference(self, node: Node, arithmetic: str) -> str | None:
+        """Return how the arithmetic of a node differs from that of the first ready node. None: it is the same."""
+        with self._changed:
+            first = self._arithmetic = self._arithmetic or (node.name, arithmetic)
+        if first[1] == arithmetic:
+            return None
+        return (
+            f"its kernels have the arithmetic {arithmetic[:16]}, and those of {first[0]} have {first[1][:16]}, so "
+            "texts could differ; install the same build on machines with the same instruction set"
+        )
+
+    def status(self) -> list[dict[str, object]]:
+        """Return the facts about all nodes."""
+        with self._changed:
+            return [node.describe() for node in self._nodes.values()]
+
+    def close(self) -> None:
+        """End the threads of all nodes, and the links that no replica uses."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _find(self, name: str) -> Node:
+        node = self._nodes.get(name)
+        if node is None:
+            raise NodeError(f"There is no node {name[:200]!r}; GET /v1/cluster lists them.")
+        return node
+
+    def _use_again(self, node: Node) -> None:
+        if node.state is NodeState.DRAINED:
+            node.state, node.reason = NodeState.CONNECTING, ""
+        elif node.state is NodeState.DRAINING:
+            raise NodeError(f"The node {node.name} still drains; add it again when it is drained.")
+        self._changed.notify_all()
+
+    # The thread of a node
+
+    def _keep(self, node: Node) -> None:
+        """Connect to a node, keep the link alive while it is free, and connect again, until the node is removed."""
+        wait_s = RETRY_S
+        while self._wait_to_connect(node):
+            try:
+                channel, welcome = dial(node.address, self._key)
+            except NodeRefusedError as error:
+                self._note(node, NodeState.REFUSED, str(error))
+                self._sleep(node, REFUSED_RETRY_S)
+                continue
+            except (OSError, ProtocolError, NodeBusyError) as error:
+                if wait_s > RETRY_S or not isinstance(error, NodeBusyError):  # it may still end the last link
+                    self._note(node, NodeState.DOWN, str(error))
+                self._sleep(node, wait_s)
+                wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+                continue
+            wait_s = RETRY_S
+            self._hold(node, channel, welcome)
+
+    def _wait_to_connect(self, node: Node) -> bool:
+        """Wait until the server wants a link to a node. Returns False when the node is removed."""
+        busy = (NodeState.USED, NodeState.DRAINING, NodeState.DRAINED)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or node.is_removed or node.state not in busy)
+            is_refused = node.state is NodeState.REFUSED
+        if is_refused:
+            self._sleep(node, REFUSED_RETRY_S)
+        return not (self._is_closed or node.is_removed)
+
+    def _sleep(self, node: Node, seconds: float) -> None:
+        """Wait, but not longer than until the node is drained, removed or added again."""
+        with self._changed:
+            state = node.state
+            self._changed.wait_for(lambda: self._is_closed or node.is_removed or node.state is not state, seconds)
+            if node.state is NodeState.REFUSED:
+                node.state = NodeState.CONNECTING
+
+    def _hold(self, node: Node, channel: SecureChannel, welcome: Welcome) -> None:
+        """Keep the link of a free node alive until a replica takes it, the node is drained, or the link is lost."""
+        with self._changed:
+            if node.state is NodeState.DRAINED or node.is_removed or self._is_closed:
+                channel.close()
+                return
+            node.channel, node.welcome, node.reason = channel, welcome, ""
+            node.state = NodeState.FREE
+        self._event("node_ready", node)
+        self._wake()
+        while True:
+            with contextlib.suppress(ValueError, OSError):  # a replica has taken the link and closed it meanwhile
+                select.select([channel], [], [], BEAT_S)
+            with self._changed:
+                if node.state is not NodeState.FREE or node.is_removed or self._is_closed:
+                    if node.state is not NodeState.USED:
+                        channel.close()
+                        node.channel = None
+                    return
+                problem = _beat(channel)
+                if problem is not None:
+                    channel.close()
+                    node.channel, node.state = None, NodeState.CONNECTING
+                    node.num_losses += 1
+                    break
+        self._note(node, NodeState.DOWN, problem)
+
+    def _note(self, node: Node, state: NodeState, reason: str) -> None:
+        """Note why a node cannot be used, and log it once."""
+        with self._changed:
+            if node.state not in (NodeState.CONNECTING, NodeState.DOWN, NodeState.REFUSED):
+                return
+            is_new = (node.state, node.reason) != (state, reason) and node.reason != reason
+            node.state, node.reason = state, reason
+        if is_new:
+            self._event("node_refused" if state is NodeState.REFUSED else "node_down", node)
+
+    def _event(self, name: str, node: Node) -> None:
+        level = "warning" if node.reason else "info"
+        fields = {"level": level, "node": node.name, "address": str(node.address), "reason": node.reason}
+        with self._changed:
+            log = self._log
+            if log is None:
+                self._unlogged.append((name, fields))
+        if log is not None:
+            log.event(name, **fields)
+
+    def _wake(self) -> None:
+        for wake in list(self._wakers):
+            wake()
+
+
+def _beat(channel: SecureChannel) -> str | None:
+    """Send and receive signs of life of a free node. Returns why the link is lost, or None."""
+    try:
+        frames = channel.receive_available()
+        if frames is None:
+            return "the node closed the link"
+        if any(not isinstance(messages.read_at_server(each), Beat) for each in frames):
+            return "a free node sent something else than signs of life"
+        channel.send(BEAT)
+    except (OSError, ProtocolError) as error:
+        return f"the link broke: {error}"
+    silent_s = time.monotonic() - channel.last_received
+    return f"no sign of life for {silent_s:.1f} s" if silent_s > SERVER_PATIENCE_S else None
+
+

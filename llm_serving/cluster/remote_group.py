@@ -1,0 +1,234 @@
+"""The agents of a replica on a node. The executor writes steps into slots of its own memory; the link carries them."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from llm_serving.cluster import messages as link
+from llm_serving.cluster.channel import SecureChannel
+from llm_serving.cluster.messages import BEAT, BEAT_S, SERVER_PATIENCE_S, Carried, GroupLost, GroupReady, Progress
+from llm_serving.cluster.nodes import Node, NodePool
+from llm_serving.config import Config
+from llm_serving.errors import AgentError, AgentLostError, AgentStartError, NodeDrainedError, ProtocolError
+from llm_serving.executor.agent_link import ProgressReport
+from llm_serving.executor.group import Received, Source
+from llm_serving.ipc import messages
+from llm_serving.ipc.channel import MAX_FRAME_BYTES
+from llm_serving.ipc.host_pool import HostPoolMemory
+from llm_serving.ipc.messages import ServerMessage, StepDone
+from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, StepSlot
+from llm_serving.ipc.slot_contents import SlotContents
+from llm_serving.model.parallel import answering_rank, group_ranks
+
+
+@dataclass(slots=True)
+class RemoteMember:
+    """One agent on a node."""
+
+    rank: int
+    address: str
+    is_ready: bool = False
+    summary: Mapping[str, str | int | float] = field(default_factory=dict)
+    pid: int | None = None
+
+
+class RemoteGroup:
+    """A ``Group`` of agents on a node. Takes over the node's link, and gives the node back at the end.
+
+    ``model`` describes the files of the model, as ``program.model_files`` returns them.
+    """
+
+    pools: Sequence[HostPoolMemory] = ()
+
+    def __init__(
+        self, config: Config, replica: int, node: Node, pool: NodePool, model: dict[str, str], report: ProgressReport
+    ) -> None:
+        assert node.channel is not None, "a node that is taken has a link"
+        ranks = group_ranks(replica, config.parallel_config)
+        self.members = [RemoteMember(rank, str(node.address)) for rank in ranks]
+        self.started_at = time.monotonic()
+        self.is_ready = False
+        self._answering = answering_rank(replica, config.parallel_config) - ranks.start
+        self._node = node
+        self._pool = pool
+        self._report = report
+        self._channel: SecureChannel = node.channel
+        self._is_closed = False
+        self._refusal = ""
+        """Why the node does not serve this model. Empty if it does."""
+        self._problem = ""
+        layout = SlotLayout.of(config.slot_limits())
+        self.slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
+        self._contents = [SlotContents(slot) for slot in self.slots]
+        self._selector = selectors.DefaultSelector()
+        self._events = self._channel.events
+        self._selector.register(self._channel, self._events)
+        self._next_beat = 0.0
+        self._send(link.control(link.Start(config.to_json(), model)))
+        self._channel.allow(layout.slot_bytes + MAX_FRAME_BYTES)
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._node.leave_at is not None
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """Facts for the log, from the agent that samples, with the node and the number of agents."""
+        size = {"agents": len(self.members)} if len(self.members) > 1 else {}
+        return {**self.members[self._answering].summary, **size, "node": self._node.name}
+
+    def sources(self) -> list[Source]:
+        return [(self._selector, self._receive)]
+
+    def note_progress(self) -> None:
+        """Does nothing: the node reports when every agent is ready."""
+
+    def send(self, message: ServerMessage) -> None:
+        """Send a message and, if it announces a step or masks, the contents of the slot."""
+        contents = b""
+        if isinstance(message, messages.Step):
+            contents = self._contents[message.slot].inputs()
+        elif isinstance(message, messages.Masks):
+            contents = self._contents[message.slot].masks()
+        self._send(link.carry(messages.encode(message), contents=contents))
+
+    def next_look(self, last_result: float | None) -> float | None:
+        return self._next_beat if self._node.leave_at is None else min(self._next_beat, self._node.leave_at)
+
+    def look(self, now: float, last_result: float, longest_step_s: float) -> None:
+        """Send a sign of life. Raises AgentLostError if the node has sent none, NodeDrainedError after a drain."""
+        leave_at = self._node.leave_at
+        if leave_at is not None and now >= leave_at:
+            raise NodeDrainedError(f"node {self._node.name} is drained; its requests move to other agents")
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._send(BEAT)
+        silent_s = now - self._channel.last_received
+        # If this process was stopped itself, signs of life wait in the socket, and the next poll reads them.
+        if silent_s > SERVER_PATIENCE_S and not self._selector.select(0):
+            raise AgentLostError(f"node {self._node.name}: no sign of life for {silent_s:.1f} s")
+
+    def describe_loss(self, noticed: AgentError) -> AgentError:
+        self._problem = str(noticed)
+        return noticed
+
+    def kill(self) -> None:
+        """Close the link. The node then kills the agents."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._selector.close()
+            self._channel.close()
+            self._pool.give_back(self._node, self._problem, is_refused=bool(self._refusal))
+
+    def close(self) -> None:
+        self.kill()
+
+    def shutdown(self, seq: int) -> None:
+        """Ask the node to end the agents, and close the link without waiting."""
+        self._send(link.control(link.End()))
+        self.kill()
+
+    def _send(self, frame: bytes) -> None:
+        with contextlib.suppress(OSError):  # the next read reports it
+            self._channel.send(frame)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Wait for the socket to take more if frames are left."""
+        events = self._channel.events
+        if events != self._events and not self._is_closed:
+            self._events = events
+            self._selector.modify(self._channel, events)
+
+    def _receive(self) -> Received:
+        """Return the messages of the agents that have arrived. Raises AgentLostError or AgentStartError."""
+        try:
+            self._channel.flush()
+            frames = self._channel.receive_available()
+        except (OSError, ProtocolError) as error:
+            raise self._lost(f"the link broke: {error}") from error
+        self._watch()
+        if frames is None:
+            raise self._lost("it closed the link")
+        received: Received = []
+        for frame in frames:
+            try:
+                message = link.read_at_server(frame)
+                if isinstance(message, Carried):
+                    received.append(self._take(message))
+                else:
+                    self._handle(message)
+            except ProtocolError as error:
+                raise self._lost(str(error)) from error
+        return received
+
+    def _take(self, carried: Carried) -> tuple[int, messages.AgentMessage]:
+        """Return a message of an agent. The results that belong to it are then in their slot."""
+        if carried.member >= len(self.members) or not self.is_ready:
+            raise ProtocolError(f"a message of agent {carried.member} of {len(self.members)}, ready: {self.is_ready}")
+        message = messages.decode_agent_message(bytes(carried.payload))
+        if len(carried.contents):
+            if not isinstance(message, StepDone) or message.slot >= NUM_SLOTS:
+                raise ProtocolError(f"{type(message).__name__} has contents of a slot, or names a wrong one")
+            self._contents[message.slot].write_results(carried.contents)
+        return carried.member, message
+
+    def _handle(self, message: link.ToServer) -> None:
+        if isinstance(message, Progress) and message.member < len(self.members):
+            self._report(self.members[message.member].rank, message.stage, message.done, message.total)
+        elif isinstance(message, GroupReady):
+            self._note_ready(message)
+        elif isinstance(message, GroupLost):
+            raise self._lost(message.error)
+        elif isinstance(message, link.Refused):
+            self._refusal = message.reason
+            raise AgentStartError(f"node {self._node.name} refused the model: {message.reason}")
+        elif not isinstance(message, link.Beat):
+            raise ProtocolError(f"the node sent {type(message).__name__} to a server that uses it")
+
+    def _note_ready(self, message: GroupReady) -> None:
+        if len(message.summaries) != len(self.members) or len(message.pids) != len(self.members):
+            raise ProtocolError(f"the node has {len(message.summaries)} agents; {len(self.members)} were wanted")
+        for member, summary, pid in zip(self.members, message.summaries, message.pids, strict=True):
+            member.is_ready, member.summary, member.pid = True, summary, pid
+        arithmetic = str(message.summaries[self._answering].get("arithmetic", ""))
+        if (other := self._pool.arithmetic_difference(self._node, arithmetic)) is not None:
+            self._refusal = other
+            raise AgentStartError(f"node {self._node.name} is refused: {other}")
+        self.is_ready = True
+
+    def _lost(self, reason: str) -> AgentStartError | AgentLostError:
+        text = f"node {self._node.name}: {reason}"
+        return AgentLostError(text) if self.is_ready else AgentStartError(text)
+
+
+class RemoteStarter:
+    """Starts the agents of a replica on a free node. Its ``__call__`` is a ``StartGroup``."""
+
+    def __init__(
+        self,
+        config: Config,
+        replica: int,
+        pool: NodePool,
+        model: Callable[[], dict[str, str]],
+        report: ProgressReport,
+    ) -> None:
+        self._config = config
+        self._replica = replica
+        self.pool = pool
+        self._model = model
+        self._report = report
+
+    def __call__(self) -> RemoteGroup | None:
+        node = self.pool.take(self._replica)
+        if node is None:
+            return None
+        try:
+            return RemoteGroup(self._config, self._replica, node, self.pool, self._model(), self._report)
+        except OSError as error:
+            self.pool.give_back(node, f"the agents could not be started there: {error}")
+            raise

@@ -1,0 +1,82 @@
+"""Makes the executors of a server whose agents are on nodes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+from llm_serving.cluster.key import ClusterKey
+from llm_serving.cluster.nodes import NodePool
+from llm_serving.cluster.program import model_files, own_program
+from llm_serving.cluster.remote_group import RemoteStarter
+from llm_serving.config import Config
+from llm_serving.errors import AgentStartError
+from llm_serving.executor.agent_executor import AgentExecutor
+
+ProgressNote = Callable[[int, str, int, int], None]
+
+_SHARED: dict[tuple[object, ...], tuple[NodePool, int]] = {}
+"""The pools of this process with the number of their users, by the settings that name the nodes.
+
+Versions of a model share a pool. Otherwise, the links of one version to free nodes would keep other versions out.
+"""
+_SHARED_LOCK = threading.Lock()
+
+
+def remote_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list[AgentExecutor]:
+    """Return the executor of each replica, not started. ``owned`` closes the executors and ends the links.
+
+    Raises ConfigError if the cluster key or the address of a node is wrong.
+    """
+    pool = _open_pool(config, owned)
+    own_program()  # reads the program's files now, and not in the first handshake
+    read_files = cache(lambda: _read_files(config))
+    log_folder, executors = Path(config.log_config.path).parent, []
+    for replica in range(config.parallel_config.data_parallel):
+        starter = RemoteStarter(config, replica, pool, read_files, note)
+        executor = AgentExecutor(config, (), log_folder, replica=replica, start_group=starter)
+        pool.on_change(executor.wake)
+        owned.callback(pool.no_change, executor.wake)
+        owned.callback(executor.close)
+        executors.append(executor)
+    return executors
+
+
+def pool_of(executors: Sequence[AgentExecutor]) -> NodePool | None:
+    """Return the pool of nodes that the executors use. None if their agents are on this machine."""
+    starters = [executor.start_group for executor in executors]
+    return next((each.pool for each in starters if isinstance(each, RemoteStarter)), None)
+
+
+def _read_files(config: Config) -> dict[str, str]:
+    try:
+        return model_files(config)
+    except OSError as error:
+        raise AgentStartError(f"the files of the model cannot be read: {error}") from error
+
+
+def _open_pool(config: Config, owned: ExitStack) -> NodePool:
+    """Return the pool for these settings, and connect to its nodes. ``owned`` closes it after its last user."""
+    parallel = config.parallel_config
+    assert parallel.cluster_key_file is not None, "the config is checked"
+    name = (parallel.executor, parallel.nodes, parallel.cluster_key_file, parallel.ray_address)
+    with _SHARED_LOCK:
+        pool, num_users = _SHARED.get(name) or (NodePool(ClusterKey(parallel.cluster_key_file)), 0)
+        _SHARED[name] = pool, num_users + 1
+    owned.callback(_close_pool, name)
+    if not num_users:
+        for address in parallel.nodes or ():
+            pool.add(address)
+    return pool
+
+
+def _close_pool(name: tuple[object, ...]) -> None:
+    with _SHARED_LOCK:
+        pool, num_users = _SHARED.pop(name)
+        if num_users > 1:
+            _SHARED[name] = pool, num_users - 1
+            return
+    pool.close()

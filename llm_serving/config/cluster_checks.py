@@ -1,0 +1,27 @@
+"""Checks of settings about agents on other machines."""
+
+from __future__ import annotations
+
+from llm_serving.config.config import Config
+from llm_serving.config.parallel_section import NODES
+from llm_serving.config.source import RawConfig
+
+
+def check_cluster(raw: RawConfig, config: Config) -> None:
+    """Check that the settings of a cluster are complete, and refuse what works on one machine only."""
+    parallel = config.parallel_config
+    if not parallel.is_remote:
+        if parallel.nodes:
+            problem = "has no effect with executor: local; set parallel_config.executor: nodes"
+            raise raw.error("parallel_config.nodes", list(parallel.nodes), problem)
+        return
+    if parallel.cluster_key_file is None:
+        problem = "is missing; llm-serving cluster key FILE makes the file, and every node needs it, too"
+        raise raw.error("parallel_config.cluster_key_file", None, problem)
+    if parallel.nodes and parallel.executor != NODES:
+        raise raw.error("parallel_config.nodes", list(parallel.nodes), "is for executor: nodes; Ray has its own nodes")
+    key, what = f"executor: {parallel.executor}", "of agents on other machines are not sent yet; use executor: local"
+    if config.kv_tier_config.host_blocks:
+        raise raw.error("kv_tier_config.host_blocks", config.kv_tier_config.host_blocks, f"with {key}: blocks {what}")
+    if config.lora_config.max_adapters:
+        raise raw.error("lora_config.max_adapters", config.lora_config.max_adapters, f"with {key}: adapters {what}")

@@ -1,0 +1,130 @@
+"""The contents of a step slot as bytes, for agents on another machine.
+
+Only the used parts of the arrays are sent: a step of three sequences sends three elements of each column. Both ends
+know the sizes from the slot's header, which comes first. The receiver checks the header against the slot's limits,
+and then the number of bytes, before it writes anything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.shm import MOVE_WIDTH, StepSlot
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
+
+_PER_TOKEN = ("token_ids", "positions", "slot_mapping")
+_PER_SEQUENCE = (
+    *("query_lens", "context_lens", "adapters", "restarts", "rows", "do_sample", "sample_position"),
+    *("num_top_logits", "top_allowed", "mask_number", "history_lens", "history_prompt_lens"),
+    *(each.name for each in SAMPLER_PARAMETERS),
+)
+_RESULTS = ("sampled_ids", "sampled_logit", "logsumexp")
+_TOPS = ("top_ids", "top_logits")
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """The bytes of an array, and the bytes of one element. An array that the steps do not have is empty."""
+
+    data: memoryview
+    item: int
+
+    @classmethod
+    def of(cls, slot: StepSlot, name: str) -> _Column:
+        array = slot.arrays[name]
+        return cls(array.data.cast("B"), array.itemsize)
+
+    def first(self, count: int) -> memoryview:
+        return self.data[: count * self.item]
+
+
+class SlotContents:
+    """Reads and writes the contents of one slot."""
+
+    def __init__(self, slot: StepSlot) -> None:
+        self._slot = slot
+        limits = slot.layout.limits
+        self._mask_words = limits.mask_words
+        self._pooled_width = limits.pooled_width
+        self._max_draft_ids = limits.max_draft_ids
+        names = (*_PER_TOKEN, *_PER_SEQUENCE, *_RESULTS, *_TOPS)
+        names += ("block_tables", "history", "moves", "masks", "pooled", "draft_ids")
+        self._columns = {name: _Column.of(slot, name) for name in names}
+        self._header = slot.header.data.cast("B")
+        self._tokens = [self._columns[name] for name in _PER_TOKEN]
+        self._seqs = [column for name in _PER_SEQUENCE if len((column := self._columns[name]).data)]
+
+    def inputs(self) -> bytes:
+        """Return the header and the inputs of the step that the server has written, without the masks."""
+        return b"".join([self._header, *self._input_parts()])
+
+    def write_inputs(self, seq: int, contents: memoryview) -> None:
+        """Write what ``inputs`` returned on the other machine.
+
+        Raises ProtocolError if the header is not of step ``seq``, a size exceeds the limits, or bytes are missing or
+        left over.
+        """
+        num_bytes = len(self._header)
+        if len(contents) < num_bytes:
+            raise ProtocolError(f"the contents of a slot have {len(contents)} bytes; its header has {num_bytes}")
+        self._header[:] = contents[:num_bytes]
+        self._slot.check_header(seq)
+        _fill(self._input_parts(), contents[num_bytes:], f"the inputs of step {seq}")
+
+    def masks(self) -> bytes:
+        """Return the masks of the step."""
+        return bytes(self._mask_part())
+
+    def write_masks(self, contents: memoryview) -> None:
+        """Write what ``masks`` returned on the other machine. Raises ProtocolError if the number of bytes is wrong."""
+        _fill([self._mask_part()], contents, f"the masks of step {self._slot.seq}")
+
+    def results(self) -> bytes:
+        """Return the results of the completed step."""
+        return b"".join(self._result_parts())
+
+    def write_results(self, contents: memoryview) -> None:
+        """Write what ``results`` returned on the other machine. Raises ProtocolError if the number of bytes is wrong.
+
+        The sizes come from this slot's header and inputs, which the server has written itself.
+        """
+        _fill(self._result_parts(), contents, f"the results of step {self._slot.seq}")
+
+    def _input_parts(self) -> list[memoryview]:
+        slot, columns = self._slot, self._columns
+        num_tokens, num_seqs = slot.num_tokens, slot.num_seqs
+        parts = [column.first(num_tokens) for column in self._tokens]
+        parts += [column.first(num_seqs) for column in self._seqs]
+        parts.append(columns["block_tables"].first(num_seqs * slot.table_width))
+        parts.append(columns["history"].first(slot.history_len))
+        parts.append(columns["moves"].first(slot.num_moves * MOVE_WIDTH))
+        return parts
+
+    def _mask_part(self) -> memoryview:
+        return self._columns["masks"].first(self._slot.num_masks * self._mask_words)
+
+    def _result_parts(self) -> list[memoryview]:
+        slot, columns = self._slot, self._columns
+        num_seqs = slot.num_seqs
+        parts = [columns[name].first(num_seqs) for name in _RESULTS]
+        if num_seqs and int(np.max(slot.num_top_logits[:num_seqs])) > 0:
+            parts += [columns[name].first(num_seqs * MAX_TOP_LOGITS) for name in _TOPS]
+        parts.append(columns["pooled"].first(num_seqs * self._pooled_width))
+        if slot.num_wanted:
+            parts.append(columns["draft_ids"].first(num_seqs * self._max_draft_ids))
+        return parts
+
+
+def _fill(parts: list[memoryview], contents: memoryview, what: str) -> None:
+    """Divide ``contents`` among ``parts``."""
+    needed = sum(map(len, parts))
+    if needed != len(contents):
+        raise ProtocolError(f"{what} have {len(contents)} bytes; the header says {needed}")
+    offset = 0
+    for part in parts:
+        end = offset + len(part)
+        part[:] = contents[offset:end]
+        offset = end

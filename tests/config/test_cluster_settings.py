@@ -1,0 +1,44 @@
+"""Tests the settings of agents on other machines: what is missing or impossible is refused with its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llm_serving.config import Config
+from llm_serving.errors import ConfigError
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import estimate_memory, plan_memory
+from support.small_configs import small_config
+
+REMOTE = ("parallel_config.executor=nodes", "parallel_config.cluster_key_file=/etc/cluster.key")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["parallel_config.executor=cloud"], "parallel_config.executor = 'cloud'"),
+        (["parallel_config.executor=nodes"], "cluster_key_file = null: is missing; llm-serving cluster key FILE"),
+        (["parallel_config.nodes=[a:1]"], "nodes = ['a:1']: has no effect with executor: local"),
+        (
+            ["parallel_config.executor=ray", "parallel_config.cluster_key_file=k", "parallel_config.nodes=[a:1]"],
+            "is for executor: nodes; Ray has its own nodes",
+        ),
+        ([*REMOTE, "kv_tier_config.host_blocks=10"], "host_blocks = 10: with executor: nodes"),
+        ([*REMOTE, "lora_config.max_adapters=2"], "max_adapters = 2: with executor: nodes"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, settings: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        small_config(tmp_path, settings)
+    assert problem in str(refused.value).replace('"', "'")
+
+
+def test_a_config_of_nodes_counts_the_memory_of_one_node(tmp_path: Path) -> None:
+    config = small_config(tmp_path, [*REMOTE, "parallel_config.data_parallel=3"])
+    machine = Machine(1 << 20, "a very small machine")
+    alone = estimate_memory(small_config(tmp_path), machine)
+    assert plan_memory(config, machine).total_bytes == alone.total_bytes
+    assert config.agent_threads(8) == 8
+    assert Config.from_json(config.to_json()) == config
