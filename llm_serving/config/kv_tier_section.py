@@ -38,6 +38,21 @@ class KvTierConfig:
         "them, at the rates that were measured until now. `always`: whenever they are found.",
         choices=("auto", "always"),
     )
+    kept_blocks_per_key: int = own(
+        0,
+        "Number of blocks that the requests of one API key may keep in host memory (`cache_keep_s` of a request), for "
+        "each replica. All keys together keep at most half of `host_blocks`. 0: `cache_keep_s` has no effect.",
+        unit="blocks",
+        low=0,
+        high=1 << 24,
+    )
+    max_keep_s: float = own(
+        3600.0,
+        "Maximum of `cache_keep_s` of a request. A larger value is refused.",
+        unit="seconds",
+        low=0.0,
+        high=1e6,
+    )
     sessions_per_key: int = own(
         256,
         "Number of sessions that the server remembers for each API key, see `docs/sessions.md`. The oldest is "

@@ -50,6 +50,7 @@ class KvTiers:
             self._disk,
             wake,
             always_loads=settings.loads == "always",
+            max_kept=settings.kept_blocks_per_key,
         )
 
     def agents_ready(self, summary: Mapping[str, object]) -> None:

@@ -7,13 +7,15 @@ longest time first.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from llm_serving.kvstore.disk import DiskFigures, DiskTier, HostPool, Transfer
+from llm_serving.kvstore.host_blocks import DOUBTFUL, HostBlocks
+from llm_serving.kvstore.kept import KeptBlocks
 from llm_serving.kvstore.segments import Place
 from llm_serving.scheduler.tier_moves import NO_HOST_BLOCK, BlockKey, WantedBlocks
 
@@ -23,8 +25,6 @@ PATIENCE = 4.0
 """A request waits for a read for this many times the time that the read may take. Then it is computed."""
 MIN_PATIENCE_S = 0.2
 _NEVER = float("inf")
-_DOUBTFUL = BlockKey(b"", b"")
-"""Stands for the content of a held host block that may be wrong. No lookup finds it."""
 
 
 class TierSource(Protocol):
@@ -43,10 +43,12 @@ class TierSource(Protocol):
 
 @dataclass(slots=True)
 class TierFigures:
-    """Counts of the tiers of a replica since the start, except ``host_blocks``, which is the present number."""
+    """Counts of the tiers of a replica since the start, except the first two, which are present numbers."""
 
     host_blocks: int = 0
     """Host blocks with a copy of a block."""
+    kept_blocks: int = 0
+    """Host blocks that requests asked to keep."""
     stored: int = 0
     """Blocks that were copied to the host."""
     dropped: int = 0
@@ -89,74 +91,6 @@ class _Waiting:
     due: float
 
 
-class _HostBlocks:
-    """The host blocks ``first .. first + num_blocks - 1`` with their contents."""
-
-    def __init__(self, first: int, num_blocks: int) -> None:
-        self._first, self.num_blocks = first, num_blocks
-        self.clear()
-
-    def clear(self) -> None:
-        self.by_hash: dict[bytes, int] = {}
-        self.keys: dict[int, BlockKey] = {}
-        """The content of each host block that has or gets one."""
-        self._free = list(range(self._first + self.num_blocks - 1, self._first - 1, -1))
-        self._holds: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-
-    def find(self, key: BlockKey) -> int | None:
-        """Returns the host block with this content, or None. Compares the tokens."""
-        host = self.by_hash.get(key.chained_hash)
-        return host if host is not None and self.keys[host] == key else None
-
-    def allocate(self, key: BlockKey) -> int | None:
-        """Returns a held host block for a new content, or None if all are held."""
-        if self._free:
-            host = self._free.pop()
-        elif self._idle:
-            host, _ = self._idle.popitem(last=False)
-            self._forget(host)
-        else:
-            return None
-        self.keys[host] = key
-        self._holds[host] = 1
-        return host
-
-    def filled(self, host: int) -> None:
-        """Makes the content of a host block known, so that lookups find it, unless another block has it already."""
-        key = self.keys[host]
-        if key is not _DOUBTFUL:
-            self.by_hash.setdefault(key.chained_hash, host)
-
-    def distrust(self) -> None:
-        """Makes all contents unknown."""
-        self.by_hash.clear()
-        for host in self._idle:
-            del self.keys[host]
-            self._free.append(host)
-        self._idle.clear()
-        self.keys = dict.fromkeys(self.keys, _DOUBTFUL)
-
-    def hold(self, host: int) -> None:
-        self._holds[host] = self._holds.get(host, 0) + 1
-        self._idle.pop(host, None)
-
-    def release(self, host: int) -> None:
-        """Removes a hold. A host block without a content that lookups find becomes free."""
-        self._holds[host] -= 1
-        if self._holds[host]:
-            return
-        del self._holds[host]
-        if self.by_hash.get(self.keys[host].chained_hash) == host:
-            self._idle[host] = None
-        else:
-            del self.keys[host]
-            self._free.append(host)
-
-    def _forget(self, host: int) -> None:
-        del self.by_hash[self.keys.pop(host).chained_hash]
-
-
 class BlockStore:
     """The tiers of one replica. Only the engine thread calls the methods.
 
@@ -172,12 +106,14 @@ class BlockStore:
         wake: Callable[[], None],
         *,
         always_loads: bool = False,
+        max_kept: int = 0,
     ) -> None:
+        """``max_kept``: number of blocks that requests of one owner may keep in host memory."""
         self.figures = TierFigures(disk=None if disk is None else disk.figures)
         self.version = 0
         """Changes when blocks that were read before may come from other agents, or may be wrong."""
         self._max_writes = max(1, num_hosts // 2)
-        self._hosts = _HostBlocks(first_host, num_hosts)
+        self._hosts = HostBlocks(first_host, num_hosts, KeptBlocks(num_hosts // 2, max_kept))
         self._disk = disk
         self._wake = wake
         self._always_loads = always_loads
@@ -231,6 +167,7 @@ class BlockStore:
                 source.load_blocks(wanted.request_id, wanted.first, [])
                 replied = True
             return replied
+        self._hosts.expire(now)
         for host, ok in source.take_released():
             self._take_back(host, ok)
         self._end_writes()
@@ -240,7 +177,16 @@ class BlockStore:
         self._take_offers(source)
         self._write_behind()
         self.figures.host_blocks = len(self._hosts.by_hash)
+        self.figures.kept_blocks = self._hosts.num_kept
         return replied
+
+    def keep(self, owner: str, hashes: Sequence[bytes], until: float) -> None:
+        """Keeps the blocks with these hashes in host memory until a time of the engine's clock, within the limits.
+
+        Blocks that are not in host memory yet are kept when they arrive.
+        """
+        self._hosts.keep(owner, hashes, until)
+        self.figures.kept_blocks = self._hosts.num_kept
 
     # Copies outside the engine
 
@@ -317,7 +263,7 @@ class BlockStore:
         if key is None:
             return
         is_new = self._hosts.by_hash.get(key.chained_hash) != host
-        if ok and is_new and key is not _DOUBTFUL:
+        if ok and is_new and key is not DOUBTFUL:
             self._hosts.filled(host)
             self.figures.stored += 1
             if self._disk is not None:
@@ -437,7 +383,7 @@ class BlockStore:
     def _end_read(self, source: TierSource, one: _Waiting) -> None:
         """Makes the blocks known that were read, and replies with the run of blocks before the first failure."""
         keys = self._hosts.keys
-        oks = {h: ok and keys[h] is not _DOUBTFUL for h, ok in zip(one.transfer.hosts, one.transfer.oks, strict=True)}
+        oks = {h: ok and keys[h] is not DOUBTFUL for h, ok in zip(one.transfer.hosts, one.transfer.oks, strict=True)}
         for host, ok in oks.items():
             if ok:
                 self._hosts.filled(host)

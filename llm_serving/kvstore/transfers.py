@@ -69,6 +69,15 @@ class BlockTransfers:
         self._use_stores(lambda stores: answer.set(min((one.max_guests for one in stores), default=0)))
         return await answer.future
 
+    def keep(self, owner: str, hashes: Sequence[bytes], until: float) -> None:
+        """Keep the blocks with these chained hashes in host memory until a time of the engine's clock."""
+
+        def work(stores: Stores) -> None:
+            for store in stores:
+                store.keep(owner, hashes, until)
+
+        self._use_stores(work)
+
     # Reads: in the engine thread, in the mover, and in the engine thread again
 
     def _lend(self, keys: Sequence[BlockKey], answer: _Answer[ReadBlocks], stores: Stores) -> None:

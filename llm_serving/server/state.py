@@ -78,6 +78,8 @@ class ServerSettings:
     """Values of sampling parameters that a request to OpenAI's endpoints does not set, by name."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     """Addresses and networks of the clients whose header ``X-Request-Start`` counts."""
+    max_keep_s: float = 3600.0
+    """Maximum of ``cache_keep_s`` of a request."""
     max_session_bytes: int = 1 << 30
     """Maximum size of a session file in a request."""
     pooling: Pooling | None = None
@@ -118,6 +120,7 @@ class ServerSettings:
             cors_origins=frozenset(origin.lower() for origin in serving.cors_origins or ()),
             sampling_defaults=config.sampling_defaults.values(),
             trusted_proxies=serving.trusted_proxies or (),
+            max_keep_s=config.kv_tier_config.max_keep_s,
             max_session_bytes=config.kv_tier_config.max_session_bytes,
             pooling=config.pooling,
             profile_folder=str(Path(config.log_config.path).parent / "profiles"),

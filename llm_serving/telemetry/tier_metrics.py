@@ -39,6 +39,8 @@ def tier_families(tiers: Sequence[TierFigures]) -> Iterable[Metric]:
         value = sum(getattr(one, field) for one in tiers)
         yield CounterMetricFamily(f"llm_serving_kv_tier_{name}", text, value=value)
     held = sum(one.host_blocks for one in tiers)
+    kept = sum(one.kept_blocks for one in tiers)
+    yield GaugeMetricFamily("llm_serving_kv_tier_kept_blocks", "Host blocks that requests asked to keep.", value=kept)
     yield GaugeMetricFamily("llm_serving_kv_tier_host_blocks", "Host blocks with a copy of a block.", value=held)
     if tiers[0].disk is not None:
         yield from _ssd_families(tiers[0].disk)

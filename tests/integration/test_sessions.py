@@ -13,7 +13,7 @@ from support.server_process import ServerProcess, running_server
 from support.small_configs import TINY_LLAMA
 from support.time_limits import time_limit
 
-MESSAGES = [{"role": "user", "content": "Tell me a long story about a bird, a stone and the sea. " * 3}]
+MESSAGES = [{"role": "user", "content": "Tell me a long story about a bird, a stone and the sea. " * 9}]
 TURN = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "logprobs": True, "session_id": "trip"}
 
 
@@ -41,13 +41,17 @@ def next_turn(server: ServerProcess, answer: str, **changes: object) -> dict:
 def exported(tmp_path_factory):
     """The file of a session, the answer of its first turn, and the response of its second."""
     folder = tmp_path_factory.mktemp("first")
-    with running_server(folder, ["kv_tier_config.host_blocks=64"]) as server:
-        first = server.post("/v1/chat/completions", TURN)
+    settings = ["kv_tier_config.host_blocks=64", "kv_tier_config.kept_blocks_per_key=5"]
+    with running_server(folder, settings) as server:
+        first = server.post("/v1/chat/completions", {**TURN, "cache_keep_s": 600})
         answer = first["choices"][0]["message"]["content"]
         status, file = call(server, "GET", "/v1/sessions/trip")
         assert status == 200
         assert json.loads(call(server, "GET", "/v1/sessions")[1])["data"][0]["tokens"] == first["usage"]["total_tokens"]
         second = next_turn(server, answer, session_id="other")
+        kept = [line for line in server.get_text("/metrics").splitlines() if "tier_kept_blocks" in line]
+        assert kept[-1] == "llm_serving_kv_tier_kept_blocks 5.0", kept
+        assert next_turn(server, answer, cache_keep_s=1e9)["error"]["param"] == "cache_keep_s"
         assert call(server, "DELETE", "/v1/sessions/trip")[0] == 200
         assert call(server, "GET", "/v1/sessions/trip")[0] == 404
     return file, answer, second

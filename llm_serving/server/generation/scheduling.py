@@ -44,6 +44,9 @@ class SchedulingFields(RequestModel):
         max_length=MAX_NAME_CHARS,
         description="Share the prefix cache only with requests that have the same salt.",
     )
+    cache_keep_s: float | None = Field(
+        default=None, gt=0, description="Keep the KV blocks of this request in host memory for this many seconds."
+    )
     session_id: SessionId = Field(
         default=None, description="Id of the conversation, see `/v1/sessions`. It changes no text."
     )

@@ -25,6 +25,7 @@ from llm_serving.request import FinishReason, ForkableConstraint, RequestOutput,
 from llm_serving.scheduler.output import NOT_FINITE_ERROR
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.generation.answer_plan import AnswerPlan
+from llm_serving.server.generation.keep_hint import keep_blocks, keep_seconds_of
 from llm_serving.server.generation.open_session import OpenSession
 from llm_serving.server.generation.sampling import Choice
 from llm_serving.server.generation.scheduling import SchedulingFields, scheduling_of, visit_of
@@ -98,6 +99,7 @@ class Generation:
         if self._visit is not None:
             self._visit.check_model(self.model_name)
         self.scheduling = scheduling_of(fields, request, state.settings)
+        self._keep_s = keep_seconds_of(fields, state.settings)
         self._session = OpenSession.of(state, fields, request)
         if self._session is not None:
             self.scheduling = self._session.with_salt(self.scheduling)
@@ -216,6 +218,8 @@ class Generation:
         """
         if self._visit is not None and self._open:
             self._visit.used(self.num_prompt_tokens, sum(opened.num_output_tokens for opened in self._open))
+        if self._keep_s is not None and self._open:
+            keep_blocks(self.state.engine, self.scheduling.tenant, self._open[0].request, self._keep_s)
         if self._session is not None and self._open and not self.is_scoring_only:
             self._session.note(self._open[0].request, self.adapter)
         if self.on_close is not None:

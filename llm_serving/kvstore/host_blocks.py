@@ -1,0 +1,115 @@
+"""The host blocks of a replica that belong to the KV tiers: contents, holders, and which block is reused next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from llm_serving.kvstore.kept import KeptBlocks
+from llm_serving.scheduler.tier_moves import BlockKey
+
+DOUBTFUL = BlockKey(b"", b"")
+"""Stands for the content of a held host block that may be wrong. No lookup finds it."""
+
+
+class HostBlocks:
+    """The host blocks ``first .. first + num_blocks - 1`` with their contents.
+
+    A block that nothing uses is idle, or parked if a request asked to keep its content. Idle blocks are reused first.
+    """
+
+    def __init__(self, first: int, num_blocks: int, kept: KeptBlocks) -> None:
+        self._first, self.num_blocks = first, num_blocks
+        self._kept = kept
+        self.clear()
+
+    def clear(self) -> None:
+        self.by_hash: dict[bytes, int] = {}
+        self.keys: dict[int, BlockKey] = {}
+        """The content of each host block that has or gets one."""
+        self._free = list(range(self._first + self.num_blocks - 1, self._first - 1, -1))
+        self._holds: dict[int, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._parked: OrderedDict[int, None] = OrderedDict()
+
+    def find(self, key: BlockKey) -> int | None:
+        """Returns the host block with this content, or None. Compares the tokens."""
+        host = self.by_hash.get(key.chained_hash)
+        return host if host is not None and self.keys[host] == key else None
+
+    def allocate(self, key: BlockKey) -> int | None:
+        """Returns a held host block for a new content, or None if all are held."""
+        if self._free:
+            host = self._free.pop()
+        elif self._idle:
+            host, _ = self._idle.popitem(last=False)
+            self._forget(host)
+        elif self._parked:
+            host, _ = self._parked.popitem(last=False)
+            self._forget(host)
+        else:
+            return None
+        self.keys[host] = key
+        self._holds[host] = 1
+        return host
+
+    def filled(self, host: int) -> None:
+        """Makes the content of a host block known, so that lookups find it, unless another block has it already."""
+        key = self.keys[host]
+        if key is not DOUBTFUL:
+            self.by_hash.setdefault(key.chained_hash, host)
+
+    def distrust(self) -> None:
+        """Makes all contents unknown."""
+        self.by_hash.clear()
+        for host in (*self._idle, *self._parked):
+            del self.keys[host]
+            self._free.append(host)
+        self._idle.clear()
+        self._parked.clear()
+        self.keys = dict.fromkeys(self.keys, DOUBTFUL)
+
+    def hold(self, host: int) -> None:
+        self._holds[host] = self._holds.get(host, 0) + 1
+        self._idle.pop(host, None)
+        self._parked.pop(host, None)
+
+    def release(self, host: int) -> None:
+        """Removes a hold. A host block without a content that lookups find becomes free."""
+        self._holds[host] -= 1
+        if self._holds[host]:
+            return
+        del self._holds[host]
+        chained_hash = self.keys[host].chained_hash
+        if self.by_hash.get(chained_hash) == host:
+            (self._parked if chained_hash in self._kept else self._idle)[host] = None
+        else:
+            del self.keys[host]
+            self._free.append(host)
+
+    @property
+    def num_kept(self) -> int:
+        """Number of blocks that nothing uses and that are kept."""
+        return len(self._parked)
+
+    def keep(self, owner: str, hashes: Iterable[bytes], until: float) -> None:
+        """Keeps blocks until a time. Their host blocks are reused after all idle ones."""
+        for each in self._kept.keep(owner, hashes, until):
+            host = self.by_hash.get(each)
+            if host is not None and host in self._idle:
+                del self._idle[host]
+                self._parked[host] = None
+
+    def expire(self, now: float) -> None:
+        """Makes the blocks idle whose time is over. They are the next ones to be reused."""
+        if now < self._kept.next_end:
+            return
+        for each in self._kept.expire(now):
+            host = self.by_hash.get(each)
+            if host is not None and host in self._parked:
+                del self._parked[host]
+                self._idle[host] = None
+                self._idle.move_to_end(host, last=False)
+
+    def _forget(self, host: int) -> None:
+        del self.by_hash[self.keys.pop(host).chained_hash]

@@ -1,0 +1,63 @@
+"""Which blocks requests asked to keep in host memory, until when, and within which limits; pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+
+class KeptBlocks:
+    """The kept blocks of all owners by chained hash. There are at most ``max_blocks``, and ``max_per_owner`` of each.
+
+    A block has one owner: the first that asked. Another owner can make its time longer.
+    """
+
+    def __init__(self, max_blocks: int, max_per_owner: int) -> None:
+        self._max_blocks = max_blocks
+        self._max_per_owner = max_per_owner
+        self._until: dict[bytes, float] = {}
+        self._owners: dict[bytes, str] = {}
+        self._counts: dict[str, int] = {}
+        self._ends: list[tuple[float, bytes]] = []
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def __contains__(self, chained_hash: bytes) -> bool:
+        return chained_hash in self._until
+
+    @property
+    def next_end(self) -> float:
+        """When ``expire`` may end a block next. Infinity without kept blocks."""
+        return self._ends[0][0] if self._ends else float("inf")
+
+    def keep(self, owner: str, hashes: Iterable[bytes], until: float) -> list[bytes]:
+        """Keep the first of these blocks until a time, as many as the limits permit. Returns the new ones."""
+        new: list[bytes] = []
+        for each in hashes:
+            if each not in self._until:
+                if len(self._until) >= self._max_blocks or self._counts.get(owner, 0) >= self._max_per_owner:
+                    break
+                self._owners[each] = owner
+                self._counts[owner] = self._counts.get(owner, 0) + 1
+                new.append(each)
+            elif self._until[each] >= until:
+                continue
+            self._until[each] = until
+            heapq.heappush(self._ends, (until, each))
+        return new
+
+    def expire(self, now: float) -> list[bytes]:
+        """End the blocks whose time is over, and return them."""
+        ended: list[bytes] = []
+        while self._ends and self._ends[0][0] <= now:
+            end, each = heapq.heappop(self._ends)
+            if self._until.get(each) != end:
+                continue  # its time was made longer
+            del self._until[each]
+            owner = self._owners.pop(each)
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner]
+            ended.append(each)
+        return ended

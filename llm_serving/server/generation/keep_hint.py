@@ -1,0 +1,35 @@
+"""The hint ``cache_keep_s`` of a request: how long the KV tiers should keep its blocks in host memory."""
+
+from __future__ import annotations
+
+import time
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import RequestError
+from llm_serving.kvcache.block_hash import hash_blocks, root_hash
+from llm_serving.request import Request
+from llm_serving.server.generation.scheduling import SchedulingFields
+from llm_serving.server.state import ServerSettings
+
+
+def keep_seconds_of(fields: SchedulingFields, settings: ServerSettings) -> float | None:
+    """Return the time for which a request keeps its blocks, in seconds, or None. Raises RequestError above the limit.
+    """
+    if fields.cache_keep_s is not None and fields.cache_keep_s > settings.max_keep_s:
+        raise RequestError(
+            f"'cache_keep_s' is {fields.cache_keep_s:g}; the maximum is {settings.max_keep_s:g} "
+            "(kv_tier_config.max_keep_s).",
+            param="cache_keep_s",
+            code="invalid_value",
+        )
+    return fields.cache_keep_s
+
+
+def keep_blocks(engine: AsyncEngine, owner: str, request: Request, seconds: float) -> None:
+    """Keep the blocks of a request that has ended, if the model has KV tiers, within the limits of ``owner``."""
+    if engine.transfers is None:
+        return
+    tokens = [*request.prompt_token_ids, *request.output_token_ids][:-1]  # the last token is not computed
+    root = root_hash(engine.config.cache_namespace, request.cache_salt)
+    hashes = hash_blocks(tokens, engine.config.pa_config.block_size, root)
+    engine.transfers.keep(owner, hashes, time.monotonic() + seconds)
