@@ -31,13 +31,14 @@ _LOWEST_PRIORITY = 19
 class CachePages:
     """Allocates the memory pages of the arrays that hold the KV cache.
 
-    ``arrays`` come from ``future_zeros``, so they have no pages yet. All of them have the same size.
+    ``arrays`` come from ``future_zeros``, so they have no pages yet.
     """
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         flat = [array.reshape(-1).view(np.uint8) for array in arrays]
         size = max((each.size for each in flat), default=0)
-        pieces = [each[at : at + _PIECE_BYTES] for at in range(0, size, _PIECE_BYTES) for each in flat]
+        starts = range(0, size, _PIECE_BYTES)
+        pieces = [each[at : at + _PIECE_BYTES] for at in starts for each in flat if at < each.size]
         first = -(-START_BYTES // _PIECE_BYTES)
         self._first, self._rest = pieces[:first], pieces[first:]
         self._thread: threading.Thread | None = None

@@ -15,10 +15,13 @@ from agent.weights.storage import STORAGE_DTYPES, Array, future_zeros
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 from llm_serving.ipc.host_pool import HostPoolMemory
+from llm_serving.model.shape import ModelShape
 
 
 class KVCache:
-    """Owns the arrays that the attention layers write in place. The server decides which sequence owns which block.
+    """Owns the arrays that the attention layers write in place: the KV cache, and the states of linear attention.
+
+    The server decides which sequence owns which block. A batch row owns its states.
 
     Each layer has one array of keys and one array of values, with the layout of ``OpTable.cache_layout``. If there
     is an ``OpTable.scale_layout``, a third array has the scales of both. With latent attention, each layer has one
@@ -28,7 +31,8 @@ class KVCache:
 
     def __init__(self, config: Config, ops: OpTable, pool: HostPoolMemory | None = None) -> None:
         """``pool`` has the host blocks in shared memory. None: they are allocated here."""
-        self._layers = range(config.shape.num_layers)
+        shape = config.shape
+        self._layers = [layer for layer in range(shape.num_layers) if shape.has_cache(layer)]
         layouts = _layouts(config, ops, config.pa_config.num_blocks)
         self._host_layouts = _layouts(config, ops, config.num_pool_blocks)
         self._names = [name for part in layouts for name in self._names_of(part)]
@@ -41,6 +45,10 @@ class KVCache:
         if not ops.traits.own_memory:
             for part, layout in layouts.items():
                 self.arrays |= {name: future_zeros(*layout) for name in self._names_of(part)}
+        states = state_arrays(shape, ops)
+        self.state_bytes = sum(array.nbytes for array in states.values())
+        """Size of the states of linear attention. 0 if there are none."""
+        self.arrays |= states
         self.pages = CachePages(list(self.arrays.values()))
         self.pages.allocate_first()
 
@@ -56,10 +64,10 @@ class KVCache:
         """Makes this cache the memory of the model's ``parameters``."""
         from agent.layers.parameter import bind, create_on_device  # imports mindspore
 
+        for name, array in self.arrays.items():
+            bind(parameters[name], array)
         for name in self._names:
-            if name in self.arrays:
-                bind(parameters[name], self.arrays[name])
-            else:
+            if name not in self.arrays:
                 create_on_device(parameters[name])
 
     def block_moves(self, parameters: Sequence[Any]) -> BlockMoves:
@@ -99,6 +107,14 @@ class KVCache:
 
     def _names_of(self, part: str) -> list[str]:
         return [f"layers.{layer}.attention.{part}" for layer in self._layers]
+
+
+def state_arrays(shape: ModelShape, ops: OpTable) -> dict[str, Array]:
+    """Returns the memory of the states of linear attention by the names of the parameters. {} if there are none."""
+    if shape.delta is None:
+        return {}
+    layout, layers = ops.state_layout(shape.delta), range(shape.num_layers)
+    return {f"layers.{n}.attention.states": future_zeros(*layout) for n in layers if not shape.has_cache(n)}
 
 
 class AllMoves(BlockMoves):

@@ -275,6 +275,7 @@ class ModelRunner:
             "cpu_threads": num_threads(),
             "weight_bytes": model.weight_bytes,
             "kv_cache_bytes": model.kv_cache.num_bytes,
+            "state_bytes": model.kv_cache.state_bytes,
             "host_kv_cache_bytes": model.moves.num_host_bytes,
             "huge_page_bytes": huge_page_bytes(),
         }
@@ -360,9 +361,11 @@ class ModelRunner:
         return StepCost((time.perf_counter_ns() - start) // 1000)
 
     def reset(self) -> None:
-        """Clears the tokens of all batch rows. The KV cache needs no reset, because the server knows which blocks are
-        valid.
+        """Clears the tokens and the states of all batch rows. The KV cache needs no reset, because the server knows
+        which blocks are valid.
         """
+        if self._model is not None and self._model.ops.states is not None:
+            self._model.ops.states.reset()
         self._sampler.rows.reset()
         if self._drafter is not None:
             self._drafter.reset()

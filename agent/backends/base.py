@@ -28,11 +28,13 @@ from typing import Any, ClassVar
 
 from agent.backends.launch import Launch, OnDevice
 from agent.group.model_part import ModelPart
+from agent.sequence_states import SequenceStates
 from agent.step_inputs import Int32Array
 from agent.weights.storage import Array
 from llm_serving.errors import AgentStartError
 from llm_serving.model.deepseek import LatentAttention
 from llm_serving.model.families import Experts
+from llm_serving.model.gated_delta import GatedDelta
 
 CacheLayout = tuple[tuple[int, ...], str]
 """Shape and element type of a cache; ``agent.weights.storage`` has the names of the types."""
@@ -167,6 +169,8 @@ class OpTable(ABC):
     """Makes the operators of one device. Each call returns an operator for one place in a model."""
 
     traits: ClassVar[DeviceTraits]
+    states: SequenceStates | None = None
+    """Which states of sequences a step reads and writes. None if the model has no linear attention."""
 
     def __init__(self, dtype: str, part: ModelPart | None = None, hooks: DeviceHooks | None = None) -> None:
         self.dtype = dtype
@@ -338,7 +342,8 @@ class OpTable(ABC):
         sum of the MLPs of the chosen experts, applied to RMSNorm(total). The output of the shared experts is added.
 
         ``weights`` is a tuple: router, gate_up of all experts, down of all experts. If the router has a correction, its
-        float32 array [experts] follows. If there are shared experts, their gate_up and down weights follow.
+        float32 array [experts] follows. If there are shared experts, their gate_up and down weights follow, and then
+        the float32 weight of their gate if ``experts.shared_gate``.
 
         The router computes a float32 softmax over all experts. It chooses the ``experts.per_token`` largest values,
         and the expert with the lower number if values are equal. If ``experts.normalised``, the chosen values are
@@ -428,3 +433,31 @@ class OpTable(ABC):
         Raises AgentStartError if the op table does not have this operator.
         """
         raise AgentStartError(f"the op table {self.traits.op_table} has no latent attention; use op_table fused (CPU)")
+
+    def sigmoid_gate(self, width: int) -> Operator:
+        """Returns an operator (x, gate, step) -> x * sigmoid(gate). All three are [tokens, width].
+
+        Raises AgentStartError if the op table does not have this operator.
+        """
+        raise AgentStartError(f"the op table {self.traits.op_table} has no output gate; use op_table fused (CPU)")
+
+    def state_layout(self, delta: GatedDelta) -> CacheLayout:
+        """Returns the shape [states, floats] and the type of a layer's states of linear attention.
+
+        Raises AgentStartError if the op table does not have ``gated_delta``.
+        """
+        raise AgentStartError(f"the op table {self.traits.op_table} has no linear attention; use op_table fused (CPU)")
+
+    def gated_delta(self, delta: GatedDelta, epsilon: float) -> Operator:
+        """Returns an operator (projected, weights, states, step) -> Gated DeltaNet of all heads.
+
+        The result is [tokens, delta.values]. ``projected`` [tokens, delta.projected] has the channels of queries, keys
+        and values, then the output gates, then b and a of each value head. ``weights`` has the float32 arrays
+        convolution [channels, 1, taps], log_rate and rate_bias [value heads], and gamma [value_dim] of the norm.
+
+        Each run of ``OpTable.states`` reads one state of ``states`` and writes another one. Prompts, chunks and decode
+        steps compute one recurrence, token by token.
+
+        Raises AgentStartError if the op table does not have this operator.
+        """
+        raise AgentStartError(f"the op table {self.traits.op_table} has no linear attention; use op_table fused (CPU)")

@@ -28,6 +28,7 @@ class FusedStepGraph(StepGraph):
         self._buffers = buffers
         self._logits, self._best_ids, self._stream = ops.logits, ops.best_ids, ops.stream
         self._result = StepLogits(self._logits[:0], self._best_ids[:0])
+        self._states = ops.states
         self._number = 0
         # These are memoryviews and not arrays, because NumPy takes tens of microseconds with cold caches to read or
         # write one number of an array.
@@ -55,6 +56,8 @@ class FusedStepGraph(StepGraph):
 
     def _run(self, inputs: StepInputs, entry: Array, results: tuple[Array, ...]) -> None:
         assert inputs.positions.base is self._buffers.positions, "the step must be in the buffers of this graph"
+        if self._states is not None:
+            self._states.assign(inputs)
         if entry is not inputs.token_ids:
             self._entry[: len(entry)] = entry
         self._number = self._number % _MAX_STEP_NUMBER + 1

@@ -127,6 +127,7 @@ def _memory(model: LoadedModel, ops: FusedCpuOps, buffers: StepBuffers) -> dict[
         **{f"step/{name}": getattr(buffers, name) for name in (*steps, "counts")},
         **{f"weight/{name}": array for name, array in model.weights.items()},
         **{f"cache/{name}": array for name, array in model.kv_cache.arrays.items()},
+        **({} if ops.states is None else {"step/runs": ops.states.runs}),
         "result/logits": ops.logits,
         "result/best_ids": ops.best_ids,
     }

@@ -210,9 +210,9 @@ class Config:
     def kv_bytes_of(self, shape: ModelShape) -> int:
         """Return the bytes of a token in the KV cache of a model, or of a part of a model, with this shape."""
         if shape.latent is not None:
-            return shape.num_layers * self.cache_format.head_bytes(shape.latent.cache_dim)
+            return shape.num_cache_layers * self.cache_format.head_bytes(shape.latent.cache_dim)
         heads, size = shape.num_key_value_heads, shape.head_dim
-        return shape.num_layers * self.cache_format.token_bytes(heads, size, self.op_table)
+        return shape.num_cache_layers * self.cache_format.token_bytes(heads, size, self.op_table)
 
     @property
     def tokenizer_file(self) -> str:

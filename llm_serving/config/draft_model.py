@@ -34,7 +34,7 @@ def read_draft_model(raw: RawConfig, path: Path, shape: ModelShape, *, has_weigh
     """
     draft = ModelShape.from_path(path)
     _check_vocabulary(raw, path, draft, shape)
-    if draft.latent is not None or draft.experts is not None:
+    if draft.latent is not None or draft.experts is not None or draft.delta is not None:
         raise raw.error(_KEY, str(path), f"is a {draft.architecture}; a draft model must be dense, without experts")
     if has_weights and find_gguf(path) is None and not any(path.glob("*.safetensors")):
         raise CheckpointError(f"{path}: there are no *.safetensors files and no GGUF file ({_KEY})")

@@ -24,6 +24,7 @@ from llm_serving.config.sections import (
     SpeculativeConfig,
     TokenizerConfig,
 )
+from llm_serving.config.sequence_states import for_states
 from llm_serving.config.source import RawConfig, UnusedSetting
 from llm_serving.config.validation import (
     check_ascend_options,
@@ -122,6 +123,7 @@ class Resolver:
         sections = self._sections | {"model_config": model, "tokenizer": self._find_tokenizer(folder)}
         sections["serving_config"] = self._with_all_ports()
         sections["pa_config"] = self._sized_cache(device, model, shape)
+        sections, notes = for_states(self._raw, shape, sections)
         config = Config(
             file=self._raw.file,
             **sections,
@@ -135,7 +137,7 @@ class Resolver:
             draft=self._draft_model(shape),
             auto_length=self._sections["pa_config"].decode_seq_length == AUTO_SIZE,
             auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
-            notes=tuple(self._notes),
+            notes=(*self._notes, *notes),
             unused=(*self._unused, *(mindformers.unused if mindformers else ())),
         )
         check_stored_format(self._raw, config)

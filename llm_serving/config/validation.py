@@ -226,6 +226,8 @@ def check_group(raw: RawConfig, config: Config) -> None:
         sizes["q_lora_rank"] = shape.latent.query_rank
     if _has_mlps(shape):
         sizes["intermediate size"] = shape.intermediate_size
+    if shape.delta is not None:
+        sizes["size of the linear attention's values"] = shape.delta.values
     if shape.experts is not None:
         sizes["experts' intermediate size"] = shape.experts.intermediate_size
         sizes |= {"size of the shared experts": shape.experts.shared_size} if shape.experts.shared_size else {}
@@ -253,6 +255,12 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
     if shape.sinks:
         problem = (
             f"the native operators have no attention sinks and no clamped SwiGLU for {shape.architecture}; use "
+            "op_table fused (CPU)"
+        )
+        raise raw.error("model_config.op_table", config.op_table, problem)
+    if shape.delta is not None:
+        problem = (
+            f"the native operators have no Gated DeltaNet and no states of sequences for {shape.architecture}; use "
             "op_table fused (CPU)"
         )
         raise raw.error("model_config.op_table", config.op_table, problem)
@@ -347,7 +355,9 @@ def check_kv_tiers(raw: RawConfig, config: Config) -> None:
             raise raw.error("kv_tier_config.ssd_folder", tiers.ssd_folder, problem)
         return
     problem = ""
-    if not config.uses_prefix_cache:
+    if config.shape.delta is not None:
+        problem = f"keeps blocks that the prefix cache finds, and {config.shape.architecture} has none; use 0"
+    elif not config.uses_prefix_cache:
         problem = "keeps blocks that the prefix cache finds; set scheduler_config.prefix_cache: True"
     elif config.pooling is not None:
         problem = "the server computes embeddings or scores, which have no KV tiers; use 0"

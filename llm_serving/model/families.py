@@ -37,6 +37,8 @@ class ExpertKeys:
     """The activation of the experts, a key of ``agent.kernels.packing.GATES``."""
     normalised: bool = False
     """If True, a token's expert weights always sum to 1, and every layer has experts. ``norm_topk_prob`` is ignored."""
+    shared_size: str = ""
+    """Key with the intermediate size of a gated MLP that every token passes too, multiplied by a gate. "": no MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Family:
     """If True, the model has the parts that ``llm_serving.model.gemma.Gemma`` describes."""
     gpt_oss: bool = False
     """If True, attention has sinks, and ``llm_serving.model.gpt_oss`` has the defaults of ``config.json``."""
+    hybrid: bool = False
+    """If True, most layers have Gated DeltaNet (``llm_serving.model.gated_delta``). The others have an output gate."""
     deepseek: Literal["", "v2", "v3"] = ""
     """If stated, the model has latent attention, and experts as DeepSeek's V2 or V3 has them."""
 
@@ -135,6 +139,8 @@ class Experts:
     """The activation of the experts, a key of ``agent.kernels.packing.GATES``."""
     shared_size: int = 0
     """Intermediate size of the MLP that every token passes in addition (DeepSeek's shared experts). 0: none."""
+    shared_gate: bool = False
+    """If True, the output of the shared experts is multiplied by the sigmoid of a learned product with the token."""
     first_held: int = 0
     """The first expert whose weights this part of the model has."""
     num_held: int | None = None
@@ -181,7 +187,7 @@ def read_biases(fields: TypedFields, family: Family) -> tuple[bool, bool]:
 def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[int, tuple[int, ...]]:
     """Return the sliding window in tokens (0: no window), and the indices of layers without a window."""
     is_on = family.window == "always" or (family.window == "switched" and fields.boolean("use_sliding_window", False))
-    types = fields.names("layer_types")
+    types = () if family.hybrid else fields.names("layer_types")
     if types and (len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}):
         raise fields.fail("layer_types", f"must be {num_layers} times {_FULL} or {_SLIDING}")
     window = fields.integer("sliding_window", 0, 0, MAX_WINDOW) if is_on else 0
@@ -213,6 +219,7 @@ def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Expert
     dense = () if keys.normalised else _dense_layers(fields, num_layers)
     if len(dense) == num_layers:
         return None
+    shared_size = fields.integer(keys.shared_size, 512, 1, _MAX_INTERMEDIATE_SIZE) if keys.shared_size else 0
     return Experts(
         count=count,
         per_token=fields.integer("num_experts_per_tok", None, 1, count),
@@ -221,6 +228,8 @@ def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Expert
         biased=keys.biased,
         activation=keys.activation,
         dense_layers=dense,
+        shared_size=shared_size,
+        shared_gate=shared_size > 0,
     )
 
 

@@ -230,6 +230,9 @@ def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int
     None if there is none.
     """
     parts, stages = parallel.tensor_parallel, parallel.pipeline_parallel
+    for key, agents in (("tensor_parallel", parts), ("pipeline_parallel", stages)):
+        if shape.delta is not None and agents > 1:
+            return key, "the states of linear attention cannot be divided among agents; use 1, and data_parallel"
     if stages > shape.num_layers:
         return "pipeline_parallel", f"the model has {shape.num_layers} layers, and each stage needs one"
     if parallel.expert_parallel and shape.experts is None:

@@ -20,6 +20,7 @@ from llm_serving.model.families import (
     read_latent,
     read_window,
 )
+from llm_serving.model.gated_delta import GatedDelta, read_gated_delta, with_delta_defaults
 from llm_serving.model.gemma import Gemma, as_llama, read_gemma
 from llm_serving.model.gpt_oss import with_defaults
 from llm_serving.model.quantization import read_quantization
@@ -69,6 +70,8 @@ class ModelShape:
     """Sizes of latent attention (``head_dim`` is then the size of a query head). None for ordinary attention."""
     gemma: Gemma | None = None
     """The parts of a Gemma. None for all other families."""
+    delta: GatedDelta | None = None
+    """Sizes of the layers with linear attention. None if every layer has full or latent attention."""
     sinks: bool = False
     """If True, the softmax of each query head has one more term, a learned score without a value (attention sink)."""
     partial_rotary_dim: int = 0
@@ -86,7 +89,33 @@ class ModelShape:
     @property
     def norm_dtype(self) -> str | None:
         """Type of the norms' weights. None: ``model_dtype``."""
-        return None if self.gemma is None else "float32"
+        return "float32" if self.adds_one_to_norms else None
+
+    @property
+    def adds_one_to_norms(self) -> bool:
+        """True if the norms multiply by 1 + the stored weight, in float32."""
+        return self.gemma is not None or self.delta is not None
+
+    @property
+    def gated_attention(self) -> bool:
+        """True if the result of full attention is multiplied by the sigmoid of a gate, which the query layer has."""
+        return self.delta is not None
+
+    def has_cache(self, layer: int) -> bool:
+        """Return whether a layer has a KV cache. A layer with linear attention has a state for each sequence."""
+        return self.delta is None or layer in self.delta.full_layers
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Number of layers with a KV cache."""
+        return self.num_layers if self.delta is None else len(self.delta.full_layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state in all layers with linear attention. 0 if there are none."""
+        if self.delta is None:
+            return 0
+        return 4 * (self.num_layers - self.num_cache_layers) * self.delta.state_floats
 
     def is_local(self, layer: int) -> bool:
         """Return whether a layer has Gemma's second rotary embedding, that of the layers with a window."""
@@ -127,8 +156,8 @@ class ModelShape:
     def _num_other_parameters(self) -> int:
         """Number of parameters of norms, biases and the experts' routers."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        layer = (2 if self.gemma is None else 4) * self.hidden_size
-        layer += 2 * self.head_dim if self.query_key_norm else 0
+        norms = self.num_layers * (2 if self.gemma is None else 4) * self.hidden_size
+        layer = 2 * self.head_dim if self.query_key_norm else 0
         layer += query + 2 * key_value if self.attention_bias else 0
         layer += self.hidden_size if self.output_bias else 0
         layer += self.num_attention_heads if self.sinks else 0
@@ -140,7 +169,12 @@ class ModelShape:
             of_expert = 1 + 2 * self.experts.intermediate_size + self.hidden_size
             biases = routers * of_expert if self.experts.biased else 0
             corrections = routers if self.experts.routing is not None and self.experts.routing.corrected else 0
-        return self.num_layers * layer + (routers + 1) * self.hidden_size + corrections + biases
+            routers += self.experts.shared_gate * (self.num_layers - len(self.experts.dense_layers))
+        linear = 0
+        if self.delta is not None:
+            linear = (self.num_layers - self.num_cache_layers) * self.delta.num_other_parameters
+        layers = norms + self.num_cache_layers * layer + linear
+        return layers + (routers + 1) * self.hidden_size + corrections + biases
 
     @property
     def num_linear_parameters(self) -> int:
@@ -153,7 +187,11 @@ class ModelShape:
             dense = len(self.experts.dense_layers)
             columns = self.experts.held * self.experts.intermediate_size + self.experts.shared_size
             mlps = dense * self.intermediate_size + (self.num_layers - dense) * columns
-        return self.num_layers * self._num_attention_weights + (3 * mlps + self.vocab_size) * self.hidden_size
+        attention = self.num_cache_layers * self._num_attention_weights
+        if self.delta is not None:
+            linear = (self.delta.projected + self.delta.values) * self.hidden_size
+            attention += (self.num_layers - self.num_cache_layers) * linear
+        return attention + (3 * mlps + self.vocab_size) * self.hidden_size
 
     @property
     def num_expert_parameters(self) -> int:
@@ -177,7 +215,8 @@ class ModelShape:
         query, latent = self.num_attention_heads * self.head_dim, self.latent
         if latent is None:
             key_value = self.num_key_value_heads * self.head_dim
-            return self.hidden_size * (query + 2 * key_value) + query * self.hidden_size
+            gate = query if self.gated_attention else 0
+            return self.hidden_size * (query + gate + 2 * key_value) + query * self.hidden_size
         from_hidden = latent.cache_dim + (latent.query_rank or query) + self.num_attention_heads * latent.value_dim
         return from_hidden * self.hidden_size + query * latent.query_rank + self.num_head_parameters // self.num_layers
 
@@ -263,6 +302,8 @@ def shape_of_fields(
     if family.gemma:
         fields = as_llama(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
         activations = ("gelu_pytorch_tanh",)
+    if family.hybrid:
+        fields = with_delta_defaults(fields)
     if family.gpt_oss:
         fields = with_defaults(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
     fields.text("hidden_act", "silu", activations)
@@ -308,6 +349,7 @@ def shape_of_fields(
         experts=read_experts(fields, family, num_layers),
         latent=latent,
         gemma=read_gemma(fields) if family.gemma else None,
+        delta=read_gated_delta(fields, num_layers) if family.hybrid else None,
         sinks=family.gpt_oss,
         partial_rotary_dim=_partial_rotary_dim(fields, rope, family, head_dim),
         num_extra_layers=fields.integer("num_nextn_predict_layers", 0, 0, MAX_EXTRA_LAYERS) if family.deepseek else 0,

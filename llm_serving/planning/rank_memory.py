@@ -20,6 +20,8 @@ INT32_BYTES = 4
 CANDIDATE_MATRICES = 4
 """Number of float32 matrices, as large as the logits, that exist together while a device finds candidate tokens
 (``agent/device_sampling``)."""
+STATES_PER_SEQUENCE = 2
+"""Number of states of linear attention that a batch row has in each layer (``agent/sequence_states.py``)."""
 KV_CACHE = "KV cache"
 HOST_BLOCKS = "host blocks"
 WEIGHTS = "weights"
@@ -78,6 +80,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
             kv_bytes,
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {per_token} a token in {config.kv_format}",
         ),
+        *_state_items(config, part.shape),
         MemoryItem("activations", activation_bytes(config, part.shape), f"a step of {tokens} tokens"),
         MemoryItem("logits", _logit_bytes(config, part), f"{seqs} sequences, vocabulary of {shape.vocab_size}"),
         MemoryItem("rotary tables", _rotary_bytes(shape, rotary), f"{rotary} positions"),
@@ -87,6 +90,15 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
         *_gathered_items(config, part.shape),
         *_adapter_items(config, part.shape, rank),
     )
+
+
+def _state_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
+    """Return the item of the states of linear attention. Each sequence has two: a step reads one and writes the other.
+    """
+    if shape.state_bytes == 0:
+        return ()
+    seqs, each = config.max_num_seqs, STATES_PER_SEQUENCE * shape.state_bytes
+    return (MemoryItem("states", seqs * each, f"{seqs} sequences, {format_bytes(each)} each in float32"),)
 
 
 def _gathered_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
@@ -192,6 +204,8 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
     attention = (query + 2 * key_value) + 2 * query
     if shape.latent is not None:
         attention = _latent_elements(shape, shape.latent)
+    if shape.delta is not None:
+        attention = max(attention + 2 * query, shape.delta.projected + shape.delta.values)
     per_token = 2 * shape.hidden_size + attention + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
         # The mask of the sliding window, and the positions from which the mask is computed.
@@ -223,7 +237,7 @@ def _expert_bytes(config: Config, shape: ModelShape) -> int:
     rows, hidden, inner = config.max_num_batched_tokens, shape.hidden_size, shape.experts.intermediate_size
     if config.op_table == "fused":
         per_row = (hidden + inner) * config.dtype_bytes + hidden * FLOAT32_BYTES
-        shared = shape.experts.shared_size * config.dtype_bytes + hidden * FLOAT32_BYTES
+        shared = shape.experts.shared_size * config.dtype_bytes + (hidden + 1) * FLOAT32_BYTES
         per_token = shape.experts.per_token * per_row + (shared if shape.experts.shared_size else 0)
         return min(rows, EXPERT_PIECE_ROWS) * per_token
     per_row = (2 * hidden + 3 * inner) * config.dtype_bytes

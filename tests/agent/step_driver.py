@@ -79,12 +79,12 @@ class StepDriver:
         self.fill((), moves)
         self.runner.run_moves(self.slot)
 
-    def decode(self, *parts: Part, moves: Sequence[Move] = ()) -> list[Sampled]:
-        self.fill(parts, moves)
+    def decode(self, *parts: Part, moves: Sequence[Move] = (), checked_row: int = 0) -> list[Sampled]:
+        self.fill(parts, moves, checked_row)
         self.runner.run_step(self.slot, is_decode=True)
         return [self._output(index) for index in range(len(parts))]
 
-    def fill(self, parts: Sequence[Part], moves: Sequence[Move] = ()) -> StepSlot:
+    def fill(self, parts: Sequence[Part], moves: Sequence[Move] = (), checked_row: int = 0) -> StepSlot:
         """Writes the parts of sequences and the block moves of a step into the step slot."""
         slot, width = self.slot, max((len(part.blocks) for part in parts), default=0)
         slot.moves[: 3 * len(moves)] = np.array(moves, np.int32).reshape(-1)
@@ -106,8 +106,9 @@ class StepDriver:
                 getattr(slot, name)[index] = value
             token, history = token + count, history + len(part.history)
         slot.write_header(
-            1, num_tokens=token, num_seqs=len(parts), table_width=width, history_len=history, num_moves=len(moves)
-        )
+            1, num_tokens=token, num_seqs=len(parts), table_width=width, history_len=history, num_moves=len(moves),
+            checked_row=checked_row,
+        )  # fmt: skip
         return slot
 
     def _output(self, index: int) -> Sampled:

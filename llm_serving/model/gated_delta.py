@@ -1,0 +1,117 @@
+"""Sizes of Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), and the keys of ``config.json`` of Qwen3-Next.
+
+Qwen3-Next is a hybrid: most layers have Gated DeltaNet, a linear attention whose state does not grow with the sequence.
+The other layers have full attention with an output gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llm_serving.formats.typed_fields import TypedFields
+
+MAX_DELTA_HEADS = 1024
+MAX_DELTA_DIM = 512
+MAX_TAPS = 16
+_LANES = 16
+"""The kernels compute this number of elements of a head together."""
+_FULL, _LINEAR = "full_attention", "linear_attention"
+_DEFAULTS: dict[str, Any] = {"partial_rotary_factor": 0.25, "max_position_embeddings": 32_768, "norm_topk_prob": True}
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """The sizes of the Gated DeltaNet layers, and the layers that have full attention instead."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple of ``key_heads``: consecutive value heads share a key head."""
+    key_dim: int
+    value_dim: int
+    """Sizes of a key head and of a value head."""
+    taps: int
+    """Number of tokens that the causal convolution of queries, keys and values reads, the present one included."""
+    full_layers: tuple[int, ...]
+    """Indices of the layers with full attention."""
+
+    @property
+    def keys(self) -> int:
+        """Number of elements of all key heads. The query heads have as many."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Number of elements of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def projected(self) -> int:
+        """Number of outputs of the first linear layer: the channels, an output gate, and b and a of each value head."""
+        return self.channels + self.values + 2 * self.value_heads
+
+    @property
+    def state_floats(self) -> int:
+        """Number of float32 in a sequence's state of one layer.
+
+        They are a matrix for each value head, and the inputs of the convolution from the last ``taps`` - 1 tokens.
+        """
+        return self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels
+
+    @property
+    def num_other_parameters(self) -> int:
+        """Number of parameters of a layer that are not in linear layers: convolution, rates and norm."""
+        return self.channels * self.taps + 2 * self.value_heads + self.value_dim
+
+
+def with_delta_defaults(fields: TypedFields) -> TypedFields:
+    """Return ``fields`` with Qwen3-Next's defaults for the keys that it does not have.
+
+    Raises the error class of ``fields`` if attention has biases.
+    """
+    if fields.boolean("attention_bias", False):
+        raise fields.fail("attention_bias", "is not supported with an output gate; attention has no biases")
+    for key, value in _DEFAULTS.items():
+        in_rope = key == "partial_rotary_factor" and key in fields.mapping("rope_parameters")
+        fields = fields if key in fields or in_rope else fields.with_value(key, value)
+    return fields
+
+
+def read_gated_delta(fields: TypedFields, num_layers: int) -> GatedDelta:
+    """Return the sizes of the Gated DeltaNet layers. Raises the error class of ``fields`` for a wrong value."""
+    heads = fields.integer("linear_num_key_heads", 16, 1, MAX_DELTA_HEADS)
+    value_heads = fields.integer("linear_num_value_heads", 32, 1, MAX_DELTA_HEADS)
+    if value_heads % heads:
+        raise fields.fail("linear_num_value_heads", f"must be a multiple of linear_num_key_heads = {heads}")
+    sizes = {}
+    for key in ("linear_key_head_dim", "linear_value_head_dim"):
+        sizes[key] = fields.integer(key, 128, 1, MAX_DELTA_DIM)
+        if sizes[key] % _LANES:
+            raise fields.fail(key, f"must be a multiple of {_LANES}")
+    return GatedDelta(
+        key_heads=heads,
+        value_heads=value_heads,
+        key_dim=sizes["linear_key_head_dim"],
+        value_dim=sizes["linear_value_head_dim"],
+        taps=fields.integer("linear_conv_kernel_dim", 4, 1, MAX_TAPS),
+        full_layers=_full_layers(fields, num_layers),
+    )
+
+
+def _full_layers(fields: TypedFields, num_layers: int) -> tuple[int, ...]:
+    """Return the layers with full attention: those that ``layer_types`` names, or every fourth one."""
+    types = fields.names("layer_types")
+    if not types:
+        each = fields.integer("full_attention_interval", 4, 1, 1 << 20)
+        types = tuple(_LINEAR if (layer + 1) % each else _FULL for layer in range(num_layers))
+    if len(types) != num_layers or not set(types) <= {_FULL, _LINEAR}:
+        raise fields.fail("layer_types", f"must be {num_layers} times {_FULL} or {_LINEAR}")
+    full = tuple(layer for layer, kind in enumerate(types) if kind == _FULL)
+    if not full or len(full) == num_layers:
+        raise fields.fail("layer_types", f"must have layers of both kinds, {_FULL} and {_LINEAR}")
+    return full
