@@ -13,13 +13,16 @@
 //   routing int32 [6] = {sigmoid, groups, chosen groups, corrected, first expert, number of experts}
 //   factor float32 [1]   correction float32 [experts]
 //   shared_gate_up, shared_down: packed weights of one more gated MLP for every token
+//   shared_gate: packed float32 weight of one column
 //
 // With the first three inputs, the router chooses as ops/grouped_routing.h describes. gate_up and down contain `number
 // of experts` experts, beginning with `first expert`. Chosen experts outside this range add nothing to the output. The
-// output of the shared MLP is added to the output of the experts.
+// output of the shared MLP is added to the output of the experts. With `shared_gate`, it is first multiplied by the
+// sigmoid of the product of shared_gate and the token (Qwen).
 //
 // The result of the norm is rounded to the type of the activations, as the native primitives round it. The router reads
 // this result as float32. The output of an expert stays float32 until the outputs of all experts of a row are added.
+#include <cmath>
 #include <initializer_list>
 
 #include "common/check.h"
@@ -35,7 +38,7 @@ namespace {
 
 enum Argument {
   kHidden, kResidual, kGamma, kEpsilon, kRouter, kGateUp, kDown, kChoice, kCounts, kRouting, kFactor, kCorrection,
-  kSharedGateUp, kSharedDown
+  kSharedGateUp, kSharedDown, kSharedGate
 };
 
 // Returns the index of the first of the two outputs, which are the last tensors. The index depends on the number of
@@ -44,6 +47,7 @@ int out_of(const Tensors& t) { return t.count - 2; }
 int sum_of(const Tensors& t) { return t.count - 1; }
 bool has_routing(const Tensors& t) { return t.count > kRouting + 2; }
 bool has_shared(const Tensors& t) { return t.count > kSharedGateUp + 2; }
+bool has_shared_gate(const Tensors& t) { return t.count > kSharedGate + 2; }
 
 // Maximum number of rows that are computed together. This limits the memory, because each row is copied once for every
 // expert that it chose.
@@ -79,6 +83,7 @@ struct PieceMemory {
   float* outputs;   // outputs of the experts: [rows * chosen, width]
   char* shared_inner;    // like `inner`, for the shared experts: [rows, shared] of dtype
   float* shared_output;  // [rows, width]; unused without shared experts
+  float* shared_gates;   // [rows]; unused without a gate of the shared experts
 };
 
 PieceMemory piece_memory(const ExpertJob& job, int64_t rows) {
@@ -86,7 +91,7 @@ PieceMemory piece_memory(const ExpertJob& job, int64_t rows) {
   const int64_t sizes[] = {rows * job.width * element, rows * job.width * 4, rows * job.experts * 4, choices * 4,
                            choices * 4, (job.experts + 1) * 8, choices * 8, choices * job.width * element,
                            choices * job.inner * element, choices * job.width * 4,
-                           rows * job.shared * element, job.shared > 0 ? rows * job.width * 4 : 0};
+                           rows * job.shared * element, job.shared > 0 ? rows * job.width * 4 : 0, rows * 4};
   int64_t total = 0;
   for (const int64_t size : sizes) total += ceil_div(size, 64) * 64;
   char* parts[sizeof(sizes) / sizeof(sizes[0])];
@@ -106,7 +111,8 @@ PieceMemory piece_memory(const ExpertJob& job, int64_t rows) {
           parts[8],
           reinterpret_cast<float*>(parts[9]),
           parts[10],
-          reinterpret_cast<float*>(parts[11])};
+          reinterpret_cast<float*>(parts[11]),
+          reinterpret_cast<float*>(parts[12])};
 }
 
 int check_expert_weights(const ExpertJob& job, int argument, int64_t columns, int64_t depth, bool gated) {
@@ -171,24 +177,30 @@ int read_choice(const Tensors& t, ExpertJob* job) {
   return 0;
 }
 
+int check_float_weight(const Tensors& t, int i, const char* name, int64_t columns, int64_t depth) {
+  const PackedWeightHeader* header = packed_weight(t, i);
+  if (header == nullptr) return kBadArgument;
+  if (header->format == WeightFormat::kFloat32 && header->columns == columns && header->depth == depth &&
+      header->gated == 0) {
+    return 0;
+  }
+  return refuse_text(t.op, "the %s must be a float32 weight of %lld columns and depth %lld", name,
+                     static_cast<long long>(columns), static_cast<long long>(depth));
+}
+
 int check_shared(const Tensors& t, ExpertJob* job) {
   if (!has_shared(t)) return 0;
   const PackedWeightHeader* down = packed_weight(t, kSharedDown);
   if (down == nullptr) return kBadArgument;
   job->shared = down->depth;
-  const int error = check_weight(t, kSharedDown, job->width, job->shared, false);
-  return error != 0 ? error : check_weight(t, kSharedGateUp, 2 * job->shared, job->width, true);
+  int error = check_weight(t, kSharedDown, job->width, job->shared, false);
+  if (error == 0) error = check_weight(t, kSharedGateUp, 2 * job->shared, job->width, true);
+  return error != 0 || !has_shared_gate(t) ? error : check_float_weight(t, kSharedGate, "shared gate", 1, job->width);
 }
 
 int check_weights(const Tensors& t, ExpertJob* job) {
-  const PackedWeightHeader* router = packed_weight(t, kRouter);
-  if (router == nullptr) return kBadArgument;
-  if (router->format != WeightFormat::kFloat32 || router->columns != job->experts || router->depth != job->width ||
-      router->gated != 0) {
-    return refuse_text(t.op, "the router must be a float32 weight of %lld columns and depth %lld",
-                       static_cast<long long>(job->experts), static_cast<long long>(job->width));
-  }
-  int error = check_packed_weight(t.op, job->weight(kDown, job->first), t.size(kDown) / job->held);
+  int error = check_float_weight(t, kRouter, "router", job->experts, job->width);
+  if (error == 0) error = check_packed_weight(t.op, job->weight(kDown, job->first), t.size(kDown) / job->held);
   if (error != 0) return error;
   job->inner = header_of(job->weight(kDown, job->first)).depth;
   error = check_expert_weights(*job, kDown, job->width, job->inner, false);
@@ -248,11 +260,18 @@ void choose(const ExpertJob& job, const PieceMemory& memory, int64_t rows) {
 
 int run_shared(const ExpertJob& job, const PieceMemory& memory, int64_t rows) {
   if (job.shared == 0) return 0;
-  const int error = run_linear(job, job.t.data[kSharedGateUp], memory.normed, job.dtype, rows, memory.shared_inner,
-                               job.shared, Epilogue::kGated);
+  int error = run_linear(job, job.t.data[kSharedGateUp], memory.normed, job.dtype, rows, memory.shared_inner,
+                         job.shared, Epilogue::kGated);
   if (error != 0) return error;
-  return run_linear(job, job.t.data[kSharedDown], memory.shared_inner, job.dtype, rows, memory.shared_output, job.width,
-                    Epilogue::kStoreFloat);
+  error = run_linear(job, job.t.data[kSharedDown], memory.shared_inner, job.dtype, rows, memory.shared_output,
+                     job.width, Epilogue::kStoreFloat);
+  if (error != 0 || !has_shared_gate(job.t)) return error;
+  error = run_linear(job, job.t.data[kSharedGate], memory.floats, DType::kFloat32, rows, memory.shared_gates, 1,
+                     Epilogue::kStoreFloat);
+  for (int64_t i = 0; error == 0 && i < rows; ++i) {
+    memory.shared_gates[i] = 1.0f / (1.0f + std::exp(-memory.shared_gates[i]));
+  }
+  return error;
 }
 
 int run_experts(const ExpertJob& job, const PieceMemory& memory) {
@@ -280,12 +299,13 @@ void sum_row(const ExpertJob& job, const PieceMemory& memory, int64_t row, T* ou
   const int64_t* place = memory.place + row * job.chosen;
   const int32_t* ids = memory.ids + row * job.chosen;
   const float* shared = job.shared > 0 ? memory.shared_output + row * job.width : nullptr;
+  const float gate = has_shared_gate(job.t) ? memory.shared_gates[row] : 1.0f;
   for (int64_t d = 0; d < job.width; ++d) {
     float total = 0;
     for (int64_t rank = 0; rank < job.chosen; ++rank) {
       if (job.has_expert(ids[rank])) total += weights[rank] * memory.outputs[place[rank] * job.width + d];
     }
-    if (shared != nullptr) total += shared[d];
+    if (shared != nullptr) total += gate * shared[d];
     from_float(total, out + d);
   }
 }
@@ -320,8 +340,9 @@ int run_piece(const ExpertJob& job, int64_t first, int64_t rows) {
 }
 
 int expert_mlp(const Tensors& t) {
-  if (t.count != kRouting + 2 && t.count != kSharedGateUp + 2 && t.count != kSharedDown + 3) {
-    return refuse_text(t.op, "got %d arguments; it takes 9, 12 or 14 and gives 2", t.count);
+  if (t.count != kRouting + 2 && t.count != kSharedGateUp + 2 && t.count != kSharedDown + 3 &&
+      t.count != kSharedGate + 3) {
+    return refuse_text(t.op, "got %d arguments; it takes 9, 12, 14 or 15 and gives 2", t.count);
   }
   int error = check_float_type(t, kHidden);
   if (error != 0) return error;

@@ -53,6 +53,9 @@ class ExpertMLP(nn.Cell):
         if self.has_shared:
             self.shared_gate_up = Weight(ops.linear_weight(hidden_size, 2 * experts.shared_size))
             self.shared_down = Weight(ops.linear_weight(experts.shared_size, hidden_size))
+        self.has_shared_gate = experts.shared_gate
+        if self.has_shared_gate:
+            self.shared_gate = Weight(LinearParameters(ops.router_weight(hidden_size, 1)))
         self.mlp = ops.expert_mlp(hidden_size, experts, epsilon)
         self.sum = ops.all_reduce(hidden_size) if ops.is_split else None
 
@@ -68,5 +71,7 @@ class ExpertMLP(nn.Cell):
             weights = (*weights, self.correction)
         if self.has_shared:
             weights = (*weights, self.shared_gate_up.operands(), self.shared_down.operands())
+        if self.has_shared_gate:
+            weights = (*weights, self.shared_gate.weight)
         out, total = self.mlp(hidden, residual, gamma, weights, step)
         return (out if self.sum is None else self.sum(out, step)), total

@@ -17,6 +17,7 @@ from agent.layers.parameter import as_tensor, bind, unbound_parameter
 from agent.weights.storage import Array
 from llm_serving.model.deepseek import Routing
 from llm_serving.model.families import Experts
+from llm_serving.model.gated_delta import GatedDelta
 
 
 class Embedding(nn.Cell):
@@ -317,6 +318,38 @@ class LatentAttention(nn.Cell):
         step: tuple[Tensor, ...],
     ) -> Tensor:
         return self.attention(joined, self.form, self.numbers, *rotary, cache, *step, *weights)
+
+
+class SigmoidGate(nn.Cell):
+    """Multiplies each element by the sigmoid of its gate."""
+
+    def __init__(self, gate: Operator) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def construct(self, x: Tensor, gate: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.gate(x, gate, step[4])
+
+
+class GatedDeltaNet(nn.Cell):
+    """Runs convolution, recurrence, norm and output gate of linear attention in one operator.
+
+    ``runs`` is the array of ``SequenceStates``.
+    """
+
+    def __init__(self, operator: Operator, delta: GatedDelta, epsilon: float, runs: Array) -> None:
+        super().__init__()
+        self.operator = operator
+        sizes = (delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps)
+        self.form = _integers("form", sizes)
+        self.epsilon = _epsilon(epsilon)
+        self.runs = unbound_parameter(runs.shape, "int32")
+        bind(self.runs, runs)
+
+    def construct(
+        self, projected: Tensor, weights: tuple[Tensor, ...], states: Tensor, step: tuple[Tensor, ...]
+    ) -> Tensor:
+        return self.operator(projected, self.form, self.epsilon, *weights, states, self.runs, step[4])
 
 
 def _window(form: AttentionForm) -> Parameter | None:

@@ -29,9 +29,11 @@ from agent.backends.base import (
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.group.model_part import ModelPart
 from agent.kernels import library_path
+from agent.sequence_states import SequenceStates
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
 from llm_serving.model.families import Experts
+from llm_serving.model.gated_delta import GatedDelta
 
 
 class FusedCpuOps(OpTable):
@@ -54,6 +56,7 @@ class FusedCpuOps(OpTable):
         seqs, tokens = (self._max_seqs, 0) if self.is_last_stage else (0, self._max_tokens)
         self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
         self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
+        self.states = None if config.shape.delta is None else SequenceStates(self._max_seqs)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
 
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
@@ -130,6 +133,17 @@ class FusedCpuOps(OpTable):
 
     def latent_attention(self, form: LatentForm) -> Operator:
         return _cells().LatentAttention(self._rows("LatentAttention", form.num_heads * form.latent.value_dim), form)
+
+    def sigmoid_gate(self, width: int) -> Operator:
+        return _cells().SigmoidGate(self._rows("SigmoidGate", width))
+
+    def state_layout(self, delta: GatedDelta) -> CacheLayout:
+        assert self.states is not None, "a model with linear attention has states"
+        return (self.states.num_states, delta.state_floats), "float32"
+
+    def gated_delta(self, delta: GatedDelta, epsilon: float) -> Operator:
+        assert self.states is not None, "a model with linear attention has states"
+        return _cells().GatedDeltaNet(self._rows("GatedDeltaNet", delta.values), delta, epsilon, self.states.runs)
 
     def _vocabulary(self) -> tuple[int, int, int]:
         """Returns the first token id of this agent's part of the vocabulary, then two numbers of tokens.

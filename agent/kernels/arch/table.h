@@ -30,6 +30,8 @@ const KernelTable kTable = {
     quantize_row,
     sum_parts,
     paged::rotary_attention,
+    gated_delta,
+    sigmoid_gate,
     {logits_largest, logits_sum_exp, logits_divide, logits_collect,
      logits_first_equal, logits_weights},
 };

@@ -1,6 +1,7 @@
 // The table of function pointers to the kernels of one instruction set. Each arch/<isa>.cc defines a table. kernels()
 // returns the table in use.
 #pragma once
+#include "../ops/gated_delta.h"
 #include "../ops/linear.h"
 #include "../ops/logits.h"
 #include "../ops/matmul.h"
@@ -29,6 +30,8 @@ struct KernelTable {
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
   void (*sum_parts)(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
   void (*rotary_attention)(const RotaryAttentionArgs&);
+  void (*gated_delta)(const GatedDeltaArgs&);
+  void (*sigmoid_gate)(const SigmoidGateArgs&);
   LogitsPasses logits;
 };
 

@@ -1,0 +1,148 @@
+// The custom operators of hybrid models: GatedDeltaNet (ops/gated_delta.h) and SigmoidGate.
+//
+// GatedDeltaNet. Tm is the number of tokens of the largest step, T the number of tokens of this step.
+//
+//   projected  [Tm, width]: queries, keys, values, output gates, then b and a of each value head
+//   form       int32 [5] = {key heads, value heads, key size, value size, taps of the convolution}
+//   epsilon    float32 [1]
+//   conv       float32 [channels, 1, taps]     log_rate, rate_bias  float32 [value heads]
+//   gamma      float32 [value size]
+//   states     float32 [states, size of a state], written in place
+//   runs       int32 [Sm + 1, 4]: the number of runs and three zeros, then the runs (struct DeltaRun)
+//   counts     [4] = {T, ...}
+//   -> out     [Tm, value heads * value size], of which the rows of the runs are written
+//
+// SigmoidGate: x, gate [Tm, width]   counts [4] = {T, ...}   ->   out [Tm, width] = x * sigmoid(gate)
+#include <cstdint>
+
+#include "common/check.h"
+#include "common/floating_point.h"
+#include "common/kernel_table.h"
+#include "custom_ops.h"
+#include "ops/gated_delta.h"
+
+namespace llmk {
+namespace {
+
+constexpr int64_t kLaneMultiple = 16, kMostTaps = 16;
+
+enum Argument {
+  kProjected, kForm, kEpsilon, kConv, kLogRate, kRateBias, kGamma, kStates, kRuns, kCounts, kOut, kNumArguments
+};
+
+int read_form(const Tensors& t, GatedDeltaArgs* args) {
+  if (!t.has_dtype(kForm, "int32") || t.size(kForm) != 5) return refuse_text(t.op, "form must be int32 [5]");
+  const int32_t* form = t.as<int32_t>(kForm);
+  args->key_heads = form[0];
+  args->value_heads = form[1];
+  args->key_dim = form[2];
+  args->value_dim = form[3];
+  args->taps = form[4];
+  if (form[0] < 1 || form[1] < 1 || form[1] % form[0] != 0 || form[2] < 1 || form[2] % kLaneMultiple != 0 ||
+      form[3] < 1 || form[3] % kLaneMultiple != 0 || form[4] < 1 || form[4] > kMostTaps) {
+    return refuse_text(t.op, "form has %d key heads of size %d, %d value heads of size %d and %d taps; the number of "
+                       "key heads must divide that of value heads, sizes must be multiples of 16, taps from 1 to 16",
+                       form[0], form[2], form[1], form[3], form[4]);
+  }
+  return 0;
+}
+
+int check_floats(const Tensors& t, int i, int64_t size) {
+  if (t.has_dtype(i, "float32") && t.size(i) == size) return 0;
+  return refuse_text(t.op, "argument %d has %lld elements of %s; it must have %lld of float32", i,
+                     static_cast<long long>(t.size(i)), t.dtypes[i], static_cast<long long>(size));
+}
+
+int check_parameters(const Tensors& t, const GatedDeltaArgs& args) {
+  int error = check_floats(t, kEpsilon, 1);
+  if (error == 0) error = check_floats(t, kConv, args.channels() * args.taps);
+  for (const int i : {kLogRate, kRateBias}) {
+    if (error == 0) error = check_floats(t, i, args.value_heads);
+  }
+  return error == 0 ? check_floats(t, kGamma, args.value_dim) : error;
+}
+
+// Checks that the runs follow each other, cover the step's tokens, and name states that exist. No run may read or
+// write a state that another run writes.
+int check_runs(const Tensors& t, const GatedDeltaArgs& args, int64_t tokens, int64_t num_states) {
+  int64_t next = 0;
+  for (int64_t i = 0; i < args.num_runs; ++i) {
+    const DeltaRun& run = args.runs[i];
+    if (run.first_token != next || run.tokens < 1 || run.tokens > tokens - next) {
+      return refuse_text(t.op, "run %lld has %d tokens from token %d on; it must begin at token %lld of %lld",
+                         static_cast<long long>(i), run.tokens, run.first_token, static_cast<long long>(next),
+                         static_cast<long long>(tokens));
+    }
+    if (run.read < -1 || run.read >= num_states || run.write < 0 || run.write >= num_states || run.read == run.write) {
+      return refuse_text(t.op, "run %lld reads state %d and writes state %d of %lld; it must write another one",
+                         static_cast<long long>(i), run.read, run.write, static_cast<long long>(num_states));
+    }
+    next += run.tokens;
+  }
+  if (next == tokens) return 0;
+  return refuse_text(t.op, "the runs have %lld tokens; the step has %lld", static_cast<long long>(next),
+                     static_cast<long long>(tokens));
+}
+
+int read_runs(const Tensors& t, GatedDeltaArgs* args, int64_t tokens) {
+  if (!t.has_dtype(kRuns, "int32") || t.ndims[kRuns] != 2 || t.dim(kRuns, 0) < 1 || t.dim(kRuns, 1) != 4) {
+    return refuse_text(t.op, "runs must be int32 [sequences + 1, 4]");
+  }
+  const int32_t* runs = t.as<int32_t>(kRuns);
+  args->num_runs = tokens == 0 ? 0 : runs[0];
+  if (args->num_runs < 0 || args->num_runs >= t.dim(kRuns, 0)) {
+    return refuse_index(t.op, "runs", 0, runs[0], t.dim(kRuns, 0));
+  }
+  args->runs = reinterpret_cast<const DeltaRun*>(runs + 4);
+  if (t.ndims[kStates] != 2 || !t.has_dtype(kStates, "float32") || t.dim(kStates, 1) != args->state_floats()) {
+    return refuse_text(t.op, "states must be float32 [states, %lld]", static_cast<long long>(args->state_floats()));
+  }
+  return check_runs(t, *args, tokens, t.dim(kStates, 0));
+}
+
+int gated_delta_net(const Tensors& t) {
+  if (t.count != kNumArguments) {
+    return refuse_text(t.op, "got %d arguments; it takes %d and gives 1", t.count, kNumArguments - 1);
+  }
+  int error = check_float_type(t, kProjected);
+  if (error != 0) return error;
+  GatedDeltaArgs args{};
+  args.dtype = t.dtype(kProjected);
+  const int64_t tokens = rows_of(t, kCounts, 0, t.dim(kProjected, 0));
+  if (tokens < 0) return kBadArgument;
+  error = read_form(t, &args);
+  if (error == 0) error = check_matrix(t, kProjected, tokens, args.width(), args.dtype);
+  if (error == 0) error = check_matrix(t, kOut, tokens, args.values(), args.dtype);
+  if (error == 0) error = check_parameters(t, args);
+  if (error == 0) error = read_runs(t, &args, tokens);
+  if (error != 0) return error;
+  args.projected = t.data[kProjected];
+  args.out = t.data[kOut];
+  args.epsilon = *t.as<float>(kEpsilon);
+  args.conv = t.as<float>(kConv);
+  args.log_rate = t.as<float>(kLogRate);
+  args.rate_bias = t.as<float>(kRateBias);
+  args.gamma = t.as<float>(kGamma);
+  args.states = t.as<float>(kStates);
+  kernels().gated_delta(args);
+  return 0;
+}
+
+int sigmoid_gate(const Tensors& t) {
+  if (t.count != 4) return refuse_text(t.op, "got %d arguments; it takes 3 and gives 1", t.count);
+  int error = check_float_type(t, 0);
+  if (error != 0) return error;
+  const int64_t width = t.dim(0, -1), rows = rows_of(t, 2, 0, t.dim(0, 0));
+  if (rows < 0) return kBadArgument;
+  for (const int i : {0, 1, 3}) {
+    if (error == 0) error = check_matrix(t, i, rows, width, t.dtype(0));
+  }
+  if (error == 0) kernels().sigmoid_gate({t.data[0], t.data[1], t.data[3], rows, width, t.dtype(0)});
+  return error;
+}
+
+}  // namespace
+}  // namespace llmk
+
+LLMK_CUSTOM_OP(GatedDeltaNet, 1, gated_delta_net(t))
+LLMK_CUSTOM_OP(SigmoidGate, 1, sigmoid_gate(t))

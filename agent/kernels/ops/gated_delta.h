@@ -1,0 +1,317 @@
+// Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention whose memory of a sequence is one matrix for
+// each value head, however long the sequence is.
+//
+// For each token, `projected` has the channels of queries, keys and values, then the output gate z. Then b and a of
+// each value head follow. A key head serves `value_heads / key_heads` consecutive value heads. For each token t and
+// value head:
+//
+//   x        silu(sum over j of conv[channel][j] * input[t - taps + 1 + j]), for the channels of q, k and v
+//   q, k     q / |q| / sqrt(key_dim) and k / |k|, where |x| = sqrt(sum of squares + 1e-6)
+//   decay    exp(-exp(log_rate) * softplus(a + rate_bias))      strength   sigmoid(b)
+//   delta    (v - decay * S^T k) * strength                     S          decay * S + k delta^T
+//   out      norm(S^T q) * gamma * silu(z)
+//
+// S is the matrix [key_dim, value_dim]. Everything is float32 until the output is rounded once. The sums over a head's
+// keys have one lane for each value column, and they add the keys in ascending order. So a token gets the same bits in
+// a prompt, a chunk or a decode step.
+//
+// The state of a sequence is the matrices of all value heads, then the inputs of the last `taps` - 1 tokens:
+// [value_heads][key_dim][value_dim], [taps - 1][channels]. A run of tokens reads one state and writes another. The same
+// step can therefore run twice. key_dim and value_dim are multiples of 16.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "../common/thread_pool.h"
+#include "../common/types.h"
+
+namespace llmk {
+
+// Consecutive tokens of one sequence.
+struct DeltaRun {
+  int32_t first_token, tokens;
+  int32_t read, write;  // numbers of states; read is -1 if the run begins with the sequence
+};
+
+struct GatedDeltaArgs {
+  const void* projected;   // [tokens, width]
+  void* out;               // [tokens, value_heads * value_dim]
+  const float* conv;       // [channels, taps]
+  const float* log_rate;   // [value_heads]
+  const float* rate_bias;  // [value_heads]
+  const float* gamma;      // [value_dim]
+  float* states;           // [states, state_floats()]
+  const DeltaRun* runs;
+  int64_t num_runs, key_heads, value_heads, key_dim, value_dim, taps;
+  float epsilon;
+  DType dtype;
+
+  int64_t keys() const { return key_heads * key_dim; }
+  int64_t values() const { return value_heads * value_dim; }
+  int64_t channels() const { return 2 * keys() + values(); }
+  int64_t width() const { return channels() + values() + 2 * value_heads; }
+  int64_t state_floats() const { return value_heads * key_dim * value_dim + (taps - 1) * channels(); }
+};
+
+// Multiplies each element of `x` by the sigmoid of the same element of `gate`, in float32, and rounds once.
+struct SigmoidGateArgs {
+  const void* x;
+  const void* gate;
+  void* out;
+  int64_t rows, width;
+  DType dtype;
+};
+
+#ifdef LLMK_ARCH
+namespace LLMK_ARCH {
+
+constexpr int64_t kDeltaPiece = 16;  // tokens that a task takes from `projected` at a time
+constexpr int64_t kDeltaColumns = 4;  // vectors of value columns that the recurrence keeps in registers
+
+// The buffers of a task, which computes one value head of one run. A row of `inputs` and `mixed` has the channels of
+// the head: query, key, value. `inputs` begins with the rows of the taps - 1 tokens before the piece.
+struct DeltaPiece {
+  float* inputs;   // [taps - 1 + kDeltaPiece, head channels]
+  float* mixed;    // [kDeltaPiece, head channels]
+  float* weights;  // [taps, head channels]
+  float* results;  // [kDeltaPiece, value_dim]
+  float decay[kDeltaPiece], strength[kDeltaPiece];
+};
+
+// The three ranges of channels of one value head.
+struct HeadChannels {
+  int64_t first[3], count[3];
+  int64_t total() const { return count[0] + count[1] + count[2]; }
+};
+
+static inline HeadChannels head_channels(const GatedDeltaArgs& args, int64_t head) {
+  const int64_t key = head / (args.value_heads / args.key_heads) * args.key_dim;
+  return {{key, args.keys() + key, 2 * args.keys() + head * args.value_dim},
+          {args.key_dim, args.key_dim, args.value_dim}};
+}
+
+static inline DeltaPiece delta_piece(const GatedDeltaArgs& args, int64_t channels) {
+  const int64_t before = args.taps - 1;
+  const int64_t floats = (before + 2 * kDeltaPiece + args.taps) * channels + kDeltaPiece * args.value_dim;
+  float* next = static_cast<float*>(thread_scratch(kScratchDelta, floats * 4));
+  DeltaPiece piece{};
+  piece.inputs = next;
+  piece.mixed = piece.inputs + (before + kDeltaPiece) * channels;
+  piece.weights = piece.mixed + kDeltaPiece * channels;
+  piece.results = piece.weights + args.taps * channels;
+  return piece;
+}
+
+// Reads the weights of the head's channels, one row for each tap, and the inputs before the run.
+static inline void begin_run(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own,
+                             const DeltaPiece& piece) {
+  const int64_t channels = own.total(), before = args.taps - 1;
+  const float* old = run.read < 0 ? nullptr : args.states + (run.read + 1) * args.state_floats();
+  int64_t at = 0;
+  for (int part = 0; part < 3; at += own.count[part++]) {
+    for (int64_t tap = 0; tap < args.taps; ++tap) {
+      const float* conv = args.conv + own.first[part] * args.taps + tap;
+      for (int64_t i = 0; i < own.count[part]; ++i) piece.weights[tap * channels + at + i] = conv[i * args.taps];
+    }
+    for (int64_t row = 0; row < before; ++row) {
+      float* to = piece.inputs + row * channels + at;
+      const size_t bytes = static_cast<size_t>(own.count[part]) * 4;
+      if (old == nullptr) {
+        std::memset(to, 0, bytes);
+      } else {
+        std::memcpy(to, old - (before - row) * args.channels() + own.first[part], bytes);
+      }
+    }
+  }
+}
+
+template <class T>
+static inline void read_inputs(const GatedDeltaArgs& args, const HeadChannels& own, const DeltaPiece& piece,
+                               int64_t token, int64_t count) {
+  const int64_t channels = own.total();
+  for (int64_t row = 0; row < count; ++row) {
+    const T* from = static_cast<const T*>(args.projected) + (token + row) * args.width();
+    float* to = piece.inputs + (args.taps - 1 + row) * channels;
+    for (int part = 0; part < 3; to += own.count[part++]) {
+      for (int64_t i = 0; i < own.count[part]; i += kLanes) store(to + i, load(from + own.first[part] + i));
+    }
+  }
+}
+
+// Divides the `width` elements at `x` by their length and multiplies them by `scale`.
+static inline void to_length(float* x, int64_t width, float scale) {
+  Vec squares = zero();
+  for (int64_t i = 0; i < width; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+  const Vec factor = broadcast(scale / std::sqrt(sum(squares) + 1e-6f));
+  for (int64_t i = 0; i < width; i += kLanes) store(x + i, mul(load(x + i), factor));
+}
+
+// Computes the convolution, SiLU and the lengths of queries and keys.
+static inline void mix_inputs(const GatedDeltaArgs& args, const HeadChannels& own, const DeltaPiece& piece,
+                              int64_t count) {
+  const int64_t channels = own.total();
+  for (int64_t row = 0; row < count; ++row) {
+    float* mixed = piece.mixed + row * channels;
+    for (int64_t i = 0; i < channels; i += kLanes) {
+      const float* input = piece.inputs + row * channels + i;
+      Vec total = mul(load(piece.weights + i), load(input));
+      for (int64_t tap = 1; tap < args.taps; ++tap) {
+        total = fma(load(piece.weights + tap * channels + i), load(input + tap * channels), total);
+      }
+      store(mixed + i, mul(total, sigmoid(total)));
+    }
+    to_length(mixed, args.key_dim, 1.0f / std::sqrt(static_cast<float>(args.key_dim)));
+    to_length(mixed + args.key_dim, args.key_dim, 1.0f);
+  }
+}
+
+template <class T>
+static inline void read_gates(const GatedDeltaArgs& args, int64_t head, int64_t token, int64_t count,
+                              DeltaPiece* piece) {
+  const int64_t strength_at = args.channels() + args.values() + head, rate_at = strength_at + args.value_heads;
+  for (int64_t row = 0; row < count; ++row) {
+    const T* from = static_cast<const T*>(args.projected) + (token + row) * args.width();
+    const float a = to_float(from[rate_at]) + args.rate_bias[head];
+    const float softplus = a > 20.0f ? a : std::log1p(std::exp(a));
+    piece->decay[row] = std::exp(-std::exp(args.log_rate[head]) * softplus);
+    piece->strength[row] = 1.0f / (1.0f + std::exp(-to_float(from[strength_at])));
+  }
+}
+
+// Runs the recurrence for `N` vectors of value columns. The first token reads `from`, and all tokens write `to`. Both
+// are matrices whose rows are value_dim apart.
+template <int64_t N>
+static inline void recur_columns(const GatedDeltaArgs& args, const DeltaPiece& piece, int64_t count, int64_t column,
+                                 const float* from, float* to) {
+  const int64_t keys = args.key_dim, stride = args.value_dim, channels = 2 * keys + stride;
+  for (int64_t row = 0; row < count; ++row) {
+    const float* query = piece.mixed + row * channels;
+    const float* key = query + keys;
+    const float* value = key + keys + column;
+    const Vec decay = broadcast(piece.decay[row]), strength = broadcast(piece.strength[row]);
+    Vec known[N], delta[N], result[N];
+    for (int64_t n = 0; n < N; ++n) known[n] = result[n] = zero();
+    for (int64_t i = 0; i < keys; ++i) {
+      const Vec each = broadcast(key[i]);
+      for (int64_t n = 0; n < N; ++n) known[n] = fma(each, load(from + i * stride + n * kLanes), known[n]);
+    }
+    for (int64_t n = 0; n < N; ++n) {
+      delta[n] = mul(sub(load(value + n * kLanes), mul(decay, known[n])), strength);
+    }
+    for (int64_t i = 0; i < keys; ++i) {
+      const Vec each = broadcast(key[i]), asked = broadcast(query[i]);
+      for (int64_t n = 0; n < N; ++n) {
+        const Vec state = fma(each, delta[n], mul(decay, load(from + i * stride + n * kLanes)));
+        store(to + i * stride + n * kLanes, state);
+        result[n] = fma(asked, state, result[n]);
+      }
+    }
+    for (int64_t n = 0; n < N; ++n) store(piece.results + row * stride + column + n * kLanes, result[n]);
+    from = to;
+  }
+}
+
+static inline void recur(const GatedDeltaArgs& args, const DeltaPiece& piece, int64_t count, const float* from,
+                         float* to) {
+  int64_t column = 0;
+  for (; column + kDeltaColumns * kLanes <= args.value_dim; column += kDeltaColumns * kLanes) {
+    recur_columns<kDeltaColumns>(args, piece, count, column, from + column, to + column);
+  }
+  for (; column < args.value_dim; column += kLanes) {
+    recur_columns<1>(args, piece, count, column, from + column, to + column);
+  }
+}
+
+template <class T>
+static inline void write_results(const GatedDeltaArgs& args, const DeltaPiece& piece, int64_t head, int64_t token,
+                                 int64_t count) {
+  const int64_t width = args.value_dim;
+  for (int64_t row = 0; row < count; ++row) {
+    const float* x = piece.results + row * width;
+    const T* gate = static_cast<const T*>(args.projected) + (token + row) * args.width() + args.channels() +
+                    head * width;
+    T* out = static_cast<T*>(args.out) + (token + row) * args.values() + head * width;
+    Vec squares = zero();
+    for (int64_t i = 0; i < width; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+    const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + args.epsilon));
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Vec z = load(gate + i), normed = mul(mul(load(x + i), scale), load(args.gamma + i));
+      store(out + i, mul(normed, mul(z, sigmoid(z))));
+    }
+  }
+}
+
+// Stores the inputs of the last taps - 1 tokens in the state. If value heads share a key head, the first of them stores
+// the channels of queries and keys.
+static inline void end_run(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own, int64_t head,
+                           const DeltaPiece& piece, int64_t count) {
+  const int64_t channels = own.total(), before = args.taps - 1;
+  float* end = args.states + (run.write + 1) * args.state_floats();
+  const bool is_first = head % (args.value_heads / args.key_heads) == 0;
+  int64_t at = is_first ? 0 : own.count[0] + own.count[1];
+  for (int part = is_first ? 0 : 2; part < 3; at += own.count[part++]) {
+    for (int64_t row = 0; row < before; ++row) {
+      const float* from = piece.inputs + (count + row) * channels + at;
+      std::memcpy(end - (before - row) * args.channels() + own.first[part], from,
+                  static_cast<size_t>(own.count[part]) * 4);
+    }
+  }
+}
+
+template <class T>
+static inline void delta_head(const GatedDeltaArgs& args, const DeltaRun& run, int64_t head) {
+  const HeadChannels own = head_channels(args, head);
+  const int64_t matrix = args.key_dim * args.value_dim, before = args.taps - 1;
+  DeltaPiece piece = delta_piece(args, own.total());
+  float* to = args.states + run.write * args.state_floats() + head * matrix;
+  const float* from = to;
+  if (run.read < 0) {
+    std::memset(to, 0, static_cast<size_t>(matrix) * 4);
+  } else {
+    from = args.states + run.read * args.state_floats() + head * matrix;
+  }
+  begin_run(args, run, own, piece);
+  for (int64_t done = 0; done < run.tokens; done += kDeltaPiece) {
+    const int64_t token = run.first_token + done, count = smaller(kDeltaPiece, run.tokens - done);
+    read_inputs<T>(args, own, piece, token, count);
+    mix_inputs(args, own, piece, count);
+    read_gates<T>(args, head, token, count, &piece);
+    recur(args, piece, count, from, to);
+    write_results<T>(args, piece, head, token, count);
+    from = to;
+    if (done + count < run.tokens) {
+      std::memmove(piece.inputs, piece.inputs + count * own.total(), static_cast<size_t>(before * own.total()) * 4);
+    } else {
+      end_run(args, run, own, head, piece, count);
+    }
+  }
+}
+
+static void gated_delta(const GatedDeltaArgs& args) {
+  with_element_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel_for(args.num_runs * args.value_heads, [&](int64_t task) {
+      delta_head<T>(args, args.runs[task / args.value_heads], task % args.value_heads);
+    });
+  });
+}
+
+static void sigmoid_gate(const SigmoidGateArgs& args) {
+  with_element_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel_for(args.rows, [&](int64_t row) {
+      const T* x = static_cast<const T*>(args.x) + row * args.width;
+      const T* gate = static_cast<const T*>(args.gate) + row * args.width;
+      T* out = static_cast<T*>(args.out) + row * args.width;
+      for (int64_t i = 0; i < args.width; i += kLanes) {
+        const int64_t left = args.width - i;
+        store_part(out + i, mul(load_part(x + i, left), sigmoid(load_part(gate + i, left))), left);
+      }
+    });
+  });
+}
+
+}  // namespace LLMK_ARCH
+#endif
+
+}  // namespace llmk

@@ -1,0 +1,177 @@
+"""Tests the operators GatedDeltaNet and SigmoidGate: against float64, and for equal bits in any division into steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from agent.kernels import compiled_sets
+from agent.kernels.library import load_library
+from performance.kernels.attention_calls import EntryCall
+from performance.kernels.calls import Array, load, store
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS, EPSILON = 2, 4, 16, 80, 4, 1e-6
+KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM
+CHANNELS = 2 * KEYS + VALUES
+FORM = (KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS)
+STATE = VALUE_HEADS * KEY_DIM * VALUE_DIM + (TAPS - 1) * CHANNELS
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+Float64Array = npt.NDArray[np.float64]
+
+
+class Layer:
+    """Random weights of a layer, and the inputs of one sequence of 40 tokens."""
+
+    def __init__(self, dtype: str) -> None:
+        rng = np.random.default_rng(5)
+        self.dtype = dtype
+        self.projected = store(rng.standard_normal((40, CHANNELS + VALUES + 2 * VALUE_HEADS)), dtype)
+        self.weights = [
+            (rng.standard_normal((CHANNELS, 1, TAPS)) * 0.6).astype(np.float32),
+            (rng.standard_normal(VALUE_HEADS) - 1).astype(np.float32),
+            rng.standard_normal(VALUE_HEADS).astype(np.float32),
+            (1 + rng.standard_normal(VALUE_DIM) / 4).astype(np.float32),
+        ]
+        self.states = np.full((6, STATE), np.nan, np.float32)
+
+    def run(
+        self, tokens: list[int], runs: list[tuple[int, int, int, int]], form: tuple[int, ...] = FORM
+    ) -> tuple[int, Array]:
+        """Runs the operator for some tokens. Returns its status code and the output, which has one spare row."""
+        x = np.concatenate([self.projected[tokens], self.projected[:1]])
+        out = np.zeros((len(x), VALUES), x.dtype)
+        table = np.zeros((6, 4), np.int32)
+        table[0, 0], table[1 : 1 + len(runs)] = len(runs), np.array(runs, np.int32).reshape(-1, 4)
+        tensors = [
+            (x, self.dtype), (np.array(form, np.int32), None), (np.full(1, EPSILON, np.float32), None),
+            *((each, None) for each in self.weights), (self.states, None), (table, None),
+            (np.array([len(tokens), 0, 0, 0], np.int32), None), (out, self.dtype),
+        ]  # fmt: skip
+        return EntryCall(tensors).run(load_library().GatedDeltaNet), out
+
+    def exact(self) -> Float64Array:
+        """Returns the output for all tokens, computed in float64 with the formulas of ``ops/gated_delta.h``."""
+        x = load(self.projected, self.dtype)
+        conv, log_rate, rate_bias, gamma = (each.astype(np.float64) for each in self.weights)
+        padded = np.concatenate([np.zeros((TAPS - 1, CHANNELS)), x[:, :CHANNELS]])
+        mixed = silu(sum(padded[tap : tap + len(x)] * conv[:, 0, tap] for tap in range(TAPS)))
+        query, key = (unit(mixed[:, at : at + KEYS].reshape(-1, KEY_HEADS, KEY_DIM)) for at in (0, KEYS))
+        value = mixed[:, 2 * KEYS :].reshape(-1, VALUE_HEADS, VALUE_DIM)
+        gate = x[:, CHANNELS : CHANNELS + VALUES].reshape(value.shape)
+        b, a = x[:, -2 * VALUE_HEADS : -VALUE_HEADS], x[:, -VALUE_HEADS:]
+        decay, strength = np.exp(-np.exp(log_rate) * np.log1p(np.exp(a + rate_bias))), 1 / (1 + np.exp(-b))
+        out = np.empty(value.shape)
+        for head in range(VALUE_HEADS):
+            shared = head // (VALUE_HEADS // KEY_HEADS)
+            state = np.zeros((KEY_DIM, VALUE_DIM))
+            for token in range(len(x)):
+                state *= decay[token, head]
+                delta = (value[token, head] - key[token, shared] @ state) * strength[token, head]
+                state += np.outer(key[token, shared], delta)
+                out[token, head] = query[token, shared] @ state / KEY_DIM**0.5
+        normed = out / np.sqrt((out * out).mean(-1, keepdims=True) + EPSILON) * gamma
+        return (normed * silu(gate)).reshape(len(x), VALUES)
+
+
+def silu(x: Float64Array) -> Float64Array:
+    return x / (1 + np.exp(-x))
+
+
+def unit(x: Float64Array) -> Float64Array:
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_prompt_equals_float64(dtype: str) -> None:
+    check_prompt(dtype)
+
+
+def check_prompt(dtype: str) -> None:
+    layer = Layer(dtype)
+    status, out = layer.run(list(range(40)), [(0, 40, -1, 0)])
+    assert status == 0
+    assert not out[40:].any(), "rows after the step are not written"
+    np.testing.assert_allclose(load(out[:40], dtype), layer.exact(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("isa", compiled_sets()[1:])
+def test_other_instruction_sets_equal_float64(isa: str) -> None:
+    code = "import test_gated_delta as t; [t.check_prompt(each) for each in t.TOLERANCE]"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "LLM_KERNELS_ISA": isa, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_has_the_same_bits_in_a_prompt_a_chunk_and_a_batch(dtype: str) -> None:
+    layer = Layer(dtype)
+    _, whole = layer.run(list(range(40)), [(0, 40, -1, 0)])
+    final = layer.states[0].copy()
+    found, begin, state = [], 0, -1
+    for end in (1, 2, 4, 21, 22, 38, 40):  # chunks that are shorter and longer than the convolution and a piece
+        others, own = list(range(5)), list(range(begin, end))
+        target = 3 if state == 2 else 2
+        # two runs of one other sequence are in each batch, before and after the tested tokens
+        runs = [(0, 5, -1, 4), (5, len(own), state, target), (5 + len(own), 5, -1, 5)]
+        status, out = layer.run(others + own + others, runs)
+        assert status == 0
+        found.append(out[5 : 5 + len(own)].copy())
+        np.testing.assert_array_equal(out[:5], whole[:5])
+        begin, state = end, target
+    np.testing.assert_array_equal(np.concatenate(found), whole[:40])
+    np.testing.assert_array_equal(layer.states[state], final)
+
+
+def test_a_run_leaves_the_state_that_it_reads() -> None:
+    layer = Layer("float32")
+    layer.run(list(range(9)), [(0, 9, -1, 0)])
+    before = layer.states[0].copy()
+    _, first = layer.run([9, 10], [(0, 2, 0, 1)])
+    _, again = layer.run([9, 10], [(0, 2, 0, 1)])
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(layer.states[0], before)
+    assert np.isnan(layer.states[2:]).all(), "other states are not touched"
+
+
+@pytest.mark.parametrize(
+    ("runs", "form", "problem"),
+    [
+        ([(0, 2, 1, 1)], FORM, "reads state 1 and writes state 1 of 6"),
+        ([(0, 2, 6, 1)], FORM, "reads state 6 and writes state 1 of 6"),
+        ([(0, 2, -1, 6)], FORM, "reads state -1 and writes state 6 of 6"),
+        ([(0, 3, -1, 0)], FORM, "run 0 has 3 tokens from token 0 on; it must begin at token 0 of 2"),
+        ([(0, 1, -1, 0)], FORM, "the runs have 1 tokens; the step has 2"),
+        ([(0, 2, -1, 0)], (2, 4, 20, 80, 4), "sizes must be multiples of 16"),
+        ([(0, 2, -1, 0)], (2, 4, 16, 64, 4), "argument 0 is float32"),
+    ],
+)
+def test_wrong_runs_and_sizes_are_refused(
+    capfd: pytest.CaptureFixture[str], runs: list[tuple[int, int, int, int]], form: tuple[int, ...], problem: str
+) -> None:
+    layer = Layer("float32")
+    status, out = layer.run([0, 1], runs, form)
+    assert status != 0
+    assert not out.any()
+    assert problem in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_sigmoid_gate_equals_float64(dtype: str) -> None:
+    rng = np.random.default_rng(6)
+    x, gate = (store(rng.standard_normal((3, 37)) * 3, dtype) for _ in range(2))
+    out = np.zeros_like(x)
+    tensors = [(x, dtype), (gate, dtype), (np.array([2, 0, 0, 0], np.int32), None), (out, dtype)]
+    assert EntryCall(tensors).run(load_library().SigmoidGate) == 0
+    wanted = load(x, dtype) / (1 + np.exp(-load(gate, dtype)))
+    np.testing.assert_allclose(load(out[:2], dtype), wanted[:2], rtol=TOLERANCE[dtype])
+    assert not out[2:].any()
