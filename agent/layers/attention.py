@@ -13,9 +13,9 @@ from llm_serving.model.shape import ModelShape
 class Attention(nn.Cell):
     """Grouped-query attention (Ainslie et al. 2023) of one layer, with the norm before it.
 
-    Some models add biases, norms of queries and keys, sinks, or a sliding window. The KV cache of the layer consists of
-    two parameters, or three with a cache of scales. The op table decides their layouts, and ``agent/kv_cache.py``
-    allocates their memory.
+    Some models add biases, norms of queries and keys, sinks, a sliding window, or a gate of the result. The KV cache of
+    the layer consists of two parameters, or three with a cache of scales. The op table decides their layouts, and
+    ``agent/kv_cache.py`` allocates their memory.
     """
 
     def __init__(self, ops: OpTable, shape: ModelShape, num_blocks: int, block_size: int, *, layer: int) -> None:
@@ -38,6 +38,11 @@ class Attention(nn.Cell):
         if self.has_norms:
             self.query_norm = NormWeight(ops, head_dim, shape.norm_dtype)
             self.key_norm = NormWeight(ops, head_dim, shape.norm_dtype)
+        self.has_gate = shape.gated_attention
+        if self.has_gate:
+            # The gate reads the sum that ``qkv`` returns, so its norm adds nothing to the residual stream.
+            self.gate = NormLinear(ops, shape.hidden_size, heads * head_dim, shape.rms_norm_eps, first=True)
+            self.sigmoid_gate = ops.sigmoid_gate(heads * head_dim)
         self.has_sinks = shape.sinks
         if self.has_sinks:
             self.sinks = unbound_parameter((heads,), "float32")
@@ -69,6 +74,9 @@ class Attention(nn.Cell):
         if self.has_scales:
             caches = (*caches, self.scale_cache)
         attended = self.attention(qkv, self.of_heads(), rotary, caches, step, whole_prompts)
+        if self.has_gate:
+            gates, residual = self.gate(residual, residual, gamma, step)
+            attended = self.sigmoid_gate(attended, gates, step)
         return self.output(attended, step), residual
 
 

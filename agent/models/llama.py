@@ -1,7 +1,8 @@
 """The network of all model families: Llama (Touvron et al. 2023; Llama 3, Grattafiori et al. 2024).
 
 It has RMSNorm, rotary embedding, grouped-query attention and SwiGLU. Some families add parts to the attention
-(``agent/layers/attention.py``), have latent attention (``agent/layers/latent_attention.py``) or have experts.
+(``agent/layers/attention.py``), have latent attention (``agent/layers/latent_attention.py``) or have experts. Hybrid
+models have linear attention in most layers (``agent/layers/gated_delta.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from mindspore import Tensor, nn
 from agent.backends.base import Operator, OpTable
 from agent.layers.attention import Attention, attention_form
 from agent.layers.embedding import Embedding
+from agent.layers.gated_delta import GatedDeltaNet
 from agent.layers.latent_attention import LatentAttention
 from agent.layers.linear import NormWeight, Weight
 from agent.layers.mlp import ExpertMLP, GatedMLP
@@ -100,8 +102,11 @@ class DecoderLayer(nn.Cell):
         shape, cache = config.shape, config.pa_config
         hidden, epsilon = shape.hidden_size, shape.rms_norm_eps
         self.input_norm = NormWeight(ops, hidden, shape.norm_dtype)
-        attention = Attention if shape.latent is None else LatentAttention
-        self.attention = attention(ops, shape, cache.num_blocks, cache.block_size, layer=layer)
+        if shape.has_cache(layer):
+            attention = Attention if shape.latent is None else LatentAttention
+            self.attention = attention(ops, shape, cache.num_blocks, cache.block_size, layer=layer)
+        else:
+            self.attention = GatedDeltaNet(ops, shape, layer=layer)
         self.post_attention_norm = NormWeight(ops, hidden, shape.norm_dtype)
         self.has_result_norms = shape.gemma is not None
         if self.has_result_norms:
@@ -146,13 +151,16 @@ class DecoderLayer(nn.Cell):
 
 def equal_layers(shape: ModelShape) -> tuple[tuple[int, int], ...]:
     """Returns ranges [first, end) of consecutive layers of the same kind, which one operator can run together."""
-    kinds = [(attention_form(shape, layer), shape.has_experts(layer)) for layer in range(shape.num_layers)]
+    kinds = [
+        (attention_form(shape, layer), shape.has_experts(layer), shape.has_cache(layer))
+        for layer in range(shape.num_layers)
+    ]
     starts = [layer for layer in range(shape.num_layers) if layer == 0 or kinds[layer] != kinds[layer - 1]]
     return tuple(pairwise([*starts, shape.num_layers]))
 
 
 def _layers_operator(ops: OpTable, shape: ModelShape, first: int, end: int) -> Operator | None:
-    if shape.has_experts(first) or shape.latent is not None:
+    if shape.has_experts(first) or shape.latent is not None or shape.delta is not None:
         return None
     form = attention_form(shape, first)
     return ops.decoder_layers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from agent.models.delta_names import delta_specs, prediction_names
 from agent.weights import WeightPart, WeightSpec
 from agent.weights.layout import HeadRows, RowsOf, StackedIn, rows_of
 from llm_serving.model.families import FAMILIES, Experts
@@ -21,12 +22,14 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts"
 
 
 _USUAL = ExpertNames()
 _EXPERT_NAMES = {
     "MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
     "GptOssForCausalLM": ExpertNames(router="router"),
+    "Qwen3NextForCausalLM": ExpertNames(shared="shared_expert"),
 }
 """Names of experts by architecture. An architecture without an entry uses ``_USUAL``."""
 
@@ -40,8 +43,11 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     for layer in range(shape.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         specs.append(_norm(shape, f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden))
-        attention = _attention_specs if shape.latent is None else _latent_specs
-        specs.extend(attention(shape, f"{ours}.attention", f"{theirs}.self_attn"))
+        if shape.has_cache(layer):
+            attention = _attention_specs if shape.latent is None else _latent_specs
+            specs.extend(attention(shape, f"{ours}.attention", f"{theirs}.self_attn"))
+        else:
+            specs.extend(delta_specs(shape, f"{ours}.attention", f"{theirs}.linear_attn"))
         specs.extend(_later_norms(shape, ours, theirs))
         if shape.has_experts(layer):
             specs.extend(_expert_specs(shape, f"{ours}.mlp", f"{theirs}.{experts.block}", experts))
@@ -65,7 +71,11 @@ def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
 
 
 def _extra_names(shape: ModelShape) -> tuple[str, ...]:
-    """Returns the names of all tensors of DeepSeek-V3's layers for multi-token prediction, which are not loaded."""
+    """Returns the names of all tensors of the layers for multi-token prediction, which are not loaded."""
+    if shape.delta is not None:
+        parts = [part for spec in weight_specs(shape) for part in spec.parts]
+        names = {part.name if part.rows_of is None else part.rows_of.name for part in parts}
+        return prediction_names(sorted(names), shape.delta.full_layers[-1])
     if shape.num_extra_layers == 0:
         return ()
     last = shape.num_layers - 1
@@ -84,8 +94,11 @@ def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weig
     parts = tuple(WeightPart(f"{theirs}.{name}.weight", (width, hidden)) for name, width in widths.items())
     if _is_joined(shape):
         parts = _rows_of(f"{theirs}.qkv_proj.weight", parts)
-        if shape.partial_rotary_dim:
-            parts = (*(_rotated_first(part, shape) for part in parts[:2]), parts[2])
+    if shape.partial_rotary_dim:
+        parts = (*(_rotated_first(part, shape) for part in parts[:2]), parts[2])
+    if shape.gated_attention:
+        parts, gate = _without_gates(parts, shape)
+        yield WeightSpec(f"{ours}.gate.weight", (gate,), "linear")
     biases = tuple(WeightPart(f"{theirs}.{name}.bias", (width,)) for name, width in widths.items())
     yield WeightSpec(f"{ours}.qkv.weight", parts, "linear", bias=biases if shape.attention_bias else ())
     output = WeightPart(f"{theirs}.o_proj.weight", (hidden, query))
@@ -98,8 +111,9 @@ def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weig
         if shape.gemma is not None:
             # The operators divide scores by the square root of the head size, so the norm corrects this division.
             query_norm = replace(query_norm, factor=(head_dim / shape.gemma.query_scalar) ** 0.5)
-        yield query_norm
-        yield _norm(shape, f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", head_dim)
+        key_norm = _norm(shape, f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", head_dim)
+        for norm in (query_norm, key_norm):
+            yield replace(norm, parts=(_rotated_first(norm.parts[0], shape),)) if shape.partial_rotary_dim else norm
 
 
 def _latent_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
@@ -145,9 +159,12 @@ def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames)
         correction = WeightPart(f"{theirs}.gate.e_score_correction_bias", (experts.count,))
         yield WeightSpec(f"{ours}.correction", (correction,), float32=True)
     if experts.shared_size:
-        gate_up, down = _gated_parts(f"{theirs}.shared_experts", shape.hidden_size, experts.shared_size, names)
+        gate_up, down = _gated_parts(f"{theirs}.{names.shared}", shape.hidden_size, experts.shared_size, names)
         yield WeightSpec(f"{ours}.shared_gate_up.weight", gate_up, "gated_linear")
         yield WeightSpec(f"{ours}.shared_down.weight", down, "linear")
+    if experts.shared_gate:
+        gate = WeightPart(f"{theirs}.{names.shared}_gate.weight", (1, shape.hidden_size))
+        yield WeightSpec(f"{ours}.shared_gate.weight", (gate,), "linear", float32=True)
 
 
 def _all_experts(experts: Experts, ours: str, theirs: str, hidden: int, names: ExpertNames) -> Iterator[WeightSpec]:
@@ -210,9 +227,9 @@ def _later_norms(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSp
 
 
 def _norm(shape: ModelShape, parameter: str, name: str, size: int) -> WeightSpec:
-    """Returns the weight of a norm. Gemma multiplies by 1 + weight in float32, so this sum is the parameter."""
+    """Returns the weight of a norm. Gemma and Qwen3-Next multiply by 1 + weight in float32, which is the parameter."""
     spec = _plain(parameter, name, size)
-    return spec if shape.gemma is None else replace(spec, offset=1.0, float32=True)
+    return spec if not shape.adds_one_to_norms else replace(spec, offset=1.0, float32=True)
 
 
 def _is_joined(shape: ModelShape) -> bool:
@@ -225,8 +242,24 @@ def _rows_of(name: str, parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]
     return tuple(replace(part, rows_of=RowsOf(name, whole, rows.start)) for part, rows in rows_of(parts))
 
 
+def _without_gates(
+    parts: tuple[WeightPart, ...], shape: ModelShape
+) -> tuple[tuple[WeightPart, ...], WeightPart]:
+    """Returns the weights of queries, keys and values, and the weight of the output gates.
+
+    The checkpoint's query weight has the rows of a query head, then the rows of its gate, and so on.
+    """
+    size, query = shape.head_dim, parts[0]
+    order = tuple(range(size)) if query.rows_of is None else query.rows_of.head_order
+    whole = (2 * query.shape[0], *query.shape[1:])
+    place = RowsOf(query.name, whole, 0, order, stored_head=2 * size)
+    gates = replace(place, head_order=tuple(range(size, 2 * size)))
+    gate = WeightPart(f"{query.name.removesuffix('q_proj.weight')}gate.weight", query.shape, gates)
+    return (replace(query, rows_of=place), *parts[1:]), gate
+
+
 def _rotated_first(part: WeightPart, shape: ModelShape) -> WeightPart:
-    """Returns the weight of queries or keys with the rows of each head in the order that whole-head rotation needs.
+    """Returns a weight or a norm of queries or keys with the rows of a head in the order of whole-head rotation.
 
     The checkpoint rotates elements i and i + r / 2 together, where r is the number of rotated elements, the first of a
     head. The operators rotate elements that are half a head apart. So the second half of the r elements moves to the
@@ -236,8 +269,8 @@ def _rotated_first(part: WeightPart, shape: ModelShape) -> WeightPart:
     half, unrotated = rotated // 2, (size - rotated) // 2
     ranges = ((0, half), (rotated, rotated + unrotated), (half, rotated), (rotated + unrotated, size))
     order = tuple(row for first, end in ranges for row in range(first, end))
-    assert part.rows_of is not None, "only joined checkpoints have partial rotary embedding"
-    return replace(part, rows_of=replace(part.rows_of, head_order=order))
+    place = part.rows_of or RowsOf(part.name, part.shape, 0)
+    return replace(part, rows_of=replace(place, head_order=order))
 
 
 def _plain(parameter: str, name: str, *sizes: int) -> WeightSpec:

@@ -45,6 +45,10 @@ class JoinedSource:
         rows = self._places.get(part.name)
         if rows is None:
             return self._source.read_quantised(part, cut)
+        if rows.stored_head:
+            assert cut is None, "a part of each head is not cut again"
+            whole = self._source.read_quantised(WeightPart(rows.name, rows.shape))
+            return _reordered(whole, rows.head_order, rows.stored_head)
         own = _cut_of(rows, part.shape if cut is None else cut.whole, cut)
         tensor = self._source.read_quantised(WeightPart(rows.name, rows.shape), own)
         return _reordered(tensor, rows.head_order) if rows.head_order else tensor
@@ -54,6 +58,12 @@ class JoinedSource:
         if rows is None:
             self._source.read_into(name, out, dtype, cut)
             return
+        if rows.stored_head:
+            assert cut is None, "a part of each head is not cut again"
+            whole = np.empty(rows.shape, out.dtype)
+            self._source.read_into(rows.name, whole, dtype)
+            out[:] = _in_order(whole, rows.head_order, rows.stored_head)
+            return
         self._source.read_into(rows.name, out, dtype, _cut_of(rows, out.shape if cut is None else cut.whole, cut))
         if rows.head_order:
             out[:] = _in_order(out, rows.head_order)
@@ -62,20 +72,24 @@ class JoinedSource:
         self._source.close()
 
 
-def _in_order(rows: Array, order: tuple[int, ...]) -> Array:
-    """Returns a copy of ``rows`` [heads x head size, ...] with the rows of each head in ``order``."""
-    return rows.reshape(-1, len(order), *rows.shape[1:])[:, list(order)].reshape(rows.shape)
+def _in_order(rows: Array, order: tuple[int, ...], stored_head: int = 0) -> Array:
+    """Returns a copy of some rows of each head, in ``order``.
+
+    ``rows`` is [heads x rows of a head, ...]. A head has ``stored_head`` rows. 0 means as many as ``order``.
+    """
+    taken = rows.reshape(-1, stored_head or len(order), *rows.shape[1:])[:, list(order)]
+    return taken.reshape(-1, *rows.shape[1:])
 
 
-def _reordered(tensor: QuantizedTensor, order: tuple[int, ...]) -> QuantizedTensor:
+def _reordered(tensor: QuantizedTensor, order: tuple[int, ...], stored_head: int = 0) -> QuantizedTensor:
     inputs = tensor.inputs
     if inputs is not None:
-        inputs = replace(inputs, sum_offsets=np.ascontiguousarray(_in_order(inputs.sum_offsets, order)))
+        inputs = replace(inputs, sum_offsets=np.ascontiguousarray(_in_order(inputs.sum_offsets, order, stored_head)))
     return replace(
         tensor,
-        values=_in_order(tensor.values, order),
-        scales=_in_order(tensor.scales, order),
-        zeros=None if tensor.zeros is None else _in_order(tensor.zeros, order),
+        values=_in_order(tensor.values, order, stored_head),
+        scales=_in_order(tensor.scales, order, stored_head),
+        zeros=None if tensor.zeros is None else _in_order(tensor.zeros, order, stored_head),
         inputs=inputs,
     )
 

@@ -25,6 +25,8 @@ class RowsOf:
     """Row of the larger tensor at which the tensor begins."""
     head_order: tuple[int, ...] = ()
     """For each row of a head, the number of the stored row that the model takes. () means the stored order."""
+    stored_head: int = 0
+    """Number of stored rows of each head if ``head_order`` takes only some of them. 0: it takes all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,17 @@ FAMILIES = {
             experts=ExpertKeys("num_experts", "moe_intermediate_size"),
         ),
         Family(
+            "Qwen3NextForCausalLM",
+            "qwen3_next",
+            query_key_norm=True,
+            partial_rotary=True,
+            head_dim=256,
+            experts=ExpertKeys(
+                "num_experts", "moe_intermediate_size", shared_size="shared_expert_intermediate_size"
+            ),
+            hybrid=True,
+        ),
+        Family(
             "DeepseekV2ForCausalLM",
             "deepseek_v2",
             experts=ExpertKeys("n_routed_experts", "moe_intermediate_size"),

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import TensorSpec, serialize_file
 
 from agent.weights.seeded import fill_seeded
-from agent.weights.storage import Array, allocate, from_float32
+from agent.weights.storage import Array, allocate, from_float32, to_float32
 from llm_serving.model.mxfp4 import MXFP4_GROUP
 from performance.models.variants import VARIANTS, Variant
 
@@ -38,7 +38,10 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        shapes |= _attention_shapes(config, f"{layer}.self_attn")
+        if config.get("layer_types", [""] * (index + 1))[index] == "linear_attention":
+            shapes |= _delta_shapes(config, f"{layer}.linear_attn")
+        else:
+            shapes |= _attention_shapes(config, f"{layer}.self_attn")
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
         if config.get("model_type") == "gemma3_text":
             shapes[f"{layer}.pre_feedforward_layernorm.weight"] = (hidden,)
@@ -67,6 +70,8 @@ def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[i
         f"{name}.v_proj.weight": (key, hidden),
         f"{name}.o_proj.weight": (hidden, query),
     }
+    if config.get("model_type") == "qwen3_next":  # the rows of a query head, then those of its output gate
+        shapes[f"{name}.q_proj.weight"] = (2 * query, hidden)
     model_type, all_biased = config.get("model_type", "llama"), config.get("attention_bias", False)
     if all_biased or model_type == "qwen2":
         shapes |= {f"{name}.q_proj.bias": (query,), f"{name}.k_proj.bias": (key,), f"{name}.v_proj.bias": (key,)}
@@ -77,6 +82,23 @@ def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[i
     if model_type.startswith(("qwen3", "gemma3")):
         shapes |= {f"{name}.q_norm.weight": (head_dim,), f"{name}.k_norm.weight": (head_dim,)}
     return shapes
+
+
+def _delta_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of a layer with Gated DeltaNet."""
+    hidden, heads, value_heads = (
+        config[key] for key in ("hidden_size", "linear_num_key_heads", "linear_num_value_heads")
+    )
+    keys, values = heads * config["linear_key_head_dim"], value_heads * config["linear_value_head_dim"]
+    return {
+        f"{name}.conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
+        f"{name}.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
+        f"{name}.in_proj_ba.weight": (2 * value_heads, hidden),
+        f"{name}.dt_bias": (value_heads,),
+        f"{name}.A_log": (value_heads,),
+        f"{name}.norm.weight": (config["linear_value_head_dim"],),
+        f"{name}.out_proj.weight": (hidden, values),
+    }
 
 
 def _latent_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, ...]]:
@@ -113,6 +135,9 @@ def _mlp_shapes(config: Mapping[str, Any], layer: int, name: str) -> dict[str, t
     shapes: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (experts, hidden)}
     for index in range(experts):
         shapes |= _gated_shapes(f"{name}.experts.{index}", hidden, config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        shapes |= _gated_shapes(f"{name}.shared_expert", hidden, config["shared_expert_intermediate_size"])
+        shapes[f"{name}.shared_expert_gate.weight"] = (1, hidden)
     return shapes
 
 
@@ -175,13 +200,18 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     # this bias is as large as the differences between router scores, so that it changes which experts are chosen
     if name.endswith("e_score_correction_bias"):
         return 0.2
+    if name.endswith("conv1d.weight"):  # a tap for each token, of which the last decides most
+        return 0.6
+    if name.endswith(("A_log", "dt_bias")):  # so that a state forgets half of a token in about one to thirty tokens
+        return 1.0
     if name.endswith("sinks"):  # as large as the largest scores of a query, so that they matter
         return 3.0
     if name.endswith((".router.bias", "_proj_bias")):
         return 0.5
     if name.endswith(".bias"):  # so small that the input still decides the outputs
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
-    gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight", "experts.down_proj")) else 1.2
+    outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight", "experts.down_proj")
+    gain = 2.0 if name.endswith(outputs) else 1.2
     return float(gain * shape[1] ** -0.5) if len(shape) > 1 else 1.0
 
 
@@ -197,7 +227,13 @@ def write_model(variant: Variant, folder: Path) -> None:
             continue
         tensors[name] = allocate(shape, variant.dtype)
         std = tensor_std(name, shape, variant)
-        if variant.config.get("model_type") == "gemma3_text" and name.endswith("norm.weight"):
+        if variant.config.get("model_type") == "qwen3_next" and name.endswith("norm.weight"):
+            centre = 1 if "linear_attn" in name else 0  # all other norms multiply by 1 + weight
+            tensors[name] = _spread_ones(name, shape, variant, centre=centre)
+        elif name.endswith("A_log"):
+            fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=std)
+            tensors[name] = from_float32(to_float32(tensors[name], variant.dtype) - np.float32(2), variant.dtype)
+        elif variant.config.get("model_type") == "gemma3_text" and name.endswith("norm.weight"):
             tensors[name] = _spread_ones(name, shape, variant, centre=30 if name.endswith(_RESULT_NORMS) else 0)
         elif name.endswith(_SPREAD_NORMS):
             tensors[name] = _spread_ones(name, shape, variant)

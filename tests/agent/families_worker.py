@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from block_sharing import run_block_sharing  # noqa: E402
 from runner_worker import generate, run_invariance  # noqa: E402
+from state_runs import run_states  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
 from performance.models.folders import write_model  # noqa: E402
@@ -52,6 +53,8 @@ def main() -> None:
         # sharing.
         if driver.config.shape.latent is not None:
             results[name]["sharing"] = run_block_sharing(driver, golden)
+        if driver.config.shape.delta is not None:
+            results[name]["states"] = run_states(driver, golden)
     print(json.dumps(results))
 
 

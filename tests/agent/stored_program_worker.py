@@ -29,7 +29,7 @@ from support.step_config import make_config  # noqa: E402
 
 MODELS = {
     "gqa_tied": ("float32", "auto", "auto"),
-    "qwen3_moe": ("bfloat16", "int8", "int8"),
+    "qwen3_next": ("bfloat16", "int8", "int8"),
 }
 """The type and the formats of weights and KV cache of each model."""
 PLANTED = "gqa_tied"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from agent.models.names import weight_specs
+from agent.models.names import ignorable_suffixes, weight_specs
 from agent.weights import WeightPart, load_weights, open_weights
 from agent.weights.cuts import TensorCut
 from agent.weights.joined import JoinedSource
@@ -86,6 +87,37 @@ def test_quantised_values_and_scales_are_in_the_same_order(source: WeightSource)
     np.testing.assert_array_equal(tensor.scales, IN_ORDER[:, ::3])
     half = source.read_quantised(part, TensorCut((8, 6), Span(0, 4)))
     np.testing.assert_array_equal(half.values, IN_ORDER[:4])
+
+
+def test_a_tensor_may_have_some_rows_of_each_head() -> None:
+    """Qwen3-Next stores the rows of a query head, then those of its gate, and so on."""
+    places = {"some": RowsOf("whole", (12, 6), 0, head_order=(3, 1), stored_head=4)}
+    source, wanted = JoinedSource(OneTensor(), places), WHOLE[[3, 1, 7, 5, 11, 9]]
+    np.testing.assert_array_equal(read(source, "some", (6, 6)), wanted)
+    tensor = source.read_quantised(WeightPart("some", (6, 6)))
+    np.testing.assert_array_equal(tensor.values, wanted)
+    np.testing.assert_array_equal(tensor.scales, wanted[:, ::3])
+
+
+def test_weights_for_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
+    """Qwen3-Next's folders have one more layer, with full attention, under names of their own."""
+    write_model(FAMILY_VARIANTS["qwen3_next"], tmp_path)
+    shape = ModelShape.from_hf_folder(tmp_path)
+    specs, ignorable = weight_specs(shape), ignorable_suffixes(shape)
+    extra = {
+        "mtp.fc.weight": np.zeros((64, 128), np.float32),
+        "mtp.pre_fc_norm_hidden.weight": np.zeros(64, np.float32),
+        "mtp.layers.0.self_attn.q_proj.weight": np.zeros((256, 64), np.float32),
+        "mtp.layers.0.mlp.experts.7.down_proj.weight": np.zeros((64, 64), np.float32),
+        "mtp.layers.0.mlp.shared_expert_gate.weight": np.zeros((1, 64), np.float32),
+    }
+    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files["weight_map"] |= dict.fromkeys(extra, "extra.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(files))
+    write_safetensors(tmp_path / "extra.safetensors", extra)
+    open_weights(tmp_path, specs, seed=None, ignorable=ignorable).close()
+    with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight.*not in a model"):
+        open_weights(tmp_path, specs, seed=None)
 
 
 def load(folder: Path, specs: list[WeightSpec]) -> dict[str, Array]:

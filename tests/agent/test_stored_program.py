@@ -21,7 +21,7 @@ from support.time_limits import time_limit
 
 pytestmark = pytest.mark.timeout(400)
 
-MODELS = ("gqa_tied", "qwen3_moe")
+MODELS = ("gqa_tied", "qwen3_next")
 REFUSED = {
     "damaged program": "the stored program in",
     "damaged weights": "the converted weights in",

@@ -11,6 +11,7 @@ import pytest
 from llm_serving.errors import CheckpointError
 from llm_serving.model.deepseek import LatentAttention, Routing
 from llm_serving.model.families import FAMILIES, Experts
+from llm_serving.model.gated_delta import GatedDelta
 from llm_serving.model.gemma import Gemma
 from llm_serving.model.rope import RopeScaling
 from llm_serving.model.shape import ModelShape
@@ -37,7 +38,11 @@ GEMMA = {
     "sliding_window": 8, "head_dim": 32, "tie_word_embeddings": None,
 }  # fmt: skip
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2}
-NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3, GEMMA, GPT_OSS)}  # type: ignore[index]
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3, GEMMA, GPT_OSS, HYBRID)}  # type: ignore[index]
 
 
 def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
@@ -284,3 +289,36 @@ def test_yarn_is_read(tmp_path: Path) -> None:
     deepseek = shape_of(tmp_path / "ratio", rope_scaling={"rope_type": "yarn", "factor": 4.0, **ratio}).rope_scaling
     assert deepseek is not None
     assert deepseek.attention_factor == pytest.approx((0.1 * 1.3862943611 + 1) / (0.05 * 1.3862943611 + 1))
+
+
+def test_the_sizes_of_linear_attention_are_read(tmp_path: Path) -> None:
+    """The defaults are those of the published Qwen3-Next: each fourth layer has full attention."""
+    values = HYBRID | {"layer_types": None, "num_hidden_layers": 8}
+    shape = shape_of(tmp_path / "default", **values)
+    assert shape.delta == GatedDelta(16, 32, 128, 128, taps=4, full_layers=(3, 7))
+    assert shape.experts == Experts(8, 3, 48, normalised=True, shared_size=512, shared_gate=True)
+    assert (shape.head_dim, shape.rotary_dim, shape.query_key_norm) == (256, 64, True)
+    assert [shape.has_cache(layer) for layer in range(4)] == [False, False, False, True]
+    assert shape.state_bytes == 6 * 4 * (32 * 128 * 128 + 3 * (2 * 2048 + 4096))
+    stated = shape_of(
+        tmp_path / "stated", **HYBRID, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=32,
+        linear_value_head_dim=16, linear_conv_kernel_dim=3, partial_rotary_factor=0.5, head_dim=32,
+    )  # fmt: skip
+    assert stated.delta == GatedDelta(2, 6, 32, 16, taps=3, full_layers=(1,))
+    assert stated.rotary_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"layer_types": ["linear_attention"] * 2}, "must have layers of both kinds"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "2 times full_attention or linear_attention"),
+        ({"linear_num_value_heads": 24}, "must be a multiple of linear_num_key_heads = 16"),
+        ({"linear_key_head_dim": 24}, "linear_key_head_dim = 24: must be a multiple of 16"),
+        ({"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim = 17: must be from 1 to 16"),
+        ({"attention_bias": True}, "attention has no biases"),
+    ],
+)
+def test_wrong_sizes_of_linear_attention_are_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        shape_of(tmp_path, **HYBRID | changes)

@@ -42,6 +42,10 @@ LATENT: dict[str, object] = {
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+HYBRID: dict[str, object] = {
+    "architectures": ["Qwen3NextForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 
 CASES = [
     # Logits processors.
@@ -70,6 +74,35 @@ CASES = [
         f"{FILE}: model_config.op_table = 'native': the native operators have no attention sinks and no clamped SwiGLU "
         "for GptOssForCausalLM; use op_table fused (CPU)",
         folder={"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    # Configs of a model with linear attention with settings that it cannot use.
+    Case(
+        "linear attention with the native operators",
+        in_model("model_dtype: float16, op_table: native"),
+        f"{FILE}: model_config.op_table = 'native': the native operators have no Gated DeltaNet and no states of "
+        "sequences for Qwen3NextForCausalLM; use op_table fused (CPU)",
+        folder=HYBRID,
+    ),
+    Case(
+        "linear attention in several agents",
+        with_section("parallel_config: {tensor_parallel: 2}\n" + SERVING + "{agent_ports: [0]}"),
+        f"{FILE}: parallel_config.tensor_parallel = 2: the states of linear attention cannot be divided among agents; "
+        "use 1, and data_parallel",
+        folder=HYBRID,
+    ),
+    Case(
+        "linear attention with a draft model",
+        with_section("speculative_config: {method: draft, model: folder}"),
+        f"{FILE}: speculative_config.method = 'draft': Qwen3NextForCausalLM cannot take rejected drafts back out of "
+        "the states of sequences; use off",
+        folder=HYBRID,
+    ),
+    Case(
+        "linear attention with KV tiers",
+        with_section("kv_tier_config: {host_blocks: 8}"),
+        f"{FILE}: kv_tier_config.host_blocks = 8: keeps blocks that the prefix cache finds, and Qwen3NextForCausalLM "
+        "has none; use 0",
+        folder=HYBRID,
     ),
     # Configs of DeepSeek models with settings that these models cannot use.
     Case(

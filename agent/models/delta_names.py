@@ -1,0 +1,64 @@
+"""Lists the parameters of Gated DeltaNet, and the tensors of a Qwen3-Next checkpoint from which each one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from agent.weights import WeightPart, WeightSpec
+from agent.weights.layout import RowsOf
+from llm_serving.model.gated_delta import GatedDelta
+from llm_serving.model.shape import ModelShape
+
+
+def delta_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    """Yields the parameters of one layer. ``ours`` and ``theirs`` begin the names of parameters and of tensors."""
+    delta, hidden = shape.delta, shape.hidden_size
+    assert delta is not None, "only a hybrid model has this layer"
+    yield WeightSpec(f"{ours}.projection.weight", _projection(delta, hidden, theirs), "linear")
+    convolution = WeightPart(f"{theirs}.conv1d.weight", (delta.channels, 1, delta.taps))
+    yield WeightSpec(f"{ours}.convolution", (convolution,), float32=True)
+    yield _float32(f"{ours}.log_rate", f"{theirs}.A_log", delta.value_heads)
+    yield _float32(f"{ours}.rate_bias", f"{theirs}.dt_bias", delta.value_heads)
+    yield _float32(f"{ours}.norm.weight", f"{theirs}.norm.weight", delta.value_dim)
+    yield WeightSpec(
+        f"{ours}.output.weight", (WeightPart(f"{theirs}.out_proj.weight", (hidden, delta.values)),), "linear"
+    )
+
+
+def prediction_names(names: Sequence[str], full_layer: int) -> tuple[str, ...]:
+    """Returns the names of the tensors for multi-token prediction, which are not loaded.
+
+    They are a layer like ``full_layer``, which has full attention, two norms, a linear layer and a last norm. ``names``
+    are the names of the model's tensors.
+    """
+    own_layer = f"model.layers.{full_layer}."
+    layer = tuple(name.replace(own_layer, "mtp.layers.0.") for name in names if name.startswith(own_layer))
+    own = ("fc.weight", "norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+    return (*layer, *(f"mtp.{name}" for name in own))
+
+
+def _projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart, ...]:
+    """Returns the parts of the first linear layer: queries, keys, values, output gates z, b and a.
+
+    The checkpoint's two tensors are grouped by key head. A group of the first one has the rows of the query, the key,
+    the values and z. A group of the second one has b and a of its value heads.
+    """
+    shared = delta.value_heads // delta.key_heads
+    values = shared * delta.value_dim
+    sizes = (delta.key_dim, delta.key_dim, values, values)
+    first = _groups(f"{theirs}.in_proj_qkvz.weight", "qkvz", sizes, delta, hidden)
+    return (*first, *_groups(f"{theirs}.in_proj_ba.weight", "ba", (shared, shared), delta, hidden))
+
+
+def _groups(name: str, letters: str, sizes: tuple[int, ...], delta: GatedDelta, hidden: int) -> Iterator[WeightPart]:
+    """Yields the parts of a tensor with ``delta.key_heads`` groups. ``sizes`` has each part's rows in a group."""
+    group, begin = sum(sizes), 0
+    for letter, size in zip(letters, sizes, strict=True):
+        order = tuple(range(begin, begin + size))
+        rows = RowsOf(name, (delta.key_heads * group, hidden), 0, order, stored_head=group)
+        yield WeightPart(f"{name}.{letter}", (delta.key_heads * size, hidden), rows)
+        begin += size
+
+
+def _float32(parameter: str, name: str, size: int) -> WeightSpec:
+    return WeightSpec(parameter, (WeightPart(name, (size,)),), float32=True)
