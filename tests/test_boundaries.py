@@ -114,6 +114,14 @@ def test_the_agent_imports_no_http_and_only_allowed_packages():
     assert imports_inside("agent", ("llm_serving",), AGENT_MAY) == []
 
 
+def test_only_the_ray_driver_imports_ray():
+    """The server starts the driver as a process, so that it never imports Ray itself."""
+    driver = "llm_serving/ray_driver/"
+    found = imports_inside("llm_serving", ("ray", "llm_serving.ray_driver")) + imports_inside("agent", ("ray",))
+    assert {path for path, _ in found if not path.startswith(driver)} == set()
+    assert (f"{driver}driver.py", "ray") in found
+
+
 def test_a_forbidden_import_is_found():
     assert ("agent/server.py", "llm_serving.ipc") in [
         (path, name.rpartition(".")[0]) for path, name in imports_inside("agent", ("llm_serving",))

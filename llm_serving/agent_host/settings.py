@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llm_serving.cluster.program import model_difference, model_files
 from llm_serving.config import Config
-from llm_serving.config.parallel_section import LOCAL
+from llm_serving.config.parallel_section import LOCAL, ParallelConfig
 from llm_serving.errors import ConfigError, MemoryPlanError
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import plan_memory
@@ -27,8 +27,15 @@ class NodeSettings:
 
 def config_of_node(config: Config, settings: NodeSettings) -> Config:
     """Return the server's config for one replica on this machine, with this machine's paths and devices."""
+    own = ParallelConfig()
     parallel = replace(
-        config.parallel_config, data_parallel=1, executor=LOCAL, nodes=None, cluster_key_file=None, ray_address="auto"
+        config.parallel_config,
+        data_parallel=1,
+        executor=LOCAL,
+        nodes=None,
+        cluster_key_file=None,
+        ray_address=own.ray_address,
+        ray_cpus=own.ray_cpus,
     )
     serving = replace(config.serving_config, agent_ip="127.0.0.1", agent_ports=(0,) * parallel.group_size)
     if settings.first_device is not None:

@@ -25,6 +25,8 @@ MAX_NODES = 256
 RETRY_S = 0.25
 LONGEST_RETRY_S = 5.0
 """Seconds until the server connects again to a node that it cannot reach. They double with each attempt."""
+FAILURES_OF_A_LOSS = 2
+"""Attempts to connect that must fail in a row before ``NodePool.on_loss`` is called."""
 REFUSED_RETRY_S = 10.0
 """Seconds until the server connects again to a node with another program or another model."""
 
@@ -99,6 +101,8 @@ class NodePool:
         self._nodes: dict[str, Node] = {}
         self._wakers: list[Callable[[], None]] = []
         self._is_closed = False
+        self.on_loss: Callable[[str], None] = lambda name: None
+        """Called with the name of a node to which no link succeeds. Another thread may then replace it."""
         self._arithmetic: tuple[str, str] | None = None
         """Name and arithmetic of the first node that was ready."""
 
@@ -200,6 +204,10 @@ class NodePool:
             "texts could differ; install the same build on machines with the same instruction set"
         )
 
+    def note(self, name: str, message: str) -> None:
+        """Log an event about all nodes."""
+        self._log_event(name, {"level": "warning", "message": message})
+
     def status(self) -> list[dict[str, object]]:
         """Return the facts about all nodes."""
         with self._changed:
@@ -228,7 +236,7 @@ class NodePool:
 
     def _keep(self, node: Node) -> None:
         """Connect to a node, keep the link alive while it is free, and connect again, until the node is removed."""
-        wait_s = RETRY_S
+        wait_s, num_failures = RETRY_S, 0
         while self._wait_to_connect(node):
             try:
                 channel, welcome = dial(node.address, self._key)
@@ -239,10 +247,13 @@ class NodePool:
             except (OSError, ProtocolError, NodeBusyError) as error:
                 if wait_s > RETRY_S or not isinstance(error, NodeBusyError):  # it may still end the last link
                     self._note(node, NodeState.DOWN, str(error))
+                num_failures += 1
+                if num_failures == FAILURES_OF_A_LOSS:
+                    self.on_loss(node.name)
                 self._sleep(node, wait_s)
                 wait_s = min(2 * wait_s, LONGEST_RETRY_S)
                 continue
-            wait_s = RETRY_S
+            wait_s, num_failures = RETRY_S, 0
             self._hold(node, channel, welcome)
 
     def _wait_to_connect(self, node: Node) -> bool:
@@ -303,6 +314,9 @@ class NodePool:
     def _event(self, name: str, node: Node) -> None:
         level = "warning" if node.reason else "info"
         fields = {"level": level, "node": node.name, "address": str(node.address), "reason": node.reason}
+        self._log_event(name, fields)
+
+    def _log_event(self, name: str, fields: dict[str, str]) -> None:
         with self._changed:
             log = self._log
             if log is None:

@@ -5,21 +5,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from llm_serving.cluster.key import ClusterKey
 from llm_serving.cluster.nodes import NodePool
 from llm_serving.cluster.program import model_files, own_program
+from llm_serving.cluster.ray_nodes import RayNodes, placement_of
 from llm_serving.cluster.remote_group import RemoteStarter
 from llm_serving.config import Config
+from llm_serving.config.parallel_section import RAY
 from llm_serving.errors import AgentStartError
 from llm_serving.executor.agent_executor import AgentExecutor
 
 ProgressNote = Callable[[int, str, int, int], None]
 
-_SHARED: dict[tuple[object, ...], tuple[NodePool, int]] = {}
-"""The pools of this process with the number of their users, by the settings that name the nodes.
+
+@dataclass
+class _Shared:
+    """A pool, what places its nodes, and the number of the engines that use it."""
+
+    pool: NodePool
+    ray: RayNodes | None
+    num_users: int = 0
+
+
+_SHARED: dict[tuple[object, ...], _Shared] = {}
+"""The pools of this process by the settings that name the nodes.
 
 Versions of a model share a pool. Otherwise, the links of one version to free nodes would keep other versions out.
 """
@@ -59,24 +72,43 @@ def _read_files(config: Config) -> dict[str, str]:
 
 
 def _open_pool(config: Config, owned: ExitStack) -> NodePool:
-    """Return the pool for these settings, and connect to its nodes. ``owned`` closes it after its last user."""
+    """Return the pool for these settings, and connect to its nodes. ``owned`` closes it after its last user.
+
+    Raises ConfigError if the cluster key, an address or the package of Ray is missing or wrong.
+    """
     parallel = config.parallel_config
-    assert parallel.cluster_key_file is not None, "the config is checked"
     name = (parallel.executor, parallel.nodes, parallel.cluster_key_file, parallel.ray_address)
     with _SHARED_LOCK:
-        pool, num_users = _SHARED.get(name) or (NodePool(ClusterKey(parallel.cluster_key_file)), 0)
-        _SHARED[name] = pool, num_users + 1
+        shared = _SHARED.get(name) or _Shared(*_new_pool(config))
+        _SHARED[name] = shared
+        shared.num_users += 1
     owned.callback(_close_pool, name)
-    if not num_users:
+    return shared.pool
+
+
+def _new_pool(config: Config) -> tuple[NodePool, RayNodes | None]:
+    parallel = config.parallel_config
+    assert parallel.cluster_key_file is not None, "the config is checked"
+    pool = NodePool(ClusterKey(parallel.cluster_key_file))
+    try:
         for address in parallel.nodes or ():
             pool.add(address)
-    return pool
+        if parallel.executor != RAY:
+            return pool, None
+        log_path = Path(config.log_config.path).absolute().parent / "ray_driver.log"
+        return pool, RayNodes(placement_of(config), pool, log_path)
+    except BaseException:
+        pool.close()
+        raise
 
 
 def _close_pool(name: tuple[object, ...]) -> None:
     with _SHARED_LOCK:
-        pool, num_users = _SHARED.pop(name)
-        if num_users > 1:
-            _SHARED[name] = pool, num_users - 1
+        shared = _SHARED[name]
+        shared.num_users -= 1
+        if shared.num_users:
             return
-    pool.close()
+        del _SHARED[name]
+    if shared.ray is not None:
+        shared.ray.close()
+    shared.pool.close()

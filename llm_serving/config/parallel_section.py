@@ -76,6 +76,15 @@ class ParallelConfig:
         "With `executor: ray`: the address of the Ray cluster. `auto`: the cluster that runs on this machine.",
     )
 
+    ray_cpus: int = own(
+        1,
+        "With `executor: ray`: CPUs that a replica reserves. With the cores of a machine, each machine gets one "
+        "replica. On an Ascend, a replica also reserves an `NPU` for each agent.",
+        unit="CPUs",
+        low=1,
+        high=4096,
+    )
+
     @property
     def is_remote(self) -> bool:
         """True if the agents are on other machines."""

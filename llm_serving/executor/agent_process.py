@@ -117,6 +117,14 @@ class ModuleProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Close the pipe, which asks the process to end. Wait, and kill the process if it still runs."""
+        self._close_pipe()
+        try:
+            self._process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
     def kill(self) -> None:
         """Kill the process without waiting. The caller must call ``close`` later. May be called twice."""
         self._close_pipe()
@@ -192,14 +200,6 @@ class AgentProcess(ModuleProcess):
     def exit_text(self) -> str:
         """Return how the process ended, in a few words. Empty while it runs."""
         return describe_exit(self.exit_code())
-
-    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Close the bootstrap pipe, which asks the process to end. Wait, and kill the process if it still runs."""
-        self._close_pipe()
-        try:
-            self._process.wait(timeout=grace_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
 
     def close(self) -> None:
         super().close()

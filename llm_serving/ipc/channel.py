@@ -75,5 +75,9 @@ class Channel:
         data = self._socket.recv(64 * 1024)
         return list(self._buffer.feed(data)) if data else None
 
+    def shut_down(self) -> None:
+        """End the connection, so that a thread that waits in ``receive_available`` returns. Raises OSError."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._socket.close()

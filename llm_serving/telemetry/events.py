@@ -186,6 +186,13 @@ EVENTS: Mapping[str, LogEvent] = {
     "node_draining": LogEvent("A node gets no more requests.", _NODE),
     "node_released": LogEvent("A replica uses a node no more, in order or after a loss.", _NODE),
     "node_removed": LogEvent("A node was removed.", _NODE),
+    "ray_waiting": LogEvent(
+        "Ray has no free resources for some nodes.", {"message": "number of nodes, and the resources"}
+    ),
+    "ray_driver_lost": LogEvent(
+        "The process that talks to Ray has ended, and with it its nodes. It is started again.",
+        {"message": "how it ended, and its log"},
+    ),
     "agent_released": LogEvent(
         "The agents of a drained machine have no request any more and are ended.", {**_REPLICA}
     ),

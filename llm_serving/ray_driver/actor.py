@@ -1,0 +1,51 @@
+"""The actor on a machine of the Ray cluster. It only starts the process ``agent_host`` and reports its end."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+START_TIMEOUT_S = 60.0
+
+
+class HostActor:
+    """Runs one node. ``wait`` blocks in a thread of its own, so the actor needs two threads."""
+
+    def __init__(self, key_file: str, log_folder: str, agent_module: str) -> None:
+        self._options = ["--key-file", key_file, "--log-folder", log_folder, "--agent-module", agent_module]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> str:
+        """Start the node and return its address. Raises RuntimeError if it does not start.
+
+        The node's standard input is a pipe of this process, so the node ends when this process ends or is killed.
+        """
+        import ray
+
+        ip = ray.util.get_node_ip_address()
+        listen = f"[{ip}]:0" if ":" in ip else f"{ip}:0"
+        command = [sys.executable, "-P", "-m", "llm_serving.agent_host", "--with-stdin", "--listen", listen]
+        self._process = subprocess.Popen(
+            [*command, *self._options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode(errors="replace")
+        if not line.startswith("ready "):
+            code = self._process.wait(START_TIMEOUT_S)
+            raise RuntimeError(f"agent_host did not start on {ip} (exit code {code}); the actor's log has the reason")
+        return line.split()[1]
+
+    def wait(self) -> str:
+        """Wait until the node ends. Returns how it ended."""
+        assert self._process is not None
+        code = self._process.wait()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def stop(self) -> None:
+        """Ask the node to end its agents and itself, and wait for it."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10.0)
+            self._process.kill()

@@ -1,0 +1,211 @@
+"""Places nodes in a Ray cluster: for each a placement group and an actor, which starts ``agent_host``.
+
+Actors have no restarts of Ray's own (``max_restarts=0``): this module places a new node after a loss, with a growing
+pause. Each new node has a new name, so that a late message about an old one does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc import ray_messages
+from llm_serving.ipc.channel import Channel
+from llm_serving.ipc.ray_messages import NodeEnded, NodeLost, NodePlaced, Placement, Waiting
+from llm_serving.ray_driver.actor import HostActor
+
+logger = logging.getLogger("ray_driver")
+
+POLL_S = 0.25
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 30.0
+STABLE_AFTER_S = 60.0
+STOP_TIMEOUT_S = 15.0
+STRATEGY = "STRICT_PACK"
+"""All agents of a replica are on one machine, because they share memory."""
+
+
+@dataclass
+class _Node:
+    """One node from its placement to its end."""
+
+    name: str
+    group: PlacementGroup
+    waits_for: Any
+    """The reference to the result that the node waits for: its placement, its address or its end."""
+    actor: Any = None
+    address: str = ""
+    placed_at: float = 0.0
+
+
+class _Seat:
+    """The place of one node. After a loss, it gets another node."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._number = 0
+        self._pause_s = FIRST_PAUSE_S
+        self.node: _Node | None = None
+        self.due_at = 0.0
+        """When to place the next node, by ``time.monotonic``."""
+
+    def next_name(self) -> str:
+        self._number += 1
+        return f"ray-{self._index}.{self._number}"
+
+    def lose(self) -> None:
+        """Plan the next node after the loss of the present one."""
+        node, self.node, now = self.node, None, time.monotonic()
+        if node is not None and node.placed_at and now - node.placed_at >= STABLE_AFTER_S:
+            self._pause_s = FIRST_PAUSE_S
+        self.due_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+class RayDriver:
+    """Keeps the nodes of a server placed. ``connection`` leads to the server."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._channel = Channel(connection)
+        self._placement: Placement | None = None
+        self._seats: list[_Seat] = []
+        self._said_waiting = -1
+
+    def run(self) -> None:
+        """Place nodes until the server closes the connection. Then ends all nodes."""
+        self._channel.set_timeout(None)
+        try:
+            while self._placement is None:
+                if not self._take_messages():
+                    return
+            self._connect(self._placement)
+            self._channel.set_timeout(0.0)
+            while self._take_messages():
+                self._place_missing()
+                self._wait()
+                self._say_waiting()
+        finally:
+            if ray.is_initialized():
+                self._stop_all()
+                ray.shutdown()
+
+    def _connect(self, placement: Placement) -> None:
+        ray.init(address=placement.address, log_to_driver=False, configure_logging=False)
+        self._seats = [_Seat(index) for index in range(placement.num_nodes)]
+        logger.info("connected to the Ray cluster %s", placement.address)
+
+    def _take_messages(self) -> bool:
+        """Handle the messages of the server. Returns False if it has closed the connection."""
+        try:
+            payloads = self._channel.receive_available()
+        except BlockingIOError:
+            return True
+        for payload in payloads or ():
+            message = ray_messages.read_at_driver(payload)
+            if isinstance(message, NodeLost):
+                for seat in self._seats:
+                    if seat.node is not None and seat.node.name == message.name:
+                        self._end(seat, "the server has lost the link to it")
+            elif self._placement is None:
+                self._placement = message
+            else:
+                raise ProtocolError("the server sent a second placement")
+        return payloads is not None
+
+    def _send(self, message: ray_messages.RayMessage) -> None:
+        with contextlib.suppress(OSError):  # the next read reports it
+            self._channel.set_timeout(None)
+            self._channel.send(ray_messages.encode(message))
+            self._channel.set_timeout(0.0)
+
+    def _place_missing(self) -> None:
+        """Ask Ray for a placement group for each seat without a node."""
+        assert self._placement is not None
+        now = time.monotonic()
+        for seat in self._seats:
+            if seat.node is None and seat.due_at <= now:
+                name = seat.next_name()
+                group = placement_group([dict(self._placement.resources)], strategy=STRATEGY)
+                seat.node = _Node(name, group, group.ready())
+
+    def _wait(self) -> None:
+        """Wait a short time for changes, and handle them."""
+        seats = {seat.node.waits_for: seat for seat in self._seats if seat.node is not None}
+        if not seats:
+            time.sleep(POLL_S)
+            return
+        ready, _ = ray.wait(list(seats), num_returns=len(seats), timeout=POLL_S)
+        for reference in ready:
+            seat = seats[reference]
+            try:
+                self._advance(seat, ray.get(reference))
+            except Exception as error:  # Ray raises errors of many kinds, also those of the actor
+                self._end(seat, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+    def _advance(self, seat: _Seat, result: object) -> None:
+        """Take the next step of a node: its actor, its address, or its end."""
+        node, placement = seat.node, self._placement
+        assert node is not None
+        assert placement is not None
+        if node.actor is None:
+            resources = dict(placement.resources)
+            strategy = PlacementGroupSchedulingStrategy(placement_group=node.group, placement_group_bundle_index=0)
+            options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0), "resources": resources or None}
+            make = ray.remote(HostActor).options(
+                scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, max_concurrency=3, **options
+            )
+            node.actor = make.remote(placement.key_file, f"{placement.log_folder}/{node.name}", placement.agent_module)
+            node.waits_for = node.actor.start.remote()
+        elif not node.address:
+            node.address, node.placed_at = str(result), time.monotonic()
+            node.waits_for = node.actor.wait.remote()
+            logger.info("%s runs at %s", node.name, node.address)
+            self._send(NodePlaced(node.name, node.address))
+        else:
+            self._end(seat, f"agent_host has ended ({result})")
+
+    def _end(self, seat: _Seat, reason: str) -> None:
+        """End a node, give its resources back, and plan the next one."""
+        node = seat.node
+        assert node is not None
+        logger.info("%s has ended: %s", node.name, reason)
+        if node.address:
+            self._send(NodeEnded(node.name, reason[:4096]))
+        _remove(node)
+        seat.lose()
+
+    def _say_waiting(self) -> None:
+        """Report how many nodes wait for resources, if the number has changed."""
+        waiting = sum(seat.node is not None and seat.node.actor is None for seat in self._seats)
+        if waiting != self._said_waiting:
+            self._said_waiting = waiting
+            free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "NPU")}
+            assert self._placement is not None
+            reason = f"each needs {self._placement.resources}; free in the whole cluster: {free}" if waiting else ""
+            self._send(Waiting(waiting, reason))
+
+    def _stop_all(self) -> None:
+        """End all nodes in order, so that their agents end before their resources are free."""
+        nodes = [seat.node for seat in self._seats if seat.node is not None]
+        stops = [node.actor.stop.remote() for node in nodes if node.actor is not None]
+        with contextlib.suppress(Exception):
+            ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+        for node in nodes:
+            _remove(node)
+
+
+def _remove(node: _Node) -> None:
+    if node.actor is not None:
+        with contextlib.suppress(Exception):
+            ray.kill(node.actor, no_restart=True)
+    with contextlib.suppress(Exception):
+        remove_placement_group(node.group)
