@@ -1,20 +1,41 @@
-"""Lists the parameters of Gated DeltaNet, and the tensors of a Qwen3-Next checkpoint from which each one is made."""
+"""Lists the parameters of Gated DeltaNet, and the tensors of Qwen's checkpoints from which each one is made."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from agent.weights import WeightPart, WeightSpec
 from agent.weights.layout import RowsOf
 from llm_serving.model.gated_delta import GatedDelta
 from llm_serving.model.shape import ModelShape
 
+ENCODER = "model.visual."
+"""The beginning of the names of the tensors of Qwen3.5's encoder of images."""
+_MODEL, _TEXT_MODEL = "model.", "model.language_model."
+
+
+def beside_encoder(spec: WeightSpec) -> WeightSpec:
+    """Returns a parameter of a text model with the names that its tensors have beside an encoder of images."""
+
+    def renamed(part: WeightPart) -> WeightPart:
+        if not part.name.startswith(_MODEL):
+            return part
+        rows = part.rows_of
+        if rows is not None:
+            rows = replace(rows, name=rows.name.replace(_MODEL, _TEXT_MODEL, 1))
+        return replace(part, name=part.name.replace(_MODEL, _TEXT_MODEL, 1), rows_of=rows)
+
+    return replace(spec, parts=tuple(map(renamed, spec.parts)))
+
 
 def delta_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
     """Yields the parameters of one layer. ``ours`` and ``theirs`` begin the names of parameters and of tensors."""
     delta, hidden = shape.delta, shape.hidden_size
     assert delta is not None, "only a hybrid model has this layer"
-    yield WeightSpec(f"{ours}.projection.weight", _projection(delta, hidden, theirs), "linear")
+    is_grouped = shape.architecture == "Qwen3NextForCausalLM"
+    parts = _grouped_projection(delta, hidden, theirs) if is_grouped else _projection(delta, hidden, theirs)
+    yield WeightSpec(f"{ours}.projection.weight", parts, "linear")
     convolution = WeightPart(f"{theirs}.conv1d.weight", (delta.channels, 1, delta.taps))
     yield WeightSpec(f"{ours}.convolution", (convolution,), float32=True)
     yield _float32(f"{ours}.log_rate", f"{theirs}.A_log", delta.value_heads)
@@ -38,7 +59,13 @@ def prediction_names(names: Sequence[str], full_layer: int) -> tuple[str, ...]:
 
 
 def _projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart, ...]:
-    """Returns the parts of the first linear layer: queries, keys, values, output gates z, b and a.
+    """Returns the parts of the first linear layer: queries, keys and values in one tensor, output gates z, b and a."""
+    sizes = {"qkv": delta.channels, "z": delta.values, "b": delta.value_heads, "a": delta.value_heads}
+    return tuple(WeightPart(f"{theirs}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
+
+
+def _grouped_projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart, ...]:
+    """Returns the parts of Qwen3-Next's first linear layer: queries, keys, values, output gates z, b and a.
 
     The checkpoint's two tensors are grouped by key head. A group of the first one has the rows of the query, the key,
     the values and z. A group of the second one has b and a of its value heads.

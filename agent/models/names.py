@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from agent.models.delta_names import delta_specs, prediction_names
+from agent.models.delta_names import ENCODER, beside_encoder, delta_specs, prediction_names
 from agent.weights import WeightPart, WeightSpec
 from agent.weights.layout import HeadRows, RowsOf, StackedIn, rows_of
 from llm_serving.model.families import FAMILIES, Experts
@@ -57,23 +57,27 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     tied = shape.tie_word_embeddings
     output = WeightPart("model.embed_tokens.weight" if tied else "lm_head.weight", (vocab, hidden))
     specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=tied))
-    return specs
+    return [beside_encoder(spec) for spec in specs] if shape.beside_encoder else specs
 
 
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
     """Returns endings of tensor names. A checkpoint may contain tensors with these endings, but they are not loaded.
 
+    A text that ends with a point is the beginning of names.
+
     Rotary frequencies are computed from ``config.json``. If the embedding is also the output weight, a stored output
     weight is not needed. Layers that predict further tokens are not used.
     """
     names = ("rotary_emb.inv_freq", *_extra_names(shape))
+    if shape.beside_encoder:
+        names = (*names, ENCODER)
     return (*names, "lm_head.weight") if shape.tie_word_embeddings else names
 
 
 def _extra_names(shape: ModelShape) -> tuple[str, ...]:
     """Returns the names of all tensors of the layers for multi-token prediction, which are not loaded."""
     if shape.delta is not None:
-        parts = [part for spec in weight_specs(shape) for part in spec.parts]
+        parts = [part for spec in weight_specs(replace(shape, beside_encoder=False)) for part in spec.parts]
         names = {part.name if part.rows_of is None else part.rows_of.name for part in parts}
         return prediction_names(sorted(names), shape.delta.full_layers[-1])
     if shape.num_extra_layers == 0:

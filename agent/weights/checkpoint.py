@@ -51,7 +51,8 @@ class Checkpoint:
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
         """Raises CheckpointError unless the folder has exactly the ``expected`` tensors with their shapes.
 
-        Tensors whose names end in one of ``ignorable`` may exist and are not read.
+        Tensors whose names end in one of ``ignorable`` may exist and are not read. A text that ends with a point is the
+        beginning of names instead.
         """
         self._parts = {part.name: part for part in expected}
         with self._with_folder_in_errors():
@@ -59,9 +60,13 @@ class Checkpoint:
         missing = [name for name, each in stored.items() if name not in self._files and not each.optional]
         if missing:
             raise CheckpointError(f"{self.folder}: {listed(missing)} missing from the weights{self._hint()}")
-        suffixes = tuple(ignorable)
+        ignored = tuple(ignorable)
+        suffixes = tuple(each for each in ignored if not each.endswith("."))
+        prefixes = tuple(each for each in ignored if each.endswith("."))
         unexpected = [
-            name for name in self._files.names() if name not in stored and not weight_of(name).endswith(suffixes)
+            name
+            for name in self._files.names()
+            if name not in stored and not weight_of(name).endswith(suffixes) and not name.startswith(prefixes)
         ]
         if self._decoder is not None:
             with self._with_folder_in_errors():

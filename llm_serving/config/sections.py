@@ -369,12 +369,14 @@ class SchedulerConfig:
         "recompute",
         "Treatment of a running sequence whose blocks an older one needs. `recompute`: its tokens are "
         "computed again later. `swap`: its blocks move to host memory (`pa_config.num_host_blocks`); if that "
-        "is full, it is recomputed. `auto`: the faster way by measured rates.",
+        "is full, it is recomputed. `auto`: the faster way by measured rates. Models with linear attention always "
+        "recompute.",
         choices=("recompute", "swap", "auto"),
     )
     prefix_cache: bool | None = own(
         None,
-        "Share the blocks of computed prompts with later requests that begin alike. Needs paged attention.",
+        "Share the blocks of computed prompts with later requests that begin alike. Needs paged attention. Always off "
+        "for models with linear attention, see `docs/models.md`.",
         null="True with paged attention",
     )
     admission: str = own(
@@ -539,7 +541,7 @@ class SpeculativeConfig:
         "Where drafts (guesses of the next tokens) come from. `auto`: as `suffix`, but only while drafts are expected "
         "to make decoding faster. `suffix`: from earlier tokens of the same request, and from its grammar, always. "
         "`draft`: from a second model (`speculative_config.model`), while they are expected to make decoding faster. "
-        "`off`: no drafts. `eagle` and `mtp` are refused until they exist.",
+        "`off`: no drafts, as always for models with linear attention. `eagle` and `mtp` are refused until they exist.",
         choices=("auto", "off", "suffix", "draft", "eagle", "mtp"),
     )
     model: str | None = own(

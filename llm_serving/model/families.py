@@ -67,6 +67,8 @@ class Family:
     """If True, the model has the parts that ``llm_serving.model.gemma.Gemma`` describes."""
     gpt_oss: bool = False
     """If True, attention has sinks, and ``llm_serving.model.gpt_oss`` has the defaults of ``config.json``."""
+    beside_encoder: str = ""
+    """Architecture of folders that have this model as ``text_config``, beside an encoder of images. "": none."""
     hybrid: bool = False
     """If True, most layers have Gated DeltaNet (``llm_serving.model.gated_delta``). The others have an output gate."""
     deepseek: Literal["", "v2", "v3"] = ""
@@ -105,6 +107,15 @@ FAMILIES = {
                 "num_experts", "moe_intermediate_size", shared_size="shared_expert_intermediate_size"
             ),
             hybrid=True,
+        ),
+        Family(
+            "Qwen3_5ForCausalLM",
+            "qwen3_5_text",
+            query_key_norm=True,
+            partial_rotary=True,
+            head_dim=256,
+            hybrid=True,
+            beside_encoder="Qwen3_5ForConditionalGeneration",
         ),
         Family(
             "DeepseekV2ForCausalLM",
@@ -183,6 +194,23 @@ def family_of(fields: TypedFields) -> Family:
         if name in FAMILIES:
             return FAMILIES[name]
     raise fields.fail("architectures", f"is not supported; only {', '.join(FAMILIES)}")
+
+
+def text_part(fields: TypedFields) -> TypedFields | None:
+    """Return the fields of the text model of a folder that also has an encoder of images. None for other folders.
+
+    Raises the error class of ``fields`` if there is no text model.
+    """
+    names = fields.names("architectures")
+    family = next((each for each in FAMILIES.values() if each.beside_encoder and each.beside_encoder in names), None)
+    if family is None:
+        return None
+    text = fields.mapping("text_config")
+    if not text:
+        raise fields.fail("text_config", "is missing; it has the sizes of the text model")
+    for key in ("tie_word_embeddings", "quantization_config"):
+        text = text.with_value(key, fields.value(key)) if key in fields else text
+    return text.with_value("architectures", [family.architecture])
 
 
 def read_biases(fields: TypedFields, family: Family) -> tuple[bool, bool]:

@@ -19,6 +19,7 @@ from llm_serving.model.families import (
     read_experts,
     read_latent,
     read_window,
+    text_part,
 )
 from llm_serving.model.gated_delta import GatedDelta, read_gated_delta, with_delta_defaults
 from llm_serving.model.gemma import Gemma, as_llama, read_gemma
@@ -72,6 +73,8 @@ class ModelShape:
     """The parts of a Gemma. None for all other families."""
     delta: GatedDelta | None = None
     """Sizes of the layers with linear attention. None if every layer has full or latent attention."""
+    beside_encoder: bool = False
+    """If True, the checkpoint also has an encoder of images, which is not loaded."""
     sinks: bool = False
     """If True, the softmax of each query head has one more term, a learned score without a value (attention sink)."""
     partial_rotary_dim: int = 0
@@ -297,6 +300,8 @@ def shape_of_fields(
     End tokens of ``generation`` (``generation_config.json``) take precedence. ``activations`` has the allowed values of
     ``hidden_act``.
     """
+    text = text_part(fields)
+    fields = fields if text is None else text
     family = family_of(fields)
     read_quantization(fields)
     if family.gemma:
@@ -350,6 +355,7 @@ def shape_of_fields(
         latent=latent,
         gemma=read_gemma(fields) if family.gemma else None,
         delta=read_gated_delta(fields, num_layers) if family.hybrid else None,
+        beside_encoder=text is not None,
         sinks=family.gpt_oss,
         partial_rotary_dim=_partial_rotary_dim(fields, rope, family, head_dim),
         num_extra_layers=fields.integer("num_nextn_predict_layers", 0, 0, MAX_EXTRA_LAYERS) if family.deepseek else 0,

@@ -28,6 +28,7 @@ from performance.models.variants import VARIANTS, Variant
 _RESULT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 """Gemma's norms whose results are added to the residual stream. They are large, as in trained models. Otherwise the
 large embeddings would decide the text alone."""
+_HYBRIDS = ("qwen3_next", "qwen3_5_text")
 _SPREAD_NORMS = ("q_norm.weight", "k_norm.weight", "q_a_layernorm.weight", "kv_a_layernorm.weight")
 
 
@@ -70,7 +71,7 @@ def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[i
         f"{name}.v_proj.weight": (key, hidden),
         f"{name}.o_proj.weight": (hidden, query),
     }
-    if config.get("model_type") == "qwen3_next":  # the rows of a query head, then those of its output gate
+    if config.get("model_type") in _HYBRIDS:  # the rows of a query head, then those of its output gate
         shapes[f"{name}.q_proj.weight"] = (2 * query, hidden)
     model_type, all_biased = config.get("model_type", "llama"), config.get("attention_bias", False)
     if all_biased or model_type == "qwen2":
@@ -90,10 +91,12 @@ def _delta_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, 
         config[key] for key in ("hidden_size", "linear_num_key_heads", "linear_num_value_heads")
     )
     keys, values = heads * config["linear_key_head_dim"], value_heads * config["linear_value_head_dim"]
+    sizes = {"qkvz": 2 * keys + 2 * values, "ba": 2 * value_heads}
+    if config["model_type"] == "qwen3_5_text":
+        sizes = {"qkv": 2 * keys + values, "z": values, "b": value_heads, "a": value_heads}
     return {
         f"{name}.conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
-        f"{name}.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
-        f"{name}.in_proj_ba.weight": (2 * value_heads, hidden),
+        **{f"{name}.in_proj_{part}.weight": (size, hidden) for part, size in sizes.items()},
         f"{name}.dt_bias": (value_heads,),
         f"{name}.A_log": (value_heads,),
         f"{name}.norm.weight": (config["linear_value_head_dim"],),
@@ -227,7 +230,7 @@ def write_model(variant: Variant, folder: Path) -> None:
             continue
         tensors[name] = allocate(shape, variant.dtype)
         std = tensor_std(name, shape, variant)
-        if variant.config.get("model_type") == "qwen3_next" and name.endswith("norm.weight"):
+        if variant.config.get("model_type") in _HYBRIDS and name.endswith("norm.weight"):
             centre = 1 if "linear_attn" in name else 0  # all other norms multiply by 1 + weight
             tensors[name] = _spread_ones(name, shape, variant, centre=centre)
         elif name.endswith("A_log"):

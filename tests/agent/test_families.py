@@ -52,12 +52,12 @@ NATIVE_MODELS = (
 )
 """The models that ``make test`` runs with native operators: one of each architecture."""
 HALF_MODELS = ("llama_dynamic", "mistral_full", "mixtral", "phi3", "gemma3", "gpt_oss", "qwen2_tied", "qwen3_window",
-               "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3")  # fmt: skip
+               "qwen3_moe", "qwen3_next", "qwen3_5", "deepseek_v2", "deepseek_v3")  # fmt: skip
 """The models that ``make test`` runs in a half type with fused operators: one of each architecture."""
-REFUSED_BY_NATIVE = ("gemma3", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next")
+REFUSED_BY_NATIVE = ("gemma3", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "qwen3_5")
 """Models that the native operators refuse."""
-STATE_MODELS = ("qwen3_next",)
-"""Models with linear attention. In int4, this small random model loses its text."""
+STATE_MODELS = ("qwen3_next", "qwen3_5")
+"""Models with linear attention. In int4, these small random models lose their text."""
 MXFP4 = ("gpt_oss_mxfp4",)
 """Models whose experts are stored as 4-bit floats. They become int8 or floats, and never int4."""
 LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARIANTS[model].config)

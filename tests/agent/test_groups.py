@@ -63,9 +63,9 @@ LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARI
 """
 
 
-UNDIVIDED = ("gpt_oss_mxfp4", "qwen3_next")
+UNDIVIDED = ("gpt_oss_mxfp4", "qwen3_next", "qwen3_5")
 """Models that are not tested here. ``gpt_oss`` is the same network as the first with weights of floats. The config
-refuses to divide the states of the second.
+refuses to divide the states of the others.
 """
 REFUSED_BY_NATIVE = ("gemma3",)
 """Models that the native operators refuse."""

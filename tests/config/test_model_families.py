@@ -42,7 +42,8 @@ HYBRID = {
     "architectures": ["Qwen3NextForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3, GEMMA, GPT_OSS, HYBRID)}  # type: ignore[index]
+HYBRID_DENSE = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention", "full_attention"]}
+NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3, GEMMA, GPT_OSS, HYBRID, HYBRID_DENSE)}  # type: ignore[index]
 
 
 def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
