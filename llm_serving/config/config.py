@@ -273,6 +273,10 @@ class Config:
         model = self.model_config
         digest = (self.files_fingerprint,) if self.files_fingerprint else ()
         weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed, *digest)
+        if self.kv_tier_config.shared_folder is not None:
+            # Machines that share a folder have other paths and file times. The namespace of each file there has the
+            # digest of the weights, and the prefix cache has the blocks of one version only.
+            weights = (model.model_type, model.load_format, model.seed)
         arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
         return json.dumps([*weights, *arithmetic, self.kv_format]).encode()
 

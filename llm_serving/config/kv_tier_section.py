@@ -32,10 +32,24 @@ class KvTierConfig:
         low=128 * 1024 * 1024,
         high=1 << 50,
     )
+    shared_folder: str | None = own(
+        None,
+        "Folder for copies of computed blocks that several machines share, for example on a network file system. "
+        "Needs `host_blocks`.",
+        null="no shared copies",
+    )
+    shared_max_bytes: int = own(
+        64 * 1024 * 1024 * 1024,
+        "Maximum size of the files in `shared_folder`, of all machines together. Above it, each machine removes the "
+        "files that no machine has read for the longest time.",
+        unit="bytes",
+        low=128 * 1024 * 1024,
+        high=1 << 60,
+    )
     loads: str = own(
         "auto",
-        "When blocks are read from `ssd_folder`. `auto`: if reading them is expected to take less time than computing "
-        "them, at the rates that were measured until now. `always`: whenever they are found.",
+        "When blocks are read from `ssd_folder` and `shared_folder`. `auto`: if reading them is expected to take less "
+        "time than computing them, at the rates that were measured until now. `always`: whenever they are found.",
         choices=("auto", "always"),
     )
     kept_blocks_per_key: int = own(

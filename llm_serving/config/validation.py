@@ -350,9 +350,10 @@ def check_kv_tiers(raw: RawConfig, config: Config) -> None:
     """Check that KV tiers are possible with the other settings."""
     tiers = config.kv_tier_config
     if not tiers.host_blocks:
-        if tiers.ssd_folder is not None:
-            problem = "needs host memory on the way to the disk; set kv_tier_config.host_blocks above 0"
-            raise raw.error("kv_tier_config.ssd_folder", tiers.ssd_folder, problem)
+        for name, folder in (("ssd_folder", tiers.ssd_folder), ("shared_folder", tiers.shared_folder)):
+            if folder is not None:
+                problem = "needs host memory on the way to the disk; set kv_tier_config.host_blocks above 0"
+                raise raw.error(f"kv_tier_config.{name}", folder, problem)
         return
     problem = ""
     if config.shape.delta is not None:

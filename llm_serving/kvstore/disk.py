@@ -1,19 +1,22 @@
-"""The SSD tier: writes blocks to a folder behind the requests, and reads them for waiting requests.
+"""Tiers in folders: they write blocks to files behind the requests, and read them for waiting requests.
 
-All input and output happens in the mover. The engine thread only looks into the index and adds jobs.
+All input and output of a tier happens in its mover. The engine thread only looks into the index and adds jobs.
+``DiskTier`` is the SSD tier. ``llm_serving.kvstore.shared`` has the tier in a folder that several machines share.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from llm_serving.errors import LLMServingError
 from llm_serving.kvstore.mover import Mover
-from llm_serving.kvstore.segments import SEGMENT_BYTES, FolderLock, Place, SegmentFolder
+from llm_serving.kvstore.places import Place
+from llm_serving.kvstore.segments import SEGMENT_BYTES, FolderLock, SegmentFolder
 from llm_serving.scheduler.tier_moves import BlockKey
 
 RETRY_S = 60.0
@@ -38,7 +41,7 @@ class HostPool(Protocol):
 
 @dataclass(slots=True)
 class DiskFigures:
-    """Counts of the SSD tier since the start, except the first two, which are present values."""
+    """Counts of a tier in a folder since the start, except the first two, which are present values."""
 
     blocks: int = 0
     num_bytes: int = 0
@@ -63,40 +66,55 @@ class Transfer:
     done: bool = False
 
 
-class DiskTier:
-    """The SSD tier of a server. All replicas share it, because their blocks have the same bits.
+class Records(Protocol):
+    """The records of a folder, with an index. Only the mover calls the methods, except ``find``."""
 
-    ``on_problem`` takes a text about a problem that an operator should know. Raises ConfigError if the folder cannot be
-    used.
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    num_rejected: int
+
+    def find(self, chained_hash: bytes) -> Place | None: ...
+
+    def read(self, place: Place, key: BlockKey) -> bytes | None: ...
+
+    def append(self, key: BlockKey, content: bytes) -> None: ...
+
+    def drop_generation(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FileTier(ABC):
+    """A tier in a folder. All replicas of a server share it, because their blocks have the same bits.
+
+    ``on_problem`` takes a text about a problem that an operator should know.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        max_bytes: int,
-        on_problem: Callable[[str], None],
-        *,
-        segment_bytes: int = SEGMENT_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    NAME: ClassVar[str]
+    """The tier in metrics and texts."""
+
+    def __init__(self, on_problem: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.figures = DiskFigures()
         self.mover = Mover(self._note_error)
-        self.on_open: list[Callable[[], None]] = []
-        """Called in the mover when the tier has been opened."""
-        self._folder = folder
-        self._max_bytes = max_bytes
-        self._segment_bytes = segment_bytes
+        self._on_open: list[Callable[[], None]] = []
         self._on_problem = on_problem
         self._clock = clock
-        self._lock = FolderLock(folder)
-        self._records: SegmentFolder | None = None
+        self._records: Records | None = None
         """The records that are in use. None while the namespace is not known."""
-        self._last: SegmentFolder | None = None
+        self._last: Records | None = None
         """The records that were opened last."""
         self._namespace = b""
         self._retry_at = 0.0
         self._read_s = 0.0
         self._read_bytes = 0.0
+
+    @abstractmethod
+    def _new_records(self, namespace: bytes) -> Records:
+        """Return the records of a namespace. Called in the mover."""
 
     def open(self, namespace: Callable[[], bytes]) -> None:
         """Opens the records of a namespace, in the mover. Until then, nothing is found and nothing is written.
@@ -106,6 +124,10 @@ class DiskTier:
         """
         self._records = None
         self.mover.submit(lambda: self._open(namespace()), urgent=True)
+
+    def when_open(self, call: Callable[[], None]) -> None:
+        """Calls a function whenever the tier has been opened, in the mover."""
+        self._on_open.append(call)
 
     def find(self, key: BlockKey) -> Place | None:
         """Returns the place of a block, or None. The tokens are compared when the block is read."""
@@ -117,8 +139,9 @@ class DiskTier:
         """True if the tier takes blocks now: it is open, and no write has failed lately."""
         return self._records is not None and self._clock() >= self._retry_at
 
-    def seconds_for(self, num_bytes: int) -> float | None:
+    def seconds_for(self, places: Sequence[Place]) -> float | None:
         """Returns how long a read takes at the measured bandwidth. None before the first read."""
+        num_bytes = sum(place.num_bytes for place in places)
         return num_bytes * self._read_s / self._read_bytes if self._read_bytes else None
 
     def write(self, key: BlockKey, pool: HostPool, host: int, done: Callable[[], None]) -> None:
@@ -135,19 +158,18 @@ class DiskTier:
         self.mover.submit(self._distrust)
 
     def close(self) -> None:
-        """Ends the mover without the blocks that still wait for the disk, and unlocks the folder.
+        """Ends the mover without the blocks that still wait for the disk.
 
         ``mover.end`` lets the mover write them before.
         """
         self.mover.close()
         if self._last is not None and not self.mover.is_busy:  # a job may hang, because the disk does not respond
             self._last.close()
-        self._lock.close()
 
     # The following methods run in the mover
 
     def content(self, place: Place, key: BlockKey) -> bytes | None:
-        """Returns the content of a block, or None if it is gone or damaged."""
+        """Returns the content of a block, or None if it was removed or is damaged."""
         content = None if self._records is None else self._records.read(place, key)
         self._note()
         return content
@@ -156,16 +178,16 @@ class DiskTier:
         if self._last is None or self._namespace != namespace:
             if self._last is not None:
                 self._last.close()
-            self._last = SegmentFolder(self._folder, namespace, self._max_bytes, self._segment_bytes)
+            self._last = self._new_records(namespace)
             self._namespace = namespace
         self._records = self._last
         self._note()
-        for call in self.on_open:
+        for call in self._on_open:
             call()
 
     def _write(
         self,
-        records: SegmentFolder | None,
+        records: Records | None,
         key: BlockKey,
         pool: HostPool,
         host: int,
@@ -183,7 +205,7 @@ class DiskTier:
         except OSError as error:
             self.figures.failed_writes += 1
             self._retry_at = self._clock() + RETRY_S
-            self._on_problem(f"the SSD tier writes nothing for {RETRY_S:g} s: {error}")
+            self._on_problem(f"the {self.NAME} tier writes nothing for {RETRY_S:g} s: {error}")
         finally:
             self._note()
             done()
@@ -228,7 +250,36 @@ class DiskTier:
 
     def _note_error(self, error: Exception) -> None:
         reason = str(error) if isinstance(error, LLMServingError) else repr(error)
-        self._on_problem(f"the SSD tier could not run a job: {reason}")
+        self._on_problem(f"the {self.NAME} tier could not run a job: {reason}")
+
+
+class DiskTier(FileTier):
+    """The SSD tier. Raises ConfigError if the folder cannot be used."""
+
+    NAME = "SSD"
+
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        on_problem: Callable[[str], None],
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(on_problem, clock)
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._segment_bytes = segment_bytes
+        self._lock = FolderLock(folder)
+
+    def close(self) -> None:
+        """Ends the mover without the blocks that still wait for the disk, and unlocks the folder."""
+        super().close()
+        self._lock.close()
+
+    def _new_records(self, namespace: bytes) -> SegmentFolder:
+        return SegmentFolder(self._folder, namespace, self._max_bytes, self._segment_bytes)
 
 
 def pool_of(parts: Sequence[HostPool]) -> HostPool:

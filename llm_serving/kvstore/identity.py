@@ -39,10 +39,10 @@ def weights_digest(config: Config, cache_folder: Path | None = None, *, expected
     if model.load_format == "dummy" or model.model_path is None:
         return f"seed {model.seed}"
     known = {} if cache_folder is None else _read_digests(cache_folder / _DIGESTS)
-    _check(config, expected)
+    check_weights(config, expected)
     files = _weight_files(config)
     digests = {identity: known.get(identity) or _digest_of(file) for file in files for identity in [_identity(file)]}
-    _check(config, expected)
+    check_weights(config, expected)
     if cache_folder is not None and digests.items() - known.items():
         _write_digests(cache_folder / _DIGESTS, digests)
     return hashlib.sha256(json.dumps(sorted(digests.values())).encode()).hexdigest()
@@ -70,7 +70,7 @@ def model_facts(config: Config) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class BlockIdentity:
-    """What the bits of a server's blocks depend on, apart from tokens and salts."""
+    """The facts that the bits of a server's blocks depend on, apart from tokens and salts."""
 
     facts: dict[str, object]
     """``model_facts`` as JSON has them, and the digests of the weights and of the kernels."""
@@ -89,7 +89,8 @@ def namespace_of(config: Config, weights: str, arithmetic: str) -> bytes:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
 
 
-def _check(config: Config, expected: list[str] | None) -> None:
+def check_weights(config: Config, expected: list[str] | None) -> None:
+    """Raises CheckpointError unless ``weights_state`` is ``expected``."""
     if expected is not None and weights_state(config) != expected:
         raise CheckpointError("the weights have changed since the start of the server; restart the server")
 

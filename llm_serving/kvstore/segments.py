@@ -14,11 +14,11 @@ import errno
 import fcntl
 import os
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from llm_serving.errors import ConfigError
+from llm_serving.kvstore.places import Place, Segment
 from llm_serving.kvstore.records import (
     HEADER_BYTES,
     MAX_TOKEN_BYTES,
@@ -32,26 +32,6 @@ from llm_serving.scheduler.tier_moves import BlockKey
 SEGMENT_BYTES = 64 << 20
 SUFFIX = ".kv"
 _LOCK = "lock"
-
-
-@dataclass(slots=True, eq=False)
-class _Segment:
-    """A file of the folder. ``hashes`` are the blocks of the folder's namespace that the index finds in it."""
-
-    path: Path
-    num_bytes: int
-    last_use: float
-    hashes: set[bytes] = field(default_factory=set)
-    generation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a record: its segment, the offset there and its size."""
-
-    segment: _Segment
-    offset: int
-    num_bytes: int
 
 
 class FolderLock:
@@ -112,7 +92,7 @@ class SegmentFolder:
         self._index: dict[bytes, Place] = {}
         self._folder = folder
         self._own = folder / namespace.hex()
-        self._open: tuple[_Segment, int] | None = None
+        self._open: tuple[Segment, int] | None = None
         self._clock = 0.0
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._segments = [self._described(path) for path in sorted(folder.glob(f"*/*{SUFFIX}"))]
@@ -182,11 +162,11 @@ class SegmentFolder:
             os.close(self._open[1])
             self._open = None
 
-    def _described(self, path: Path) -> _Segment:
+    def _described(self, path: Path) -> Segment:
         found = path.stat()
-        return _Segment(path, found.st_size, found.st_mtime)
+        return Segment(path, found.st_size, found.st_mtime)
 
-    def _scan(self, segment: _Segment) -> None:
+    def _scan(self, segment: Segment) -> None:
         """Reads the headers of a segment into the index, up to the first record that is not complete."""
         offset = 0
         with segment.path.open("rb") as file:
@@ -199,7 +179,7 @@ class SegmentFolder:
         if offset < segment.num_bytes:
             self.num_rejected += 1
 
-    def _enter(self, segment: _Segment, offset: int, header: RecordHeader) -> None:
+    def _enter(self, segment: Segment, offset: int, header: RecordHeader) -> None:
         self.generation = max(self.generation, header.generation + 1)
         chained_hash = header.key.chained_hash
         if header.namespace != self._namespace:
@@ -210,7 +190,7 @@ class SegmentFolder:
         segment.hashes.add(chained_hash)
         self._index[chained_hash] = Place(segment, offset, header.num_bytes)
 
-    def _segment_for(self, num_bytes: int) -> tuple[_Segment, int]:
+    def _segment_for(self, num_bytes: int) -> tuple[Segment, int]:
         """Returns a segment for ``num_bytes`` more, with its descriptor. Removes old segments if the folder is full."""
         if self._open is not None and self._open[0].num_bytes + num_bytes > self._segment_bytes:
             self.close()
@@ -222,7 +202,7 @@ class SegmentFolder:
         if self._open is None:
             path, descriptor = self._new_file()
             self._clock += 1.0
-            segment = _Segment(path, 0, self._clock, generation=self.generation)
+            segment = Segment(path, 0, self._clock, generation=self.generation)
             self._segments.append(segment)
             self._open = (segment, descriptor)
         return self._open
@@ -249,14 +229,14 @@ class SegmentFolder:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
                 return path, os.open(path, flags, 0o600)
 
-    def _note_use(self, segment: _Segment) -> None:
+    def _note_use(self, segment: Segment) -> None:
         """Makes a segment the last one to be removed, also for later runs, which read the time of the file."""
         self._clock += 1.0
         segment.last_use = self._clock
         with contextlib.suppress(OSError):
             os.utime(segment.path)
 
-    def _remove(self, segment: _Segment) -> None:
+    def _remove(self, segment: Segment) -> None:
         if self._open is not None and self._open[0] is segment:
             self.close()
         for chained_hash in list(segment.hashes):
@@ -265,7 +245,7 @@ class SegmentFolder:
         with contextlib.suppress(FileNotFoundError):
             segment.path.unlink()
 
-    def _forget(self, segment: _Segment, chained_hash: bytes) -> None:
+    def _forget(self, segment: Segment, chained_hash: bytes) -> None:
         segment.hashes.discard(chained_hash)
         place = self._index.get(chained_hash)
         if place is not None and place.segment is segment:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.ipc.host_pool import HostPoolLayout
-from llm_serving.kvstore.disk import DiskTier
-from llm_serving.kvstore.identity import BlockIdentity, namespace_of, weights_digest, weights_state
+from llm_serving.kvstore.disk import DiskTier, FileTier
+from llm_serving.kvstore.identity import BlockIdentity, check_weights, weights_digest, weights_state
 from llm_serving.kvstore.mover import Mover
+from llm_serving.kvstore.shared import SharedTier
 from llm_serving.kvstore.store import BlockStore
+from llm_serving.kvstore.tier_chain import BlockTier, TierChain
 from llm_serving.kvstore.transfers import BlockTransfers, UseStores
 from llm_serving.model.parallel import group_ranks
 
@@ -29,36 +30,51 @@ class KvTiers:
         self._weights = weights_state(config)
         self._folder: Path | None = None
         self._disk: DiskTier | None = None
+        self._shared: SharedTier | None = None
         self._on_problem = on_problem
         self._own_mover: Mover | None = None
         """Copies blocks if there is no SSD tier, whose mover does it otherwise."""
         self._arithmetic = ""
-        self._identity: BlockIdentity | None = None
+        self._digest: str | None = None
         self._reads_weights = threading.Lock()
         settings = config.kv_tier_config
+        if settings.shared_folder is not None:
+            folder = Path(settings.shared_folder).expanduser().absolute()
+            self._shared = SharedTier(folder, settings.shared_max_bytes, on_problem)
         if settings.ssd_folder is not None:
             self._folder = Path(settings.ssd_folder).expanduser().absolute()
             self._disk = DiskTier(self._folder, settings.ssd_max_bytes, on_problem)
-            self._disk.mover.start()
+        self._tiers: list[FileTier] = [tier for tier in (self._disk, self._shared) if tier is not None]
+        for tier in self._tiers:
+            tier.mover.start()
+
+    @property
+    def _behind_host(self) -> BlockTier | None:
+        """The tiers behind host memory, as one."""
+        if self._disk is not None and self._shared is not None:
+            return TierChain(self._disk, self._shared)
+        return self._tiers[0] if self._tiers else None
 
     def new_store(self, wake: Callable[[], None]) -> BlockStore:
         """Returns the tiers of a new replica. ``wake`` wakes the engine thread, and any thread may call it."""
         settings = self._config.kv_tier_config
-        return BlockStore(
+        store = BlockStore(
             self._config.num_host_blocks,
             settings.host_blocks,
-            self._disk,
+            self._behind_host,
             wake,
             always_loads=settings.loads == "always",
             max_kept=settings.kept_blocks_per_key,
         )
+        store.figures.disk = None if self._disk is None else self._disk.figures
+        store.figures.shared = None if self._shared is None else self._shared.figures
+        return store
 
     def agents_ready(self, summary: Mapping[str, object]) -> None:
-        """Opens the SSD tier for agents with this summary. The mover reads the weights for their digest."""
+        """Opens the tiers in folders for agents with this summary. A mover reads the weights for their digest."""
         self._arithmetic = str(summary.get("arithmetic", ""))
-        self._identity = None
-        if self._disk is not None:
-            self._disk.open(partial(self._namespace, self._arithmetic))
+        for tier in self._tiers:
+            tier.open(lambda: self.identity().namespace)
 
     def identity(self) -> BlockIdentity:
         """Returns everything except tokens that the bits of this server's blocks depend on.
@@ -67,13 +83,10 @@ class KvTiers:
         CheckpointError if the weights have changed since the start.
         """
         with self._reads_weights:
-            found, arithmetic = self._identity, self._arithmetic
-            if found is None:
-                weights = weights_digest(self._config, self._folder, expected=self._weights)
-                found = BlockIdentity.of(self._config, weights, arithmetic)
-                if arithmetic == self._arithmetic:
-                    self._identity = found
-            return found
+            if self._digest is None:
+                self._digest = weights_digest(self._config, self._folder, expected=self._weights)
+            check_weights(self._config, self._weights)
+            return BlockIdentity.of(self._config, self._digest, self._arithmetic)
 
     @property
     def block_bytes(self) -> int:
@@ -87,25 +100,21 @@ class KvTiers:
         if mover is None:
             mover = self._own_mover = Mover(lambda error: self._on_problem(f"blocks could not be copied: {error!r}"))
             mover.start()
-        return BlockTransfers(use_stores, mover, self._disk)
+        return BlockTransfers(use_stores, mover, self._behind_host)
 
     def end(self) -> None:
-        """Lets the mover write the blocks that wait for the disk, and then end. Does not wait for this."""
-        if self._disk is not None:
-            self._disk.mover.end()
+        """Lets the movers write the blocks that wait for the disk, and then end. Does not wait for this."""
+        for tier in self._tiers:
+            tier.mover.end()
 
     @property
     def is_busy(self) -> bool:
-        """True while the mover runs."""
-        return self._disk is not None and self._disk.mover.is_busy
+        """True while a mover runs."""
+        return any(tier.mover.is_busy for tier in self._tiers)
 
     def close(self) -> None:
         """Ends the mover without the blocks that still wait for the disk, and unlocks the folder."""
         if self._own_mover is not None:
             self._own_mover.close()
-        if self._disk is not None:
-            self._disk.close()
-
-    def _namespace(self, arithmetic: str) -> bytes:
-        weights = weights_digest(self._config, self._folder, expected=self._weights)
-        return namespace_of(self._config, weights, arithmetic)
+        for tier in self._tiers:
+            tier.close()

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from llm_serving.kvstore.disk import DiskFigures, DiskTier, HostPool, Transfer
+from llm_serving.kvstore.disk import DiskFigures, HostPool, Transfer
 from llm_serving.kvstore.host_blocks import DOUBTFUL, HostBlocks
 from llm_serving.kvstore.kept import KeptBlocks
-from llm_serving.kvstore.segments import Place
+from llm_serving.kvstore.places import Place
+from llm_serving.kvstore.tier_chain import BlockTier
 from llm_serving.scheduler.tier_moves import NO_HOST_BLOCK, BlockKey, WantedBlocks
 
 MAX_OFFERS = 64
@@ -53,7 +54,7 @@ class TierFigures:
     """Blocks that were copied to the host."""
     dropped: int = 0
     """Blocks that were not copied, because they were evicted before."""
-    hits: dict[str, int] = field(default_factory=lambda: {"host": 0, "ssd": 0})
+    hits: dict[str, int] = field(default_factory=lambda: {"host": 0, "ssd": 0, "shared": 0})
     """Blocks of waiting requests that were found and used, by tier."""
     misses: int = 0
     """Blocks of waiting requests that were not found."""
@@ -63,6 +64,8 @@ class TierFigures:
     """Reads that took so long that their request was computed."""
     disk: DiskFigures | None = None
     """Counts of the SSD tier, which all replicas share. None without this tier."""
+    shared: DiskFigures | None = None
+    """Counts of the tier in a shared folder. None without this tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +105,14 @@ class BlockStore:
         self,
         first_host: int,
         num_hosts: int,
-        disk: DiskTier | None,
+        disk: BlockTier | None,
         wake: Callable[[], None],
         *,
         always_loads: bool = False,
         max_kept: int = 0,
     ) -> None:
         """``max_kept``: number of blocks that requests of one owner may keep in host memory."""
-        self.figures = TierFigures(disk=None if disk is None else disk.figures)
+        self.figures = TierFigures()
         self.version = 0
         """Changes when blocks that were read before may come from other agents, or may be wrong."""
         self._max_writes = max(1, num_hosts // 2)
@@ -125,7 +128,7 @@ class BlockStore:
         self._unwritten: deque[int] = deque()
         """Host blocks that must still be written to the disk."""
         if disk is not None:
-            disk.on_open.append(wake)
+            disk.when_open(wake)
 
     def open(self, pool: HostPool) -> None:
         """Starts to use the host blocks of agents that have become ready."""
@@ -199,6 +202,8 @@ class BlockStore:
             self._hosts.hold(host)
             return Loan(key, self._pool, host, None, self._epoch, self.version)
         place = None if self._disk is None else self._disk.find(key)
+        if place is not None and place.segment.is_shared:
+            return None  # the other machines find it there
         return None if place is None else Loan(key, self._pool, None, place, self._epoch, self.version)
 
     def end_loan(self, loan: Loan) -> bool:
@@ -348,7 +353,7 @@ class BlockStore:
         if self._always_loads or wanted.max_block_s is None:
             return True
         reads = [*(one.transfer for one in self._waiting), transfer]
-        seconds = self._disk.seconds_for(sum(place.num_bytes for read in reads for place in read.places))
+        seconds = self._disk.seconds_for([place for read in reads for place in read.places])
         return seconds is None or seconds < wanted.max_block_s * len(transfer.keys)
 
     def _patience(self, wanted: WantedBlocks, transfer: Transfer) -> float:
@@ -393,7 +398,8 @@ class BlockStore:
             self._hosts.release(host)
         if one.due == _NEVER:
             return  # the request has had its reply, and is computed
-        self.figures.hits["ssd"] += sum(host in oks for host in useful)
-        self.figures.hits["host"] += sum(host not in oks for host in useful)
+        tiers = {host: place.tier for host, place in zip(one.transfer.hosts, one.transfer.places, strict=True)}
+        for host in useful:
+            self.figures.hits[tiers.get(host, "host")] += 1
         self.figures.misses += len(one.hosts) - len(useful)
         source.load_blocks(one.wanted.request_id, one.wanted.first, useful)

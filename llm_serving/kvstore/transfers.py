@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from llm_serving.kvstore.disk import DiskTier
 from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.store import BlockStore, Loan
+from llm_serving.kvstore.tier_chain import BlockTier
 from llm_serving.scheduler.tier_moves import BlockKey
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class ReadBlocks:
 class BlockTransfers:
     """Reads and writes blocks of the tiers. Call the methods on the event loop."""
 
-    def __init__(self, use_stores: UseStores, mover: Mover, disk: DiskTier | None) -> None:
+    def __init__(self, use_stores: UseStores, mover: Mover, disk: BlockTier | None) -> None:
         self._use_stores = use_stores
         self._mover = mover
         self._disk = disk

@@ -98,7 +98,7 @@ class SessionBook:
             self.remove(*next(iter(self._sessions)))
 
     def remove(self, tenant: str, session_id: str) -> bool:
-        """Forget a session. Returns False if the tenant has no such session."""
+        """Forget a session. Returns False if the tenant has no session with this id."""
         session = self._sessions.pop((tenant, session_id), None)
         if session is None:
             return False

@@ -77,7 +77,7 @@ class SessionExport:
         yield encode_end(manifest, done)
 
     async def _read(self, keys: list[BlockKey]) -> list[bytes]:
-        """Return the contents of the first of these blocks, after a wait for blocks that are on their way."""
+        """Return the contents of the first of these blocks, after a wait for blocks that a step still copies."""
         while True:
             found = await self._transfers.read(keys)
             if self._versions is None:

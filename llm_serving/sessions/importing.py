@@ -47,7 +47,7 @@ class SessionMismatchError(RequestError):
 
 @dataclass(slots=True)
 class ImportResult:
-    """What an import has brought."""
+    """The result of an import."""
 
     num_tokens: int
     block_size: int

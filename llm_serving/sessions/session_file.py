@@ -43,7 +43,7 @@ class Manifest:
     version: str
     """Version of the server that wrote the file."""
     facts: dict[str, Any]
-    """What the bits of the blocks depend on, see ``llm_serving.kvstore.identity``."""
+    """The facts that the bits of the blocks depend on, see ``llm_serving.kvstore.identity``."""
     namespace: bytes
     """Digest of ``facts``."""
     adapter: bytes

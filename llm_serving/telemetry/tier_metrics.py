@@ -16,13 +16,14 @@ _COUNTERS = {
     "too_slow": ("too_slow_blocks", "Blocks on the SSD whose computation was expected to take less time than a read."),
     "expired": ("expired_reads", "Reads from the SSD that took so long that their request was computed instead."),
 }
-_SSD_COUNTERS = {
-    "written_blocks": ("written_blocks", "Blocks written to the SSD."),
-    "written_bytes": ("written_bytes", "Bytes written to the SSD."),
-    "read_bytes": ("read_bytes", "Bytes read from the SSD."),
-    "rejected": ("rejected_records", "Records on the SSD that were damaged, cut off or not the wanted block."),
-    "failed_writes": ("failed_writes", "Writes to the SSD that failed, for example because the disk was full."),
+_FILE_COUNTERS = {
+    "written_blocks": ("written_blocks", "Blocks written to the {}."),
+    "written_bytes": ("written_bytes", "Bytes written to the {}."),
+    "read_bytes": ("read_bytes", "Bytes read from the {}."),
+    "rejected": ("rejected_records", "Records of the {} that were damaged, cut off or not the wanted block."),
+    "failed_writes": ("failed_writes", "Writes to the {} that failed, for example because the disk was full."),
 }
+"""Counts of the SSD and of the shared folder, which the texts name."""
 
 
 def tier_families(tiers: Sequence[TierFigures]) -> Iterable[Metric]:
@@ -32,7 +33,7 @@ def tier_families(tiers: Sequence[TierFigures]) -> Iterable[Metric]:
     hits = CounterMetricFamily(
         "llm_serving_kv_tier_hit_blocks", "Blocks of waiting requests that a KV tier had.", labels=["tier"]
     )
-    for tier in ("host", "ssd"):
+    for tier in ("host", "ssd", "shared"):
         hits.add_metric([tier], sum(one.hits[tier] for one in tiers))
     yield hits
     for field, (name, text) in _COUNTERS.items():
@@ -43,13 +44,16 @@ def tier_families(tiers: Sequence[TierFigures]) -> Iterable[Metric]:
     yield GaugeMetricFamily("llm_serving_kv_tier_kept_blocks", "Host blocks that requests asked to keep.", value=kept)
     yield GaugeMetricFamily("llm_serving_kv_tier_host_blocks", "Host blocks with a copy of a block.", value=held)
     if tiers[0].disk is not None:
-        yield from _ssd_families(tiers[0].disk)
+        yield from _file_families(tiers[0].disk, "ssd", "SSD")
+    if tiers[0].shared is not None:
+        yield from _file_families(tiers[0].shared, "shared", "shared folder")
 
 
-def _ssd_families(disk: DiskFigures) -> Iterable[Metric]:
-    for field, (name, text) in _SSD_COUNTERS.items():
-        yield CounterMetricFamily(f"llm_serving_kv_tier_ssd_{name}", text, value=getattr(disk, field))
-    yield GaugeMetricFamily("llm_serving_kv_tier_ssd_blocks", "Blocks of this model on the SSD.", value=disk.blocks)
-    yield GaugeMetricFamily("llm_serving_kv_tier_ssd_bytes", "Size of the files on the SSD.", value=disk.num_bytes)
-    text = "1 while the SSD tier writes nothing because a write has failed."
-    yield GaugeMetricFamily("llm_serving_kv_tier_ssd_full", text, value=float(disk.is_full))
+def _file_families(figures: DiskFigures, tier: str, place: str) -> Iterable[Metric]:
+    start = f"llm_serving_kv_tier_{tier}"
+    for field, (name, text) in _FILE_COUNTERS.items():
+        yield CounterMetricFamily(f"{start}_{name}", text.format(place), value=getattr(figures, field))
+    yield GaugeMetricFamily(f"{start}_blocks", f"Blocks of this model in the files of the {place}.", figures.blocks)
+    yield GaugeMetricFamily(f"{start}_bytes", f"Size of the files of the {place}.", value=figures.num_bytes)
+    text = f"1 while nothing is written to the {place} because a write has failed."
+    yield GaugeMetricFamily(f"{start}_full", text, value=float(figures.is_full))

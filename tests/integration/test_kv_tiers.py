@@ -44,6 +44,22 @@ def settings(tmp_path):
     ]
 
 
+def test_two_machines_share_a_folder(tmp_path):
+    """The second server has the same weights at another path, as another machine does."""
+    shared = ["kv_tier_config.host_blocks=64", f"kv_tier_config.shared_folder={tmp_path / 'shared'}"]
+    places = [TINY_LLAMA, tmp_path / "copy"]
+    shutil.copytree(TINY_LLAMA, places[1])
+    answers = []
+    for number, place in enumerate(places):
+        settings = [*shared, "kv_tier_config.loads=always", f"model_config.model_path={place}"]
+        with running_server(tmp_path / str(number), settings) as server:
+            wait_for(server, "shared_blocks", 12 * number)
+            answers.append(server.post("/v1/completions", QUESTION)["choices"])
+            assert metric(server, 'hit_blocks_total{tier="shared"}') == 12 * number
+            wait_for(server, "shared_blocks", 12)
+    assert answers[0] == answers[1], "tokens and bits of log-probabilities"
+
+
 def test_blocks_survive_kill_9_and_other_weights_find_none(tmp_path, settings):
     (tmp_path / "first").mkdir()
     first = ServerProcess(tmp_path / "first", settings).wait_ready()

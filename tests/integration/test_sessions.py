@@ -39,7 +39,7 @@ def next_turn(server: ServerProcess, answer: str, **changes: object) -> dict:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The file of a session, the answer of its first turn, and the response of its second."""
+    """The file of a session, the answer of its first request, and the response of its second."""
     folder = tmp_path_factory.mktemp("first")
     settings = ["kv_tier_config.host_blocks=64", "kv_tier_config.kept_blocks_per_key=5"]
     with running_server(folder, settings) as server:

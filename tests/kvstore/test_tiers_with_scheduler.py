@@ -57,7 +57,7 @@ def test_blocks_survive_a_restart_on_the_ssd(tmp_path):
     disk[0].close()
     after = TieredSimulation(tier_limits(), 64, disk_tier(tmp_path))
     assert run_alone(after, "b", PROMPT).num_cached_tokens == 36
-    assert after.store.figures.hits == {"host": 0, "ssd": 9}
+    assert after.store.figures.hits == {"host": 0, "ssd": 9, "shared": 0}
 
 
 def test_other_salts_find_nothing(tmp_path):
@@ -71,7 +71,7 @@ def test_other_salts_find_nothing(tmp_path):
     after.add(request)
     after.finish()
     assert request.num_cached_tokens == 0
-    assert after.store.figures.hits == {"host": 0, "ssd": 0}
+    assert after.store.figures.hits == {"host": 0, "ssd": 0, "shared": 0}
 
 
 def test_a_damaged_record_is_a_miss_and_the_blocks_before_it_are_used(tmp_path):

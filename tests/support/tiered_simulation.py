@@ -93,6 +93,7 @@ class TieredSimulation(Simulation):
         self._chance = chance
         tier = None if disk is None else disk[0]
         self.store = BlockStore(limits.num_host_blocks, tier_hosts, tier, lambda: None, always_loads=True)
+        self.store.figures.disk = None if tier is None else tier.figures
         self.store.open(DevicePool(self.device))
 
     def schedule(self) -> list[ScheduledStep]:

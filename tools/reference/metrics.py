@@ -49,7 +49,7 @@ class _Status(SimpleNamespace):
 def metrics_page() -> str:
     """Returns the page docs/metrics.md."""
     agent = {"rank": 0, "state": "ready", "summary": {"weight_bytes": 0, "kv_cache_bytes": 0}}
-    tiers = TierFigures(disk=DiskFigures())
+    tiers = TierFigures(disk=DiskFigures(), shared=DiskFigures())
     replica = _Status(state="ready", placed={each.value: 0 for each in Placed}, tiers=tiers)
     metrics = Metrics()
     chips = [Chip(0, 0, 0, "", "OK", 0, 0, 0.0, 0.0, 0)]

@@ -1,0 +1,238 @@
+"""A tier in a folder that several machines share: one immutable file for each block, and no locks.
+
+    FOLDER/<namespace>/<first byte of the hash>/<hash>.kv   one record
+    FOLDER/<namespace>/<first byte of the hash>/.*.tmp      a file that is being written
+
+A file appears complete, because it is renamed after it was written. Any machine may remove any file at any time. So a
+block that the index has may be removed or replaced when it is read; then the read is a miss. Nothing waits for another
+machine. A machine that dies leaves at most a temporary file, which others remove later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from llm_serving.errors import ConfigError
+from llm_serving.kvstore.disk import FileTier
+from llm_serving.kvstore.places import Place, Segment
+from llm_serving.kvstore.records import HASH_BYTES, decode_content, encode_record
+from llm_serving.scheduler.tier_moves import BlockKey
+
+SUFFIX = ".kv"
+SCAN_S = 5.0
+"""The index learns of files of other machines after this time, if requests look for blocks."""
+TRIM_S = 30.0
+"""Minimum time between two looks at the size of the folder."""
+TEMPORARY_S = 3600.0
+"""A temporary file that is older belongs to a machine that died."""
+_TOUCH_S = 600.0
+_KEPT_PART = 0.9
+_numbers = itertools.count()
+
+
+class SharedFolder:
+    """The files of a namespace in a shared folder, with an index that may be out of date.
+
+    ``max_bytes`` limits the size of all namespaces together. Each machine removes the files that no machine has read
+    for the longest time. ``clock`` is the time of file systems.
+    """
+
+    def __init__(self, folder: Path, namespace: bytes, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+        self.num_rejected = 0
+        self.num_bytes = 0
+        """Size of all files of the folder, as this machine saw it last."""
+        self._folder = folder
+        self._own = folder / namespace.hex()
+        self._namespace = namespace
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._index: dict[bytes, Place] = {}
+        self._written: set[bytes] = set()
+        self._changed: dict[str, int] = {}
+        """The time of the last change of each folder that was scanned, in ns."""
+        self._trimmed_at = float("-inf")
+        self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.scan()
+        self._trim()
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that the index has."""
+        return len(self._index)
+
+    def find(self, chained_hash: bytes) -> Place | None:
+        """Returns the place of a block that the folder had at the last scan. Any thread may call it."""
+        return self._index.get(chained_hash)
+
+    def scan(self) -> None:
+        """Reads the names of files in the folders that have changed since the last scan. Raises OSError."""
+        for folder in _folders(self._own):
+            changed = os.stat(folder).st_mtime_ns
+            if self._changed.get(folder) == changed:
+                continue
+            found = dict(self._places(folder))
+            first = bytes.fromhex(os.path.basename(folder))
+            for chained_hash in [each for each in self._index if each[:1] == first and each not in found]:
+                del self._index[chained_hash]
+            self._index.update(found)
+            # A file that another machine adds within the resolution of the clock would not change the time again.
+            if self._clock() - changed / 1e9 > 2.0:
+                self._changed[folder] = changed
+
+    def read(self, place: Place, key: BlockKey) -> bytes | None:
+        """Returns the content of a block, or None if it was removed, is damaged or is another block."""
+        path = place.segment.path
+        try:
+            with path.open("rb") as file:
+                data = file.read(place.num_bytes + 1)
+        except OSError:
+            self._index.pop(key.chained_hash, None)  # another machine has removed it, or the network is down
+            return None
+        content = decode_content(data, self._namespace, key)
+        if content is None:
+            self.num_rejected += 1
+            self._index.pop(key.chained_hash, None)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        if self._clock() - place.segment.last_use > _TOUCH_S:
+            place.segment.last_use = self._clock()
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        return content
+
+    def append(self, key: BlockKey, content: bytes) -> None:
+        """Writes the file of a block, unless the index has it.
+
+        Raises OSError if the folder is full or broken. No part of a file is then visible.
+        """
+        if key.chained_hash in self._index:
+            return
+        record = encode_record(self._namespace, key, 0, content)
+        if len(record) > self._max_bytes:
+            raise OSError(errno.EFBIG, f"a block of {len(record)} bytes exceeds the limit of {self._max_bytes} bytes")
+        if self.num_bytes + len(record) > self._max_bytes or self._clock() - self._trimmed_at >= TRIM_S:
+            self._trim(len(record))
+        name = key.chained_hash.hex()
+        folder = self._own / name[:2]
+        folder.mkdir(mode=0o700, exist_ok=True)
+        path, temporary = folder / f"{name}{SUFFIX}", folder / _temporary_name()
+        try:
+            with temporary.open("xb") as file:
+                file.write(record)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        self.num_bytes += len(record)
+        self._written.add(key.chained_hash)
+        self._index[key.chained_hash] = Place(Segment(path, len(record), self._clock(), is_shared=True), 0, len(record))
+
+    def drop_generation(self) -> None:
+        """Removes the files that this run of the server has written, because their contents may be wrong."""
+        for chained_hash in self._written:
+            name = chained_hash.hex()
+            self._index.pop(chained_hash, None)
+            with contextlib.suppress(OSError):
+                (self._own / name[:2] / f"{name}{SUFFIX}").unlink()
+        self._written.clear()
+
+    def close(self) -> None:
+        """Does nothing, because no file is open."""
+
+    def _places(self, folder: str) -> Iterator[tuple[bytes, Place]]:
+        """Yields the blocks of a folder. Removes temporary files of machines that died."""
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or a foreign name
+                    if entry.name.endswith(".tmp"):
+                        if self._clock() - entry.stat().st_mtime > TEMPORARY_S:
+                            os.unlink(entry.path)
+                    elif entry.name.endswith(SUFFIX):
+                        chained_hash, found = bytes.fromhex(entry.name.removesuffix(SUFFIX)), entry.stat()
+                        if len(chained_hash) == HASH_BYTES and found.st_size:
+                            segment = Segment(Path(entry.path), found.st_size, found.st_mtime, is_shared=True)
+                            yield chained_hash, Place(segment, 0, found.st_size)
+
+    def _trim(self, num_more: int = 0) -> None:
+        """Counts the size of all namespaces. Above the limit, removes the files with the oldest use."""
+        self._trimmed_at = self._clock()
+        files: list[tuple[float, int, str]] = []
+        for namespace in _folders(self._folder):
+            for folder in _folders(namespace):
+                with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                    for entry in entries:
+                        with contextlib.suppress(OSError):
+                            found = entry.stat()
+                            files.append((found.st_mtime, found.st_size, entry.path))
+        self.num_bytes = sum(size for _, size, _ in files)
+        if self.num_bytes + num_more <= self._max_bytes:
+            return
+        wanted = int(self._max_bytes * _KEPT_PART) - num_more
+        for _, size, path in sorted(files):
+            if self.num_bytes <= wanted:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            self.num_bytes -= size
+            with contextlib.suppress(ValueError):
+                self._index.pop(bytes.fromhex(os.path.basename(path).removesuffix(SUFFIX)), None)
+
+
+class SharedTier(FileTier):
+    """The tier in a shared folder. Raises ConfigError if the folder cannot be used."""
+
+    NAME = "shared"
+
+    def __init__(self, folder: Path, max_bytes: int, on_problem: Callable[[str], None]) -> None:
+        super().__init__(on_problem)
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._scanned_at = float("-inf")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = folder / _temporary_name()
+            probe.touch(exist_ok=False)
+            probe.unlink()
+        except OSError as error:
+            key = f"kv_tier_config.shared_folder = {str(folder)!r}"
+            raise ConfigError(f"{key}: the folder cannot be used: {error.strerror}") from None
+
+    def find(self, key: BlockKey) -> Place | None:
+        """Returns the place of a block, or None. Asks the mover for another scan if the last one is old."""
+        if self._records is not None and self._clock() - self._scanned_at >= SCAN_S:
+            self._scanned_at = self._clock()
+            self.mover.submit(self._scan)
+        return super().find(key)
+
+    def _scan(self) -> None:
+        if isinstance(self._records, SharedFolder):
+            self._records.scan()
+            self._note()
+
+    def _new_records(self, namespace: bytes) -> SharedFolder:
+        return SharedFolder(self._folder, namespace, self._max_bytes)
+
+
+def _folders(path: str | Path) -> list[str]:
+    """Returns the folders in a folder whose names are hexadecimal. Other entries are not files of KV tiers."""
+    with os.scandir(path) as entries:
+        return sorted(entry.path for entry in entries if _is_hexadecimal(entry.name) and entry.is_dir())
+
+
+def _is_hexadecimal(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(bytes.fromhex(name)) and name.isalnum()
+    return False
+
+
+def _temporary_name() -> str:
+    return f".{socket.gethostname()}-{os.getpid()}-{next(_numbers)}.tmp"
