@@ -187,11 +187,13 @@ def test_no_file_imports_a_file_of_a_higher_layer():
 
 
 def test_a_server_with_everything_imported_has_no_mindspore():
+    """The Ray driver is left out: it is a process of its own, and needs an optional package."""
     program = (
         "import pkgutil, importlib, sys, llm_serving\n"
         "for module in pkgutil.walk_packages(llm_serving.__path__, 'llm_serving.'):\n"
-        "    importlib.import_module(module.name)\n"
-        "assert not {'mindspore', 'mindformers', 'agent'} & set(sys.modules)\n"
+        "    if not module.name.startswith('llm_serving.ray_driver'):\n"
+        "        importlib.import_module(module.name)\n"
+        "assert not {'mindspore', 'mindformers', 'agent', 'ray'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=time_limit(60))
 
