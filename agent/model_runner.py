@@ -35,6 +35,7 @@ from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.stored_program.start import StoredStart
 from agent.stored_program.store import ProgramStore
+from agent.vision.rows import ImageRows
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
 from agent.weights.cache.fingerprint import arithmetic_digest
 from agent.weights.cache.folder import WeightCache
@@ -44,6 +45,7 @@ from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, Gr
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.shm import NOT_FINITE, StepSlot
+from llm_serving.ipc.tile_memory import TileMemory
 from llm_serving.planning.machine import process_seconds
 
 if TYPE_CHECKING:
@@ -122,6 +124,9 @@ class ModelRunner:
         self._drafter = None if config.draft is None else Drafter(config, rank)
         self.ahead: StepsAhead | None = None
         """Launches steps ahead if the device does so. None otherwise, and before ``load``."""
+        self._images: ImageRows | None = None
+        self.tiles: TileMemory | None = None
+        """The tiles of images in shared memory. None if the model reads no images. Set it before ``load``."""
         self.host_pool: HostPoolMemory | None = None
         """The host blocks in shared memory. None if they are the agent's own memory. Set it before ``load``."""
         self._seconds = {"import": process_seconds()}
@@ -172,6 +177,8 @@ class ModelRunner:
         )
         if self._drafter is not None:
             self._drafter.load(lambda done, of: self._report("load the draft model", done, of))
+        elif self._model.ops.takes_rows:
+            self._images = ImageRows.load(self._config, self._model, self.tiles)
         elif self._model.ops.traits.runs_ahead and self._part.is_alone:
             self.ahead = StepsAhead(self, StepReader(self._config, self._config.max_num_seqs), self._sampler)
         self._seconds["load"] = time.perf_counter() - start
@@ -222,6 +229,8 @@ class ModelRunner:
             self._run_largest_steps()
         if self._drafter is not None:
             self._drafter.warm_up()
+        if self._images is not None:
+            self._images.warm_up()
         self.run_moves(make_moves(self._config))
         self.reset()
         self._model.kv_cache.pages.allocate_rest()
@@ -326,7 +335,8 @@ class ModelRunner:
         if self._pooler is not None:
             return self._run_pooled(slot, inputs, self._pooler, start)
         try:
-            scores = self._graph.run(inputs, inputs.token_ids)
+            entry = inputs.token_ids if self._images is None else self._images.entry(slot, inputs)
+            scores = self._graph.run(inputs, entry)
             computed = time.perf_counter_ns()
             self._sampler.sample(scores, slot)
         except RuntimeError as error:
@@ -480,7 +490,8 @@ class ModelRunner:
             again = self._compute_in_group(inputs)
         else:
             assert self._graph is not None
-            again = self._graph.run(inputs, inputs.token_ids)
+            entry = inputs.token_ids if self._images is None else self._images.embedded(inputs)
+            again = self._graph.run(inputs, entry)
         is_comparable = not self._part.returns_results or slot.sampled_ids[index] != NOT_FINITE
         if first is not None and again is not None and is_comparable:
             second = score_bits(again, 0, whole=whole)

@@ -95,6 +95,7 @@ def _run_threads(
     from llm_serving.ipc.exchange import ExchangeLayout
     from llm_serving.ipc.host_pool import HostPoolLayout
     from llm_serving.ipc.shm import NUM_SLOTS
+    from llm_serving.ipc.tile_memory import TileLayout
 
     is_alone = config.parallel_config.group_size == 1
     queue = TaskQueue(config.scheduler_config.policy, max_steps=NUM_SLOTS, in_order=not is_alone)
@@ -106,6 +107,7 @@ def _run_threads(
         queue=queue,
         exchange=None if is_alone else ExchangeLayout.of(config.shape, limits, config.parallel_config),
         pool=HostPoolLayout.of(config, bootstrap.rank),
+        tiles=TileLayout.of(config),
     )
     threading.Thread(target=server.serve, name="agent-socket", daemon=True).start()
     return Worker(

@@ -25,6 +25,7 @@ from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.host_pool import HostPoolLayout, HostPoolMemory
 from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage, ServerMessage, StepDone
 from llm_serving.ipc.shm import SlotLimits, SlotMemory
+from llm_serving.ipc.tile_memory import TileLayout, TileMemory
 
 logger = logging.getLogger("agent.server")
 
@@ -32,7 +33,7 @@ HANDSHAKE_TIMEOUT_S = 60.0
 
 
 class AgentServer:
-    """Owns the connection to the server, and the shared memory of step slots, exchange and host blocks."""
+    """Owns the connection to the server, and the shared memory of step slots, exchange, host blocks and tiles."""
 
     def __init__(
         self,
@@ -43,10 +44,12 @@ class AgentServer:
         queue: TaskQueue,
         exchange: ExchangeLayout | None = None,
         pool: HostPoolLayout | None = None,
+        tiles: TileLayout | None = None,
     ) -> None:
         """``exchange`` is the layout of the group's exchange, or None if the group has one agent.
 
-        ``pool`` is the layout of the agent's host blocks, or None without KV tiers.
+        ``pool`` is the layout of the agent's host blocks, or None without KV tiers. ``tiles`` is the layout of the
+        memory with tiles, or None if the model reads no images.
         """
         self._server = Channel(connection)
         self._secret = secret
@@ -62,6 +65,9 @@ class AgentServer:
         self._pool_layout = pool
         self.pool: HostPoolMemory | None = None
         """The host blocks in shared memory. None without KV tiers."""
+        self._tile_layout = tiles
+        self.tiles: TileMemory | None = None
+        """The tiles of images in shared memory. None if the model reads no images."""
 
     def serve(self) -> None:
         """Reads messages until the server has ended, then ends the process."""
@@ -100,6 +106,8 @@ class AgentServer:
         self.exchange = self._attach_exchange(message)
         if self._pool_layout is not None:
             self.pool = HostPoolMemory.attach(message.pool_name, self._pool_layout)
+        if self._tile_layout is not None:
+            self.tiles = TileMemory.attach(message.tiles_name, self._tile_layout)
         self._server.set_timeout(None)
         self.send(messages.Connected(proof=messages.prove(self._secret, "agent", message.nonce)))
         self._connected.set()

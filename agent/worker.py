@@ -70,6 +70,7 @@ class Worker:
         )
         runner.wait_for_masks = self._server.masks.wait
         runner.host_pool = self._server.pool
+        runner.tiles = self._server.tiles
         runner.load()
         runner.compile()
         runner.warm_up()

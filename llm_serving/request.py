@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from llm_serving.ipc.tiles import PromptTile
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.telemetry.receipt import BlockReason, Receipt
 
@@ -119,6 +120,13 @@ class ForkableConstraint(Constraint, Protocol):
         """Return tokens that very probably follow, because the constraint leaves no other text. Often empty."""
 
 
+class TileHold(Protocol):
+    """Holds the places of a request's tiles in the shared memory of images."""
+
+    def end(self) -> None:
+        """Give the places back. May be called several times, by any thread."""
+
+
 ALONE_TO_THE_END = 1 << 40
 """Value of ``Request.alone_until`` that no number of output tokens reaches."""
 
@@ -175,6 +183,10 @@ class Request:
     """Says which tokens may follow. None if every token may."""
     adapter_slot: int = -1
     """Number of the adapter slot with the LoRA adapter of the request. -1 if it uses no adapter."""
+    tiles: tuple[PromptTile, ...] = ()
+    """The tiles of the prompt's images, in order of position."""
+    tile_hold: TileHold | None = None
+    """Keeps the places of ``tiles`` until no step in flight reads them. None without images."""
     receipt: Receipt = field(default_factory=Receipt)
     trace: RequestTrace | None = None
     """Collects the times of steps for the spans of the sequence. None if the sequence is not traced."""
@@ -187,6 +199,11 @@ class Request:
     def num_tokens(self) -> int:
         """Number of known tokens: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def end_tiles(self) -> None:
+        """Give the places of the tiles back, because the request has ended and no step in flight reads them."""
+        if self.tile_hold is not None:
+            self.tile_hold.end()
 
     @property
     def is_finished(self) -> bool:

@@ -178,6 +178,8 @@ class OpTable(ABC):
         self.part = part
         """The part of the model that this agent has. None means the whole model."""
         self.hooks = hooks or DeviceHooks()
+        self.takes_rows = False
+        """True if the first input of the graph is hidden states, because the model reads images."""
 
     @property
     def is_split(self) -> bool:
@@ -192,6 +194,14 @@ class OpTable(ABC):
     @property
     def is_first_stage(self) -> bool:
         return self.part is None or self.part.shard.is_first_stage
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the graph begins with the embedding of token ids. Otherwise its first input is hidden states.
+
+        True for the first stage, unless the agent embeds tokens itself because the rows of images replace some of them.
+        """
+        return self.is_first_stage and not self.takes_rows
 
     @property
     def is_last_stage(self) -> bool:

@@ -37,6 +37,7 @@ class Llama(nn.Cell):
         super().__init__()
         shape, epsilon = config.shape, config.shape.rms_norm_eps
         self.is_first_stage, self.is_last_stage = ops.is_first_stage, ops.is_last_stage
+        self.embeds = ops.embeds
         if self.is_first_stage:
             self.embedding = Embedding(ops, ops.vocab_rows(shape.vocab_size), shape.hidden_size)
         self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len), shape.sliding_window)
@@ -66,12 +67,13 @@ class Llama(nn.Cell):
         ``OpTable.hand_over`` instead.
 
         In the first stage, ``entry`` is the token ids [tokens]. In later stages, ``entry`` is the residual stream
-        [tokens, hidden_size] of the previous stage. ``positions`` [tokens] are the tokens' positions. ``last_tokens``
+        [tokens, hidden_size] of the previous stage. If the model reads images, ``entry`` is the embeddings of the
+        tokens and the rows of the images. ``positions`` [tokens] are the tokens' positions. ``last_tokens``
         [sequences] is the index of each sequence's last token. ``OpTable`` describes ``step`` and ``whole_prompts``.
         """
         whole_rotary = self.rotary(positions)
         local_rotary = self.local_rotary(positions) if self.has_local else whole_rotary
-        hidden = self.embedding(entry, step) if self.is_first_stage else entry
+        hidden = self.embedding(entry, step) if self.embeds else entry
         residual = hidden
         operator = 0
         for number, (first, end) in enumerate(self.runs):

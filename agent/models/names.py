@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from agent.models.delta_names import ENCODER, beside_encoder, delta_specs, prediction_names
+from agent.vision.names import TEXT_PREFIX, vision_tensors
 from agent.weights import WeightPart, WeightSpec
 from agent.weights.layout import HeadRows, RowsOf, StackedIn, rows_of
 from llm_serving.model.families import FAMILIES, Experts
@@ -57,6 +58,8 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     tied = shape.tie_word_embeddings
     output = WeightPart("model.embed_tokens.weight" if tied else "lm_head.weight", (vocab, hidden))
     specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=tied))
+    if shape.vision is not None:
+        return [_of_text_model(spec) for spec in specs]
     return [beside_encoder(spec) for spec in specs] if shape.beside_encoder else specs
 
 
@@ -71,7 +74,18 @@ def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
     names = ("rotary_emb.inv_freq", *_extra_names(shape))
     if shape.beside_encoder:
         names = (*names, ENCODER)
+    if shape.vision is not None:
+        names = (*names, *vision_tensors(shape.vision, shape.hidden_size))
     return (*names, "lm_head.weight") if shape.tie_word_embeddings else names
+
+
+def _of_text_model(spec: WeightSpec) -> WeightSpec:
+    """Returns a parameter with the names of a checkpoint that has the text model beside a vision encoder."""
+    parts = tuple(
+        replace(part, name=part.name.replace("model.", TEXT_PREFIX, 1)) if part.name.startswith("model.") else part
+        for part in spec.parts
+    )
+    return replace(spec, parts=parts)
 
 
 def _extra_names(shape: ModelShape) -> tuple[str, ...]:

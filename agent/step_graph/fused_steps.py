@@ -33,7 +33,10 @@ class FusedStepGraph(StepGraph):
         # These are memoryviews and not arrays, because NumPy takes tens of microseconds with cold caches to read or
         # write one number of an array.
         self._counts, self._done = buffers.counts.data, ops.best_ids.data
-        self._entry: Array = buffers.token_ids if ops.is_first_stage else empty_entry(ops, buffers.token_ids.size)
+        self._entry: Array = ops.rows if ops.takes_rows else buffers.token_ids
+        self._copies_entry = not (ops.is_first_stage or ops.takes_rows)
+        if self._copies_entry:
+            self._entry = empty_entry(ops, buffers.token_ids.size)
 
     @abstractmethod
     def _compute(self, results: tuple[Array, ...], num_tokens: int) -> None:
@@ -58,7 +61,7 @@ class FusedStepGraph(StepGraph):
         assert inputs.positions.base is self._buffers.positions, "the step must be in the buffers of this graph"
         if self._states is not None:
             self._states.assign(inputs)
-        if entry is not inputs.token_ids:
+        if self._copies_entry:
             self._entry[: len(entry)] = entry
         self._number = self._number % _MAX_STEP_NUMBER + 1
         self._counts[3] = self._number

@@ -59,7 +59,8 @@ class StepGraph(ABC):
         """Runs a step of the last stage. Returns its scores, which are on the host or on the device.
 
         ``entry`` is the first input of the graph. In the first stage, it is the token ids [tokens] without LAST_TOKEN.
-        In a later stage, it is the residual stream [tokens, hidden_size] of the previous stage. ``inserted`` states
+        In a later stage, it is the residual stream [tokens, hidden_size] of the previous stage. If the model reads
+        images, it is the embeddings of the tokens and the rows of the images [tokens, hidden_size]. ``inserted`` states
         which token ids the graph takes from the previous step's results on the device. It must be None unless
         ``inserts`` returned True. Raises RuntimeError if an operator refuses its inputs.
 

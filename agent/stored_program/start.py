@@ -128,6 +128,7 @@ def _memory(model: LoadedModel, ops: FusedCpuOps, buffers: StepBuffers) -> dict[
         **{f"weight/{name}": array for name, array in model.weights.items()},
         **{f"cache/{name}": array for name, array in model.kv_cache.arrays.items()},
         **({} if ops.states is None else {"step/runs": ops.states.runs}),
+        **({"step/rows": ops.rows} if ops.takes_rows else {}),
         "result/logits": ops.logits,
         "result/best_ids": ops.best_ids,
     }

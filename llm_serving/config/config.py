@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from llm_serving.config.batch_section import BatchConfig
 from llm_serving.config.convert import build_dataclass
 from llm_serving.config.draft_model import DraftModel
+from llm_serving.config.image_section import ImageConfig
 from llm_serving.config.kv_tier_section import KvTierConfig
 from llm_serving.config.mindformers import MindSporeContext
 from llm_serving.config.model_section import ModelConfig
@@ -36,6 +37,7 @@ from llm_serving.model.number_formats import AUTO, KvFormat, WeightFormat, kv_fo
 from llm_serving.model.parallel import Shard, place, shard_of
 from llm_serving.model.pooling import Pooling
 from llm_serving.model.shape import ModelShape
+from llm_serving.model.vision import ImageProcessing
 
 if TYPE_CHECKING:
     from llm_serving.ipc.shm import SlotLimits
@@ -78,6 +80,7 @@ class Config:
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     lora_config: LoraConfig = field(default_factory=LoraConfig)
+    image_config: ImageConfig = field(default_factory=ImageConfig)
     draft: DraftModel | None = None
     """The draft model of speculative decoding. None if the method is not ``draft``."""
     notes: tuple[str, ...] = ()
@@ -92,6 +95,8 @@ class Config:
     """Sampling parameters of requests that set none, from the model folder. Empty if the config ignores them."""
     pooling: Pooling | None = None
     """How embeddings or scores are computed. None if the server generates text."""
+    processing: ImageProcessing | None = None
+    """How images become tiles. None if the model reads no images."""
     unused: tuple[UnusedSetting, ...] = ()
     """Settings of the YAML files that were read but have no effect, with the reasons."""
     files_fingerprint: str = ""
@@ -334,7 +339,16 @@ class Config:
             pooled_width=0 if self.pooling is None else self.pooling.width,
             max_adapters=self.lora_config.max_adapters,
             max_draft_ids=self.max_draft_ids,
+            tile_rows=0 if self.shape.vision is None else self.shape.vision.tile_rows,
         )
+
+    @property
+    def tile_cost(self) -> int:
+        """Tokens of a step's budget that encoding a tile takes: as many as take the same number of multiplications."""
+        vision = self.shape.vision
+        if vision is None:
+            return 0
+        return max(1, vision.operations(self.shape.hidden_size) // self.shape.num_linear_parameters)
 
     @property
     def max_draft_ids(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from llm_serving.config.cluster_checks import check_cluster
 from llm_serving.config.config import Config
 from llm_serving.config.draft_model import DraftModel, read_draft_model
+from llm_serving.config.image_validation import check_vision
 from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
@@ -52,6 +53,7 @@ from llm_serving.gguf.place import SUFFIX, find_gguf, own_config
 from llm_serving.model.pooling import Pooling, has_modules, is_classifier, read_classifier, read_pooling, read_score
 from llm_serving.model.quantization import has_mxfp4_experts, stored_weight_format, stored_weight_group
 from llm_serving.model.shape import ModelShape
+from llm_serving.model.vision import ImageProcessing, read_processing
 
 _TOKENIZER_FILES = (
     ("LlamaTokenizerFast", "tokenizer.json"),
@@ -135,6 +137,7 @@ class Resolver:
             sampling_defaults=self._sampling_defaults(folder),
             pooling=self._pooling(folder, shape, sections["tokenizer"]),
             draft=self._draft_model(shape),
+            processing=self._processing(folder, shape),
             auto_length=self._sections["pa_config"].decode_seq_length == AUTO_SIZE,
             auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
             notes=(*self._notes, *notes),
@@ -157,7 +160,12 @@ class Resolver:
         check_lora(self._raw, config)
         check_kv_tiers(self._raw, config)
         check_cluster(self._raw, config)
+        check_vision(self._raw, config)
         return config
+
+    def _processing(self, folder: Path | None, shape: ModelShape) -> ImageProcessing | None:
+        """Return how the model folder prepares images, or None if the model reads none."""
+        return None if folder is None or shape.vision is None else read_processing(folder, shape.vision)
 
     def _pooling(self, folder: Path | None, shape: ModelShape, tokenizer: TokenizerConfig) -> Pooling | None:
         """Return how embeddings, scores or classes are computed, or None if the server generates text."""

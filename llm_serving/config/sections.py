@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config.batch_section import BatchConfig
+from llm_serving.config.image_section import ImageConfig
 from llm_serving.config.kv_tier_section import KvTierConfig
 from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
 from llm_serving.config.models_section import ModelsConfig
@@ -572,6 +573,7 @@ SECTIONS: dict[str, type] = {
     "parallel_config": ParallelConfig,
     "scheduler_config": SchedulerConfig,
     "lora_config": LoraConfig,
+    "image_config": ImageConfig,
     "log_config": LogConfig,
     "telemetry_config": TelemetryConfig,
     "batch_config": BatchConfig,

@@ -32,7 +32,9 @@ from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.messages import AgentMessage
+from llm_serving.ipc.segment import SHM_DIRECTORY
 from llm_serving.ipc.shm import StepSlot
+from llm_serving.ipc.tile_memory import TileLayout, TileMemory
 from llm_serving.model.parallel import group_ranks
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
@@ -58,7 +60,10 @@ class AgentExecutor:
         self._ranks = group_ranks(replica, config.parallel_config)
         self._log_folder = log_folder
         local = (config, replica, listeners, log_folder, report or (lambda *progress: None), agent_module)
-        self.start_group: StartGroup = start_group or partial(AgentGroup, *local)
+        self.tiles = _tile_memory(config)
+        """The tiles of images, which restarted agents map again. None if the model reads no images."""
+        tiles_name = "" if self.tiles is None else self.tiles.name
+        self.start_group: StartGroup = start_group or partial(AgentGroup, *local, tiles_name=tiles_name)
         self._group: Group | None = None
         self._ending: Group | None = None
         self._is_waiting = False
@@ -196,6 +201,8 @@ class AgentExecutor:
             self._group = None
         self._steps = self._new_slots(())
         self._end_last_group()
+        if self.tiles is not None:
+            self.tiles.close()
         self._selector.close()
         os.close(self._wake)
         self._wake = -1
@@ -377,6 +384,20 @@ class AgentExecutor:
                 f"{_agents(late)} did not answer step {seq} within {settings.step_timeout_s:g} s "
                 "(serving_config.step_timeout_s)"
             )
+
+
+def _tile_memory(config: Config) -> TileMemory | None:
+    """Return the memory of tiles, or None if the model reads no images. Raises AgentStartError if it has no room."""
+    layout = TileLayout.of(config)
+    if layout is None:
+        return None
+    try:
+        return TileMemory.create(layout)
+    except OSError as error:
+        raise AgentStartError(
+            f"{SHM_DIRECTORY} has no room for {layout.num_bytes} bytes of tiles of images: {error.strerror}; give it "
+            "more, or lower image_config.max_tiles"
+        ) from error
 
 
 def _agents(ranks: Sequence[int]) -> str:

@@ -39,6 +39,7 @@ class AgentGroup:
         log_folder: Path,
         report: ProgressReport,
         agent_module: str,
+        tiles_name: str = "",
     ) -> None:
         ranks = group_ranks(replica, config.parallel_config)
         self.links: list[AgentLink] = []
@@ -58,7 +59,8 @@ class AgentGroup:
                 pool_name = pools[rank - ranks.start].name if pools else ""
                 self.links.append(
                     AgentLink(
-                        *(config, rank, listener, log_path, report, self.memory, agent_module, environment, pool_name)
+                        *(config, rank, listener, log_path, report, self.memory, agent_module, environment, pool_name),
+                        tiles_name=tiles_name,
                     )
                 )
         except BaseException:

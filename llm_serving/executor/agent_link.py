@@ -111,11 +111,16 @@ class AgentLink:
         agent_module: str = "agent",
         environment: Mapping[str, str] | None = None,
         pool_name: str = "",
+        tiles_name: str = "",
     ) -> None:
-        """``pool_name``: name of the shared memory with the agent's host blocks, empty without KV tiers."""
+        """``pool_name``: name of the shared memory with the agent's host blocks, empty without KV tiers.
+
+        ``tiles_name``: name of the shared memory with the tiles of images, empty if the model reads no images.
+        """
         self.rank = rank
         self.address = "{}:{}".format(*listener.getsockname()[:2])
         self._pool_name = pool_name
+        self._tiles_name = tiles_name
         self.is_connected = False
         """True after the agent has proved the launch secret and mapped the shared memory."""
         self.is_ready = False
@@ -191,6 +196,7 @@ class AgentLink:
             num_slots=NUM_SLOTS,
             exchange_name="" if self._memory.exchange is None else self._memory.exchange.name,
             pool_name=self._pool_name,
+            tiles_name=self._tiles_name,
         )
         try:
             self.channel.send(messages.encode(connect))

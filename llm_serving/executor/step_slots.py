@@ -18,6 +18,7 @@ from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import StepDone, StepFailed
 from llm_serving.ipc.shm import MOVE_WIDTH, NO_DRAFT, NO_LOGSUMEXP, SlotLimits, StepSlot
+from llm_serving.ipc.tiles import write_tiles
 from llm_serving.request import Request
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
@@ -208,6 +209,8 @@ class StepSlots:
         slot.block_tables[: num_seqs * width] = tables.ravel()
         self._write_positions(step, slot, tables, starts, query_lens)
         history_len = self._write_columns(step, slot, rows)
+        if step.tiles:
+            write_tiles(slot.tiles, step.tiles)
         num_masks = len(step.constrained)
         _write_sizes(step, slot, table_width=width, history_len=history_len, num_masks=num_masks)
 
@@ -339,6 +342,7 @@ def _write_sizes(
         num_masks=num_masks,
         num_drafts=step.num_drafts,
         num_wanted=step.num_wanted,
+        num_tiles=len(step.tiles),
     )
 
 

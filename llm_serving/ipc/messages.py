@@ -34,7 +34,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -66,7 +66,8 @@ class Challenge(Message, frozen=True, tag="challenge"):
 class Connect(Message, frozen=True, tag="connect"):
     """Server to agent: proof over the agent's nonce, the server's nonce, and the names of the shared memory.
 
-    If the agent is alone in its group, ``exchange_name`` is empty. Without KV tiers, ``pool_name`` is empty.
+    If the agent is alone in its group, ``exchange_name`` is empty. Without KV tiers, ``pool_name`` is empty. If the
+    model reads no images, ``tiles_name`` is empty.
     """
 
     version: int
@@ -76,6 +77,7 @@ class Connect(Message, frozen=True, tag="connect"):
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     exchange_name: ShortText = ""
     pool_name: ShortText = ""
+    tiles_name: ShortText = ""
 
 
 class Connected(Message, frozen=True, tag="connected"):

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
+from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
 SLOT_MAGIC = 0x51075107
@@ -85,6 +86,13 @@ class SlotLimits:
     """Number of adapter slots, which hold LoRA adapters. 0: the steps have no adapters."""
     max_draft_ids: int = 0
     """Maximum number of drafts that the agent returns for a sequence. 0: the agent has no draft model."""
+    tile_rows: int = 0
+    """Number of rows of an image's tile. 0: the model reads no images."""
+
+    @property
+    def max_tiles(self) -> int:
+        """Maximum number of tiles in a step. Only the first and the last tile of a sequence may be incomplete."""
+        return self.max_tokens // self.tile_rows + 2 * self.max_seqs if self.tile_rows else 0
 
     @property
     def max_history(self) -> int:
@@ -144,6 +152,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("history", "int32", limits.max_history, "[sum of history_lens] token ids"),
         # Blocks to copy before the computation, in this order.
         Field("moves", "int32", limits.max_moves * MOVE_WIDTH, "[num_moves, 3] MoveKind, source and destination block"),
+        # Tiles of images whose rows replace the embeddings of some tokens.
+        Field("tiles", "int32", limits.max_tiles * TILE_WIDTH, "[num_tiles, TILE_WIDTH] see llm_serving.ipc.tiles"),
         # Results of the step.
         Field("sampled_ids", "int32", seqs, "[S] the token, -1 where do_sample is 0, NOT_FINITE or REJECTED"),
         Field("sampled_logit", "float32", seqs, "[S] its raw logit, before penalties and temperature"),
@@ -157,7 +167,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
 
 
 _SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
-_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks", "num_drafts", "num_wanted")
+_HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks", "num_drafts", "num_wanted",
+                   "num_tiles")  # fmt: skip
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
 """Index of each header entry. ``seq`` is the step's number, With it, the agent detects a step slot that was overwritten
 by another step.
@@ -213,6 +224,7 @@ class StepSlot:
     pooled: npt.NDArray[np.float32]
     restarts: npt.NDArray[np.int32]
     draft_ids: npt.NDArray[np.int32]
+    tiles: npt.NDArray[np.int32]
 
     def __init__(self, layout: SlotLayout, buffer: memoryview | mmap.mmap | bytearray, offset: int = 0) -> None:
         self.layout = layout
@@ -270,6 +282,11 @@ class StepSlot:
         return self._numbers[HEADER["num_wanted"]]
 
     @property
+    def num_tiles(self) -> int:
+        """Number of tiles of images in this step. Mostly 0."""
+        return self._numbers[HEADER["num_tiles"]]
+
+    @property
     def seq(self) -> int:
         return self._numbers[HEADER["seq_low"]] | self._numbers[HEADER["seq_high"]] << 31
 
@@ -286,6 +303,7 @@ class StepSlot:
         num_masks: int = 0,
         num_drafts: int = 0,
         num_wanted: int = 0,
+        num_tiles: int = 0,
     ) -> None:
         """Write the header, as the server's last write. Raises ProtocolError if a size exceeds the slot's limits.
 
@@ -297,8 +315,9 @@ class StepSlot:
         self._check_masks(num_masks, num_seqs)
         _check_size("num_drafts", num_drafts, 0, max(num_seqs - 1, 0))
         _check_size("num_wanted", num_wanted, 0, self.layout.limits.max_draft_ids)
-        numbers = (checked_row, num_masks, num_drafts, num_wanted)
-        self.header[:12] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, *numbers)
+        _check_size("num_tiles", num_tiles, 0, self.layout.limits.max_tiles)
+        numbers = (checked_row, num_masks, num_drafts, num_wanted, num_tiles)
+        self.header[:13] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, *numbers)
 
     def _check_masks(self, num_masks: int, num_seqs: int) -> None:
         _check_size("num_masks", num_masks, 0, num_seqs if self.layout.limits.mask_words else 0)
@@ -315,6 +334,7 @@ class StepSlot:
         self._check_masks(self.num_masks, self.num_seqs)
         _check_size("num_drafts", self.num_drafts, 0, max(self.num_seqs - 1, 0))
         _check_size("num_wanted", self.num_wanted, 0, self.layout.limits.max_draft_ids)
+        _check_size("num_tiles", self.num_tiles, 0, self.layout.limits.max_tiles)
 
 
 def _check_sizes(

@@ -73,6 +73,8 @@ class Family:
     """If True, most layers have Gated DeltaNet (``llm_serving.model.gated_delta``). The others have an output gate."""
     deepseek: Literal["", "v2", "v3"] = ""
     """If stated, the model has latent attention, and experts as DeepSeek's V2 or V3 has them."""
+    vision: bool = False
+    """If True, the model reads images. ``config.json`` has parts for text and vision (``llm_serving.model.vision``)."""
 
 
 FAMILIES = {
@@ -138,6 +140,8 @@ FAMILIES = {
             ),
             gpt_oss=True,
         ),
+        Family("Idefics3ForConditionalGeneration", "idefics3", vision=True),
+        Family("SmolVLMForConditionalGeneration", "smolvlm", vision=True),
     )
 }
 

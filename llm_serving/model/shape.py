@@ -26,6 +26,7 @@ from llm_serving.model.gemma import Gemma, as_llama, read_gemma
 from llm_serving.model.gpt_oss import with_defaults
 from llm_serving.model.quantization import read_quantization
 from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
+from llm_serving.model.vision import VisionShape, read_vision, text_fields
 
 MAX_CONFIG_JSON_BYTES = 1024 * 1024
 MAX_HIDDEN_SIZE = 65_536
@@ -81,6 +82,8 @@ class ModelShape:
     """Number of a head's elements that are rotated, from the first one on. 0: all."""
     num_extra_layers: int = 0
     """Number of the checkpoint's layers that only predict further tokens, after the last one. Not loaded."""
+    vision: VisionShape | None = None
+    """The vision encoder. None for a model that reads only text."""
 
     @property
     def rotary_dim(self) -> int:
@@ -152,6 +155,11 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Number of weights in the checkpoint. An embedding that is also the output layer counts once."""
+        return self.num_text_parameters + (0 if self.vision is None else self.vision.num_parameters(self.hidden_size))
+
+    @property
+    def num_text_parameters(self) -> int:
+        """Number of weights of the text model, which is the whole model unless it reads images."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.num_linear_parameters + self._num_other_parameters + embedding
 
@@ -304,6 +312,9 @@ def shape_of_fields(
     fields = fields if text is None else text
     family = family_of(fields)
     read_quantization(fields)
+    whole = fields
+    if family.vision:
+        fields = text_fields(fields)
     if family.gemma:
         fields = as_llama(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
         activations = ("gelu_pytorch_tanh",)
@@ -359,6 +370,7 @@ def shape_of_fields(
         sinks=family.gpt_oss,
         partial_rotary_dim=_partial_rotary_dim(fields, rope, family, head_dim),
         num_extra_layers=fields.integer("num_nextn_predict_layers", 0, 0, MAX_EXTRA_LAYERS) if family.deepseek else 0,
+        vision=read_vision(whole, vocab_size) if family.vision else None,
     )
     check_head_sizes(fields, shape, "num_attention_heads", "num_key_value_heads")
     return shape

@@ -89,6 +89,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
         ),
         *_gathered_items(config, part.shape),
         *_adapter_items(config, part.shape, rank),
+        *_image_items(config),
     )
 
 
@@ -137,6 +138,27 @@ def _adapter_items(config: Config, shape: ModelShape, rank: int) -> tuple[Memory
     return (MemoryItem("LoRA adapters", lora.max_adapters * (own + whole * (rank == 0)), basis),)
 
 
+def _image_items(config: Config) -> tuple[MemoryItem, ...]:
+    """Return the items of a model that reads images: the encoder with its activations, and the tiles."""
+    vision, settings = config.shape.vision, config.image_config
+    if vision is None:
+        return ()
+    hidden, patches = config.shape.hidden_size, vision.num_patches
+    weights = vision.num_parameters(hidden) * config.dtype_bytes
+    # The scores of a head and their exponentials, and the largest activations of a layer, with rounded copies.
+    activations = 3 * patches * (patches + 3 * vision.hidden_size + vision.intermediate_size) * FLOAT32_BYTES
+    cached = settings.cached_tiles * vision.tile_rows * hidden * config.dtype_bytes
+    pixels = settings.max_tiles * vision.tile_bytes
+    return (
+        MemoryItem("image encoder", weights + activations, f"{format_count(vision.num_parameters(hidden))}, one tile"),
+        MemoryItem(
+            "image tiles",
+            cached + pixels,
+            f"{settings.cached_tiles} encoded tiles, and pixels of {settings.max_tiles} tiles in /dev/shm",
+        ),
+    )
+
+
 def _rotary_bytes(shape: ModelShape, positions: int) -> int:
     """Return the bytes of cosines and sines. Gemma has two rotary embeddings."""
     tables = 2 if shape.gemma is None else 4
@@ -160,7 +182,7 @@ def _weight_bytes(config: Config, part: _Part) -> int:
     rows = len(part.shard.vocab) * shape.hidden_size
     whole_vocab = shape.vocab_size * shape.hidden_size
     layers = shape.num_linear_parameters - whole_vocab
-    others = shape.num_parameters - shape.num_linear_parameters - (0 if shape.tie_word_embeddings else whole_vocab)
+    others = shape.num_text_parameters - shape.num_linear_parameters - (0 if shape.tie_word_embeddings else whole_vocab)
     others -= 0 if part.shard.is_last_stage else shape.hidden_size
     output = rows if part.shard.is_last_stage else 0
     # CPU kernels pack weights, so the output weight is separate from the embedding.

@@ -29,6 +29,7 @@ import enum
 from dataclasses import dataclass, field
 
 from llm_serving.ipc.shm import MoveKind
+from llm_serving.ipc.tiles import StepTile
 from llm_serving.request import Request
 
 NOT_FINITE_ERROR = "the model's logits for this request were NaN or infinite"
@@ -129,6 +130,8 @@ class ScheduledStep:
     """Number of entries of a DECODE step whose input token is a draft."""
     num_wanted: int = 0
     """Number of drafts that the agent's draft model makes for each sequence after the step. The engine sets it."""
+    tiles: list[StepTile] = field(default_factory=list)
+    """Tiles of images whose rows replace the embeddings of tokens of this step. Only chunks of prompts have tiles."""
     reason: StepReason = StepReason.PROMPT_READY
 
     @property

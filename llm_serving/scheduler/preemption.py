@@ -61,6 +61,7 @@ class Preemption(Stateful):
         self._state.running.release(sequence)
         if finished:
             sequence.state = SequenceState.REMOVED
+            sequence.request.end_tiles()
         elif swaps:
             sequence.request.status = RequestStatus.SWAPPED
             sequence.state = SequenceState.SWAPPED

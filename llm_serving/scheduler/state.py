@@ -78,6 +78,7 @@ class SchedulerState(Stateful):
     def note_ended(self, sequence: Sequence) -> None:
         """Records that a request has ended while it was waiting or swapped."""
         sequence.state = SequenceState.REMOVED
+        sequence.request.end_tiles()
         self.num_started -= sequence.request.first_scheduled_time is not None
         self.no_capacity = None  # capacity must be checked again, because the request without capacity may be this one
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.ipc.shm import LAST_TOKEN, MoveKind
+from llm_serving.ipc.tiles import tiles_between
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import BlockMove, History, ScheduledStep, StepKind, StepReason
@@ -27,6 +28,7 @@ class ChunkPlan:
         self.query_lens: list[int] = []
         self.num_free_tokens = num_tokens
         self._max_sequences = limits.prefill_batch_size
+        self._tile_cost = limits.tile_cost
         self._num_free_history = limits.max_step_history - num_history_tokens
 
     def __bool__(self) -> bool:
@@ -44,18 +46,44 @@ class ChunkPlan:
         """
         if self.is_full:
             return False
+        if sequence.request.tiles and not self._tokens_before_tiles(sequence, num_uncomputed_tokens)[0]:
+            return False
         needs_history = num_uncomputed_tokens <= self.num_free_tokens and sequence.request.sampling.has_penalties
         return not needs_history or sequence.request.num_tokens <= self._num_free_history
 
     def add(self, sequence: Sequence) -> None:
         """Adds the next chunk of a sequence for which ``fits`` is True."""
         uncomputed = sequence.num_uncomputed_tokens
-        query_len = min(uncomputed, self.num_free_tokens)
+        query_len, cost = min(uncomputed, self.num_free_tokens), 0
+        if sequence.request.tiles:
+            query_len, cost = self._tokens_before_tiles(sequence, uncomputed)
         self.sequences.append(sequence)
         self.query_lens.append(query_len)
-        self.num_free_tokens -= query_len
+        self.num_free_tokens -= query_len + cost
         if query_len == uncomputed and sequence.request.sampling.has_penalties:
             self._num_free_history -= sequence.request.num_tokens
+
+    def _tokens_before_tiles(self, sequence: Sequence, num_uncomputed_tokens: int) -> tuple[int, int]:
+        """Returns the length of the next chunk of a sequence with images, and the cost of its tiles in tokens.
+
+        The chunk ends before the first tile that no longer fits the step. Any step may have one tile, so that a tile
+        that costs more than a whole step is computed, too.
+        """
+        request = sequence.request
+        start = request.num_tokens - num_uncomputed_tokens
+        free, cost = self.num_free_tokens, 0
+        for tile in request.tiles:
+            if tile.begin + tile.rows <= start:
+                continue
+            if tile.begin >= start + min(num_uncomputed_tokens, free):
+                break
+            before = max(tile.begin - start, 0)
+            if before + self._tile_cost >= free and (before or cost or self.sequences):
+                return before, cost
+            cost += self._tile_cost
+            rest = tile.begin + tile.rows - start
+            free = min(max(free - self._tile_cost, rest), self.num_free_tokens)
+        return min(num_uncomputed_tokens, free), cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +192,8 @@ def append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
         step.block_tables.append(sequence.block_table)
         step.do_sample.append(samples)
         step.sample_positions.append(len(request.output_token_ids))
+        if request.tiles:
+            step.tiles += tiles_between(request.tiles, start, end, step.num_tokens - query_len)
         step.moves += [BlockMove(MoveKind.COPY, copy.source, copy.destination) for copy in sequence.copies]
         sequence.restarts = False
         request.num_computed_tokens = end

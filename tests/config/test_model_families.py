@@ -50,7 +50,7 @@ def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
     return ModelShape.from_hf_folder(write_model_folder(tmp_path / "model", **changes))
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if not family.vision])
 def test_a_family_is_found_by_architecture_or_model_type(tmp_path: Path, architecture: str) -> None:
     needed = {key: value for key, value in NEEDED.get(architecture, {}).items() if key != "architectures"}
     assert shape_of(tmp_path, architectures=[architecture], **needed).architecture == architecture

@@ -41,13 +41,15 @@ class FusedCpuOps(OpTable):
 
     In the last stage, a run of the graph fills ``logits`` [sequences, vocabulary] and ``best_ids`` [sequences + 1].
     ``best_ids`` has the id of each sequence's best token, then the step's number (``counts[3]``). In the other stages,
-    a run fills ``stream`` [tokens, hidden_size], which the next stage takes as its input.
+    a run fills ``stream`` [tokens, hidden_size], which the next stage takes as its input. If the model reads images,
+    the graph's first input is ``rows`` [tokens, hidden_size].
     """
 
     traits: ClassVar[DeviceTraits] = DeviceTraits("fused", packs_weights=True)
 
     def __init__(self, config: Config, part: ModelPart | None = None) -> None:
         super().__init__(config.model_config.model_dtype, part)
+        self.takes_rows = config.shape.vision is not None
         self._max_tokens = config.max_num_batched_tokens
         self._max_seqs = config.max_num_seqs
         self._hidden_size = config.shape.hidden_size
@@ -58,6 +60,7 @@ class FusedCpuOps(OpTable):
         self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
         self.states = None if config.shape.delta is None else SequenceStates(self._max_seqs)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
+        self.rows: Array = allocate((self._max_tokens * self.takes_rows, self._hidden_size), self.dtype)
 
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
         return LinearParameters(self.router_weight(in_features, out_features))

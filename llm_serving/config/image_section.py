@@ -1,0 +1,54 @@
+"""The section of images of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm_serving.config.schema import own
+
+
+@dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """Images in chats, for models that read them, see `docs/images.md`. Other models ignore this section."""
+
+    max_images: int = own(16, "Maximum number of images of a request.", low=1, high=1024)
+    max_bytes: int = own(
+        8 * 1024 * 1024,
+        "Maximum size of an image's file. A data URL in a request also counts for `serving_config.max_body_bytes`.",
+        unit="bytes",
+        low=1024,
+        high=1024 * 1024 * 1024,
+    )
+    max_pixels: int = own(
+        16 * 1024 * 1024,
+        "Maximum width times height of an image. It is read from the file's header before the image is decoded, which "
+        "takes 4 bytes for each pixel.",
+        unit="pixels",
+        low=1024,
+        high=128 * 1024 * 1024,
+    )
+    max_tiles: int = own(
+        128,
+        "Number of tiles (square parts of images) that all requests together may have. Their pixels are in `/dev/shm`, "
+        "768 KiB for each tile of 512 x 512 pixels.",
+        unit="tiles",
+        low=1,
+        high=65_536,
+    )
+    cached_tiles: int = own(
+        512,
+        "Maximum number of encoded tiles that an agent keeps, so that an image that comes again is not encoded again.",
+        unit="tiles",
+        low=1,
+        high=1_048_576,
+    )
+    allowed_folders: tuple[str, ...] | None = own(
+        None,
+        "Folders whose files `file:` URLs may name. Symbolic links that lead out of them are refused.",
+        null="`file:` URLs are refused",
+    )
+    allowed_hosts: tuple[str, ...] | None = own(
+        None,
+        "Names of hosts from which `http:` and `https:` URLs are read. Redirects are not followed.",
+        null="`http:` and `https:` URLs are refused",
+    )

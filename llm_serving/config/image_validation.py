@@ -1,0 +1,37 @@
+"""Refuses settings that do not work with a model that reads images. Each check raises ConfigError."""
+
+from __future__ import annotations
+
+from llm_serving.config.config import Config
+from llm_serving.config.source import RawConfig
+
+
+def check_vision(raw: RawConfig, config: Config) -> None:
+    """Check that the settings work with the model's vision encoder. Does nothing for a model that reads only text."""
+    vision, processing, parallel = config.shape.vision, config.processing, config.parallel_config
+    if vision is None:
+        return
+    architecture = config.shape.architecture
+    if config.op_table != "fused":
+        problem = f"the native operators have no vision encoder of {architecture}; use op_table fused (CPU)"
+        raise raw.error("model_config.op_table", config.op_table, problem)
+    if config.model_config.model_type == "mindformers":
+        problem = f"the classes of MindFormers have no {architecture}; use model_type dyn"
+        raise raw.error("model_config.model_type", config.model_config.model_type, problem)
+    for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "sum_parts"):
+        if getattr(parallel, name) > 1:
+            problem = f"{architecture} reads images, which needs one agent with the whole model; set 1"
+            raise raw.error(f"parallel_config.{name}", getattr(parallel, name), problem)
+    if parallel.is_remote:
+        problem = f"agents on other machines cannot read the images of {architecture} yet; use local"
+        raise raw.error("parallel_config.executor", parallel.executor, problem)
+    if config.pooling is not None:
+        problem = f"there are no embeddings, scores or classes of {architecture}; use generate"
+        raise raw.error("model_config.task", config.model_config.task, problem)
+    if config.draft is not None:
+        problem = f"a draft model cannot read the images of {architecture}; set auto or off"
+        raise raw.error("speculative_config.method", config.speculative_config.method, problem)
+    if processing is not None and processing.max_tiles(vision.image_size) > config.image_config.max_tiles:
+        most = processing.max_tiles(vision.image_size)
+        problem = f"an image of this model may have {most} tiles; set at least {most}"
+        raise raw.error("image_config.max_tiles", config.image_config.max_tiles, problem)

@@ -1,0 +1,74 @@
+"""Decodes the file of an image. Its kind and size are read from the header, and checked before any pixel is decoded."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from llm_serving.config.image_section import ImageConfig
+from llm_serving.images.urls import ImageError
+
+KINDS = ("PNG", "JPEG", "WEBP")
+"""The file formats that are decoded, as Pillow names them."""
+_WEBP_HEADER_BYTES = 30
+
+
+def decode(data: bytes, settings: ImageConfig, param: str) -> Image.Image:
+    """Return an image with red, green and blue of 8 bits each. ``param`` is the image's field, for errors.
+
+    As in transformers, the image is turned as its metadata say, and a transparent image gets a white background.
+    Raises ImageError.
+    """
+    # Pillow makes buffers for all pixels when it opens a WebP, so the size of a WebP is read before.
+    _check_pixels(*_webp_size(data), settings, param)
+    with warnings.catch_warnings():
+        # Pillow warns of images above its own limit and of damaged metadata. This module has its own limit.
+        warnings.simplefilter("ignore")
+        try:
+            image = Image.open(io.BytesIO(data), formats=KINDS)
+            _check_pixels(*image.size, settings, param)
+            if getattr(image, "n_frames", 1) > 1:
+                raise ImageError(f"'{param}' is an animation; send one image.", param=param)
+            return _on_white(ImageOps.exif_transpose(image))
+        except ImageError:
+            raise
+        except UnidentifiedImageError:
+            problem = f"'{param}' is no image of a kind that this server reads: {', '.join(KINDS)}."
+            raise ImageError(problem, param=param) from None
+        except Image.DecompressionBombError as problem:
+            raise ImageError(f"'{param}': {problem}", param=param, code="image_too_large") from None
+        except Exception as problem:  # Pillow's decoders raise errors of many classes for damaged files
+            reason = str(problem)[:200] or type(problem).__name__
+            raise ImageError(f"'{param}' is a damaged image: {reason}.", param=param) from None
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _check_pixels(width: int, height: int, settings: ImageConfig, param: str) -> None:
+    if width * height > settings.max_pixels:
+        raise ImageError(
+            f"'{param}' has {width} x {height} = {width * height} pixels; the maximum is {settings.max_pixels} "
+            "(image_config.max_pixels). Send a smaller image.",
+            param=param,
+            code="image_too_large",
+        )
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Return width and height from the header of a WebP file (RFC 9649), or (0, 0) for any other file."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < _WEBP_HEADER_BYTES:
+        return 0, 0
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if kind == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF

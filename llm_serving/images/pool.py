@@ -1,0 +1,116 @@
+"""Gives the tiles of requests places in the memory that the agents read, and takes the places back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.ipc.tiles import digest_of
+
+Pixels = npt.NDArray[np.uint8]
+
+
+class TilePlaces(Protocol):
+    """The memory of tiles."""
+
+    @property
+    def pixels(self) -> Pixels:
+        """[places, height, width, 3]"""
+
+
+class TilesFullError(Exception):
+    """Too few places are free for the tiles of a request. The text has the numbers."""
+
+
+class TilePool:
+    """The places of all tiles. Equal tiles share a place. Threads may call all methods at the same time."""
+
+    def __init__(self, memory: TilePlaces) -> None:
+        self._memory = memory
+        self.num_places = len(memory.pixels)
+        self._free = list(range(self.num_places))
+        self._holds: dict[int, int] = {}
+        """Number of holds of each taken place."""
+        self._digests: dict[int, bytes] = {}
+        self._places: dict[bytes, int] = {}
+        # The end of a hold may run inside the other methods, when Python frees a hold that nothing refers to.
+        self._lock = threading.RLock()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def put(self, tiles: Sequence[Pixels]) -> Hold:
+        """Copy tiles into places, and hold them. Raises TilesFullError and holds nothing if too few places are free."""
+        taken: list[int] = []
+        try:
+            for pixels in tiles:
+                taken.append(self._put(pixels))
+        except TilesFullError:
+            self._give_back(taken)
+            raise TilesFullError(
+                f"{len(tiles)} tiles of images do not fit the {self.num_free} free places of {self.num_places} "
+                "(image_config.max_tiles)"
+            ) from None
+        return Hold(self, taken)
+
+    def digest(self, place: int) -> bytes:
+        """Return the digest of the tile of a taken place."""
+        return self._digests[place]
+
+    def _put(self, pixels: Pixels) -> int:
+        digest = digest_of(np.ascontiguousarray(pixels))
+        with self._lock:
+            place = self._places.get(digest)
+            if place is None:
+                if not self._free:
+                    raise TilesFullError
+                place = self._free.pop()
+                self._memory.pixels[place] = pixels
+                self._places[digest], self._digests[place] = place, digest
+                self._holds[place] = 0
+            self._holds[place] += 1
+            return place
+
+    def _share(self, places: Sequence[int]) -> None:
+        with self._lock:
+            for place in places:
+                self._holds[place] += 1
+
+    def _give_back(self, places: Sequence[int]) -> None:
+        with self._lock:
+            for place in places:
+                self._holds[place] -= 1
+                if not self._holds[place]:
+                    del self._holds[place], self._places[self._digests.pop(place)]
+                    self._free.append(place)
+
+
+class Hold:
+    """Holds the places of some tiles until ``end``, or until nothing refers to this object."""
+
+    def __init__(self, pool: TilePool, places: Sequence[int]) -> None:
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self.places = tuple(places)
+        self.digests = tuple(pool.digest(place) for place in places)
+
+    def again(self) -> Hold:
+        """Return another hold of the same places. This hold must not have ended."""
+        self._pool._share(self.places)
+        return Hold(self._pool, self.places)
+
+    def end(self) -> None:
+        """Give the places back. May be called several times, by any thread."""
+        with self._lock:
+            has_ended, self._has_ended = self._has_ended, True
+        if not has_ended:
+            self._pool._give_back(self.places)
+
+    def __del__(self) -> None:
+        self.end()

@@ -1,0 +1,92 @@
+"""Cuts an image into tiles, with the rules of Idefics3 and SmolVLM (transformers, ``SmolVLMImageProcessorPil``).
+
+The image is resized so that its longer edge is ``longest_edge``, and again so that both edges are multiples of a tile.
+Then it is cut into rows and columns of tiles. One more tile has the whole image. A small image has only this tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from llm_serving.model.vision import MAX_EDGE, ImageProcessing
+
+Pixels = npt.NDArray[np.uint8]
+
+_FILTERS = {
+    "lanczos": Image.Resampling.LANCZOS,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of one image: those of its parts, row by row, then that of the whole image."""
+
+    num_rows: int
+    num_columns: int
+    """Rows and columns of parts. Both are 0 if there is only the tile of the whole image."""
+    pixels: tuple[Pixels, ...]
+    """``uint8`` [height, width, 3] each."""
+
+
+def cut(image: Image.Image, processing: ImageProcessing, size: int, *, splits: bool = True) -> Tiles:
+    """Return the tiles of an image with the mode RGB. ``size`` is the width and height of a tile, in pixels.
+
+    With ``splits=False``, only the tile of the whole image is made.
+    """
+    resample = _FILTERS[processing.resample]
+    image = image.resize(_first_size(*image.size, processing.longest_edge), resample)
+    if not (splits and processing.splits):
+        return Tiles(0, 0, (_pixels(image.resize((size, size), resample)),))
+    width, height = _in_tiles(*image.size, size)
+    image = image.resize((width, height), resample)
+    if width == size and height == size:
+        return Tiles(0, 0, (_pixels(image),))
+    whole, pixels = _pixels(image.resize((size, size), resample)), _pixels(image)
+    rows, columns = height // size, width // size
+    parts = [
+        np.ascontiguousarray(pixels[row * size : (row + 1) * size, column * size : (column + 1) * size])
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    return Tiles(rows, columns, (*parts, whole))
+
+
+def _first_size(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Return width and height after the first resize: ``longest``, and an even number in the image's proportion."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, _even(int(longest / ratio))
+    else:
+        width, height = _even(int(longest * ratio)), longest
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > MAX_EDGE:
+        width, height = MAX_EDGE, int(MAX_EDGE / ratio)
+    elif height > width and height > MAX_EDGE:
+        width, height = int(MAX_EDGE * ratio), MAX_EDGE
+    return max(width, 1), max(height, 1)
+
+
+def _in_tiles(width: int, height: int, size: int) -> tuple[int, int]:
+    """Return width and height as multiples of ``size``. The proportion of the longer edge determines the other."""
+    ratio = width / height
+    if width >= height:
+        width = ceil(width / size) * size
+        return width, ceil(int(width / ratio) / size) * size
+    height = ceil(height / size) * size
+    return ceil(int(height * ratio) / size) * size, height
+
+
+def _even(number: int) -> int:
+    return number + number % 2
+
+
+def _pixels(image: Image.Image) -> Pixels:
+    return np.array(image, np.uint8)

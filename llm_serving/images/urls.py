@@ -1,0 +1,148 @@
+"""Reads the bytes of an image from its URL: a data URL, or a file or a host that the operator has allowed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import stat
+from pathlib import Path
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from llm_serving.config.image_section import ImageConfig
+from llm_serving.errors import RequestError
+
+FETCH_TIMEOUT_S = 10.0
+"""Maximum seconds without a byte from an allowed host."""
+FETCH_TOTAL_S = 30.0
+"""Maximum seconds until an image has arrived from an allowed host."""
+_SHOWN_CHARS = 64
+_PIECE_BYTES = 65_536
+
+
+class ImageError(RequestError):
+    """An image of a request is wrong, too large, or comes from a place that is not allowed."""
+
+    code = "invalid_image"
+
+
+def read_url(url: str, settings: ImageConfig, param: str) -> bytes:
+    """Return the bytes of an image. ``param`` is the field of the URL, for errors. Raises ImageError."""
+    scheme = url.partition(":")[0].lower()
+    if scheme == "data":
+        return _read_data(url, settings.max_bytes, param)
+    if scheme == "file":
+        return _read_file(url, settings, param)
+    if scheme in ("http", "https"):
+        return _fetch(url, settings, param)
+    raise ImageError(
+        f"'{param}' is {_short(url)}; it must be a data URL with base64, as in data:image/png;base64,iVBORw0...",
+        param=param,
+    )
+
+
+def _read_data(url: str, max_bytes: int, param: str) -> bytes:
+    header, comma, text = url.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise ImageError(f"'{param}' is a data URL without ';base64,' before its data.", param=param)
+    if len(text) > -(-max_bytes // 3) * 4:
+        raise _too_large(param, f"more than {max_bytes}", max_bytes)
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as problem:
+        raise ImageError(f"'{param}' is not valid base64: {problem}.", param=param) from None
+    if len(data) > max_bytes:
+        raise _too_large(param, str(len(data)), max_bytes)
+    return data
+
+
+def _read_file(url: str, settings: ImageConfig, param: str) -> bytes:
+    folders = settings.allowed_folders or ()
+    if not folders:
+        raise ImageError(
+            f"'{param}' is a file: URL, and this server reads no files; send the image as a data URL, or let the "
+            "operator allow its folder (image_config.allowed_folders).",
+            param=param,
+        )
+    parts = urlsplit(url)
+    path = os.path.realpath(os.fsdecode(unquote_to_bytes(parts.path)))
+    allowed = [os.path.realpath(folder) for folder in folders]
+    if parts.netloc not in ("", "localhost") or not any(Path(path).is_relative_to(folder) for folder in allowed):
+        raise ImageError(
+            f"'{param}' names a file outside the folders that this server may read (image_config.allowed_folders).",
+            param=param,
+        )
+    try:
+        # Opens the real path without following links, and does not wait for a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as problem:
+        raise ImageError(f"'{param}' names a file that cannot be read: {problem.strerror}.", param=param) from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise ImageError(f"'{param}' does not name a file.", param=param)
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(settings.max_bytes + 1) if found.st_size <= settings.max_bytes else b""
+    if found.st_size > settings.max_bytes or len(data) > settings.max_bytes:
+        raise _too_large(param, str(max(found.st_size, len(data))), settings.max_bytes)
+    return data
+
+
+def _fetch(url: str, settings: ImageConfig, param: str) -> bytes:
+    """Return the image of an allowed host. Follows no redirects and uses no proxies or passwords of this machine."""
+    hosts = {host.lower() for host in settings.allowed_hosts or ()}
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        host = ""
+    if host.lower() not in hosts:
+        raise ImageError(
+            f"'{param}' names the host {_short(host)}, from which this server reads no images; send the image as a "
+            "data URL, or let the operator allow the host (image_config.allowed_hosts).",
+            param=param,
+        )
+    import requests  # takes long to import, and most servers need it never
+
+    try:
+        with requests.Session() as session:
+            session.trust_env = False
+            with session.get(url, timeout=FETCH_TIMEOUT_S, stream=True, allow_redirects=False) as response:
+                if response.status_code != 200:
+                    raise ImageError(
+                        f"'{param}': the host {_short(host)} returned the status {response.status_code}; the image "
+                        "must be at this URL itself, without a redirect.",
+                        param=param,
+                    )
+                return _received(response, settings.max_bytes, param)
+    except (requests.RequestException, OSError) as problem:
+        raise ImageError(f"'{param}' cannot be read: {type(problem).__name__}.", param=param) from None
+
+
+def _received(response: object, max_bytes: int, param: str) -> bytes:
+    import time
+
+    import requests
+
+    assert isinstance(response, requests.Response)
+    until = time.monotonic() + FETCH_TOTAL_S
+    pieces, size = [], 0
+    for piece in response.iter_content(_PIECE_BYTES):
+        size += len(piece)
+        if size > max_bytes:
+            raise _too_large(param, f"more than {max_bytes}", max_bytes)
+        if time.monotonic() > until:
+            raise ImageError(f"'{param}' did not arrive within {FETCH_TOTAL_S:g} seconds.", param=param)
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _too_large(param: str, size: str, limit: int) -> ImageError:
+    return ImageError(
+        f"'{param}' has {size} bytes; the maximum is {limit} (image_config.max_bytes). Send a smaller image.",
+        param=param,
+        code="image_too_large",
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "...")

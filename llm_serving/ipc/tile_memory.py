@@ -1,0 +1,67 @@
+"""Shared memory with the pixels of tiles: the server writes them, and the agents encode them.
+
+It has a fixed number of places for one tile each, ``uint8`` [height, width, 3]. A place belongs to a tile while a
+request has this tile. The memory keeps its name as long as the server runs, because restarted agents map it again.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
+
+if TYPE_CHECKING:
+    from llm_serving.config import Config
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class TileLayout:
+    """The number of places, and the width and height of a tile in pixels."""
+
+    num_places: int
+    image_size: int
+
+    @classmethod
+    def of(cls, config: Config) -> TileLayout | None:
+        """Returns the layout for a model. None if the model reads no images."""
+        vision = config.shape.vision
+        return None if vision is None else cls(config.image_config.max_tiles, vision.image_size)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_places * self.image_size**2 * 3
+
+
+class TileMemory(NamedSegment):
+    """The mapped places. The server creates and unlinks them; the agents attach to them."""
+
+    def __init__(self, name: str, layout: TileLayout, mapping: mmap.mmap) -> None:
+        super().__init__(name)
+        self.layout = layout
+        shape = (layout.num_places, layout.image_size, layout.image_size, 3)
+        self.pixels: Pixels = np.ndarray(shape, np.uint8, mapping)
+        """[places, height, width, 3]"""
+
+    @classmethod
+    def create(cls, layout: TileLayout) -> TileMemory:
+        """Create a segment with reserved pages. Raises OSError if /dev/shm is too small."""
+        with new_segment(layout.num_bytes) as (name, mapping):
+            memory = cls(name, layout, mapping)
+        memory.has_name = True
+        return memory
+
+    @classmethod
+    def attach(cls, name: str, layout: TileLayout) -> TileMemory:
+        """Map a segment that the server created. Raises ProtocolError if its name or size is wrong."""
+        return cls(name, layout, map_segment(name, layout.num_bytes, "tile"))
+
+    def close(self) -> None:
+        """Remove the segment's name. The mapping ends with the last use of its pixels."""
+        self.unlink()

@@ -1,0 +1,74 @@
+"""Describes the tiles of images in prompts and in steps. A tile is a square part of an image, or the whole image made
+as small as a tile.
+
+A step names the tiles whose rows it needs. Each is TILE_WIDTH integers of its slot: the place of its pixels in the
+shared memory (``tile_memory``), the index of the first token in the step, the first row of the tile, the number of
+rows, and the digest of the pixels.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+DIGEST_BYTES = 16
+_FORM = struct.Struct(f"<4i{DIGEST_BYTES}s")
+TILE_WIDTH = _FORM.size // 4
+"""Number of integers that describe one tile in a step slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTile:
+    """A tile of a prompt: the position of its first token, its number of tokens, its place and its digest."""
+
+    begin: int
+    rows: int
+    place: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepTile:
+    """Rows ``first .. first + rows - 1`` of a tile, for the tokens of a step from index ``token`` on."""
+
+    place: int
+    token: int
+    first: int
+    rows: int
+    digest: bytes
+
+
+def digest_of(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Returns the digest of a tile's pixels, which are contiguous. Equal digests mean equal pixels."""
+    return blake2b(pixels.data, digest_size=DIGEST_BYTES).digest()
+
+
+def tiles_between(tiles: Sequence[PromptTile], start: int, end: int, token: int) -> list[StepTile]:
+    """Returns the parts of a prompt's tiles at the positions ``start .. end - 1``.
+
+    ``token`` is the index of position ``start`` in the step.
+    """
+    found = []
+    for tile in tiles:
+        first, last = max(tile.begin, start), min(tile.begin + tile.rows, end)
+        if first < last:
+            found.append(StepTile(tile.place, token + first - start, first - tile.begin, last - first, tile.digest))
+    return found
+
+
+def write_tiles(column: npt.NDArray[np.int32], tiles: Sequence[StepTile]) -> None:
+    """Writes the tiles of a step into the column ``tiles`` of its slot. They must fit."""
+    packed = b"".join(_FORM.pack(tile.place, tile.token, tile.first, tile.rows, tile.digest) for tile in tiles)
+    column.view("uint8")[: len(packed)] = memoryview(packed)
+
+
+def read_tiles(column: npt.NDArray[np.int32], count: int) -> list[StepTile]:
+    """Returns the first ``count`` tiles of the column ``tiles`` of a slot. The caller checks their values."""
+    return [StepTile(*values) for values in _FORM.iter_unpack(column[: count * TILE_WIDTH].tobytes())]

@@ -1,0 +1,175 @@
+"""Images from URLs: what is refused, with which limit, and that bounds are checked before pixels are decoded."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from llm_serving.config.image_section import ImageConfig
+from llm_serving.images.decoding import decode
+from llm_serving.images.urls import ImageError, read_url
+from support.chat_images import data_url, png_of, sample_png
+
+SETTINGS = ImageConfig()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Returns a PNG file that states a size and has no pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    whole = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + whole + struct.pack(">I", 64) + b"IDAT"
+
+
+def webp_header(width: int, height: int) -> bytes:
+    """Returns a WebP file that states a size and has no pixels."""
+    size = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    return b"RIFF" + struct.pack("<I", 22) + b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + size
+
+
+@pytest.mark.parametrize(
+    ("url", "phrase"),
+    [
+        ("iVBORw0KGgo=", "must be a data URL"),
+        ("ftp://example.org/a.png", "must be a data URL"),
+        ("data:image/png,abc", "without ';base64,'"),
+        ("data:image/png;base64,ab*c", "not valid base64"),
+        ("data:image/png;base64,abc", "not valid base64"),
+        ("file:///etc/hostname", "reads no files"),
+        ("http://example.org/a.png", "image_config.allowed_hosts"),
+        ("https://user@localhost:1/a.png", "image_config.allowed_hosts"),
+        ("http://[", "image_config.allowed_hosts"),
+    ],
+)
+def test_other_urls_are_refused_by_default(url: str, phrase: str) -> None:
+    with pytest.raises(ImageError, match=re.escape(phrase)) as refused:
+        read_url(url, SETTINGS, "field")
+    assert refused.value.param == "field"
+
+
+def test_the_size_of_a_file_is_checked_before_it_is_decoded_from_base64() -> None:
+    settings = replace(SETTINGS, max_bytes=3000)
+    assert read_url(data_url(bytes(3000)), settings, "field") == bytes(3000)
+    for data in (bytes(3001), bytes(9000)):
+        with pytest.raises(ImageError, match="the maximum is 3000") as refused:
+            read_url(data_url(data), settings, "field")
+        assert refused.value.code == "image_too_large"
+    with pytest.raises(ImageError, match="the maximum is 3000"):
+        read_url("data:;base64," + "*" * 5000, settings, "field")
+
+
+def test_files_are_read_only_inside_allowed_folders(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    for folder in (inside, outside):
+        folder.mkdir()
+        (folder / "an image.png").write_bytes(sample_png(0))
+    (inside / "link.png").symlink_to(outside / "an image.png")
+    settings = replace(SETTINGS, allowed_folders=(str(inside),), max_bytes=100_000)
+    assert read_url(f"file://{inside}/an%20image.png", settings, "field") == sample_png(0)
+    for path in (outside / "an%20image.png", inside / "link.png", inside / ".." / "out" / "an%20image.png"):
+        with pytest.raises(ImageError, match="outside the folders"):
+            read_url(f"file://{path}", settings, "field")
+    with pytest.raises(ImageError, match="outside the folders"):
+        read_url(f"file://elsewhere{inside}/an%20image.png", settings, "field")
+    for path, phrase in ((inside, "does not name a file"), (inside / "missing", "cannot be read")):
+        with pytest.raises(ImageError, match=phrase):
+            read_url(f"file://{path}", settings, "field")
+    with pytest.raises(ImageError, match="the maximum is 100"):
+        read_url(f"file://{inside}/an%20image.png", replace(settings, max_bytes=100), "field")
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/moved.png":
+            self.send_response(302)
+            self.send_header("Location", "/a.png")
+        else:
+            self.send_response(200)
+        self.end_headers()
+        self.wfile.write(sample_png(0))
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    """The address of an HTTP server that has an image."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_hosts_are_read_only_if_they_are_allowed(host: str) -> None:
+    settings = replace(SETTINGS, allowed_hosts=("127.0.0.1",))
+    assert read_url(f"http://{host}/a.png", settings, "field") == sample_png(0)
+    with pytest.raises(ImageError, match="status 302"):
+        read_url(f"http://{host}/moved.png", settings, "field")
+    with pytest.raises(ImageError, match="the maximum is 1024"):
+        read_url(f"http://{host}/a.png", replace(settings, max_bytes=1024), "field")
+    with pytest.raises(ImageError, match="reads no images"):
+        read_url(f"http://{host}/a.png", SETTINGS, "field")
+    with pytest.raises(ImageError, match="cannot be read"):
+        read_url("http://127.0.0.1:1/a.png", settings, "field")
+
+
+@pytest.mark.parametrize("data", [png_header(4000, 3000), webp_header(4000, 3000)], ids=["PNG", "WEBP"])
+def test_pixels_are_counted_from_the_header(data: bytes) -> None:
+    """The file has no pixels, so decoding would fail with another error."""
+    with pytest.raises(ImageError, match="4000 x 3000 = 12000000 pixels; the maximum is 11999999") as refused:
+        decode(data, replace(SETTINGS, max_pixels=11_999_999), "field")
+    assert refused.value.code == "image_too_large"
+    with pytest.raises(ImageError, match="damaged"):
+        decode(data, replace(SETTINGS, max_pixels=12_000_000), "field")
+
+
+def test_an_image_beyond_the_limit_of_the_library_is_too_large() -> None:
+    with pytest.raises(ImageError, match="pixels") as refused:
+        decode(png_header(60_000, 60_000), SETTINGS, "field")
+    assert refused.value.code == "image_too_large"
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_three_kinds_of_images_are_decoded_and_damaged_ones_refused(kind: str) -> None:
+    data = png_of(Image.new("RGB", (20, 10), (200, 100, 0)), kind)
+    image = decode(data, SETTINGS, "field")
+    assert (image.mode, image.size) == ("RGB", (20, 10))
+    assert np.abs(np.asarray(image)[5, 5].astype(int) - (200, 100, 0)).max() < 8
+    for cut in range(0, len(data) // 2, max(1, len(data) // 60)):
+        with pytest.raises(ImageError):
+            decode(data[:cut], SETTINGS, "field")
+
+
+def test_other_kinds_and_animations_are_refused() -> None:
+    image = Image.new("RGB", (8, 8))
+    for kind in ("GIF", "BMP", "TIFF", "PPM"):
+        with pytest.raises(ImageError, match="PNG, JPEG, WEBP"):
+            decode(png_of(image, kind), SETTINGS, "field")
+    file = io.BytesIO()
+    image.save(file, "WEBP", save_all=True, append_images=[Image.new("RGB", (8, 8), "red")])
+    with pytest.raises(ImageError, match="animation"):
+        decode(file.getvalue(), SETTINGS, "field")
+
+
+def test_an_image_is_turned_and_gets_a_white_background() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    file = io.BytesIO()
+    Image.new("RGB", (20, 10)).save(file, "JPEG", exif=exif)
+    assert decode(file.getvalue(), SETTINGS, "field").size == (10, 20)
+    transparent = decode(png_of(Image.new("RGBA", (2, 2), (0, 0, 0, 0))), SETTINGS, "field")
+    assert np.asarray(transparent).min() == 255

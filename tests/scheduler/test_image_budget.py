@@ -1,0 +1,91 @@
+"""The work of encoding tiles is part of a step's budget of tokens, and places of tiles end with their request."""
+
+from __future__ import annotations
+
+import pytest
+
+from llm_serving.ipc.tiles import PromptTile
+from llm_serving.request import FinishReason, Request
+from llm_serving.scheduler.limits import Policy
+from llm_serving.scheduler.output import StepKind
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
+
+ROWS = 4
+
+
+class Hold:
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+def with_tiles(name: str, length: int, *begins: int) -> tuple[Request, Hold]:
+    request, hold = make_request(name, length, 2), Hold()
+    request.tiles = tuple(PromptTile(begin, ROWS, place, bytes(16)) for place, begin in enumerate(begins))
+    request.tile_hold = hold
+    return request, hold
+
+
+def chunks(simulation: Simulation) -> list[tuple[list[int], list[tuple[int, int, int, int]]]]:
+    """Runs all steps. Returns the lengths of the chunks of each step with prompts, and its tiles."""
+    found = []
+    while steps := simulation.schedule():
+        for step in steps:
+            tiles = [(tile.place, tile.token, tile.first, tile.rows) for tile in step.tiles]
+            if step.kind is not StepKind.DECODE:
+                found.append((step.query_lens, tiles))
+            simulation.answer()
+    return found
+
+
+def test_a_chunk_ends_before_a_tile_that_does_not_fit_the_step() -> None:
+    simulation = Simulation(make_limits(max_num_batched_tokens=24, tile_cost=10))
+    request, hold = with_tiles("a", 40, 3, 9, 20)
+    simulation.add(request)
+    # 24 tokens: 3 before the tile, 10 for it, and 6 more up to the next tile, of which the first 4 are the tile's.
+    assert chunks(simulation) == [
+        ([9], [(0, 3, 0, 4)]),
+        ([11], [(1, 0, 0, 4)]),
+        ([14], [(2, 0, 0, 4)]),
+        ([6], []),
+    ]
+    assert request.finish_reason is FinishReason.LENGTH
+    assert hold.has_ended
+
+
+def test_a_tile_that_costs_more_than_a_step_is_computed_alone() -> None:
+    simulation = Simulation(make_limits(max_num_batched_tokens=8, tile_cost=50))
+    simulation.add(with_tiles("a", 14, 2, 6)[0])
+    found = chunks(simulation)
+    assert found == [([2], []), ([4], [(0, 0, 0, 4)]), ([4], [(1, 0, 0, 4)]), ([4], [])]
+
+
+@pytest.mark.parametrize("policy", [Policy.PREFILL_FIRST, Policy.CHUNKED])
+def test_tiles_of_two_prompts_are_counted_together(policy: Policy) -> None:
+    limits = make_limits(max_num_batched_tokens=32, chunk_tokens=32, tile_cost=15, policy=policy)
+    simulation = Simulation(limits)
+    requests = [with_tiles(name, 8, 0)[0] for name in "ab"]
+    for request in requests:
+        simulation.add(request)
+    found = chunks(simulation)
+    assert [len(tiles) for _, tiles in found if tiles] == [1, 1], "two tiles and their tokens exceed a step"
+
+
+def test_the_places_stay_until_no_step_in_flight_reads_them() -> None:
+    simulation = Simulation(make_limits(tile_cost=1))
+    request, hold = with_tiles("a", 8, 0)
+    simulation.add(request)
+    simulation.schedule()
+    simulation.end(request.request_id)
+    assert request.is_finished
+    assert not hold.has_ended
+    while simulation.device.queue:
+        simulation.answer()
+    assert hold.has_ended
+    waiting, its_hold = with_tiles("b", 8, 0)
+    simulation.add(waiting)
+    simulation.end("b")
+    assert its_hold.has_ended

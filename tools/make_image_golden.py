@@ -1,0 +1,145 @@
+"""Writes tests/golden/images.json: tiles, encoder rows and greedy tokens of a small SmolVLM, from transformers.
+
+It needs the environment of ``tools/make_golden.py``, and the Pillow of ``pyproject.toml``, because other versions round
+some pixels of a resized image differently:
+
+    /tmp/oracle/bin/pip install pillow==12.3.0
+    /tmp/oracle/bin/python tools/make_image_golden.py
+
+The model is ``performance.models.vision``, in float32. For each image, the file has the number of rows and columns of
+tiles, and for each tile a digest of its pixels and some input values of the encoder. For the first image, it also has
+the encoder's rows. For each prompt, it has the token ids with those of the images, the greedy tokens, and for each
+of these the logits of the two best tokens, so that a test can distinguish a tie from an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from performance.models.vision import (  # noqa: E402
+    CHAT_TEMPLATE,
+    PREPROCESSOR,
+    SCALE_FACTOR,
+    VISION,
+    sample_image,
+    write_vision_model,
+)
+
+NUM_TOKENS = 32
+SAMPLED = 97
+"""Interval of the encoder's input values that the file has."""
+PROMPTS = (("t5 t9 t17", (0,), ""), ("", (1,), "t40 t41"), ("t8", (2, 0), "t3"), ("t100 t7", (3,), "t250"))
+"""The text before the images, the numbers of the images, and the text after them."""
+
+
+def prepared(number: int) -> tuple[np.ndarray, int, int]:
+    """Returns the input of the encoder [tiles, 3, height, width] of an image, and its rows and columns of tiles."""
+    # A torchvision of another version than torch prevents the import, and these classes do not need it.
+    from transformers import utils
+
+    utils.is_torchvision_available = utils.import_utils.is_torchvision_available = lambda: False
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    names = ("image_mean", "image_std", "max_image_size", "resample", "rescale_factor", "size")
+    processor = SmolVLMImageProcessorPil(**{name: PREPROCESSOR[name] for name in names})
+    from PIL import Image
+
+    made = processor(Image.fromarray(sample_image(number)), return_row_col_info=True)
+    assert np.asarray(made["pixel_attention_mask"]).all(), "all tiles are complete"
+    return np.asarray(made["pixel_values"])[0].astype(np.float32), int(made["rows"][0][0]), int(made["cols"][0][0])
+
+
+def image_of(number: int, encode: Any) -> dict[str, Any]:
+    values, rows, columns = prepared(number)
+    mean, std = (np.array(PREPROCESSOR[key], np.float32)[:, None, None] for key in ("image_mean", "image_std"))
+    pixels = np.rint((values * std + mean) / PREPROCESSOR["rescale_factor"]).astype(np.uint8).transpose(0, 2, 3, 1)
+    tiles = []
+    for tile, inputs in zip(pixels, values, strict=True):
+        digest = blake2b(np.ascontiguousarray(tile).data, digest_size=16).hexdigest()
+        sampled = inputs.transpose(1, 2, 0).reshape(-1)[::SAMPLED]
+        tiles.append({"digest": digest, "values": [round(float(value), 6) for value in sampled]})
+    image = {"number": number, "rows": rows, "columns": columns, "tiles": tiles}
+    if number == 0:
+        image["encoded"] = [[round(float(x), 5) for x in row] for row in encode(values).reshape(-1, 96)]
+    return image
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden" / "images.json")
+    arguments = parser.parse_args()
+    first = prepared(0)  # before other imports of transformers
+    import jinja2
+    import PIL
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from transformers.models.smolvlm.modeling_smolvlm import SmolVLMForConditionalGeneration
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    assert first[0].ndim == 4
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        write_vision_model(folder)
+        model = SmolVLMForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def encode(values: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            output = model.model.get_image_features(torch.from_numpy(values[None]), return_dict=True)
+        return torch.cat(list(output.pooler_output)).numpy()
+
+    template = jinja2.Environment().from_string(CHAT_TEMPLATE)  # noqa: S701 - makes no HTML
+    tile_rows = (VISION["image_size"] // VISION["patch_size"] // SCALE_FACTOR) ** 2
+    cases = []
+    for before, numbers, after in PROMPTS:
+        parts = [{"type": "text", "text": before}] if before else []
+        parts += [{"type": "image"} for _ in numbers]
+        parts += [{"type": "text", "text": after}] if after else []
+        text = template.render(messages=[{"role": "user", "content": parts}], add_generation_prompt=True)
+        made = [prepared(number) for number in numbers]
+        names = ("<fake_token_around_image>", "<image>", "<global-img>")
+        for _, rows, columns in made:
+            tokens = get_image_prompt_string(rows, columns, tile_rows, names[0], "<IMAGE>", names[2])
+            text = text.replace("<image>", tokens, 1)
+        ids = tokenizer.encode(text.replace("<IMAGE>", "<image>"), add_special_tokens=False).ids
+        pixels = torch.from_numpy(np.concatenate([values for values, _, _ in made])[None])
+        chosen, tops = [], []
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([ids]), pixel_values=pixels, use_cache=True)
+            for _ in range(NUM_TOKENS):
+                logits = output.logits[0, -1].numpy()
+                best = np.argsort(-logits, kind="stable")[:2]
+                chosen.append(int(best[0]))
+                tops.append([[int(token), round(float(logits[token]), 5)] for token in best])
+                inputs = torch.tensor([[chosen[-1]]])
+                output = model(input_ids=inputs, past_key_values=output.past_key_values, use_cache=True)
+        margins = [float(top[0][1] - top[1][1]) for top in tops]
+        print(f"{len(ids)} tokens, smallest margin {min(margins):.4f}: {chosen}")
+        cases.append({"parts": [before, list(numbers), after], "prompt": ids, "tokens": chosen, "top": tops})
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, Pillow {PIL.__version__}"
+    oracle = f"{versions}, float32, eager attention"
+    images = [image_of(number, encode) for number in range(4)]
+    lines = [f' "oracle": {json.dumps(oracle)}']
+    for name, rows in (("images", images), ("cases", cases)):
+        each = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
+        lines.append(f' "{name}": [\n{each}\n ]')
+    arguments.out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    print(f"{arguments.out}: {arguments.out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
