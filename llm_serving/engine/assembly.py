@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llm_serving.engine.tokenizer import Tokenizer
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder
+    from llm_serving.images.pool import TilePool
     from llm_serving.kvstore.setup import KvTiers
     from llm_serving.request import Request
     from llm_serving.scheduler.scheduler import Scheduler
@@ -82,6 +83,7 @@ def make_engine(
         record=record,
         tiers=_tiers_of(config, log),
         nodes=nodes,
+        images=_image_places(executors),
     )
     if config.lora_config.adapters:
         from llm_serving.lora.loading import read_configured
@@ -89,6 +91,16 @@ def make_engine(
         for adapter in read_configured(config):
             engine.keep_adapter(adapter.name, adapter.path, adapter.digest, adapter.memory)
     return engine
+
+
+def _image_places(executors: Sequence[AgentExecutor]) -> TilePool | None:
+    """Return the places of the tiles of images, or None. A model that reads images has one executor."""
+    memory = executors[0].tiles
+    if memory is None:
+        return None
+    from llm_serving.images.pool import TilePool
+
+    return TilePool(memory)
 
 
 def _tiers_of(config: Config, log: EventLog) -> KvTiers | None:

@@ -39,6 +39,8 @@ from llm_serving.executor.base import Executor
 from llm_serving.flight.keeping import keep_recording
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import recording_folder
+from llm_serving.images.pool import TilePool
+from llm_serving.images.prompt import PromptImages
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.kvstore.setup import KvTiers
 from llm_serving.kvstore.transfers import BlockTransfers
@@ -86,13 +88,15 @@ class AsyncEngine:
         record: Callable[[Scheduler, int], FlightRecorder | None] | None = None,
         tiers: KvTiers | None = None,
         nodes: NodePool | None = None,
+        images: TilePool | None = None,
     ) -> None:
         """Create the engine. ``executors`` has one executor for each replica of the model.
 
         ``record`` takes a scheduler and the number of its replica. It returns a flight recorder that wraps the
         scheduler, or None. The engine calls the recorder instead of the scheduler and closes it at the end. ``tiers``
         are the KV tiers, or None. The engine closes them at the end, too. ``nodes`` are the machines of the agents, or
-        None if the agents are on this machine. The engine is then ready with its first replica.
+        None if the agents are on this machine. The engine is then ready with its first replica. ``images`` are the
+        places of the tiles of images, or None.
         """
         self.nodes = nodes
         self.config = config
@@ -122,6 +126,8 @@ class AsyncEngine:
             config.lora_config.max_adapters, on_free=lambda slot: self._core.submit(DropAdapter(slot))
         )
         """The LoRA adapters that requests may name. Only the event loop uses it."""
+        self.tiles = images
+        """The places of the tiles of images. None if the model reads only text."""
         limits = SchedulerLimits.from_config(config)
         schedulers = [self._recorded(Scheduler(limits), index, record) for index in range(len(executors))]
         routing = Routing(config.parallel_config.routing)
@@ -326,6 +332,7 @@ class AsyncEngine:
         quiet: bool = False,
         constraint: Constraint | None = None,
         adapter: Adapter | None = None,
+        images: PromptImages | None = None,
     ) -> OpenRequest:
         """Serve a request. The engine passes each piece of output to ``sink.push(index, piece)``. The caller must close
         the returned ``OpenRequest``.
@@ -334,7 +341,8 @@ class AsyncEngine:
         the request begin at this time. ``streamed``: the caller calls ``delivered`` after it has written an output to
         the client. ``quiet``: the request does not appear in the log, the metrics and the receipts. ``constraint``
         determines which tokens may come next. Requests must not share a ``constraint`` object. ``adapter``: the LoRA
-        adapter that changes the model for this request.
+        adapter that changes the model for this request. ``images``: the images of the prompt, whose places the request
+        holds until it ends.
 
         Raises RequestError for token ids outside the vocabulary and for an id in use. Raises DeadlineExceededError if
         the deadline has passed, and AgentLostError if the engine has stopped. All other refusals go to ``sink.fail``.
@@ -347,6 +355,9 @@ class AsyncEngine:
             self.adapters.acquire(adapter)
             request.adapter_slot = adapter.slot
             request.cache_salt = adapted_salt(adapter.digest, request.cache_salt)
+        if images is not None:
+            request.tiles, request.tile_hold = images.tiles, images.hold.again()
+            request.cache_salt = images.salt(request.cache_salt)
         opened = OpenRequest(
             request, sink, index, self._closed, self._requests, streamed=streamed, quiet=quiet, adapter=adapter
         )

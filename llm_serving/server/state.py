@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from llm_serving.access.control import AccessControl
 from llm_serving.config import Config
+from llm_serving.config.image_section import ImageConfig
 from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.chat_template import ChatTemplate
@@ -22,6 +23,7 @@ from llm_serving.errors import ModelNotFoundError
 from llm_serving.flight.setup import recordings_folder
 from llm_serving.lora.registry import Adapter
 from llm_serving.model.pooling import Pooling
+from llm_serving.model.vision import ImageProcessing, VisionShape
 from llm_serving.parsing.formats import AUTO, OutputFormat
 from llm_serving.registry.registry import ModelRegistry
 from llm_serving.server.batches.store import BatchStore
@@ -86,6 +88,14 @@ class ServerSettings:
     """How the server computes embeddings or scores. None if it generates text."""
     info: dict[str, object] = field(default_factory=dict)
     """Facts about the model that ``/server_info`` shows."""
+    vision: VisionShape | None = None
+    """The vision encoder of the model. None if the model reads only text."""
+    processing: ImageProcessing | None = None
+    """How images become tiles. None if the model reads only text."""
+    tile_cost: int = 0
+    """The work of encoding a tile, in tokens."""
+    images: ImageConfig = field(default_factory=ImageConfig)
+    """Limits of images."""
     profile_folder: str = "output/profiles"
     """Folder for the files of ``/profile/start``."""
     recordings_folder: str | None = None
@@ -123,6 +133,10 @@ class ServerSettings:
             max_keep_s=config.kv_tier_config.max_keep_s,
             max_session_bytes=config.kv_tier_config.max_session_bytes,
             pooling=config.pooling,
+            vision=config.shape.vision,
+            processing=config.processing,
+            tile_cost=config.tile_cost,
+            images=config.image_config,
             profile_folder=str(Path(config.log_config.path).parent / "profiles"),
             recordings_folder=str(recordings_folder(config).absolute())
             if config.log_config.flight_recorder_mib

@@ -135,8 +135,8 @@ BAD_REQUESTS = [
     ((CHAT, {"messages": [{"role": "user", "content": None}]}), "messages[0].content", "should be a valid string"),
     (
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}),
-        "messages[0].content",
-        'holds a part [0] of type "image_url", which is not supported; only text parts are',
+        "messages[0].content[0].image_url",
+        "is an image, and this model reads only text",
     ),
     (
         (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}),

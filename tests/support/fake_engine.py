@@ -16,6 +16,8 @@ from llm_serving.engine.open_request import PieceSink
 from llm_serving.engine.receipts import RequestReceipt
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import QueueFullError
+from llm_serving.images.pool import TilePool
+from llm_serving.images.prompt import PromptImages
 from llm_serving.lora.registry import Adapter, AdapterRegistry
 from llm_serving.request import (
     DEFAULT_SCHEDULING,
@@ -62,6 +64,7 @@ class Submitted:
     sampling: SamplingParams
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
     adapter: Adapter | None = None
+    images: PromptImages | None = None
     num_pieces: int = 0
     streamed: bool = True
     arrival_time: float | None = None
@@ -135,6 +138,7 @@ class FakeEngine:
         self.max_model_len = 128
         self.adapters = AdapterRegistry(0)
         self.tiers = self.transfers = None
+        self.tiles: TilePool | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -242,10 +246,11 @@ class FakeEngine:
         streamed: bool = True,
         constraint: Constraint | None = None,
         adapter: Adapter | None = None,
+        images: PromptImages | None = None,
     ) -> FakeOpenRequest:
         record = Submitted(
             request_id, list(prompt_token_ids), sampling, scheduling, streamed=streamed, arrival_time=arrival_time,
-            constraint=constraint, adapter=adapter,
+            constraint=constraint, adapter=adapter, images=images,
         )  # fmt: skip
         refuse = self.refuse if len(self.submitted) >= (self.refuse_after or 0) else None
         if refuse is None:

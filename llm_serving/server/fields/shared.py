@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH
@@ -191,16 +200,27 @@ class DialectSampling(LaxModel):
     )
 
 
+def is_image(part: object) -> bool:
+    """Return whether a part of a message's content is an image."""
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
 def _join_content(value: object) -> object:
-    """Return a message's ``content`` as text. Clients send text, or a list of parts of type ``text``."""
+    """Return a message's ``content`` as text. Clients send text, or a list of parts of type ``text``.
+
+    ``Message`` keeps the parts of type ``image_url``, and passes only the others.
+    """
     if not isinstance(value, list):
         return value
     texts = []
     for i, part in enumerate(value):
+        if is_image(part):
+            continue
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
             raise PydanticCustomError(
-                "content_part", f"holds a part [{i}] of type {short(kind)}, which is not supported; only text parts are"
+                "content_part",
+                f"holds a part [{i}] of type {short(kind)}, which is not supported; only text and image_url parts are",
             )
         if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
             raise PydanticCustomError("content_part", f"holds a part [{i}] that is not just type and text")
@@ -242,9 +262,28 @@ Content = Annotated[
                 {
                     "type": "array",
                     "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
+                        "anyOf": [
+                            {
+                                "type": "object",
+                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                                "required": ["type", "text"],
+                            },
+                            {
+                                "type": "object",
+                                "properties": {
+                                    "type": {"const": "image_url"},
+                                    "image_url": {
+                                        "type": "object",
+                                        "properties": {
+                                            "url": {"type": "string"},
+                                            "detail": {"enum": ["auto", "low", "high"]},
+                                        },
+                                        "required": ["url"],
+                                    },
+                                },
+                                "required": ["type", "image_url"],
+                            },
+                        ]
                     },
                 },
             ]
@@ -275,6 +314,21 @@ class Message(StrictModel):
     )
     name: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
     reasoning_content: str | None = Field(default=None, description="The reasoning of an earlier answer.")
+    _parts: list[dict[str, Any]] | None = PrivateAttr(default=None)
+
+    @property
+    def parts(self) -> Sequence[dict[str, Any]]:
+        """The parts of a content with images. Those of images are not checked. Empty without images."""
+        return self._parts or ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_images(cls, data: object, handler: ModelWrapValidatorHandler[Message]) -> Message:
+        message = handler(data)
+        content = data.get("content") if isinstance(data, dict) else None
+        if isinstance(content, list) and any(map(is_image, content)):
+            message._parts = content
+        return message
 
     @model_validator(mode="before")
     @classmethod
@@ -287,13 +341,18 @@ class Message(StrictModel):
         )
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as a dict, which is the input of chat templates."""
+        """Return the message as a dict, which is the input of chat templates.
+
+        A message with images also has ``parts``, the parts of its content.
+        """
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
+        if self._parts is not None:
+            message["parts"] = [{"type": "image"} if is_image(part) else part for part in self._parts]
         return message
 
 

@@ -13,10 +13,12 @@ import orjson
 from llm_serving.engine.chat_template import SHORT, TemplateBudgetError
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.images.prompt import PromptImages
 from llm_serving.parsing.described import describe_tools
 from llm_serving.parsing.formats import DEFAULT_TOOL_FORMAT
 from llm_serving.server.fields.tools import with_text_arguments
 from llm_serving.server.fields.validation import short
+from llm_serving.server.generation.images import ReadImages
 from llm_serving.server.generation.work import check_work, off_loop
 from llm_serving.server.limits import (
     INLINE_CHAT_CHARS,
@@ -34,6 +36,12 @@ class Prompt:
 
     token_ids: Sequence[int]
     text: str | None = None
+    images: PromptImages | None = None
+    """The images of the prompt. None if it has none."""
+
+    def work(self, tile_cost: int) -> int:
+        """Return the number of tokens, and the tiles of images as the tokens that take as long (``tile_cost``)."""
+        return len(self.token_ids) + (0 if self.images is None else tile_cost * len(self.images.tiles))
 
     def as_text(self, tokenizer: Tokenizer) -> str:
         """Return the text of the prompt, which ``echo`` puts before the output."""
@@ -139,13 +147,14 @@ async def encode_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     template_values: Mapping[str, Any] | None = None,
     suffix: str = "",
+    images: ReadImages | None = None,
 ) -> Prompt:
     """Return the prompt of a conversation: the text of the chat template, followed by ``suffix``.
 
     If the template does not render ``tools``, the system message describes the tools. ``template_values`` are
-    further variables for the template. Long conversations and slow templates are rendered in another thread. Raises
-    RequestError if there is no chat template, if the template fails on the messages, or if the prompt cannot fit
-    the context.
+    further variables for the template. ``images`` are the images of the messages. Long conversations and slow templates
+    are rendered in another thread. Raises RequestError if there is no chat template, if the template fails on the
+    messages, or if the prompt cannot fit the context.
     """
     template = state.engine.tokenizer.chat_template
     output_format = state.output_format
@@ -158,7 +167,7 @@ async def encode_chat(
         messages = with_text_arguments(messages)
     render = partial(
         template.render,
-        messages,
+        messages if state.settings.vision is None else [_in_parts(message) for message in messages],
         add_generation_prompt=add_generation_prompt,
         tools=tools,
         values=template_values,
@@ -174,7 +183,19 @@ async def encode_chat(
     if text is None:
         text = await asyncio.get_running_loop().run_in_executor(None, render)
     text += suffix
-    return Prompt(await _encode(state, text, "messages", add_special_tokens, inline=True), text)
+    if images is not None:
+        text = images.in_text(text)
+    ids = await _encode(state, text, "messages", add_special_tokens, inline=True)
+    if images is None:
+        return Prompt(ids, text)
+    check_prompt(len(ids), state.settings, "messages")
+    return Prompt(ids, text, await images.placed(ids))
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts, as the templates of models that read images expect it."""
+    others = {key: value for key, value in message.items() if key != "parts"}
+    return {**others, "content": message.get("parts") or [{"type": "text", "text": message["content"] or ""}]}
 
 
 def _has_calls(message: Mapping[str, Any]) -> bool:

@@ -198,7 +198,7 @@ class Generation:
                 opened = self.state.engine.open(
                     choice.request_id, choice.prompt.token_ids, choice.sampling, sink, self._received_at,
                     index=choice.index, scheduling=scheduling, streamed=streamed, constraint=constraint,
-                    adapter=self.adapter,
+                    adapter=self.adapter, images=choice.prompt.images,
                 )  # fmt: skip
             except RequestError as error:
                 self._log_arrival(choice)

@@ -24,6 +24,7 @@ from llm_serving.server.generation.answer_plan import (
     template_values,
 )
 from llm_serving.server.generation.beams import check_beam_fields, search_answers
+from llm_serving.server.generation.images import read_images
 from llm_serving.server.generation.logprobs import chat_entries, prompt_entries
 from llm_serving.server.generation.prompt_scores import check_prompt_scores, scoring_choices
 from llm_serving.server.generation.prompts import Prompt, check_choices, check_prompt, encode_chat, max_output_tokens
@@ -178,9 +179,22 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> tu
 
 
 async def _prompt(state: ServerState, body: ChatRequest) -> Prompt:
+    if any(message.parts for message in body.messages):
+        _check_image_fields(body)
+    images = await read_images(state, body.messages)
     messages = [message.for_template() for message in body.messages]
     tools = [tool.for_template() for tool in offered_tools(body)]
-    return await encode_chat(state, messages, tools=tools, template_values=template_values(state, body))
+    values = template_values(state, body)
+    return await encode_chat(state, messages, tools=tools, template_values=values, images=images)
+
+
+def _check_image_fields(body: ChatRequest) -> None:
+    """Raise RequestError for fields that a conversation with images cannot have."""
+    name = "use_beam_search" if body.use_beam_search else "prompt_logprobs"
+    if body.use_beam_search or body.prompt_logprobs is not None:
+        raise RequestError(
+            f"'{name}' is not supported for messages with images; leave it out.", param=name, code="unsupported_value"
+        )
 
 
 def _prompt_members(generation: Generation, body: ChatRequest, scores: Sequence[TokenLogits]) -> dict[str, object]:

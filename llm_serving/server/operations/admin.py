@@ -15,6 +15,7 @@ from llm_serving.sampling_params import PARAMETERS
 from llm_serving.server.fields.shared import Messages, Name, TemplateValues
 from llm_serving.server.fields.tools import Tools
 from llm_serving.server.fields.validation import StrictModel
+from llm_serving.server.generation.images import read_images
 from llm_serving.server.generation.prompts import check_vocabulary, encode_chat, encode_text
 from llm_serving.server.generation.scheduling import visit_of
 from llm_serving.server.generation.work import off_loop
@@ -175,6 +176,7 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     if body.messages is not None:
+        images = await read_images(state, body.messages)
         messages = [message.for_template() for message in body.messages]
         prompt = await encode_chat(
             state,
@@ -183,6 +185,7 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
             add_special_tokens=body.add_special_tokens is True,
             tools=[tool.for_template() for tool in body.tools or ()],
             template_values=body.chat_template_kwargs,
+            images=images,
         )
         ids = list(prompt.token_ids)
     else:

@@ -1,0 +1,156 @@
+"""Reads the images of a conversation: checks their fields, and decodes and cuts them in threads of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.server.errors import UnavailableError
+from llm_serving.server.fields.validation import short
+
+if TYPE_CHECKING:
+    from llm_serving.images.pool import TilePool
+    from llm_serving.images.prompt import PromptImages
+    from llm_serving.images.tiling import Tiles
+    from llm_serving.server.fields.shared import Message
+    from llm_serving.server.state import ServerSettings, ServerState
+
+_NUM_THREADS = 2
+"""Images that are decoded at the same time. Each may take ``image_config.max_pixels`` x 4 bytes."""
+_threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="images")
+_DETAILS = ("auto", "low", "high")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageURL:
+    """An image of a request: its URL, the field of the URL, and whether it is cut into several tiles."""
+
+    url: str
+    param: str
+    splits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadImages:
+    """The decoded images of a conversation, in order."""
+
+    images: Sequence[Tiles]
+    image_token: int
+    tile_rows: int
+    pool: TilePool
+
+    def in_text(self, text: str) -> str:
+        """Return a prompt with the tokens of its images. Raises RequestError if it names another number of images."""
+        from llm_serving.images.prompt import expanded
+
+        return expanded(text, self.images, self.tile_rows)
+
+    async def placed(self, token_ids: Sequence[int]) -> PromptImages:
+        """Return the tiles at their positions in the prompt, in the memory of the agents.
+
+        Raises RequestError if the tokens do not fit the tiles, and UnavailableError if too few places are free.
+        """
+        from llm_serving.images.pool import TilesFullError
+        from llm_serving.images.prompt import PromptImages, placed_tiles, tile_positions
+
+        tiles = [pixels for image in self.images for pixels in image.pixels]
+        begins = tile_positions(token_ids, self.image_token, len(tiles), self.tile_rows)
+        try:
+            hold = await asyncio.get_running_loop().run_in_executor(_threads, self.pool.put, tiles)
+        except TilesFullError as problem:
+            raise UnavailableError(f"The {problem}; try again when other requests have ended.", "overloaded") from None
+        return PromptImages(placed_tiles(begins, self.tile_rows, hold), hold)
+
+
+async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadImages | None:
+    """Return the images of a conversation, or None if it has none. Raises RequestError.
+
+    Another thread reads, decodes and cuts them. The number of images is checked before.
+    """
+    urls = list(_image_urls(messages, state.settings))
+    if not urls:
+        return None
+    vision, pool = state.settings.vision, state.engine.tiles
+    assert vision is not None, "images are refused if the model reads none"
+    assert pool is not None, "an engine of a model that reads images has a pool"
+    read = partial(_read_all, urls, state.settings, pool.num_places)
+    images = await asyncio.get_running_loop().run_in_executor(_threads, read)
+    return ReadImages(images, vision.image_token_id, vision.tile_rows, pool)
+
+
+def _image_urls(messages: Sequence[Message], settings: ServerSettings) -> Iterator[ImageURL]:
+    """Yield the images of a conversation. Raises RequestError for a wrong field, a wrong role or too many images."""
+    from llm_serving.server.fields.shared import is_image
+
+    number = 0
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.parts):
+            if not is_image(part):
+                continue
+            param = f"messages[{i}].content[{j}].image_url"
+            if settings.vision is None:
+                raise RequestError(
+                    f"'{param}' is an image, and this model reads only text; leave the image out, or use a model that "
+                    "reads images.",
+                    param=param,
+                    code="images_not_supported",
+                )
+            if message.role != "user":
+                raise _wrong(param, f"is in a message of role '{message.role}'; only messages of the user have images")
+            number += 1
+            if number > settings.images.max_images:
+                raise _wrong(param, f"is image {number}; the maximum is {settings.images.max_images} images of a "
+                             "request (image_config.max_images)")  # fmt: skip
+            yield _image_url(part, param)
+
+
+def _image_url(part: dict[str, object], param: str) -> ImageURL:
+    value = part.get("image_url")
+    if isinstance(value, str):
+        value = {"url": value}
+    if not isinstance(value, dict) or not isinstance(value.get("url"), str):
+        raise _wrong(f"{param}.url", "is missing; give the URL of an image")
+    unknown = sorted((part.keys() - {"type", "image_url"}) | (value.keys() - {"url", "detail"}))
+    if unknown:
+        raise _wrong(param, f"has the unknown field {short(unknown[0])}; it has url and detail")
+    detail = value.get("detail", "auto")
+    if detail not in _DETAILS:
+        raise _wrong(f"{param}.detail", f"is {short(detail)}; it must be {', '.join(_DETAILS)}")
+    return ImageURL(value["url"], f"{param}.url", splits=detail != "low")
+
+
+def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_places: int) -> list[Tiles]:
+    """Return the tiles of images. Raises RequestError, also as soon as they cannot fit a prompt or the memory."""
+    from llm_serving.images.decoding import decode
+    from llm_serving.images.tiling import cut
+    from llm_serving.images.urls import read_url
+
+    vision, processing = settings.vision, settings.processing
+    assert vision is not None, "only a model that reads images has images"
+    assert processing is not None, "only a model that reads images has images"
+    found: list[Tiles] = []
+    num_tiles = 0
+    for each in urls:
+        image = decode(read_url(each.url, settings.images, each.param), settings.images, each.param)
+        found.append(cut(image, processing, vision.image_size, splits=each.splits))
+        num_tiles += len(found[-1].pixels)
+        if num_tiles * vision.tile_rows > settings.max_prompt_tokens:
+            raise ContextLengthError(
+                f"The images up to '{each.param}' have {num_tiles} tiles of {vision.tile_rows} tokens = "
+                f"{num_tiles * vision.tile_rows} tokens; the maximum of a prompt is {settings.max_prompt_tokens}. Send "
+                "fewer images, or 'detail': 'low'.",
+                param=each.param,
+            )
+        if num_tiles > num_places:
+            raise _wrong(each.param, f"makes {num_tiles} tiles with the images before; the maximum of a request is "
+                         f"{num_places} (image_config.max_tiles)")  # fmt: skip
+    return found
+
+
+def _wrong(param: str, problem: str) -> RequestError:
+    return RequestError(f"'{param}' {problem}.", param=param, code="invalid_value")

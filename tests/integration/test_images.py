@@ -1,0 +1,116 @@
+"""A real server of a small SmolVLM: tokens as in transformers, and the same bits however its images are computed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from performance.models.vision import write_vision_model
+from support.chat_images import sample_part
+from support.server_process import ServerProcess, running_server
+from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
+
+GOLDEN = json.loads((REPOSITORY / "tests" / "golden" / "images.json").read_text())
+TOKENS = len(GOLDEN["cases"][0]["tokens"])
+TIE = 1e-3
+"""Two logits closer than this are a tie: sums in another order may exchange their tokens."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "small_vlm"
+    write_vision_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[ServerProcess]:
+    with running_server(tmp_path_factory.mktemp("images"), settings_of(folder)) as running:
+        yield running
+        running.wait_until_idle()
+
+
+def settings_of(folder: Path, *more: str) -> list[str]:
+    lengths = [f"{key}=1024" for key in ("model_config.max_generate_length", "pa_config.decode_seq_length")]
+    return [f"model_config.model_path={folder}", "model_config.seq_length=[1024]", *lengths, *more]
+
+
+def body_of(case: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    before, numbers, after = case["parts"]
+    content = [{"type": "text", "text": before}] if before else []
+    content += [sample_part(number) for number in numbers]
+    content += [{"type": "text", "text": after}] if after else []
+    messages = [{"role": "user", "content": content}]
+    return {"messages": messages, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, "logprobs": True, "top_logprobs": 2, **fields}  # fmt: skip
+
+
+def answered(server: ServerProcess, body: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Returns the tokens of an answer, and their log-probabilities."""
+    answer = server.post("/v1/chat/completions", body)
+    assert "choices" in answer, answer
+    [choice] = answer["choices"]
+    return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["parts"][1]))
+def test_prompt_and_tokens_equal_those_of_transformers(server: ServerProcess, case: dict[str, Any]) -> None:
+    answer = server.post("/v1/chat/completions", body_of(case))
+    assert answer["prompt_token_ids"] == case["prompt"]
+    assert answer["usage"]["prompt_tokens"] == len(case["prompt"])
+    found = answer["choices"][0]["token_ids"]
+    different = [i for i, (ours, theirs) in enumerate(zip(found, case["tokens"], strict=True)) if ours != theirs]
+    if different:
+        (_, best), (_, second) = case["top"][different[0]]
+        assert best - second < TIE, (different[0], case["top"][different[0]])
+
+
+def test_the_bits_do_not_depend_on_chunks_batch_cache_or_preemption(
+    server: ServerProcess, folder: Path, tmp_path: Path
+) -> None:
+    bodies = [body_of(case) for case in GOLDEN["cases"]]
+    alone = [answered(server, body) for body in bodies]
+    # Chunks of 20 tokens end inside tiles of 9. 30 blocks of 16 tokens are too few for all, so some are preempted.
+    # The agents cache one tile, so they encode tiles again.
+    pressed = ("scheduler_config.policy=chunked", "scheduler_config.chunk_tokens=20", "pa_config.num_blocks=31",
+               "pa_config.decode_seq_length=480", "image_config.cached_tiles=1",
+               "scheduler_config.prefix_cache=false")  # fmt: skip
+    with running_server(tmp_path, settings_of(folder, *pressed)) as other, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda body: answered(other, body), bodies * 2))
+        preemptions = other.get("/server_info")["engine"]["preemptions"]
+    assert found == alone * 2
+    assert preemptions > 0
+    assert [answered(server, body) for body in bodies] == alone
+
+
+def test_the_prefix_cache_knows_images_by_their_content(server: ServerProcess) -> None:
+    def cached(number: int) -> int:
+        part, text = sample_part(number, detail="low"), {"type": "text", "text": "t11 t12 " * 20}
+        body = {"messages": [{"role": "user", "content": [part, text]}], "max_tokens": 1}
+        return int(server.post("/v1/chat/completions", body)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(0) == 0
+    assert cached(1) == 0, "both prompts have the same token ids"
+    assert cached(0) > 32
+
+
+def test_a_restarted_agent_reads_the_images_of_open_requests(server: ServerProcess) -> None:
+    body = body_of(GOLDEN["cases"][0])
+    expected = answered(server, body)
+    [agent] = server.agents()
+    agent.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(answered, server, body)
+        deadline = time.monotonic() + time_limit(20)
+        while not server.get("/server_info")["engine"]["running"]:
+            assert time.monotonic() < deadline, "the request does not start"
+            time.sleep(0.02)
+        agent.kill()
+        assert later.result() == expected

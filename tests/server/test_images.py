@@ -1,0 +1,133 @@
+"""Chats with images over HTTP: which images are refused, with which field and limit, and what the engine receives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from llm_serving.config.image_section import ImageConfig
+from llm_serving.images.pool import TilePool
+from llm_serving.ipc.tiles import digest_of
+from llm_serving.model.shape import ModelShape
+from llm_serving.model.vision import read_processing
+from performance.models.vision import IMAGE_TOKEN, write_vision_model
+from support.chat_images import data_url, image_part, png_of, sample_part
+from support.fake_engine import FakeEngine
+from support.http_server import HttpServer, running, wait_until
+from support.small_tokenizers import open_tokenizer
+
+LIMITS = ImageConfig(max_images=2, max_bytes=40_000, max_pixels=70 * 100, max_tiles=12)
+CHAT = "/v1/chat/completions"
+TEXT = {"type": "text", "text": "t1"}
+
+
+class Places:
+    def __init__(self, count: int) -> None:
+        self.pixels = np.zeros((count, 48, 48, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision") / "model"
+    write_vision_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[HttpServer]:
+    engine, vision = FakeEngine(open_tokenizer(folder / "tokenizer.json")), ModelShape.from_hf_folder(folder).vision
+    assert vision is not None
+    engine.script = lambda prompt, sampling: [30, 31]
+    engine.tiles = TilePool(Places(LIMITS.max_tiles))
+    settings: dict[str, Any] = {"vision": vision, "processing": read_processing(folder, vision), "tile_cost": 100}
+    more = {"images": LIMITS, "max_prompt_tokens": 120, "max_request_tokens": 1400, "max_body_bytes": 200_000}
+    with running(engine, **settings, **more) as server:
+        yield server
+
+
+def chat(*parts: dict[str, Any], role: str = "user", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(parts)}], "max_tokens": 2, **fields}
+
+
+BLANK = data_url(png_of(Image.new("RGB", (48, 48))))
+PARAM = "messages[0].content[1].image_url"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "phrase"),
+    [
+        (chat(TEXT, {"type": "image_url"}), f"{PARAM}.url", "is missing"),
+        (chat(TEXT, {"type": "image_url", "image_url": {"uri": BLANK}}), f"{PARAM}.url", "is missing"),
+        (chat(TEXT, image_part(BLANK, detail="huge")), f"{PARAM}.detail", 'is "huge"; it must be auto, low, high'),
+        (chat(TEXT, image_part(BLANK, size="1")), PARAM, 'the unknown field "size"'),
+        (chat(TEXT, image_part(BLANK), role="system"), PARAM, "only messages of the user have images"),
+        (chat(TEXT, *[image_part(BLANK)] * 3), "messages[0].content[3].image_url", "image 3; the maximum is 2 images"),
+        (chat(TEXT, image_part("https://example.org/a.png")), f"{PARAM}.url", "image_config.allowed_hosts"),
+        (chat(TEXT, image_part("file:///etc/passwd")), f"{PARAM}.url", "image_config.allowed_folders"),
+        (chat(TEXT, image_part(data_url(bytes(40_001)))), f"{PARAM}.url", "the maximum is 40000"),
+        (chat(TEXT, image_part(data_url(b"%PDF-1.4"))), f"{PARAM}.url", "no image of a kind"),
+        (
+            chat(TEXT, image_part(data_url(png_of(Image.new("RGB", (71, 100)))))),
+            f"{PARAM}.url",
+            "71 x 100 = 7100 pixels; the maximum is 7000",
+        ),
+        (
+            chat(TEXT, sample_part(0), sample_part(0)),
+            "messages[0].content[2].image_url.url",
+            "20 tiles of 9 tokens = 180 tokens; the maximum of a prompt is 120",
+        ),
+        (chat({"type": "text", "text": "<image>"}, sample_part(1)), "messages", "must not contain <image>"),
+        (chat(TEXT, sample_part(1), use_beam_search=True, n=2), "use_beam_search", "not supported for messages with"),
+        (chat(TEXT, sample_part(1), prompt_logprobs=1), "prompt_logprobs", "not supported for messages with images"),
+        (chat(TEXT, sample_part(1), n=4), "n", "the maximum for one request is 1400"),
+    ],
+)
+def test_an_image_that_is_not_served_is_refused_with_field_and_limit(
+    server: HttpServer, body: dict[str, Any], param: str, phrase: str
+) -> None:
+    before = len(server.engine.submitted)
+    answer = server.post(CHAT, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert phrase in error["message"]
+    assert len(server.engine.submitted) == before
+    assert server.engine.tiles is not None
+    wait_until(lambda: server.engine.tiles.num_free == LIMITS.max_tiles)
+
+
+def test_the_engine_receives_tiles_at_the_positions_of_their_tokens(server: HttpServer) -> None:
+    body = chat(TEXT, sample_part(1), image_part(BLANK, detail="low"), TEXT)
+    answer = server.post(CHAT, body).json()
+    assert answer["choices"][0]["message"]["content"].strip() == "t12 t13"
+    submitted = server.engine.submitted[-1]
+    ids, images = submitted.prompt_token_ids, submitted.images
+    assert images is not None
+    assert len(images.tiles) == 5
+    for tile in images.tiles:
+        assert ids[tile.begin : tile.begin + tile.rows] == [IMAGE_TOKEN] * 9
+        assert ids[tile.begin - 1] != IMAGE_TOKEN
+    assert images.tiles[-1].digest == digest_of(np.zeros((48, 48, 3), np.uint8))
+    same = server.post("/tokenize", {"messages": body["messages"]}).json()
+    assert same["tokens"] == ids
+    del images, submitted.images
+    wait_until(lambda: server.engine.tiles.num_free == LIMITS.max_tiles)
+
+
+def test_too_few_free_places_are_a_reason_to_try_later(server: HttpServer) -> None:
+    taken = server.engine.tiles.put([np.full((48, 48, 3), value, np.uint8) for value in range(10)])
+    answer = server.post(CHAT, chat(TEXT, sample_part(1)))
+    assert answer.status_code == 503
+    assert "4 tiles of images do not fit the 2 free places of 12" in answer.json()["error"]["message"]
+    taken.end()
+    assert server.post(CHAT, chat(TEXT, sample_part(1))).status_code == 200
+
+
+def test_a_conversation_without_images_has_parts_of_text(server: HttpServer) -> None:
+    body = {"messages": [{"role": "user", "content": "t4"}], "max_tokens": 2}
+    assert server.post(CHAT, body).status_code == 200
+    assert server.engine.submitted[-1].images is None
