@@ -29,7 +29,7 @@ class ProgramStore(ArrayCache):
 
     def __init__(self, config: Config, rank: int) -> None:
         """``rank`` is the agent's number among all agents."""
-        name = slot_name(config, rank).removesuffix(".weights") + ".program"
+        name = f"{slot_name(config, rank).removesuffix('.weights')}-{digest_of(_limits(config))[:12]}.program"
         super().__init__(config, "stored program", name, lambda: _fingerprint(config, rank))
 
     @staticmethod
@@ -80,13 +80,24 @@ def _fingerprint(config: Config, rank: int) -> str:
             "weights": fingerprint(config, rank),
             "mindspore": _version_of("mindspore"),
             "processor": _processor(),
-            "slots": asdict(config.slot_limits()),
-            "block_size": config.pa_config.block_size,
-            "kv_format": config.kv_format,
-            "context": asdict(config.context),
+            **_limits(config),
             "code": code_digest(_CODE),
         }
     )
+
+
+def _limits(config: Config) -> dict[str, object]:
+    """Returns the settings of a graph that the converted weights do not depend on.
+
+    They are part of the file's name. So servers of one model with different limits keep a program each, and no start
+    of one replaces the program of the other.
+    """
+    return {
+        "slots": asdict(config.slot_limits()),
+        "block_size": config.pa_config.block_size,
+        "kv_format": config.kv_format,
+        "context": asdict(config.context),
+    }
 
 
 def _version_of(package: str) -> str:

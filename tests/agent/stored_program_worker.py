@@ -148,6 +148,7 @@ def run_planted(folder: Path) -> dict[str, Any]:
     results["no folder"] = start(config_of(folder, PLANTED, **nowhere), PLANTED)[1]
     longer = {"scheduler_config.max_num_batched_tokens": 192}
     results["other limits"] = start(config_of(folder, PLANTED, **longer), PLANTED)[1]
+    results["first limits again"] = start(config, PLANTED)[1]
     return results
 
 

@@ -96,6 +96,10 @@ def test_the_number_of_blocks_may_change(runs: dict[str, Any]) -> None:
     assert found["digests"] == runs["first"]["gqa_tied"]["digests"]
 
 
+def test_other_limits_do_not_replace_the_program(runs: dict[str, Any]) -> None:
+    assert runs["later"]["planted"]["first limits again"]["start"] == "stored program"
+
+
 @pytest.mark.parametrize(("case", "logged"), [("off", ""), ("no folder", "cannot be written"), ("other limits", "")])
 def test_other_starts_compile(runs: dict[str, Any], case: str, logged: str) -> None:
     found = runs["later"]["planted"][case]
