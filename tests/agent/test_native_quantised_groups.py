@@ -17,7 +17,7 @@ import pytest
 
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
-from support.agent_group import Setup, run_group
+from support.agent_group import Setup, run_group, with_two_layers
 from support.golden_files import golden_of
 from support.position_bits import check_position_bits
 from support.sweeps import with_sweeps
@@ -88,17 +88,19 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     scratch = tmp_path_factory.mktemp("native-quantised")
 
     @cache
-    def plain(model: str) -> Path:
+    def plain(model: str, has_all_layers: bool) -> Path:
         if model not in SEEDED:
             return ROOT / "models" / model
-        write_model(SEEDED[model], scratch / model)
-        return scratch / model
+        folder = scratch / f"{model} {has_all_layers}"
+        write_model(SEEDED[model] if has_all_layers else with_two_layers(SEEDED[model]), folder)
+        return folder
 
     @cache
     def folder(name: str, model: str) -> Path:
+        source = plain(model, name == "int4")  # the tokens of int4 are also compared with those of the oracle
         if name not in STORED:
-            return plain(model)
-        quantise_folder(plain(model), scratch / f"{name} {model}", STORED[name], lambda *_: None, calibration=None)
+            return source
+        quantise_folder(source, scratch / f"{name} {model}", STORED[name], lambda *_: None, calibration=None)
         return scratch / f"{name} {model}"
 
     return folder

@@ -10,7 +10,7 @@ import pytest
 
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
-from support.agent_group import Setup, run_group
+from support.agent_group import Setup, run_group, with_two_layers
 from support.sweeps import with_sweeps
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     scratch, seeded = tmp_path_factory.mktemp("sum-parts"), {**VARIANTS, **FAMILY_VARIANTS}
     names = [name for name in (*MODELS, *SWEPT_MODELS) if name in seeded]
     for name in names:
-        write_model(seeded[name], scratch / name)
+        write_model(with_two_layers(seeded[name]), scratch / name)
     return {"tiny_llama": ROOT / "models" / "tiny_llama", **{name: scratch / name for name in names}}
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from support.draft_models import write_shorter_model
 from support.server_process import ServerProcess, running_server
 
 ROOMY = [
@@ -24,5 +30,31 @@ The server is the reference of other tests, so it computes every prompt complete
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of the tiny model in float32 without a prefix cache. Tests may neither stop it nor kill its agent."""
     with running_server(tmp_path_factory.mktemp("server"), ROOMY) as running:
+        yield running
+        running.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def shallow_model() -> Path:
+    """The tiny model with two of its five layers, for tests of which the texts may have no meaning.
+
+    The folder is the same in all test processes. So a server starts with the program that another process has stored.
+    """
+    caches = Path(os.environ["XDG_CACHE_HOME"])
+    folder = caches / "shallow-model"
+    if not folder.exists():
+        new = Path(tempfile.mkdtemp(dir=caches))
+        written = write_shorter_model(new / "model", 2)
+        with suppress(OSError):  # another process has just written it
+            written.rename(folder)
+        shutil.rmtree(new)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shallow_server(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with the settings of ``server`` and the shallow model. A step costs half."""
+    settings = [*ROOMY, f"model_config.model_path={shallow_model}"]
+    with running_server(tmp_path_factory.mktemp("shallow"), settings) as running:
         yield running
         running.wait_until_idle()

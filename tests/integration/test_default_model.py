@@ -21,6 +21,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read
 CONFIG = "smollm2_135m_cpu.yaml"
 SIZES = ["pa_config.num_blocks=512", "model_config.decode_batch_size=[40]", "model_config.max_generate_length=1024"]
 SIZES += ["model_config.seq_length=[1024]", "pa_config.decode_seq_length=1024"]
+SIZES += ["scheduler_config.max_num_batched_tokens=256"]  # the warm-up runs the largest step
 TIE = 1e-3
 """Difference of the two best logits below which float32 sums in another order may choose the other token."""
 
@@ -42,15 +43,18 @@ def ask_all(folder: Path, answers: Sequence[dict[str, Any]], *overrides: str) ->
             return list(pool.map(ask, answers))
 
 
-def test_float32_answers_equal_those_of_transformers(tmp_path: Path) -> None:
-    texts = ask_all(tmp_path, GOLDEN["answers"], "model_config.weight_format=float32")
+@pytest.mark.parametrize("count", [12, pytest.param(40, marks=pytest.mark.sweep)])
+def test_float32_answers_equal_those_of_transformers(tmp_path: Path, count: int) -> None:
+    answers = GOLDEN["answers"][:count]
+    assert len(answers) == count
+    texts = ask_all(tmp_path, answers, "model_config.weight_format=float32")
     differing = [
         (answer["question"], text, answer["text"])
-        for answer, text in zip(GOLDEN["answers"], texts, strict=True)
+        for answer, text in zip(answers, texts, strict=True)
         if text != answer["text"] and answer["margin"] > TIE
     ]
     assert differing == []
-    assert sum(answer["margin"] <= TIE for answer in GOLDEN["answers"]) <= 4, "ties hide differences"
+    assert sum(answer["margin"] <= TIE for answer in answers) <= count // 10, "ties hide differences"
 
 
 def test_the_default_format_answers_questions(tmp_path: Path) -> None:

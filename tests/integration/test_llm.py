@@ -163,7 +163,9 @@ import signal, sys, llm_serving
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with SIGINT ignored
 assert not [name for name in sys.modules if name.startswith("llm_serving.offline")]
 if __name__ == "__main__":
-    llm = llm_serving.LLM(config="llama_tiny_cpu.yaml", pa_config={"num_blocks": 512})
+    llm = llm_serving.LLM(
+        config="llama_tiny_cpu.yaml", pa_config={"num_blocks": 512}, model_config={"decode_batch_size": [16]}
+    )
     print("ready", flush=True)
     sys.stdin.readline()
     END

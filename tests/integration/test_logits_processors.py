@@ -48,12 +48,15 @@ SERVERS = {
 
 
 @pytest.fixture(scope="module", params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shallow_model: Path
+) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "operator_rules.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
-        with running_server(folder, [*SERVERS[request.param], PROCESSORS]) as server:
+        settings = [f"model_config.model_path={shallow_model}", *SERVERS[request.param], PROCESSORS]
+        with running_server(folder, settings) as server:
             yield server
 
 
@@ -108,7 +111,8 @@ def test_a_processor_that_fails_ends_its_step_with_its_error_and_the_server_cont
 
 
 def test_a_class_that_does_not_exist_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="'nowhere:Rule' cannot be made"), running_server(
-        tmp_path, ["model_config.logits_processors=[nowhere:Rule]"]
+    with (
+        pytest.raises(AssertionError, match="'nowhere:Rule' cannot be made"),
+        running_server(tmp_path, ["model_config.logits_processors=[nowhere:Rule]"]),
     ):
         pass

@@ -10,6 +10,7 @@ from performance.models.folders import write_model
 from performance.models.variants import VARIANTS
 from support.server_process import running_server
 from support.static_model import StaticLlama
+from support.sweeps import with_sweeps
 
 PROMPT = list(range(20, 60))
 TOKENS = 24
@@ -22,7 +23,11 @@ NATIVE_TIE = 0.6
 
 
 @pytest.mark.parametrize(
-    ("agents", "norm_biases", "op_table"), [(1, False, "fused"), (2, True, "fused"), (2, True, "native")]
+    ("agents", "norm_biases", "op_table"),
+    with_sweeps(
+        [(1, False, "fused"), (2, True, "fused"), (2, True, "native")],
+        lambda agents, norm_biases, op_table: agents == 1,
+    ),
 )
 def test_static_layers_generate_the_tokens_of_the_scheme(
     tmp_path: Path, agents: int, norm_biases: bool, op_table: str

@@ -20,7 +20,7 @@ NUM_REQUESTS = 500
 VOCAB = 1900
 BLOCK = 16
 
-TIGHT = ["model_config.max_generate_length=256", "model_config.decode_batch_size=[24]", "pa_config.num_blocks=30"]
+TIGHT = ["model_config.max_generate_length=256", "model_config.decode_batch_size=[24]", "pa_config.num_blocks=26"]
 CACHE = "scheduler_config.prefix_cache=true"
 NO_CACHE = "scheduler_config.prefix_cache=false"
 CHUNKED = ["scheduler_config.policy=chunked", "scheduler_config.chunk_tokens=40"]
@@ -57,7 +57,7 @@ def make_request(draw: random.Random, index: int, family: list[int]) -> dict[str
     shared = draw.choice([0, BLOCK - 1, BLOCK, BLOCK + 1, 40, 3 * BLOCK])
     own = draw.choice([0, 1, 1, 2, 7, BLOCK]) if shared else draw.choice([1, BLOCK, 30, 70])
     prompt = family[:shared] + [draw.randrange(300, VOCAB) for _ in range(own)]
-    return mixed_body(draw, index, prompt, [1, BLOCK, 60, 120])
+    return mixed_body(draw, index, prompt, [1, BLOCK, 40, 80])
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +66,20 @@ def bodies():
 
 
 @pytest.fixture(scope="module")
-def unpressed(bodies, server):
+def unpressed(bodies, shallow_server):
     """The results of the same requests on a server with a large cache, without preemption and prefix cache.
 
     The server computes every prompt in one step.
     """
-    answers = asyncio.run(run_together(server.url, bodies, seed=1, leave=0.0))
-    engine = server.wait_until_idle()
+    answers = asyncio.run(run_together(shallow_server.url, bodies, seed=1, leave=0.0))
+    engine = shallow_server.wait_until_idle()
     assert (engine["preemptions"], engine["prefix_hit_tokens"]) == (0, 0)
     return answers
 
 
 @pytest.mark.parametrize("way", with_sweeps([(way,) for way in WAYS], lambda way: way not in TESTED))
-def test_answers_are_the_same_to_the_bit_under_pressure(way, bodies, unpressed, tmp_path):
-    with running_server(tmp_path, [*TIGHT, *WAYS[way]]) as server:
+def test_answers_are_the_same_to_the_bit_under_pressure(way, bodies, unpressed, shallow_model, tmp_path):
+    with running_server(tmp_path, [f"model_config.model_path={shallow_model}", *TIGHT, *WAYS[way]]) as server:
         answers = asyncio.run(run_together(server.url, bodies, seed=2))
         engine = server.wait_until_idle()
         ends = server.events("request_end")

@@ -25,7 +25,7 @@ PROMPTS = [
 ]
 
 # The pool of KV blocks is so small that blocks run out and sequences are preempted. The scheduler reserves one block
-# for each running sequence. The longest outputs need eight blocks in addition to their prompt.
+# for each running sequence. The longest outputs need four or five blocks in addition to their prompt.
 PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
 
 
@@ -40,7 +40,7 @@ def make_request(draw: random.Random, index: int) -> dict[str, Any]:
         prompt: object = draw.choice(PROMPTS)
     else:
         prompt = [draw.randrange(300, VOCAB) for _ in range(draw.choice([1, 2, 15, 16, 17, 40, 120]))]
-    return mixed_body(draw, index, prompt, [1, 2, 16, 33, 64, 130])
+    return mixed_body(draw, index, prompt, [1, 2, 16, 33, 48, 70])
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def bodies():
 
 
 @pytest.fixture(scope="module")
-def alone(bodies, server):
+def alone(bodies, shallow_server):
     """The results of every request when it runs alone on a server with enough blocks, without a prefix cache."""
-    return asyncio.run(run_alone(server.url, bodies))
+    return asyncio.run(run_alone(shallow_server.url, bodies))
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,9 @@ def alone(bodies, server):
         lambda ahead, policy: (ahead == 0) != (policy == "fcfs"),
     ),
 )
-def test_concurrent_answers_equal_lone_ones(policy, ahead, bodies, alone, tmp_path):
-    overrides = [*PRESSED, f"scheduler_config.policy={policy}", f"scheduler_config.decode_steps_ahead={ahead}"]
+def test_concurrent_answers_equal_lone_ones(policy, ahead, bodies, alone, shallow_model, tmp_path):
+    overrides = [*PRESSED, f"model_config.model_path={shallow_model}"]
+    overrides += [f"scheduler_config.policy={policy}", f"scheduler_config.decode_steps_ahead={ahead}"]
     with running_server(tmp_path, overrides) as server:
         together = asyncio.run(run_together(server.url, bodies, seed=ahead))
         engine = server.wait_until_idle()

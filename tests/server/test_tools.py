@@ -371,6 +371,14 @@ def test_without_grammars_calls_are_only_parsed(tokenizer: Tokenizer) -> None:
             assert (error["param"], "turned off" in error["message"]) == ("tools", True)
 
 
+def test_structured_output_can_be_turned_off(tokenizer: Tokenizer) -> None:
+    with running(FakeEngine(tokenizer), structured_outputs=False) as server:
+        body = {"prompt": "x", "max_tokens": 1}
+        refused = server.post("/v1/completions", body | {"response_format": {"type": "json_object"}})
+        assert (refused.status_code, "turned off" in refused.json()["error"]["message"]) == (400, True)
+        assert server.post("/v1/completions", body | {"response_format": {"type": "text"}}).status_code == 200
+
+
 def test_tokenize_sees_the_tools(server: HttpServer) -> None:
     lengths = [server.post("/tokenize", {"messages": ASK} | more).json()["count"] for more in ({}, {"tools": TOOLS})]
     assert lengths[1] > lengths[0] + 50
