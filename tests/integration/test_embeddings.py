@@ -25,6 +25,7 @@ from support.embedding_folders import (
 )
 from support.llama_in_numpy import NumpyLlama
 from support.server_process import ServerProcess, running_server
+from support.sweeps import with_sweeps
 
 COSINE = 0.99999
 FLOAT32 = "model_config.model_dtype=float32"
@@ -54,7 +55,10 @@ def error_of(server: ServerProcess, path: str, body: object) -> tuple[int, str |
 
 @pytest.mark.parametrize(
     ("mode", "dense", "has_prefix"),
-    [("mean_tokens", True, True), ("lasttoken", False, False), ("weightedmean_tokens", False, True)],
+    with_sweeps(
+        [("mean_tokens", True, True), ("lasttoken", False, False), ("weightedmean_tokens", False, True)],
+        lambda mode, dense, has_prefix: mode == "weightedmean_tokens",  # tests/agent/test_pooling.py compares it
+    ),
 )
 def test_embeddings_equal_the_oracle_and_have_the_same_bits_in_every_batch(
     tmp_path: Path, mode: str, dense: bool, has_prefix: bool
@@ -64,6 +68,8 @@ def test_embeddings_equal_the_oracle_and_have_the_same_bits_in_every_batch(
         alone = [embeddings(server, text)[0] for text in TEXTS]
         together = embeddings(server, TEXTS)
         shown = server.post("/v1/embeddings", {"input": TEXTS[3]})["data"][0]["embedding"]
+        refused = error_of(server, "/v1/embeddings", {"input": "t1", "dimensions": 32})
+    assert (refused[:2], "declares no shorter embeddings" in refused[2]) == ((400, "dimensions"), True)
     llama = NumpyLlama(folder, "float", "float32")
     for text, embedding in zip(TEXTS, alone, strict=True):
         assert float(embedding @ expected_embedding(llama, text, mode, dense=dense)) >= COSINE
@@ -81,7 +87,7 @@ def test_embeddings_equal_the_oracle_and_have_the_same_bits_in_every_batch(
     assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) is (mode == "lasttoken")
 
 
-@pytest.mark.parametrize("mode", ["mean_tokens", "lasttoken"])
+@pytest.mark.parametrize("mode", with_sweeps([("mean_tokens",), ("lasttoken",)], lambda mode: mode == "lasttoken"))
 def test_native_operators_return_embeddings_too(tmp_path: Path, mode: str) -> None:
     folder = write_embedding_folder(tmp_path / "model", mode)
     overrides = [
@@ -102,7 +108,7 @@ def test_native_operators_return_embeddings_too(tmp_path: Path, mode: str) -> No
 @pytest.mark.parametrize(
     ("mode", "groups"),
     [
-        ("mean_tokens", ["parallel_config.tensor_parallel=2"]),
+        pytest.param("mean_tokens", ["parallel_config.tensor_parallel=2"], marks=pytest.mark.sweep),
         ("lasttoken", ["parallel_config.pipeline_parallel=2"]),
     ],
     ids=["tensor parallel", "stages"],
@@ -199,14 +205,6 @@ def test_bad_requests_name_the_field(
     status, found, message = error_of(embedder[0], path, body)
     assert (status, found) == (400, param), message
     assert words in message
-
-
-def test_dimensions_need_a_model_that_declares_them(tmp_path: Path) -> None:
-    folder = write_embedding_folder(tmp_path / "model", "lasttoken")
-    with running_server(tmp_path / "server", [f"model_config.model_path={folder}", FLOAT32]) as server:
-        status, param, message = error_of(server, "/v1/embeddings", {"input": "t1", "dimensions": 32})
-    assert (status, param) == (400, "dimensions")
-    assert "declares no shorter embeddings" in message
 
 
 def test_a_reranker_scores_by_the_logits_of_yes_and_no(tmp_path: Path) -> None:

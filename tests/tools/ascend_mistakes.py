@@ -738,10 +738,33 @@ def plain_graph(kind: str) -> Any:
     return dict(compile_graphs(CONFIG, [kind]))[kind]
 
 
-def planted(name: str) -> list[str]:
-    kind, config, make = MISTAKES[name]
-    with make():
+TOGETHER = (
+    ("key-value heads", "pairs for halves", "best tokens by another primitive", "kernels, no list of disabled ones"),
+    ("scale", "slot mapping type", "no wait for the cache", "kernels, graph kernel level"),
+    ("mask of ones in float16", "kernels, sparse mode of a band"),
+    ("candidates, too few", "candidates, rounded logits"),
+    ("static, offsets of integers", "static, no sum offsets"),
+    ("latent, turned row", "latent, groups by their best expert"),
+    ("int8 cache, blocks before the write", "int8 cache, scales of values for keys"),
+)
+"""Mistakes in different parts of the same graph. ``make test`` plants the mistakes of a group in one graph, because the
+compilation takes long. Each mistake has its own error. ``make test-sweeps`` plants them one at a time."""
+
+
+def planted(*names: str) -> list[str]:
+    """Returns the errors found in a graph with these mistakes. All of them are mistakes in the same graph."""
+    kind, config, _ = MISTAKES[names[0]]
+    with ExitStack() as patches:
+        for name in names:
+            assert MISTAKES[name][0] == kind, name
+            assert MISTAKES[name][1] is config, name
+            patches.enter_context(MISTAKES[name][2]())
         return findings(kind, config)
+
+
+@cache
+def planted_together(names: tuple[str, ...]) -> list[str]:
+    return planted(*names)
 
 
 class Turned(nn.Cell):
@@ -793,13 +816,15 @@ def turned_listing() -> list[str]:
 
 
 KINDS = ("prefill", "chunked", "decode")
-ALONE = (CONFIG, SQUARE, MISTRAL, QWEN3, INT8, INT4, INT8_WEIGHTS, STATIC_QWEN2)
-SHARED = (PAIR, INT8_PAIR, STAGES)
-EXPERTS = (INT8_MOE, INT4_MOE, INT8_WEIGHTS_MOE, DEEPSEEK_PAIR)
-LATENT = (DEEPSEEK, INT8_DEEPSEEK)
-SEPARATE = (QWEN2, STATIC, MOE)
+ALONE = (CONFIG, SQUARE, MISTRAL, INT8, INT4, STATIC_QWEN2)
+SHARED = (PAIR, STAGES)
+EXPERTS = (INT8_MOE, INT4_MOE, DEEPSEEK_PAIR)
+SEPARATE = (QWEN2, QWEN3, STATIC, MOE, INT8_WEIGHTS)
 """Settings that a config above combines. Only ``make test-sweeps`` compiles them without a mistake."""
-COMBINED = (INT8_CACHE_PAIR, INT4_PAIR, STATIC_PAIR, BFLOAT16_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
+COMBINED = (
+    *(INT8_CACHE_PAIR, INT8_PAIR, INT4_PAIR, STATIC_PAIR, BFLOAT16_MOE),
+    *(INT8_MOE_PAIR, INT4_MOE_PAIR, INT8_WEIGHTS_MOE, INT8_DEEPSEEK),
+)
 """Combinations of the settings of the configs above. Only ``make test-sweeps`` compiles them without a mistake."""
 
 
@@ -812,7 +837,10 @@ def right(kinds: Sequence[str], configs: Sequence[Any]) -> list[str]:
 
 
 def main() -> None:
-    """Prints the findings as JSON. Each argument names a planted mistake or a group of checks."""
+    """Prints the findings as JSON. Each argument names a planted mistake or a group of checks.
+
+    If the first argument is ``--alone``, each mistake is planted alone.
+    """
     set_up()
     checks: dict[str, Callable[[], list[str]]] = {
         "right": lambda: (
@@ -820,11 +848,13 @@ def main() -> None:
             + right(KINDS, (INT8_CACHE,))
             + right(("candidates", "rows"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
-            + right(KINDS[1:], LATENT)
+            + right(KINDS[1:], (DEEPSEEK,))
         ),
         "right, more": lambda: (
-            right(KINDS[:2], (*ALONE[1:], *SHARED, QWEN2, STATIC, INT4_PAIR, STATIC_PAIR))
+            right(KINDS[:2], (*ALONE[1:], *SHARED, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
+            + right(KINDS[:2], (INT8_PAIR, INT4_PAIR, STATIC_PAIR))
             + right(("decode",), (*SEPARATE, *COMBINED))
+            + right(("chunked",), (INT8_DEEPSEEK,))
         ),
         "names": lambda: list(MISTAKES),
         "fusions": fusions,
@@ -832,7 +862,11 @@ def main() -> None:
         "turned listing": turned_listing,
         **{f"devices, {kind}": lambda kind=kind: only_on_one_device(kind) for kind in KINDS},  # type: ignore[misc]
     }
-    results = {name: planted(name) if name in MISTAKES else checks[name]() for name in sys.argv[1:]}
+    names = [name for name in sys.argv[1:] if name != "--alone"]
+    together = {name: group for group in TOGETHER for name in group if "--alone" not in sys.argv}
+    results = {
+        name: planted_together(together.get(name, (name,))) if name in MISTAKES else checks[name]() for name in names
+    }
     sys.stdout.write("\n" + json.dumps(results) + "\n")
     sys.stdout.flush()
 

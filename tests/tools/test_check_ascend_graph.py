@@ -231,6 +231,15 @@ def test_a_planted_mistake_is_found(findings: Findings, mistake: str) -> None:
     assert any(CAUGHT[mistake] in line for line in findings(mistake)), findings(mistake)
 
 
+@pytest.mark.sweep
+def test_a_mistake_is_found_without_others(tmp_path: Path) -> None:
+    """``test_a_planted_mistake_is_found`` plants several mistakes in one graph. Here each of them is planted alone."""
+    alone = [mistake for mistake in CAUGHT if mistake not in SWEPT_MISTAKES]
+    process = run("tests/tools/ascend_mistakes.py", "--alone", *alone, folder=tmp_path)
+    found = json.loads(process.stdout.strip().splitlines()[-1])
+    assert [mistake for mistake in alone if not any(CAUGHT[mistake] in line for line in found[mistake])] == []
+
+
 def test_fusion_changes_no_inference_primitive(findings: Findings) -> None:
     """The graph with fusion passes all rules. Only two chains of operators are fused.
 
