@@ -10,7 +10,8 @@ from collections import deque
 
 from llm_serving.ipc.channel import MAX_FRAME_BYTES, FrameBuffer, frame
 
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 32 * 1024
+"""Bytes of one read. A TLS record has at most 16 KiB. Larger reads would allocate and free memory of the system."""
 MAX_UNSENT_FRAMES = 4096
 """A peer that reads nothing while this number of frames is waiting for it counts as lost."""
 
@@ -65,7 +66,9 @@ class SecureChannel:
                 self._unsent[0] = self._unsent[0][sent:]
 
     def receive_available(self) -> list[bytes] | None:
-        """Return the complete frames that have arrived. None if the peer has closed the connection.
+        """Return the complete frames of the next TLS records. None if the peer has closed the connection.
+
+        The socket stays readable if more records have arrived.
 
         Raises OSError if the connection is broken, and ProtocolError for a frame above the limit.
         """
@@ -79,6 +82,8 @@ class SecureChannel:
                 return frames or None  # a later call reports the end
             self.last_received = time.monotonic()
             frames += self._buffer.feed(data)
+            if not self._socket.pending():  # another read would mostly find nothing, which costs an exception
+                return frames
 
     def receive_one(self, timeout_s: float) -> bytes:
         """Wait for the next frame, for the handshake. Later frames stay for ``receive_available``.

@@ -97,7 +97,8 @@ class RemoteGroup:
         self._send(link.carry(messages.encode(message), contents=contents))
 
     def next_look(self, last_result: float | None) -> float | None:
-        return self._next_beat if self._node.leave_at is None else min(self._next_beat, self._node.leave_at)
+        due = min(self._next_beat, self._channel.last_received + SERVER_PATIENCE_S)
+        return due if self._node.leave_at is None else min(due, self._node.leave_at)
 
     def look(self, now: float, last_result: float, longest_step_s: float) -> None:
         """Send a sign of life. Raises AgentLostError if the node has sent none, NodeDrainedError after a drain."""
@@ -109,7 +110,7 @@ class RemoteGroup:
             self._send(BEAT)
         silent_s = now - self._channel.last_received
         # If this process was stopped itself, signs of life wait in the socket, and the next poll reads them.
-        if silent_s > SERVER_PATIENCE_S and not self._selector.select(0):
+        if silent_s >= SERVER_PATIENCE_S and not self._selector.select(0):
             raise AgentLostError(f"node {self._node.name}: no sign of life for {silent_s:.1f} s")
 
     def describe_loss(self, noticed: AgentError) -> AgentError:

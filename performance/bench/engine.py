@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from llm_serving.cluster.remote_group import RemoteStarter
 from llm_serving.config import Config
 from llm_serving.engine.core import Add, EngineCore
 from llm_serving.engine.outputs import EngineOutput
@@ -136,8 +137,11 @@ def _record(outputs: Sequence[EngineOutput], now: float, times: Times, new_token
 
 
 @contextmanager
-def offline_engine(config: Config) -> Iterator[OfflineEngine]:
-    """Starts an engine and an agent, yields the engine, and stops both. Raises AgentStartError."""
+def offline_engine(config: Config, starter: RemoteStarter | None = None) -> Iterator[OfflineEngine]:
+    """Starts an engine and an agent, yields the engine, and stops both. Raises AgentStartError.
+
+    ``starter`` starts the agent on a node. None: the agent is on this machine.
+    """
     with ExitStack() as owned:
         folder = Path(owned.enter_context(tempfile.TemporaryDirectory(prefix="bench_engine_")))
         settings = config.serving_config
@@ -145,8 +149,11 @@ def offline_engine(config: Config) -> Iterator[OfflineEngine]:
         log = owned.enter_context(EventLog(str(folder / "engine.log"), "error"))
         # If the agent fails, the benchmark must end. The start of a new agent would distort the measured times.
         once = replace(config, serving_config=replace(settings, agent_restart_limit=0))
-        executor = AgentExecutor(once, listeners, folder)
+        executor = AgentExecutor(once, listeners, folder, start_group=starter)
         owned.callback(executor.close)
+        if starter is not None:
+            starter.pool.on_change(executor.wake)
+            owned.callback(starter.pool.no_change, executor.wake)
         engine = OfflineEngine(once, executor, log)
         executor.start()
         engine.wait_ready()

@@ -1,0 +1,127 @@
+"""Loses nodes, agents and links under load, and compares every answer with the undisturbed text.
+
+    python tests/long/cluster_chaos.py --nodes 3 [--faults 16] [--seed 1] [--ray]
+
+A server has one replica of the tiny model on each node. All processes are on this machine and are connected by TLS. The
+faults: agents and nodes are killed and stopped, links are cut or carry nothing, nodes are drained, removed and added.
+With ``--ray``, Ray places the nodes, and its raylets are killed and stopped, too.
+
+Prints a line for each fault with the seconds until the server noticed it, and until all replicas were ready again. The
+last line is JSON. Exits with 1 after an error in an answer, a wrong text, or a loss that was noticed after more than
+3 s. Also exits with 1 if a process or shared memory is left. The same seed repeats the order of the faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+
+from support.chaos_load import ChaosLoad  # noqa: E402
+from support.cluster_rigs import OwnNodes, RayRig  # noqa: E402
+from support.server_process import ServerProcess, running_server, shm_entries  # noqa: E402
+
+DETECTION_S = 3.0
+RECOVERY_S = 240.0
+WARM_UP_S = 2.0
+WITHOUT_LOSS = ("drained", "raylet stopped")
+"""Faults after which no agent is lost."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=3, help="number of nodes and replicas (default: 3)")
+    parser.add_argument("--faults", type=int, default=16, help="number of faults (default: 16)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ray", action="store_true", help="let Ray place the nodes")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="cluster_chaos_") as name:
+        folder = Path(name)
+        rig = (RayRig if arguments.ray else OwnNodes)(folder, arguments.nodes)
+        try:
+            settings = [
+                *rig.settings,
+                f"parallel_config.data_parallel={arguments.nodes}",
+                *("model_config.cpu_threads=1", "serving_config.agent_restart_limit=1000"),
+            ]
+            with running_server(folder / "server", settings) as server:
+                rig.server = server
+                figures = run(server, rig, arguments)
+        finally:
+            rig.stop()
+    figures["left"] = sorted(name for pid in figures.pop("pids") for name in shm_entries(pid))
+    figures["pass"] = figures["pass"] and not figures["left"]
+    print(json.dumps(figures), flush=True)
+    return 0 if figures["pass"] else 1
+
+
+def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Injects the faults under load. Returns the figures of the run."""
+    rng, late, pids = random.Random(arguments.seed), [], set()
+    rounds = -(-arguments.faults // len(rig.kinds))
+    kinds = [kind for _ in range(rounds) for kind in rng.sample(rig.kinds, len(rig.kinds))]
+    wait_until(lambda: all_ready(server))
+    load = ChaosLoad(server.url, arguments.seed, num_clients=2 * arguments.nodes)
+    with load:
+        for kind in kinds[: arguments.faults]:
+            time.sleep(WARM_UP_S)
+            noticed_s = inject(server, rig, kind, rng)
+            pids |= {node["pid"] for node in server.get("/v1/cluster")["nodes"] if "pid" in node}
+            if noticed_s is not None and noticed_s > DETECTION_S:
+                late.append(kind)
+            # A request of two losses ends with an error, by design. So no request lives through two faults.
+            assert load.pause(RECOVERY_S), "a client waits for its response without end"
+            load.resume()
+    errors = [answer.error for answer in load.answers if answer.error]
+    wrong = sum(not load.is_equal(answer) for answer in load.answers)
+    for error in errors[:20]:
+        print(f"  error: {error}")
+    is_good = not errors and not wrong and not late and load.num_hung == 0
+    return {
+        "nodes": arguments.nodes, "seed": arguments.seed, "faults": arguments.faults, "ray": arguments.ray,
+        "answers": len(load.answers), "errors": len(errors), "wrong": wrong, "late": late, "hung": load.num_hung,
+        "pids": pids, "pass": is_good,
+    }  # fmt: skip
+
+
+def inject(server: ServerProcess, rig: OwnNodes | RayRig, kind: str, rng: random.Random) -> float | None:
+    """Injects one fault and waits until all replicas are ready. Returns the seconds until it was noticed."""
+    wait_until(lambda: all(each["running"] for each in server.get("/v1/cluster")["replicas"]))
+    used = [node for node in server.get("/v1/cluster")["nodes"] if node["state"] == "used"]
+    num_lost, node, noticed_s = len(server.events("agent_lost")), rng.choice(used), None
+    began = time.monotonic()
+    restore = rig.inject(kind, node)
+    if kind in WITHOUT_LOSS:
+        time.sleep(WARM_UP_S)
+    else:
+        wait_until(lambda: len(server.events("agent_lost")) > num_lost)
+        noticed_s = time.monotonic() - began
+    restore()
+    wait_until(lambda: all_ready(server))
+    noticed = "no loss" if noticed_s is None else f"noticed after {noticed_s:.2f} s"
+    print(f"{kind:<15} {node['name']}: {noticed}, ready after {time.monotonic() - began:.2f} s", flush=True)
+    return noticed_s
+
+
+def all_ready(server: ServerProcess) -> bool:
+    return all(each["state"] == "ready" for each in server.get("/v1/cluster")["replicas"])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + RECOVERY_S
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen within {RECOVERY_S} s"
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
