@@ -1,7 +1,7 @@
-"""Sizes of Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), and the keys of ``config.json`` of Qwen3-Next.
+"""Sizes of Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), and the keys of ``config.json`` of Qwen's hybrids.
 
-Qwen3-Next is a hybrid: most layers have Gated DeltaNet, a linear attention whose state does not grow with the sequence.
-The other layers have full attention with an output gate.
+Qwen3-Next and Qwen3.5 are hybrids: most layers have Gated DeltaNet, a linear attention whose state does not grow with
+the sequence. The other layers have full attention with an output gate.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GatedDelta:
 
 
 def with_delta_defaults(fields: TypedFields) -> TypedFields:
-    """Return ``fields`` with Qwen3-Next's defaults for the keys that it does not have.
+    """Return ``fields`` with the defaults of Qwen's hybrids for the keys that it does not have.
 
     Raises the error class of ``fields`` if attention has biases.
     """
