@@ -20,6 +20,9 @@ from llm_serving.model.vision import ImageProcessing, VisionShape
 
 Floats = npt.NDArray[np.float32]
 
+_PIECE = 1 << 15
+"""Number of values that NumPy computes at a time, so that intermediate results stay in the processor's cache."""
+
 
 class Encoder:
     """Turns the pixels of a tile into the rows that replace the embeddings of its tokens."""
@@ -81,9 +84,7 @@ class Encoder:
             columns = slice(head * size, (head + 1) * size)
             query, key, value = (qkv[:, begin : begin + hidden][:, columns] for begin in (0, hidden, 2 * hidden))
             scores = products.run(query, products.packed(key), vision.num_patches)
-            scores -= scores.max(axis=1, keepdims=True)
-            np.exp(scores, out=scores)
-            sums = scores.sum(axis=1, keepdims=True)
+            sums = _exponentials(scores)
             mixed[:, columns] = products.run(scores, products.packed(value.T), size) / sums
         return self._linear(mixed, f"{layer}.output", hidden)
 
@@ -144,26 +145,55 @@ def rounded(values: Floats, dtype: str) -> Array:
     A value beyond the largest of the type becomes infinity, as in the model's own layers.
     """
     if dtype == "bfloat16":
-        bits = values.view(np.uint32)
-        nearest = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
-        return (nearest >> np.uint32(16)).astype(np.uint16)
+        return _bfloat16(values)
     with np.errstate(over="ignore"):
         converted: Array = values.astype(np.float16 if dtype == "float16" else np.float32, copy=False)
     return converted
 
 
-def _gelu(x: Floats) -> Floats:
-    """Replaces x by its GELU in the form with tanh (Hendrycks and Gimpel, arXiv:1606.08415)."""
-    inner = np.square(x)
-    inner *= np.float32(0.044715)
-    inner += np.float32(1)
-    inner *= x
-    inner *= np.float32((2 / np.pi) ** 0.5)
-    np.tanh(inner, out=inner)
-    inner += np.float32(1)
-    inner *= x
-    inner *= np.float32(0.5)
-    return inner
+def _bfloat16(values: Floats) -> Array:
+    """Returns values rounded to nearest, ties to even, as the bits of bfloat16."""
+    bits, out = values.reshape(-1).view(np.uint32), np.empty(values.size, np.uint16)
+    scratch = np.empty(min(_PIECE, values.size), np.uint32)
+    for start in range(0, values.size, _PIECE):
+        piece = bits[start : start + _PIECE]
+        nearest = scratch[: piece.size]
+        np.right_shift(piece, np.uint32(16), out=nearest)
+        nearest &= np.uint32(1)
+        nearest += np.uint32(0x7FFF)
+        nearest += piece
+        out[start : start + _PIECE] = nearest.view(np.uint16)[1::2]  # the upper halves
+    return out.reshape(values.shape)
+
+
+def _exponentials(scores: Floats) -> Floats:
+    """Replaces each score by exp(score - largest score of its row). Returns the sum of each row [rows, 1]."""
+    sums = np.empty((len(scores), 1), np.float32)
+    step = max(1, _PIECE // scores.shape[1])
+    for row in range(0, len(scores), step):
+        piece = scores[row : row + step]
+        piece -= piece.max(axis=1, keepdims=True)
+        np.exp(piece, out=piece)
+        piece.sum(axis=1, keepdims=True, out=sums[row : row + step])
+    return sums
+
+
+def _gelu(values: Floats) -> Floats:
+    """Replaces each value by its GELU in the form with tanh (Hendrycks and Gimpel, arXiv:1606.08415). Returns them."""
+    flat = values.reshape(-1)
+    scratch = np.empty(min(_PIECE, flat.size), np.float32)
+    for start in range(0, flat.size, _PIECE):
+        x = flat[start : start + _PIECE]
+        inner = np.square(x, out=scratch[: x.size])
+        inner *= np.float32(0.044715)
+        inner += np.float32(1)
+        inner *= x
+        inner *= np.float32((2 / np.pi) ** 0.5)
+        np.tanh(inner, out=inner)
+        inner += np.float32(1)
+        x *= inner
+        x *= np.float32(0.5)
+    return values
 
 
 def _position_ids(side: int) -> npt.NDArray[Any]:
