@@ -15,6 +15,9 @@ def check_cluster(raw: RawConfig, config: Config) -> None:
             problem = "has no effect with executor: local; set parallel_config.executor: nodes"
             raise raw.error("parallel_config.nodes", list(parallel.nodes), problem)
         return
+    if config.shape.vision is not None:
+        problem = "the model reads images, whose pixels are not sent to other machines yet; use local"
+        raise raw.error("parallel_config.executor", parallel.executor, problem)
     if parallel.cluster_key_file is None:
         problem = "is missing; llm-serving cluster key FILE makes the file, and every node needs it, too"
         raise raw.error("parallel_config.cluster_key_file", None, problem)

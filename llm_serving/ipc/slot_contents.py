@@ -13,6 +13,7 @@ import numpy as np
 
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import MOVE_WIDTH, StepSlot
+from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
 _PER_TOKEN = ("token_ids", "positions", "slot_mapping")
@@ -51,7 +52,7 @@ class SlotContents:
         self._pooled_width = limits.pooled_width
         self._max_draft_ids = limits.max_draft_ids
         names = (*_PER_TOKEN, *_PER_SEQUENCE, *_RESULTS, *_TOPS)
-        names += ("block_tables", "history", "moves", "masks", "pooled", "draft_ids")
+        names += ("block_tables", "history", "moves", "tiles", "masks", "pooled", "draft_ids")
         self._columns = {name: _Column.of(slot, name) for name in names}
         self._header = slot.header.data.cast("B")
         self._tokens = [self._columns[name] for name in _PER_TOKEN]
@@ -101,6 +102,7 @@ class SlotContents:
         parts.append(columns["block_tables"].first(num_seqs * slot.table_width))
         parts.append(columns["history"].first(slot.history_len))
         parts.append(columns["moves"].first(slot.num_moves * MOVE_WIDTH))
+        parts.append(columns["tiles"].first(slot.num_tiles * TILE_WIDTH))
         return parts
 
     def _mask_part(self) -> memoryview:

@@ -108,6 +108,7 @@ def test_newer_folders_have_the_preparation_in_another_file(tmp_path: Path, mode
         ("parallel_config.tensor_parallel=2", "needs one agent with the whole model"),
         ("image_config.max_tiles=9", "an image of this model may have 10 tiles; set at least 10"),
         ("lora_config.max_adapters=1", "has no adapters yet"),
+        ("parallel_config.executor=nodes", "whose pixels are not sent to other machines yet"),
     ],
 )
 def test_settings_that_do_not_work_with_images_are_refused(

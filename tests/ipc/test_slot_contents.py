@@ -10,11 +10,12 @@ import pytest
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import MOVE_WIDTH, SlotLayout, SlotLimits, StepSlot
 from llm_serving.ipc.slot_contents import SlotContents
+from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS
 
 LIMITS = SlotLimits(
     max_tokens=40, max_seqs=6, max_blocks_per_seq=5, max_context=80, mask_words=3, pooled_width=4, max_adapters=2,
-    max_draft_ids=3,
+    max_draft_ids=3, tile_rows=8,
 )  # fmt: skip
 _RESULTS = {"sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits", "pooled", "draft_ids"}
 
@@ -37,7 +38,7 @@ def sizes(rng: random.Random) -> dict[str, int]:
         "num_tokens": rng.randint(num_seqs, 40), "num_seqs": num_seqs, "table_width": rng.randint(1, 5),
         "history_len": rng.randint(0, 80), "num_moves": rng.randint(0, 11), "checked_row": rng.randint(0, num_seqs),
         "num_masks": rng.randint(0, num_seqs), "num_drafts": rng.randint(0, num_seqs - 1),
-        "num_wanted": rng.randint(0, 3),
+        "num_wanted": rng.randint(0, 3), "num_tiles": rng.randint(0, 17),
     }  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def used(slot: StepSlot) -> dict[str, int]:
     counts = dict.fromkeys(slot.arrays, seqs)
     counts |= {"header": 16, "token_ids": tokens, "positions": tokens, "slot_mapping": tokens}
     counts |= {"block_tables": seqs * slot.table_width, "history": slot.history_len}
+    counts["tiles"] = slot.num_tiles * TILE_WIDTH
     counts |= {"moves": slot.num_moves * MOVE_WIDTH, "masks": slot.num_masks * LIMITS.mask_words}
     tops = seqs * MAX_TOP_LOGITS if seqs and slot.num_top_logits[:seqs].max() > 0 else 0
     counts |= {"top_ids": tops, "top_logits": tops, "pooled": seqs * LIMITS.pooled_width}
@@ -99,3 +101,8 @@ def test_damaged_contents_are_refused() -> None:
         far.write_masks(memoryview(bytes(8)))
     with pytest.raises(ProtocolError, match="the results of step 7"):
         far.write_results(memoryview(bytes(8)))
+
+
+def test_every_array_of_a_slot_is_sent() -> None:
+    slot = new_slot(random.Random(1))
+    assert set(SlotContents(slot)._columns) | {"header"} == set(slot.arrays)
