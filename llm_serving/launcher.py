@@ -126,6 +126,8 @@ class _Launcher:
             started = await wait_ready(engine, lambda: self._stop.is_set() or http.done())
             if started:
                 self._begin_service(models, log, metrics, sockets, owned)
+                if app.state.shadow is not None:
+                    app.state.shadow.start()
                 await self._wait_stop(models, http)
             log.event("server_stop")
             stop_http.set()
@@ -139,6 +141,8 @@ class _Launcher:
         finally:
             stop_http.set()
             await asyncio.wait((http,))
+            if app.state.shadow is not None:
+                await app.state.shadow.stop()
             await models.close()
 
     def _check_packages(self) -> None:

@@ -31,6 +31,7 @@ from llm_serving.config.sections import (
     TokenizerConfig,
     WarmupInputsConfig,
 )
+from llm_serving.config.shadow_section import ShadowConfig
 from llm_serving.config.source import UnusedSetting
 from llm_serving.errors import ConfigError
 from llm_serving.model.number_formats import AUTO, KvFormat, WeightFormat, kv_format, weight_format
@@ -76,6 +77,7 @@ class Config:
     batch_config: BatchConfig = field(default_factory=BatchConfig)
     models_config: ModelsConfig = field(default_factory=ModelsConfig)
     kv_tier_config: KvTierConfig = field(default_factory=KvTierConfig)
+    shadow_config: ShadowConfig = field(default_factory=ShadowConfig)
     power: PowerConfig = field(default_factory=PowerConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)

@@ -43,6 +43,7 @@ from llm_serving.config.validation import (
     check_parallel,
     check_pooling,
     check_processors,
+    check_shadow,
     check_sharing,
     check_speculation,
     check_stored_format,
@@ -159,6 +160,7 @@ class Resolver:
         check_processors(self._raw, config)
         check_lora(self._raw, config)
         check_kv_tiers(self._raw, config)
+        check_shadow(self._raw, config)
         check_cluster(self._raw, config)
         check_vision(self._raw, config)
         return config

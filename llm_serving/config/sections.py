@@ -14,6 +14,7 @@ from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
 from llm_serving.config.models_section import ModelsConfig
 from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.schema import own, published, without_effect
+from llm_serving.config.shadow_section import ShadowConfig
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 MAX_BLOCKS = 64 * 1024 * 1024
@@ -579,6 +580,7 @@ SECTIONS: dict[str, type] = {
     "batch_config": BatchConfig,
     "models_config": ModelsConfig,
     "kv_tier_config": KvTierConfig,
+    "shadow_config": ShadowConfig,
     "power": PowerConfig,
     "speculative_config": SpeculativeConfig,
 }

@@ -346,6 +346,22 @@ def check_lora(raw: RawConfig, config: Config) -> None:
             raise raw.error(f"lora_config.adapters[{number}]", entry, "must be NAME=FOLDER, as sql=/adapters/sql")
 
 
+def check_shadow(raw: RawConfig, config: Config) -> None:
+    """Check that the candidate of shadow serving is another model of the server, and that answers can be scored."""
+    name = config.shadow_config.model
+    if name is None:
+        return
+    problem = ""
+    if name not in {model.name for model in config.models_config.models or ()}:
+        problem = "is none of models_config.models; add it there"
+    elif not config.serving_config.structured_outputs:
+        problem = "scores tokens with masks; set serving_config.structured_outputs: true"
+    elif config.pooling is not None:
+        problem = "the server computes embeddings or scores, which have no tokens to compare; leave it out"
+    if problem:
+        raise raw.error("shadow_config.model", name, problem)
+
+
 def check_kv_tiers(raw: RawConfig, config: Config) -> None:
     """Check that KV tiers are possible with the other settings."""
     tiers = config.kv_tier_config

@@ -17,6 +17,7 @@ from llm_serving.server.pooling import classification, embeddings, ranking
 from llm_serving.server.published import chat, generate
 from llm_serving.server.responses import endpoints as responses
 from llm_serving.server.sessions import endpoints as sessions
+from llm_serving.server.shadow import endpoints as shadow
 
 ENDPOINTS = (
     *openai_completions.ENDPOINTS,
@@ -33,6 +34,7 @@ ENDPOINTS = (
     *receipts.ENDPOINTS,
     *request_timeline.ENDPOINTS,
     *sessions.ENDPOINTS,
+    *shadow.ENDPOINTS,
     *profile.ENDPOINTS,
     *adapters.ENDPOINTS,
     *model_commands.ENDPOINTS,

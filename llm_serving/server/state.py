@@ -35,6 +35,7 @@ from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
 from llm_serving.server.published.request_ids import RequestIds
 from llm_serving.server.responses.store import ResponseStore
 from llm_serving.sessions.book import DEFAULT_SESSIONS, SessionBook
+from llm_serving.shadow.runner import ShadowRunner
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.tracing.export import Tracing
@@ -225,6 +226,8 @@ class ServerState:
     """The stored responses of `/v1/responses`."""
     sessions: SessionBook = field(default_factory=lambda: SessionBook(DEFAULT_SESSIONS, time.time))
     """The sessions of all models."""
+    shadow: ShadowRunner | None = None
+    """Compares the main model with a candidate. None if that is turned off."""
     models: ModelRegistry[ServerState] | None = None
     """All models of the server. None if it has one model that is never replaced."""
     _format: tuple[ChatTemplate, OutputFormat] | None = None

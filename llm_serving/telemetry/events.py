@@ -311,6 +311,15 @@ EVENTS: Mapping[str, LogEvent] = {
     "kv_tiers": LogEvent(
         "The SSD tier has a problem. Requests are served without it.", {"message": "reason and effect"}
     ),
+    "shadow_recommendation": LogEvent(
+        "The recommendation of shadow serving has changed.",
+        {
+            "candidate": "name of the candidate",
+            "recommendation": "wait, promote or keep",
+            "reasons": "the limits that do not hold",
+            "answers": "answers that were compared",
+        },
+    ),
     "session_imported": LogEvent(
         "A client imported a session file.",
         {

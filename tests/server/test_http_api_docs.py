@@ -26,6 +26,8 @@ def refusal_of(path: str) -> tuple[int, str] | None:
         return 400, "batches_off"
     if path.endswith("/timeline"):  # there is no flight recorder
         return 404, "request_not_found"
+    if path.startswith("/v1/shadow"):
+        return 404, "shadow_off"
     if path.startswith("/v1/sessions/"):  # the example of an import names the model
         return (400, "sessions_off") if "?" in path else (404, "session_not_found")
     if path == "/v1/load_lora_adapter":

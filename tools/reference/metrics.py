@@ -14,6 +14,7 @@ from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.model_metrics import ModelCollector
 from llm_serving.telemetry.npu_metrics import NpuCollector
 from llm_serving.telemetry.npu_smi import Chip
+from llm_serving.telemetry.shadow_metrics import ShadowCollector
 from llm_serving.telemetry.vllm_names import VLLM_NAMES
 
 INTRODUCTION = """\
@@ -59,6 +60,9 @@ def metrics_page() -> str:
     metrics.registry.register(_energy())
     model = _Status(name="", state="ready")
     metrics.registry.register(ModelCollector(lambda: [model], [each.value for each in ModelState]))
+    shadow = {"answers": {"compared": 0}, "recommendation": "wait"}
+    comparison = {"agreement": 0.0, "perplexity": {"change": 0.0}, "latency_ratio": 0.0}
+    metrics.registry.register(ShadowCollector(lambda: {**shadow, "comparison": comparison}))
     metrics.bind(lambda: _Status(state="ready", agents=[agent], replicas=[replica]))  # type: ignore[arg-type, return-value]
     declared = {each._name: each._labelnames for each in metrics.registry._collector_to_names if hasattr(each, "_name")}
     titles = ("Requests and steps", "Models", "Replicas", "Agents", "NPUs", "Process")

@@ -32,6 +32,7 @@ from llm_serving.server.generation.scheduling import SchedulingFields, schedulin
 from llm_serving.server.http.protocol import RECEIVED_AT
 from llm_serving.server.operations.receipts import receipt_json
 from llm_serving.server.state import ServerState
+from llm_serving.shadow.scoring import answer_of
 
 OPEN_TOKENS = 32768
 """The event loop runs other tasks after this number of prompt tokens has been passed to the engine."""
@@ -218,6 +219,8 @@ class Generation:
         """
         if self._visit is not None and self._open:
             self._visit.used(self.num_prompt_tokens, sum(opened.num_output_tokens for opened in self._open))
+        if self.state.shadow is not None and self._open and self.adapter is None:
+            self.state.shadow.offer(self.state.engine, answer_of(self._open[0].request))
         if self._keep_s is not None and self._open:
             keep_blocks(self.state.engine, self.scheduling.tenant, self._open[0].request, self._keep_s)
         if self._session is not None and self._open and not self.is_scoring_only:

@@ -25,8 +25,10 @@ from llm_serving.server.fields.validation import RequestModel
 from llm_serving.server.generation.scheduling import deadline_of, tenant_of, visit_of
 from llm_serving.server.http.protocol import RECEIVED_AT
 from llm_serving.server.state import ServerSettings, ServerState
+from llm_serving.shadow.runner import ShadowRunner
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.model_metrics import ModelCollector
+from llm_serving.telemetry.shadow_metrics import ShadowCollector
 
 LEASE = "llm_serving.lease"
 """Key of the ASGI scope whose value is the request's lease of its model."""
@@ -45,6 +47,10 @@ def open_models(
     )
     state.models = registry
     state.metrics.bind(lambda: registry.main.engine.status())
+    shadow = state.engine.config.shadow_config
+    if shadow.model is not None:
+        state.shadow = ShadowRunner(registry, shadow, state.log)
+        state.metrics.registry.register(ShadowCollector(state.shadow.as_json))
     if registry.has_several:
         state.metrics.registry.register(ModelCollector(registry.statuses, [each.value for each in ModelState]))
     return registry

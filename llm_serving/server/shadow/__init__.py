@@ -1,0 +1,1 @@
+"""Shadow serving at the HTTP edge."""

@@ -1,0 +1,202 @@
+"""Runs shadow serving: takes a share of the answers, lets both models score them when that delays no user, compares.
+
+The runner never changes an answer, because it begins after the answer's last byte. It starts no model: while the
+candidate is not in memory, answers are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from llm_serving.config.shadow_section import ShadowConfig
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import LLMServingError
+from llm_serving.registry.registry import ModelRegistry
+from llm_serving.shadow.comparison import Comparison, ScoredAnswer, recommendation
+from llm_serving.shadow.scoring import ServedAnswer, score
+from llm_serving.telemetry.log import EventLog
+
+T = TypeVar("T")
+
+POLL_S = 0.02
+"""Time between two looks whether the engines are idle, while an answer waits or is computed."""
+MAX_ATTEMPTS = 8
+"""An answer is left out if requests of users have interrupted it so often."""
+_PROBE_TEXT = "The quick brown fox, 1234567 \u2013 \u00e9\u4e2d\u6587\n\tdef f(x): return x"
+
+Score = Callable[[AsyncEngine, ServedAnswer], Coroutine[Any, Any, ScoredAnswer]]
+
+
+class View(Protocol):
+    """The part of a version that the runner uses."""
+
+    @property
+    def engine(self) -> AsyncEngine: ...
+
+
+V = TypeVar("V", bound=View)
+
+
+class _InterruptedError(Exception):
+    """A request of a user has arrived."""
+
+
+class ShadowRunner:
+    """The shadow serving of a server. Only the event loop uses it.
+
+    ``registry`` has the main model and the candidate. ``scorer`` is replaced by tests.
+    """
+
+    def __init__(self, registry: ModelRegistry[V], config: ShadowConfig, log: EventLog, scorer: Score = score) -> None:
+        self.config = config
+        self.comparison = Comparison()
+        self.counts: Counter[str] = Counter()
+        """Answers by what became of them: ``compared``, or why they were left out."""
+        self._registry: ModelRegistry[Any] = registry
+        self._log = log
+        self._score = scorer
+        self._waiting: deque[tuple[ServedAnswer, int]] = deque()
+        self._offered = 0.0
+        self._arrived = asyncio.Event()
+        self._versions: tuple[int, int] | None = None
+        self._checked: tuple[int, int] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._recommended = "wait"
+
+    def start(self) -> None:
+        """Begin to compare. Call this method on the event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """End the comparison."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def offer(self, engine: AsyncEngine, answer: ServedAnswer) -> None:
+        """Take an answer of ``engine`` if it is one of the share. Returns immediately."""
+        if engine is not self._registry.main.engine or not answer.output or not answer.prompt:
+            return
+        self._offered += self.config.share
+        if self._offered < 1.0:
+            return
+        self._offered -= 1.0
+        if len(self._waiting) >= self.config.max_waiting:
+            self.counts["queue_full"] += 1
+            return
+        self._waiting.append((answer, 1))
+        self._arrived.set()
+
+    def reset(self) -> None:
+        """Forget all comparisons."""
+        self.comparison, self.counts, self._recommended = Comparison(), Counter(), "wait"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures and the recommendation."""
+        verdict, reasons = recommendation(self.comparison, self.config)
+        return {
+            "object": "shadow",
+            "main": self._registry.models[0].name,
+            "candidate": self.config.model,
+            "share": self.config.share,
+            "waiting": len(self._waiting),
+            "answers": dict(self.counts),
+            "comparison": self.comparison.as_json(),
+            "recommendation": verdict,
+            "reasons": reasons,
+        }
+
+    async def _run(self) -> None:
+        while True:
+            await self._arrived.wait()
+            if not self._waiting:
+                self._arrived.clear()
+                continue
+            answer, attempt = self._waiting.popleft()
+            try:
+                outcome = await self._compare(answer)
+            except _InterruptedError:
+                outcome = "interrupted"
+                if attempt < MAX_ATTEMPTS:
+                    self._waiting.appendleft((answer, attempt + 1))
+                    continue
+            except LLMServingError:
+                outcome = "failed"  # for example, the prompt is too long for the candidate
+            self.counts[outcome] += 1
+            self._note()
+
+    async def _compare(self, answer: ServedAnswer) -> str:
+        """Let both models score an answer. Returns what became of it. Raises _InterruptedError, LLMServingError."""
+        main, candidate = self._registry.models[0], self._registry.find(self.config.model)
+        assert candidate is not None, "checked at the start"
+        if main.version is None or candidate.version is None or not candidate.status().is_serving:
+            return "candidate_not_ready"
+        with contextlib.ExitStack() as leases:
+            versions = main.version, candidate.version
+            for version in versions:
+                leases.callback(version.lease().release)
+            engines = versions[0].engine, versions[1].engine
+            self._begin_with((versions[0].number, versions[1].number))
+            if not await self._are_comparable(engines):
+                return "other_tokenizer"
+            await self._until_idle(engines)
+            scores = [await self._undisturbed(self._score(engine, answer), engines) for engine in engines]
+            self.comparison.add(*scores)
+            return "compared"
+
+    def _begin_with(self, numbers: tuple[int, int]) -> None:
+        """Forget the comparisons if a reload has replaced one of the models."""
+        if self._versions not in (None, numbers):
+            self.reset()
+        self._versions = numbers
+
+    async def _are_comparable(self, engines: tuple[AsyncEngine, AsyncEngine]) -> bool:
+        """Return whether both models have the same tokens, as far as a text with many kinds of characters shows it."""
+        if self._checked == self._versions:
+            return True
+        sizes = {engine.config.shape.vocab_size for engine in engines}
+        texts = [await asyncio.to_thread(engine.tokenizer.encode, _PROBE_TEXT) for engine in engines]
+        if len(sizes) > 1 or texts[0] != texts[1]:
+            return False
+        self._checked = self._versions
+        return True
+
+    async def _until_idle(self, engines: tuple[AsyncEngine, AsyncEngine]) -> None:
+        while not self.config.while_busy and any(map(_num_requests, engines)):
+            await asyncio.sleep(POLL_S)
+
+    async def _undisturbed(self, work: Coroutine[Any, Any, T], engines: tuple[AsyncEngine, AsyncEngine]) -> T:
+        """Return the result of ``work``, which is one request. Raises _InterruptedError if users send requests."""
+        task = asyncio.ensure_future(work)
+        try:
+            while True:
+                await asyncio.wait((task,), timeout=None if self.config.while_busy else POLL_S)
+                if task.done():
+                    return task.result()
+                if sum(map(_num_requests, engines)) > 1:
+                    raise _InterruptedError
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _note(self) -> None:
+        """Log a recommendation that has changed."""
+        verdict, reasons = recommendation(self.comparison, self.config)
+        if verdict != self._recommended:
+            self._recommended = verdict
+            self._log.event(
+                "shadow_recommendation",
+                candidate=self.config.model,
+                recommendation=verdict,
+                reasons=reasons,
+                answers=self.comparison.answers,
+            )
+
+
+def _num_requests(engine: AsyncEngine) -> int:
+    figures = engine.status().figures
+    return figures.running + figures.waiting + figures.swapped

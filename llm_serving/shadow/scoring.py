@@ -1,0 +1,60 @@
+"""Lets an engine score an answer, with the lowest priority."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_serving.constraints.forced import ForcedTokens
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.open_request import PieceStream
+from llm_serving.errors import EngineFailedError
+from llm_serving.request import FinishReason, Request, SchedulingParams, TokenLogits
+from llm_serving.sampling_params import SamplingParams
+from llm_serving.shadow.comparison import ScoredAnswer
+
+LOWEST_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAnswer:
+    """An answer that a user got."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+    salt: bytes
+    """The prefix cache's salt of the user's request."""
+
+
+def answer_of(request: Request) -> ServedAnswer:
+    """Return the answer to a request. It is empty if the request has not ended by itself."""
+    is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return ServedAnswer(request.prompt_token_ids, request.output_token_ids if is_whole else (), request.cache_salt)
+
+
+async def score(engine: AsyncEngine, answer: ServedAnswer) -> ScoredAnswer:
+    """Return the score of an answer. Cancel the call to abort it.
+
+    Raises RequestError if the engine refuses the prompt, for example because it is too long, and EngineFailedError.
+    """
+    sampling = SamplingParams(
+        max_tokens=len(answer.output), temperature=0.0, ignore_eos=True, logprobs=True, top_logits=1
+    )
+    stream, logits = PieceStream(), list[TokenLogits]()
+    opened = engine.open(
+        f"shadow-{uuid.uuid4().hex}", answer.prompt, sampling, stream,
+        scheduling=SchedulingParams(priority=LOWEST_PRIORITY, cache_salt=answer.salt), streamed=False, quiet=True,
+        constraint=ForcedTokens(answer.output, engine.config.shape.vocab_size),
+    )  # fmt: skip
+    try:
+        while True:
+            piece = await stream.next()
+            logits += piece.logits
+            if piece.finished:
+                break
+    finally:
+        opened.close()
+    if piece.finish_reason is not FinishReason.LENGTH or piece.timings is None or len(logits) != len(answer.output):
+        raise EngineFailedError(piece.error or "the engine did not score the whole answer")
+    return ScoredAnswer(logits, piece.timings.prefill + piece.timings.decode)
