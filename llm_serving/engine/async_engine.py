@@ -130,28 +130,39 @@ class AsyncEngine:
         """The places of the tiles of images. None if the model reads only text."""
         limits = SchedulerLimits.from_config(config)
         schedulers = [self._recorded(Scheduler(limits), index, record) for index in range(len(executors))]
-        routing = Routing(config.parallel_config.routing)
-        router = Router(schedulers, routing) if len(schedulers) > 1 or nodes is not None else None
-        sources: list[StepSource] = [*(schedulers if router is None else replica_sources(router))]
-        self._core = EngineCore(
-            schedulers[0] if router is None else router,
-            list(zip(sources, executors, strict=True)),
-            detokenizer,
-            log,
-            metrics,
-            self._deliver,
-            state_interval_s=config.log_config.state_interval_s,
-            clock=clock,
-            keep_recording=self._keep_recording,
-            make_speculator=speculator_maker(config),
-            tiers=tiers,
-            num_needed=None if nodes is None else 1,
-        )
+        self._core = self._made_core(schedulers, executors, detokenizer, log)
         self.canary_wanted = asyncio.Event()
         """Set on the event loop when the canary must run soon."""
         self.ended = asyncio.Event()
         """Set on the event loop when the engine thread has ended, even after an error."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def _made_core(
+        self,
+        schedulers: Sequence[Scheduler],
+        executors: Sequence[Executor],
+        detokenizer: DetokenizerFactory,
+        log: EventLog,
+    ) -> EngineCore:
+        """Returns the core that runs in the thread. With several replicas or nodes, a router places its requests."""
+        config, is_clustered = self.config, self.nodes is not None
+        routing = Routing(config.parallel_config.routing)
+        router = Router(schedulers, routing) if len(schedulers) > 1 or is_clustered else None
+        sources: list[StepSource] = [*(schedulers if router is None else replica_sources(router))]
+        return EngineCore(
+            schedulers[0] if router is None else router,
+            list(zip(sources, executors, strict=True)),
+            detokenizer,
+            log,
+            self._metrics,
+            self._deliver,
+            state_interval_s=config.log_config.state_interval_s,
+            clock=self._clock,
+            keep_recording=self._keep_recording,
+            make_speculator=speculator_maker(config),
+            tiers=self.tiers,
+            num_needed=1 if is_clustered else None,
+        )
 
     def start(self) -> None:
         """Start the engine thread. Pieces are delivered on the running event loop."""
