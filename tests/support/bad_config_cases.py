@@ -98,6 +98,17 @@ CASES = [
         folder=HYBRID,
     ),
     Case(
+        "shared folder without host blocks",
+        with_section("kv_tier_config: {shared_folder: /mnt/kv}"),
+        f"{FILE}: kv_tier_config.shared_folder = '/mnt/kv': needs host memory on the way to the disk; "
+        "set kv_tier_config.host_blocks above 0",
+    ),
+    Case(
+        "candidate that is no model",
+        with_section("shadow_config: {model: next}"),
+        f"{FILE}: shadow_config.model = 'next': is none of models_config.models; add it there",
+    ),
+    Case(
         "linear attention with KV tiers",
         with_section("kv_tier_config: {host_blocks: 8}"),
         f"{FILE}: kv_tier_config.host_blocks = 8: keeps blocks that the prefix cache finds, and Qwen3NextForCausalLM "
