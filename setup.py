@@ -73,6 +73,7 @@ _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mpre
 _VNNI = [*_AVX512, "-mavx512vnni"]
 INSTRUCTION_SETS = {
     "avx2": _AVX2,
+    "avx2_vnni": [*_AVX2, "-mavxvnni"],
     "avx512": _AVX512,
     "avx512_vnni": _VNNI,
     "avx512_bf16": [*_VNNI, "-mavx512bf16"],

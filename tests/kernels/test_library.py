@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.kernels import library
+from agent.kernels import compiled_sets, library
 from agent.kernels.library import KernelsNotBuiltError, kernel_isa, library_path
 from performance.kernels.calls import matmul
 from performance.kernels.library import path_of_testing_library
@@ -144,6 +144,33 @@ def exported(path: Path) -> set[str]:
     return {line.split()[-1] for line in process.stdout.splitlines()}
 
 
+def instructions_of(isa: str) -> list[str]:
+    """Disassembles the functions of an instruction set, with the bytes of each instruction."""
+    listing = ["nm", "-C", "--defined-only", "-n", str(library_path())]
+    symbols = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines()
+    code = [line.split(maxsplit=2) for line in symbols if re.match(r"[0-9a-f]+ [tTwW] ", line)]
+    own = [i for i, (_, _, name) in enumerate(code) if f"llmk::{isa}::" in name]
+    first, last = int(code[own[0]][0], 16), int(code[own[-1] + 1][0], 16)
+    limits = [f"--start-address={first}", f"--stop-address={last}"]
+    command = ["objdump", "-d", "-w", *limits, str(library_path())]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"(?m)^ *[0-9a-f]+:\t(.*)$", found)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx2_vnni"])
+def test_sets_without_avx512_have_no_instruction_of_it(isa: str) -> None:
+    """This processor may run AVX-512, so only the code shows that other processors run the set.
+
+    An instruction of AVX-512 begins with the byte 62, which no other instruction of x86-64 has as its first byte.
+    """
+    if isa not in compiled_sets():
+        pytest.skip(f"this build has no {isa}")
+    code = instructions_of(isa)
+    assert sum("vfmadd" in line for line in code) > 100
+    assert any("vpdpbusd" in line for line in code) == (isa == "avx2_vnni")
+    assert [line for line in code if line.startswith("62 ")] == []
+
+
 def test_the_product_library_exports_only_what_the_agent_calls() -> None:
     sources = "".join(path.read_text() for path in sorted((ROOT / "agent").rglob("*.py")))
     c_entries = {name for name in exported(library_path()) if name.startswith("llmk_")}
@@ -166,5 +193,5 @@ def test_no_instance_is_shared_between_instruction_sets() -> None:
         ["nm", "-C", "--defined-only", str(library_path())], capture_output=True, text=True, check=True
     )
     vectorised = [line for line in process.stdout.splitlines() if re.search(r"__m(128|256|512)|__vector", line)]
-    own_name = re.compile(r"llmk::(portable|avx2|avx512\w*|neon_\w+)::")
+    own_name = re.compile(r"llmk::(portable|avx2\w*|avx512\w*|neon_\w+)::")
     assert [line for line in vectorised if not own_name.search(line)] == []

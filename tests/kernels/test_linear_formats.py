@@ -55,7 +55,7 @@ def run_under(isa: str, code: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx"])
+@pytest.mark.parametrize("isa", ["avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx"])
 def test_integer_formats_give_the_same_bits_on_every_instruction_set(isa: str) -> None:
     if not offered(isa):
         pytest.skip(f"this processor or compiler has no {isa}")

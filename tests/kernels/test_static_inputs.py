@@ -103,7 +103,9 @@ def run_under(isa: str, code: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx"])
+@pytest.mark.parametrize(
+    "isa", ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx"]
+)
 def test_every_instruction_set_gives_the_same_bits(isa: str) -> None:
     process = run_under(isa, "from agent.kernels import kernel_isa; kernel_isa()")
     if process.returncode != 0:

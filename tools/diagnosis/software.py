@@ -42,6 +42,7 @@ _ISA_FLAGS = (
     ("avx512_bf16", {"avx512_bf16", "avx512_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
     ("avx512_vnni", {"avx512_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
     ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    ("avx2_vnni", {"avx_vnni", "avx2", "fma", "f16c"}),
     ("avx2", {"avx2", "fma", "f16c"}),
     ("neon_i8mm", {"asimddp", "i8mm"}),
     ("neon_dot", {"asimddp"}),

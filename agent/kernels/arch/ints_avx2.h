@@ -1,4 +1,5 @@
 // Implements the type Ints of vec.h for AVX2: 16 int32 numbers in two registers. Its dot products of bytes are exact.
+// They use VPDPBUSD if the processor has AVX-VNNI.
 #pragma once
 
 namespace llmk::LLMK_ARCH {
@@ -36,6 +37,18 @@ LLMK_INLINE Ints low_bits(Ints a) {
   const __m256i mask = _mm256_set1_epi32((1 << kBits) - 1);
   return {_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)};
 }
+template <int kBits>
+LLMK_INLINE Ints shift_right_signed(Ints a) {
+  return {_mm256_srai_epi32(a.low, kBits), _mm256_srai_epi32(a.high, kBits)};
+}
+template <int kBits>
+LLMK_INLINE Ints shift_left(Ints a) {
+  return {_mm256_slli_epi32(a.low, kBits), _mm256_slli_epi32(a.high, kBits)};
+}
+LLMK_INLINE Ints flip(Ints a, uint32_t bits) {
+  const __m256i mask = _mm256_set1_epi32(static_cast<int>(bits));
+  return {_mm256_xor_si256(a.low, mask), _mm256_xor_si256(a.high, mask)};
+}
 LLMK_INLINE Vec to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 LLMK_INLINE Ints to_ints(Vec a) { return {_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)}; }
 LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {
@@ -51,6 +64,28 @@ LLMK_INLINE Vec high_bfloats(Ints a) {
   return {_mm256_castsi256_ps(_mm256_and_si256(a.low, mask)), _mm256_castsi256_ps(_mm256_and_si256(a.high, mask))};
 }
 
+#ifdef LLMK_VNNI
+using Quads = Ints;             // 4 uint8 weights in each lane
+using BroadcastQuad = __m256i;  // 4 int8 activations, the same in every lane
+
+// Runs the instruction VPDPBUSD in its encoding of AVX-VNNI. An assembler would otherwise take that of AVX-512, which
+// not every processor with AVX-VNNI runs. This is assembly, because GCC 12 copies the sums of the intrinsic in every
+// iteration of a loop.
+LLMK_INLINE void add_products(__m256i* total, __m256i unsigned_bytes, __m256i signed_bytes) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(*total) : "x"(unsigned_bytes), "x"(signed_bytes));
+}
+LLMK_INLINE Quads quads(Ints a) { return a; }
+LLMK_INLINE BroadcastQuad broadcast_quad(const int8_t* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return _mm256_set1_epi32(bits);
+}
+LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
+  add_products(&total.low, w.low, x);
+  add_products(&total.high, w.high, x);
+  return total;
+}
+#else
 // Holds four uint8 weights of each 32-bit lane as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`.
 // VPMADDWD multiplies 16-bit numbers exactly. VPMADDUBSW would take bytes directly, but its sums saturate.
 struct Quads {
@@ -79,6 +114,7 @@ LLMK_INLINE __m256i dot_quads8(__m256i total, __m256i even, __m256i odd, Broadca
 LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return {dot_quads8(total.low, w.even.low, w.odd.low, x), dot_quads8(total.high, w.even.high, w.odd.high, x)};
 }
+#endif
 LLMK_INLINE Quads low_nibbles(Ints a) {
   const __m256i mask = _mm256_set1_epi8(15);
   return quads({_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)});

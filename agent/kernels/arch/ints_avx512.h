@@ -24,6 +24,17 @@ template <int kBits>
 LLMK_INLINE Ints low_bits(Ints a) {
   return {_mm512_and_si512(a.v, _mm512_set1_epi32((1 << kBits) - 1))};
 }
+template <int kBits>
+LLMK_INLINE Ints shift_right_signed(Ints a) {
+  return {_mm512_srai_epi32(a.v, kBits)};
+}
+template <int kBits>
+LLMK_INLINE Ints shift_left(Ints a) {
+  return {_mm512_slli_epi32(a.v, kBits)};
+}
+LLMK_INLINE Ints flip(Ints a, uint32_t bits) {
+  return {_mm512_xor_si512(a.v, _mm512_set1_epi32(static_cast<int>(bits)))};
+}
 LLMK_INLINE Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 LLMK_INLINE Ints to_ints(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }
 LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {

@@ -5,8 +5,10 @@
 
 #if defined(__aarch64__)
 #include <sys/auxv.h>
-#elif defined(LLMK_HAVE_AVX512_AMX)
+#elif defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#ifdef LLMK_HAVE_AVX512_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -25,6 +27,15 @@ inline bool may_use_tiles() {
 }
 #endif
 
+#ifdef __x86_64__
+// Returns true if the processor has AVX-VNNI: bit 4 of EAX in leaf 7, subleaf 1, of CPUID (Intel's manual, volume 2A).
+inline bool has_avx_vnni() {
+  constexpr unsigned kAvxVnni = 1u << 4;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & kAvxVnni) != 0;
+}
+#endif
+
 // Returns true if this process may execute the instructions of the set `isa`.
 inline bool processor_runs(const char* isa) {
   if (std::strcmp(isa, "portable") == 0) return true;
@@ -34,6 +45,7 @@ inline bool processor_runs(const char* isa) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (std::strcmp(isa, "avx2") == 0) return avx2;
+  if (std::strcmp(isa, "avx2_vnni") == 0) return avx2 && has_avx_vnni();
   if (std::strcmp(isa, "avx512") == 0) return avx512;
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   if (std::strcmp(isa, "avx512_vnni") == 0) return vnni;

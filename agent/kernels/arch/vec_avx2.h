@@ -64,6 +64,16 @@ LLMK_INLINE Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.low, b.low), _mm256_
 LLMK_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
+// Adds a * x to total, with x from memory. It is one asm statement. Otherwise GCC 12 would keep several x in registers,
+// and some of the totals of a tile in memory.
+LLMK_INLINE void add_product(Vec* total, Vec a, const float* x) {
+  __m256 spread;
+  asm("vbroadcastss %[x], %[spread]\n\t"
+      "vfmadd231ps %[spread], %[low], %[low_total]\n\t"
+      "vfmadd231ps %[spread], %[high], %[high_total]"
+      : [low_total] "+&x"(total->low), [high_total] "+&x"(total->high), [spread] "=&x"(spread)
+      : [low] "x"(a.low), [high] "x"(a.high), [x] "m"(*x));
+}
 LLMK_INLINE Vec maximum(Vec a, Vec b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 LLMK_INLINE Vec minimum(Vec a, Vec b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
 

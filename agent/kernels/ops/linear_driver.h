@@ -73,7 +73,7 @@ struct PlainForm {
 
   LLMK_INLINE void start(const LinearJob&, int64_t, Vec* total) { *total = zero(); }
   LLMK_INLINE void start(const LinearJob& job, int64_t row, Ints* total) {
-    *total = broadcast_int(-128 * job.rows.sums[row]);
+    *total = broadcast_int(-Step::kZero * job.rows.sums[row]);
   }
 };
 
@@ -106,7 +106,7 @@ struct GroupedForm {
   }
 
  private:
-#if defined(LLMK_VNNI) && !defined(LLMK_AMX)
+#if defined(LLMK_VNNI) && defined(LLMK_VEC_AVX512) && !defined(LLMK_AMX)
   static constexpr bool kStreamsRow = true;
 #else
   // stream_row() needs more registers than AVX2 and NEON have. On AMX it has not been measured yet.

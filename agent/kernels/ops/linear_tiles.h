@@ -18,9 +18,10 @@ constexpr int64_t kTileSteps = 1;
 //
 // A Step is derived from one of the shapes and multiplies one step of a panel. Its constants are kDepth, the number of
 // depths in a step, and kVectorBytes, the size of the weights of 16 columns in a step.
-// If kOwnLoop is true, the step has a function sum() that replaces the loop of sum_steps().
+// If kOwnLoop is true, the step has a function sum() that replaces the loop of sum_steps(). If kInParts is true, its
+// depths are multiplied one after the other.
 struct WideTiles {
-  static constexpr bool kOwnLoop = false;
+  static constexpr bool kOwnLoop = false, kInParts = false;
   static constexpr int kMostRows = 6;
 #ifdef LLMK_VEC_AVX512
   static constexpr int kTallRows = 13;
@@ -31,7 +32,7 @@ struct WideTiles {
 #endif
 };
 struct NarrowTiles {  // for steps of weights or activations that need two registers
-  static constexpr bool kOwnLoop = false;
+  static constexpr bool kOwnLoop = false, kInParts = false;
   static constexpr int kMostRows = 4, kTallRows = kMostRows;
 #ifdef LLMK_VEC_AVX512
   static constexpr int columns(int) { return 4; }
@@ -52,6 +53,20 @@ struct FloatStep : WideTiles {
 };
 
 // Multiplies pairs of bfloat16 with float32 multiply-adds. The product at the even k of a pair is added first.
+#ifdef LLMK_VEC_AVX2
+// All rows are multiplied by the even depths of a step before its odd depths are widened, so that only one vector of
+// floats needs registers.
+struct BFloatStep : WideTiles {
+  static constexpr bool kInParts = true;
+  using X = float;
+  using Sum = Vec;
+  static constexpr int kDepth = 2, kVectorBytes = 64;
+  LLMK_INLINE Vec weight(const uint8_t* p, int part) {
+    const Ints pairs = load_ints(p);
+    return part == 0 ? low_bfloats(pairs) : high_bfloats(pairs);
+  }
+};
+#else
 struct BFloatStep : NarrowTiles {
   using X = float;
   using Sum = Vec;
@@ -66,6 +81,7 @@ struct BFloatStep : NarrowTiles {
   LLMK_INLINE Weight activation(const X* p) { return {broadcast(p[0]), broadcast(p[1])}; }
   LLMK_INLINE Sum step(Sum total, Weight w, Weight x) { return fma(x.high, w.high, fma(x.low, w.low, total)); }
 };
+#endif
 
 #ifdef LLMK_BF16_DOT
 struct BFloatDotStep : WideTiles {
@@ -100,6 +116,7 @@ struct ByteStep : ByteTiles {
   LLMK_INLINE BroadcastQuad activation(const X* p) { return broadcast_quad(p); }
   LLMK_INLINE Sum step(Sum total, Weight w, BroadcastQuad x) { return dot_quads(total, w, x); }
 };
+
 
 #ifndef LLMK_VEC_AVX2
 struct NibbleStep : ByteTiles {
@@ -142,7 +159,11 @@ LLMK_INLINE void fetch_ahead(const uint8_t* p) { __builtin_prefetch(p + kFetchAh
 }  // namespace llmk::LLMK_ARCH
 
 #ifdef LLMK_VEC_AVX2
+#ifdef LLMK_VNNI
+#include "linear_nibbles_avx2_vnni.h"
+#else
 #include "linear_nibbles_avx2.h"
+#endif
 #endif
 
 namespace llmk::LLMK_ARCH {
@@ -151,6 +172,44 @@ LLMK_INLINE void load_sum(const float* p, Vec* total) { *total = load(p); }
 LLMK_INLINE void load_sum(const float* p, Ints* total) { *total = load_ints(p); }
 LLMK_INLINE void store_sum(float* p, Vec total) { store(p, total); }
 LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
+
+// Adds the products of R rows and one step of C vectors to the sums.
+template <class Step, int R, int C, int kLines>
+LLMK_INLINE void multiply_step(const uint8_t* const (&at)[C], const typename Step::X* x, int64_t x_stride,
+                               typename Step::Sum (&total)[R][C]) {
+  LLMK_UNROLL
+  for (int c = 0; c < C && kLines == 4; ++c) fetch_ahead(at[c]);
+#ifdef LLMK_VEC_AVX2
+  if constexpr (Step::kInParts) {
+    LLMK_UNROLL
+    for (int i = 0; i < C * Step::kDepth; ++i) {
+      const int c = i / Step::kDepth, part = i % Step::kDepth;
+      const Vec weight = Step::weight(at[c], part);
+      LLMK_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const float* activation = x + r * x_stride + part;
+        if constexpr (R == 1) {
+          total[r][c] = fma(broadcast(*activation), weight, total[r][c]);
+        } else {
+          add_product(&total[r][c], weight, activation);
+        }
+      }
+    }
+    return;
+  } else
+#endif
+  {
+    typename Step::Weight weight[C];
+    LLMK_UNROLL
+    for (int c = 0; c < C; ++c) weight[c] = Step::weight(at[c]);
+    LLMK_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const auto activation = Step::activation(x + r * x_stride);
+      LLMK_UNROLL
+      for (int c = 0; c < C; ++c) total[r][c] = Step::step(total[r][c], weight[c], activation);
+    }
+  }
+}
 
 // The loop of sum_steps() for steps without one of their own.
 template <class Step, int R, int C, int kLines, int64_t kTile>
@@ -166,24 +225,14 @@ LLMK_INLINE void sum_in_order(const uint8_t* w, int64_t half_bytes, int v, const
     for (int c = 0; c < C; ++c) at[c] = w + (v + c) / 2 * half_bytes + (v + c) % 2 * tile;
     w += 2 * tile;
     for (int64_t s = 0; s < count; ++s, x += Step::kDepth) {
-      typename Step::Weight weight[C];
-      LLMK_UNROLL
-      for (int c = 0; c < C; ++c) {
-        weight[c] = Step::weight(at[c]);
-        if (kLines == 4) fetch_ahead(at[c]);
-        at[c] += kStride;
-      }
       if (kLines == 1 || kLines == 2) {
         __builtin_prefetch(next, 0, 2);
         if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
         next += kLines * 64;
       }
+      multiply_step<Step, R, C, kLines>(at, x, x_stride, total);
       LLMK_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const auto activation = Step::activation(x + r * x_stride);
-        LLMK_UNROLL
-        for (int c = 0; c < C; ++c) total[r][c] = Step::step(total[r][c], weight[c], activation);
-      }
+      for (int c = 0; c < C; ++c) at[c] += kStride;
     }
   }
 }

@@ -162,7 +162,7 @@ LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& e
     const int32_t offset = offsets == nullptr ? 0 : offsets[r];
     LLMK_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const __m512i upper = _mm512_load_si512(high[r] + i * kLanes), under = _mm512_load_si512(low[r] + i * kLanes);
+      const Ints upper = load_ints(high[r] + i * kLanes), under = load_ints(low[r] + i * kLanes);
       emit(r, i, P::join(P::shift(upper, offset), under));
     }
   }

@@ -137,7 +137,7 @@ static inline void place_queries(const RotaryAttentionArgs& args, const PagedTas
     if (row + kLoadAhead * group < task.rows) prefetch_head(args, token + kLoadAhead, head);
     load_rotated(args, token, head, buffer);
     all->factors[number] = args.scale * kLog2E;
-    F::pack_query(buffer, args.dim, all->queries + number * F::kPasses * all->query_units, all->query_units,
+    F::pack_query(buffer, args.dim, all->queries + number * F::kRowWords * all->query_units, all->query_units,
                   all->factors + number, all->offsets + number);
   }
 }
@@ -262,7 +262,7 @@ static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadT
   if (cache_has_units(args)) {
     if constexpr (F::kPerUnit == 1) widen_keys<C>(now, args.dim, memory.keys);
   } else {
-    pack_keys<F, C>(now, args.dim, all.query_units, memory.keys);
+    if constexpr (F::kPacks) pack_keys<F, C>(now, args.dim, all.query_units, memory.keys);
   }
   for (int64_t g = 0; g < kPartGroups; ++g) {
     panels.keys[g] = memory.keys + (g < panels.groups ? g : 0) * kGroupKeys * all.query_units;
@@ -280,7 +280,7 @@ static inline void place_values(const RotaryAttentionArgs& args, const HeadTile&
   if (cache_has_units(args)) {
     if constexpr (F::kPerUnit == 1) widen_values<C>(now, args.dim, all.padded_dim, memory.values);
   } else {
-    pack_values<F, C>(now, args.dim, all.padded_dim, product_groups, memory.values);
+    if constexpr (F::kPacks) pack_values<F, C>(now, args.dim, all.padded_dim, product_groups, memory.values);
   }
   const int64_t piece_units = product_groups * kGroupKeys / F::kPerUnit * all.padded_dim;
   for (int64_t i = 0; i * product_groups < panels->groups; ++i) panels->values[i] = memory.values + i * piece_units;
@@ -453,7 +453,7 @@ static inline TaskMemory place_task(const RotaryAttentionArgs& args, const Paged
   TaskRows& all = memory.all;
   all = {task.heads,   rows,    args.dim, padded_dim, query_units, memory.visible,
          memory.first, nullptr, nullptr,  nullptr,    {}};
-  all.queries = scratch->take<Unit>((all_rows + kBlockRows) * F::kPasses * query_units);  // whole blocks
+  all.queries = scratch->take<Unit>((all_rows + kBlockRows) * F::kRowWords * query_units);  // whole blocks
   all.factors = scratch->take<float>(all_rows);
   all.offsets = scratch->take<int32_t>(all_rows);
   all.total = place_state(scratch, all_rows, padded_dim);
@@ -492,6 +492,20 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
   } else if (__atomic_sub_fetch(&join->waiting, 1, __ATOMIC_ACQ_REL) == 0) {
     fold_joined<F>(args, task, *join, all, in_order);
   }
+}
+
+// Runs a task in the form F. On AVX2, a task with few rows converts the units of the cache in registers.
+template <class F, class C>
+static inline void choose_task(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
+                               const PagedTask* next, TileFetch* fetch) {
+#ifdef LLMK_VEC_AVX2
+  if constexpr (std::is_same_v<F, FloatForm> && sizeof(C) < 4 && !std::is_same_v<C, half_t>) {
+    if (cache_has_units(args) && task.rows <= kTileRows) {
+      return run_task<WidenedForm<C>, C>(args, plan, task, next, fetch);
+    }
+  }
+#endif
+  run_task<F, C>(args, plan, task, next, fetch);
 }
 
 // Divides the step into tasks and writes them to `plan`. If plan->tasks is null, only counts the tasks, the joins and
@@ -548,7 +562,7 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
     TileFetch fetch;
     for (const PagedTask *task = claim(), *next = nullptr; task != nullptr; task = next) {
       next = claim();
-      run_task<F, C>(args, plan, *task, next, &fetch);
+      choose_task<F, C>(args, plan, *task, next, &fetch);
     }
   });
 }

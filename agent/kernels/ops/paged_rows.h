@@ -35,10 +35,24 @@ constexpr int64_t kTileRows = 16;   // rows of one head that are processed toget
 constexpr int64_t kBlockRows = 32;  // rows of a block: those of several heads, or two tiles of rows
 constexpr int kFetchUnits = 8;      // number of units that are multiplied between two prefetches
 constexpr float kLowest = -3.4028235e38f;
-#ifdef LLMK_VEC_AVX512
-constexpr int kRowBlock = 6, kBlockVectors = 4;  // number of rows and of panel vectors that are multiplied together
+
+// The numbers of rows and of panel vectors that are multiplied together, so that their sums stay in registers. A product
+// with two passes has the sums of both.
+#if defined(LLMK_VEC_AVX512)
+template <int kPasses>
+constexpr int kMostRows = 6 / kPasses;
+template <int kPasses, int kRows>
+constexpr int kBlockVectors = 4;
+#elif defined(LLMK_VEC_AVX2)
+template <int kPasses>
+constexpr int kMostRows = 6 / kPasses;
+template <int kPasses, int kRows>
+constexpr int kBlockVectors = kPasses * kRows <= 3 ? 2 : 1;
 #else
-constexpr int kRowBlock = 2, kBlockVectors = 2;
+template <int kPasses>
+constexpr int kMostRows = 2 / kPasses;
+template <int kPasses, int kRows>
+constexpr int kBlockVectors = 2;
 #endif
 
 // Returns the number of groups of keys in a chunk. All `heads` read a chunk together, because the heads are adjacent in
@@ -55,11 +69,12 @@ struct SoftmaxState {
 
 // The rows of a task. Row r of head h has number h * rows + r.
 struct TaskRows {
-  // `query_units` is the number of units of a query in one pass (Int8Form has two passes).
+  // `query_units` is the number of units of keys that a query is multiplied by. A query has F::kRowWords words for each:
+  // one word in each of two passes (Int8Form), or the floats of a unit side by side (WidenedForm).
   int64_t heads, rows, dim, padded_dim, query_units;
   const int64_t* visible;                             // [rows]: a row sees keys before this position; ascending
   const int64_t* first;                               // [rows]: first key that a row sees; null: key 0 for all rows
-  Unit* queries;                                      // packed queries: [heads * rows][passes][query_units]
+  Unit* queries;                                      // packed queries: [heads * rows][kRowWords * query_units]
   // [heads * rows]: the factor of a score. It includes log2(e), because weights are computed as powers of two.
   float* factors;
   // [heads * rows]: offset of the integer sums, used by Int8ScoreProduct
@@ -94,7 +109,7 @@ struct BlockMemory {
 // sets of the caches.
 constexpr int64_t kScoreStride = kPartition + kLanes;
 template <class F>
-constexpr int64_t kWeightStride = F::kPasses * kPartition / F::kPerUnit + kLanes;
+constexpr int64_t kWeightStride = F::kRowWords * kPartition / F::kPerUnit + kLanes;
 // Number of groups of keys whose weights are computed together, because a tile product needs kAmxSteps units of
 // weights.
 template <class F>
@@ -120,7 +135,7 @@ struct ProductRows {
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, SharedFetch shared, typename P::Acc (&total)[R][V]) {
-  static_assert(kPasses * R * V <= kRowBlock * kBlockVectors, "the sums stay in registers");
+  static_assert(R <= kMostRows<kPasses> && V <= kBlockVectors<kPasses, R>, "the sums stay in registers");
   typename P::Acc sums[kPasses][R][V];
   LLMK_UNROLL
   for (int i = 0; i < kPasses * R * V; ++i) {
@@ -131,11 +146,25 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
     const Unit* panel[V];
     LLMK_UNROLL
     for (int v = 0; v < V; ++v) panel[v] = at(piece, v);
-    const Unit* row = rows.units + piece * units;
+    const Unit* row = rows.units + piece * units * P::kParts;
     for (int64_t k = 0; k < units;) {
       const int64_t last = smaller(units, k + kFetchUnits);
       if (shared.fetch != nullptr) shared.fetch->some(lines);
       for (; k < last; ++k) {
+#ifdef LLMK_VEC_AVX2
+        if constexpr (std::is_same_v<typename P::Acc, Vec>) {
+          LLMK_UNROLL
+          for (int j = 0; j < P::kParts * V; ++j) {
+            const Vec part = P::part(panel[j % V] + k * panel_stride, j / V);
+            LLMK_UNROLL
+            for (int i = 0; i < R; ++i) {
+              const Unit* x = row + i * rows.stride + k * P::kParts + j / V;
+              add_product(&sums[0][i][j % V], part, reinterpret_cast<const float*>(x));
+            }
+          }
+          continue;
+        }
+#endif
         typename P::Operand lanes[V];
         LLMK_UNROLL
         for (int v = 0; v < V; ++v) lanes[v] = P::lanes(panel[v] + k * panel_stride);
@@ -159,26 +188,27 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
 // Returns the number of calls that for_row_blocks() makes.
 template <int kPasses>
 LLMK_INLINE int64_t row_blocks(int64_t rows) {
-  return ceil_div(rows, kRowBlock / kPasses);
+  return ceil_div(rows, kMostRows<kPasses>);
 }
 
 // Calls function(first row, number of rows) for blocks of rows of about equal size. The number of rows is passed as a
-// std::integral_constant. A product with two passes has smaller blocks, so that the sums of both passes fit into
-// registers.
+// std::integral_constant.
 template <int kPasses, class Function>
 LLMK_INLINE void for_row_blocks(int64_t rows, const Function& function) {
-  constexpr int kMost = kRowBlock / kPasses;
+  constexpr int kMost = kMostRows<kPasses>;
   for (int64_t row = 0; row < rows;) {
     const int64_t left = rows - row, size = ceil_div(left, ceil_div(left, kMost));
-#ifdef LLMK_VEC_AVX512
     if constexpr (kMost == 6) {
       if (size == 6) function(row, std::integral_constant<int, 6>());
       if (size == 5) function(row, std::integral_constant<int, 5>());
       if (size == 4) function(row, std::integral_constant<int, 4>());
     }
-    if (size == 3) function(row, std::integral_constant<int, 3>());
-#endif
-    if (size == 2) function(row, std::integral_constant<int, 2>());
+    if constexpr (kMost >= 3) {
+      if (size == 3) function(row, std::integral_constant<int, 3>());
+    }
+    if constexpr (kMost >= 2) {
+      if (size == 2) function(row, std::integral_constant<int, 2>());
+    }
     if (size == 1) function(row, std::integral_constant<int, 1>());
     row += size;
   }
@@ -207,15 +237,15 @@ template <class F>
 static inline void score_rows(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
                               int64_t rows, TileFetch* fetch, float* scores) {
   using P = typename F::ScoreProduct;
-  const int64_t units = ceil_div(all.dim, F::kPerUnit), stride = F::kPasses * all.query_units;
+  const int64_t units = ceil_div(all.dim, F::kPerUnit), stride = F::kRowWords * all.query_units;
   const SharedFetch shared{fetch, row_blocks<F::kPasses>(rows)};
   for_row_blocks<F::kPasses>(rows, [&](int64_t r, auto size) {
-    constexpr int R = decltype(size)::value;
+    constexpr int R = decltype(size)::value, V = kBlockVectors<F::kPasses, R>;
     const ProductRows queries{all.queries + (row + r) * stride, stride, all.query_units};
-    for (int64_t g = groups.begin; g < groups.end; g += kBlockVectors) {
-      typename P::Acc total[R][kBlockVectors];
+    for (int64_t g = groups.begin; g < groups.end; g += V) {
+      typename P::Acc total[R][V];
       clear_sums<P>(total);
-      multiply<P, F::kPasses, R, kBlockVectors>(
+      multiply<P, F::kPasses, R, V>(
           queries, 0, 1, units, kGroupKeys, [&](int64_t, int v) { return panels.keys[g + v]; }, all.offsets + row + r,
           shared, total);
       store_scores<P>(total, panels.key_scales, g, scores + r * kScoreStride);
@@ -354,15 +384,17 @@ static inline void value_rows(const TilePanels& panels, GroupRange groups, int64
                               const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
   const SharedFetch shared{fetch, row_blocks<F::kPasses>(rows)};
   for_row_blocks<F::kPasses>(rows, [&](int64_t r, auto size) {
-    constexpr int R = decltype(size)::value, V = kBlockVectors;
+    constexpr int R = decltype(size)::value, V = kBlockVectors<F::kPasses, R>;
     const Unit* from = weights + r * kWeightStride<F>;
     float* out = sums + r * padded_dim;
     int64_t d = 0;
     for (; d + V * kLanes <= padded_dim; d += V * kLanes) {
       add_values<F, R, V>(panels, groups, d, padded_dim, from, steps + r, shared, out);
     }
-    for (; V > 2 && d + 2 * kLanes <= padded_dim; d += 2 * kLanes) {
-      add_values<F, R, 2>(panels, groups, d, padded_dim, from, steps + r, shared, out);
+    if constexpr (V > 2) {
+      for (; d + 2 * kLanes <= padded_dim; d += 2 * kLanes) {
+        add_values<F, R, 2>(panels, groups, d, padded_dim, from, steps + r, shared, out);
+      }
     }
     if (d < padded_dim) add_values<F, R, 1>(panels, groups, d, padded_dim, from, steps + r, shared, out);
   });

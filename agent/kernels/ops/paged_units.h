@@ -1,8 +1,9 @@
-// The three number formats in which paged attention multiplies. All operands are 32-bit units: one float, two bfloat16
+// The number formats in which paged attention multiplies. All operands are 32-bit units: one float, two bfloat16
 // or four int8. A product broadcasts one unit of a row, multiplies it by 16 units of a panel and adds the result to an
 // accumulator.
 //
 //  FloatForm     float32 FMA. Keys and values of bfloat16, float16 and int8 caches are converted when they are packed.
+//  WidenedForm   FloatForm with the same bits, for few rows on AVX2. Converts the units of the cache in registers.
 //  BFloat16Form  VDPBF16PS for both products; queries and weights are rounded to bfloat16.
 //  Int8Form      VPDPBUSD for both products. The integer sums are exact, so the order of additions does not matter.
 //                Queries have 15 bits and one scale per row. Weights have 16 bits and one scale per row and partition.
@@ -62,6 +63,21 @@ LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   }
   return {_mm512_scalef_ps(p.v, clamped)};  // multiplies by 2^floor(x)
 }
+#elif defined(LLMK_VEC_AVX2)
+// The same with AVX2, except for the last bits: here r is rounded to nearest, and the AVX-512 instruction rounds it down.
+// kDegree must be 4. Its polynomial is at least 1, so no result is subnormal.
+template <int kDegree>
+LLMK_INLINE Vec coarse_power_of_two(Vec x) {
+  static_assert(kDegree == 4, "the polynomial of degree 3 is below 1 at 0");
+  const Vec clamped = maximum(broadcast(-126.0f), x);
+  const Vec whole = {_mm256_floor_ps(clamped.low), _mm256_floor_ps(clamped.high)};
+  const Vec r = sub(clamped, whole);
+  Vec p = fma(broadcast(0.0135341679f), r, broadcast(0.0520114606f));
+  p = fma(p, r, broadcast(0.241442757f));
+  p = fma(p, r, broadcast(0.693003834f));
+  p = fma(p, r, broadcast(1.00000259f));
+  return scale_by_power(p, whole);
+}
 #endif
 
 LLMK_INLINE Vec load_int8(const int8_t* p, int64_t n) {
@@ -110,11 +126,15 @@ LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t st
 }
 
 struct FloatProduct {
+  static constexpr int kParts = 1;  // number of words of a row that are multiplied by a unit in one pass
   using Acc = Vec;
   using Operand = Vec;
   static inline Acc clear() { return zero(); }
   static inline Operand lanes(const Unit* p) { return load(reinterpret_cast<const float*>(p)); }
   static inline Operand spread(const Unit* p) { return broadcast(bits_to_float(*p)); }
+#ifdef LLMK_VEC_AVX2
+  static LLMK_MEMBER Vec part(const Unit* p, int) { return lanes(p); }
+#endif
   static inline Acc step(Operand a, Operand b, Acc total) { return fma(a, b, total); }
   static inline Acc shift(Acc total, int32_t) { return total; }
   static inline Acc join(Acc, Acc low) { return low; }
@@ -125,7 +145,8 @@ struct FloatProduct {
 struct FloatForm {
   using ScoreProduct = FloatProduct;
   using ValueProduct = FloatProduct;
-  static constexpr int kPerUnit = 1, kPasses = 1;
+  static constexpr int kPerUnit = 1, kPasses = 1, kRowWords = 1;
+  static constexpr bool kPacks = true;
   static constexpr int64_t kDimStep = kLanes;  // dim is padded to a multiple of this number
 
   static inline Vec power(Vec x) { return power_of_two(x); }
@@ -180,3 +201,4 @@ struct FloatForm {
 
 #include "paged_units_bf16.h"
 #include "paged_units_int8.h"
+#include "paged_units_widened.h"

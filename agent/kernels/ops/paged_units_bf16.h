@@ -5,6 +5,7 @@
 namespace llmk::LLMK_ARCH::paged {
 
 struct BFloat16Product {
+  static constexpr int kParts = 1;
   using Acc = Vec;
   using Operand = __m512bh;
   static inline Acc clear() { return zero(); }
@@ -22,7 +23,8 @@ struct BFloat16Product {
 struct BFloat16Form {
   using ScoreProduct = BFloat16Product;
   using ValueProduct = BFloat16Product;
-  static constexpr int kPerUnit = 2, kPasses = 1;
+  static constexpr int kPerUnit = 2, kPasses = 1, kRowWords = 1;
+  static constexpr bool kPacks = true;
   static constexpr int64_t kDimStep = 2 * kLanes;
 
   // Uses a polynomial of degree 3, because its error is smaller than the rounding error of a weight in bfloat16.

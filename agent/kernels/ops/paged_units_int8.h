@@ -6,42 +6,48 @@ namespace llmk::LLMK_ARCH::paged {
 
 // Runs the instruction VPDPBUSD. This is assembly, because GCC 12 copies the accumulators of the intrinsic in every
 // iteration of a loop.
-LLMK_INLINE __m512i dot_quads(__m512i total, __m512i unsigned_bytes, __m512i signed_bytes) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(unsigned_bytes), "v"(signed_bytes));
+LLMK_INLINE Ints dot_bytes(Ints total, Ints unsigned_bytes, Ints signed_bytes) {
+#ifdef LLMK_VEC_AVX512
+  asm("vpdpbusd %2, %1, %0" : "+v"(total.v) : "v"(unsigned_bytes.v), "v"(signed_bytes.v));
+#else
+  add_products(&total.low, unsigned_bytes.low, signed_bytes.low);
+  add_products(&total.high, unsigned_bytes.high, signed_bytes.high);
+#endif
   return total;
 }
 
 // Multiplies keys by signed queries. The keys are unsigned bytes, because 128 was added to them. The row's offset
 // removes the excess of 128 * sum(query).
 struct Int8ScoreProduct {
-  using Acc = __m512i;
-  using Operand = __m512i;
-  static constexpr int kShift = 7;
-  static inline Acc clear() { return _mm512_setzero_si512(); }
-  static inline Operand lanes(const Unit* p) { return _mm512_loadu_si512(p); }
-  static inline Operand spread(const Unit* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
-  static inline Acc step(Operand a, Operand b, Acc total) { return dot_quads(total, b, a); }
-  static inline Acc shift(Acc total, int32_t offset) {
-    return _mm512_add_epi32(_mm512_slli_epi32(total, kShift), _mm512_set1_epi32(offset));
+  using Acc = Ints;
+  using Operand = Ints;
+  static constexpr int kParts = 1, kShift = 7;
+  static LLMK_MEMBER Acc clear() { return broadcast_int(0); }
+  static LLMK_MEMBER Operand lanes(const Unit* p) { return load_ints(p); }
+  static LLMK_MEMBER Operand spread(const Unit* p) { return broadcast_int(static_cast<int>(*p)); }
+  static LLMK_MEMBER Acc step(Operand a, Operand b, Acc total) { return dot_bytes(total, b, a); }
+  static LLMK_MEMBER Acc shift(Acc total, int32_t offset) {
+    return add(shift_left<kShift>(total), broadcast_int(offset));
   }
-  static inline Acc join(Acc high, Acc low) { return _mm512_add_epi32(high, low); }
+  static LLMK_MEMBER Acc join(Acc high, Acc low) { return add(high, low); }
   // Loads integer sums from the memory where their final float values will be stored.
-  static inline Acc restore(const float* sums) { return _mm512_loadu_si512(sums); }
-  static inline void keep(Acc total, float* sums) { _mm512_storeu_si512(sums, total); }
-  static inline Vec result(Acc total) { return {_mm512_cvtepi32_ps(total)}; }
+  static LLMK_MEMBER Acc restore(const float* sums) { return load_ints(sums); }
+  static LLMK_MEMBER void keep(Acc total, float* sums) { store_ints(sums, total); }
+  static LLMK_MEMBER Vec result(Acc total) { return to_floats(total); }
 };
 
 // Multiplies unsigned weights by signed values.
 struct Int8ValueProduct : Int8ScoreProduct {
   static constexpr int kShift = 8;
-  static inline Acc step(Operand a, Operand b, Acc total) { return dot_quads(total, a, b); }
-  static inline Acc shift(Acc total, int32_t) { return _mm512_slli_epi32(total, kShift); }
+  static LLMK_MEMBER Acc step(Operand a, Operand b, Acc total) { return dot_bytes(total, a, b); }
+  static LLMK_MEMBER Acc shift(Acc total, int32_t) { return shift_left<kShift>(total); }
 };
 
 struct Int8Form {
   using ScoreProduct = Int8ScoreProduct;
   using ValueProduct = Int8ValueProduct;
-  static constexpr int kPerUnit = 4, kPasses = 2;
+  static constexpr int kPerUnit = 4, kPasses = 2, kRowWords = 2;
+  static constexpr bool kPacks = true;
   static constexpr int64_t kDimStep = 4 * kLanes;
 
   // Uses a polynomial of degree 4, because its error is about as large as the rounding error of a 16-bit weight.
@@ -51,35 +57,41 @@ struct Int8Form {
   static constexpr float kLargestWeight = 65535.0f;
 
   template <bool kWhole>
-  static inline __attribute__((always_inline)) __m512i load_bytes(const int8_t* p, int64_t n) {
-    if (kWhole || n >= 64) return _mm512_loadu_si512(p);
-    return _mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p);
+  static LLMK_MEMBER Ints load_bytes(const int8_t* p, int64_t n) {
+    if (kWhole || n >= 64) return load_ints(p);
+#ifdef LLMK_VEC_AVX512
+    return {_mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p)};
+#else
+    int8_t bytes[64] = {};
+    std::memcpy(bytes, p, static_cast<size_t>(n));
+    return load_ints(bytes);
+#endif
   }
   template <bool kWhole>
-  static inline __attribute__((always_inline)) Vec load_key(const int8_t* p, int64_t n) {
-    return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kWhole>(p, n), _mm512_set1_epi8(-128)))};
+  static LLMK_MEMBER Vec load_key(const int8_t* p, int64_t n) {
+    return as_floats(flip(load_bytes<kWhole>(p, n), kKeyBias));
   }
 
   // Interleaves the values of four keys. If not kWhole, rows that are null count as zero. The dims are not in order:
   // lane 4 * l + c of vector i holds dim 16 * l + 4 * i + c. The function restore_order() undoes this for the sums.
   template <bool kWhole>
-  static inline __attribute__((always_inline)) void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out) {
-    __m512i row[4];
+  static LLMK_MEMBER void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out) {
+    Ints row[4];
     LLMK_UNROLL
     for (int i = 0; i < 4; ++i) {
-      row[i] = !kWhole && rows[i] == nullptr ? _mm512_setzero_si512() : load_bytes<kWhole>(rows[i], n);
+      row[i] = !kWhole && rows[i] == nullptr ? broadcast_int(0) : load_bytes<kWhole>(rows[i], n);
     }
-    const __m512i low = _mm512_unpacklo_epi8(row[0], row[1]), high = _mm512_unpackhi_epi8(row[0], row[1]);
-    const __m512i low2 = _mm512_unpacklo_epi8(row[2], row[3]), high2 = _mm512_unpackhi_epi8(row[2], row[3]);
+#ifdef LLMK_VEC_AVX512
+    const __m512i low = _mm512_unpacklo_epi8(row[0].v, row[1].v), high = _mm512_unpackhi_epi8(row[0].v, row[1].v);
+    const __m512i low2 = _mm512_unpacklo_epi8(row[2].v, row[3].v), high2 = _mm512_unpackhi_epi8(row[2].v, row[3].v);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(low, low2));
     _mm512_storeu_si512(out + kLanes, _mm512_unpackhi_epi16(low, low2));
     _mm512_storeu_si512(out + 2 * kLanes, _mm512_unpacklo_epi16(high, high2));
     _mm512_storeu_si512(out + 3 * kLanes, _mm512_unpackhi_epi16(high, high2));
-  }
-
-  static LLMK_MEMBER void store_bytes(int8_t* p, __m128i bytes, int64_t n) {
-    if (n >= kLanes) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
-    _mm_mask_storeu_epi8(p, first_lanes(n), bytes);
+#else
+    interleave_bytes(row[0].low, row[1].low, row[2].low, row[3].low, out);
+    interleave_bytes(row[0].high, row[1].high, row[2].high, row[3].high, out + kLanes / 2);
+#endif
   }
 
   static inline void pack_query(const float* x, int64_t dim, Unit* out, int64_t units, float* factor, int32_t* offset) {
@@ -93,16 +105,20 @@ struct Int8Form {
     int8_t* high = reinterpret_cast<int8_t*>(out);
     int8_t* low = reinterpret_cast<int8_t*>(out + units);
     std::memset(static_cast<void*>(out), 0, static_cast<size_t>(units) * 2 * sizeof(Unit));
-    __m512i total = _mm512_setzero_si512();
+    Ints total = broadcast_int(0);
     for (int64_t d = 0; d < dim; d += kLanes) {
-      const __m512i q = _mm512_cvtps_epi32(mul(load_part(x + d, dim - d), inverse).v);
-      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
-      const __m512i lower = _mm512_sub_epi32(q, _mm512_slli_epi32(upper, 7));
-      total = _mm512_add_epi32(total, q);
-      store_bytes(high + d, _mm512_cvtepi32_epi8(upper), dim - d);
-      store_bytes(low + d, _mm512_cvtepi32_epi8(lower), dim - d);
+      const Ints q = to_ints(mul(load_part(x + d, dim - d), inverse));
+      // q + 64 is upper * 128 + lower + 64, where lower + 64 is not negative.
+      const Ints moved = add(q, broadcast_int(64)), upper = shift_right_signed<7>(moved);
+      const Ints lower = add(low_bits<7>(moved), broadcast_int(-64));
+      total = add(total, q);
+      store_bytes(high + d, upper, dim - d);
+      store_bytes(low + d, lower, dim - d);
     }
-    *offset = -128 * _mm512_reduce_add_epi32(total);
+    int32_t parts[kLanes], sum = 0;
+    store_ints(parts, total);
+    for (const int32_t part : parts) sum += part;
+    *offset = -128 * sum;
     *factor *= most / kLargestQuery;
   }
 
@@ -117,7 +133,7 @@ struct Int8Form {
     uint8_t* const high;
     uint8_t* const low;
     Vec masses = zero();
-    __m512i words;  // 16-bit weights of the previous two groups
+    Ints words;  // 16-bit weights of the previous two groups
 
     LLMK_MEMBER Weights(const float* value_scales, float largest_scale, Unit* out)
         : value_scales(value_scales),
@@ -130,41 +146,83 @@ struct Int8Form {
     // multiple of four. Every second call stores the weights of four groups.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
-      // The 16-bit weights of both groups: four of the first group, then four of the second group, and so on.
-      const __m512i mixed = _mm512_packus_epi32(whole(first, group), whole(second, group + 1));
+      const Ints mixed = pack_words(whole(first, group), whole(second, group + 1));
       if (group % 4 == 0) {
         words = mixed;
         return;
       }
-      const __m512i byte = _mm512_set1_epi16(0xFF);
       const int64_t key = (group - 2) * kGroupKeys;
-      _mm512_storeu_si512(low + key, in_order(_mm512_and_si512(words, byte), _mm512_and_si512(mixed, byte)));
-      _mm512_storeu_si512(high + key, in_order(_mm512_srli_epi16(words, 8), _mm512_srli_epi16(mixed, 8)));
+      store_ints(low + key, in_order(low_byte(words), low_byte(mixed)));
+      store_ints(high + key, in_order(high_byte(words), high_byte(mixed)));
     }
-    // Returns the low (or high) bytes of the weights of four groups, group after group.
-    static LLMK_MEMBER __m512i in_order(__m512i words, __m512i more_words) {
-      const __m512i quads = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-      return _mm512_permutexvar_epi32(quads, _mm512_packus_epi16(words, more_words));
-    }
-    LLMK_MEMBER __m512i whole(Vec p, int64_t group) const {
-      return _mm512_cvtps_epi32(mul(p, mul(load(value_scales + group * kLanes), inverse)).v);
+    LLMK_MEMBER Ints whole(Vec p, int64_t group) const {
+      return to_ints(mul(p, mul(load(value_scales + group * kLanes), inverse)));
     }
     LLMK_MEMBER Vec mass() const { return masses; }
     LLMK_MEMBER float step() const { return largest_scale / kLargestWeight; }
   };
   static_assert(int64_t{kPartition} * 65535 * 127 < int64_t{1} << 31, "a sum of weights times values is an int32");
 
-  // Restores the order of the 64 sums that pack_values changed.
+  // Restores the order of the 64 sums that pack_values changed. They are 16 blocks of 4 sums. Block 4 * i + l moves to
+  // place 4 * l + i.
   static inline void restore_order(float* sums) {
-    const __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16), c = _mm512_loadu_ps(sums + 32),
-                 d = _mm512_loadu_ps(sums + 48);
-    const __m512 ab_even = _mm512_shuffle_f32x4(a, b, 0x88), ab_odd = _mm512_shuffle_f32x4(a, b, 0xDD);
-    const __m512 cd_even = _mm512_shuffle_f32x4(c, d, 0x88), cd_odd = _mm512_shuffle_f32x4(c, d, 0xDD);
-    _mm512_storeu_ps(sums, _mm512_shuffle_f32x4(ab_even, cd_even, 0x88));
-    _mm512_storeu_ps(sums + 16, _mm512_shuffle_f32x4(ab_odd, cd_odd, 0x88));
-    _mm512_storeu_ps(sums + 32, _mm512_shuffle_f32x4(ab_even, cd_even, 0xDD));
-    _mm512_storeu_ps(sums + 48, _mm512_shuffle_f32x4(ab_odd, cd_odd, 0xDD));
+    float blocks[16][4];
+    std::memcpy(blocks, sums, sizeof(blocks));
+    for (int i = 0; i < 16; ++i) std::memcpy(sums + (i % 4 * 4 + i / 4) * 4, blocks[i], sizeof(blocks[i]));
   }
+
+ private:
+  static LLMK_MEMBER void store_bytes(int8_t* p, Ints numbers, int64_t n) {
+    if (n >= kLanes) return store_signed_bytes(p, numbers);
+    int8_t bytes[kLanes];
+    store_signed_bytes(bytes, numbers);
+    std::memcpy(p, bytes, static_cast<size_t>(n));
+  }
+
+#ifdef LLMK_VEC_AVX512
+  static LLMK_MEMBER Vec as_floats(Ints bits) { return {_mm512_castsi512_ps(bits.v)}; }
+  // Packs the numbers of two groups of keys to 16 bits: four of the first group, then four of the second group, and so
+  // on. low_byte() and high_byte() take a byte of each.
+  static LLMK_MEMBER Ints pack_words(Ints first, Ints second) { return {_mm512_packus_epi32(first.v, second.v)}; }
+  static LLMK_MEMBER Ints low_byte(Ints words) { return {_mm512_and_si512(words.v, _mm512_set1_epi16(0xFF))}; }
+  static LLMK_MEMBER Ints high_byte(Ints words) { return {_mm512_srli_epi16(words.v, 8)}; }
+  // Packs the 16-bit numbers of four groups of keys to bytes, group after group.
+  static LLMK_MEMBER Ints in_order(Ints words, Ints more) {
+    const __m512i quads = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return {_mm512_permutexvar_epi32(quads, _mm512_packus_epi16(words.v, more.v))};
+  }
+#else
+  static LLMK_MEMBER Vec as_floats(Ints bits) {
+    return {_mm256_castsi256_ps(bits.low), _mm256_castsi256_ps(bits.high)};
+  }
+  static LLMK_MEMBER Ints pack_words(Ints first, Ints second) {
+    return {_mm256_packus_epi32(first.low, second.low), _mm256_packus_epi32(first.high, second.high)};
+  }
+  static LLMK_MEMBER Ints low_byte(Ints words) {
+    const __m256i byte = _mm256_set1_epi16(0xFF);
+    return {_mm256_and_si256(words.low, byte), _mm256_and_si256(words.high, byte)};
+  }
+  static LLMK_MEMBER Ints high_byte(Ints words) {
+    return {_mm256_srli_epi16(words.low, 8), _mm256_srli_epi16(words.high, 8)};
+  }
+  static LLMK_MEMBER Ints in_order(Ints words, Ints more) {
+    // The quads of a register are those of four groups at two places. They become pairs of quads of one group.
+    const __m256i pairs = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i low = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words.low, more.low), pairs);
+    const __m256i high = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words.high, more.high), pairs);
+    const __m256i even = _mm256_unpacklo_epi64(low, high), odd = _mm256_unpackhi_epi64(low, high);
+    return {_mm256_permute2x128_si256(even, odd, 0x20), _mm256_permute2x128_si256(even, odd, 0x31)};
+  }
+  // Interleaves 32 bytes of four rows, in lanes of 128 bits. The four results are stored kLanes units apart.
+  static LLMK_MEMBER void interleave_bytes(__m256i a, __m256i b, __m256i c, __m256i d, Unit* out) {
+    const __m256i low = _mm256_unpacklo_epi8(a, b), high = _mm256_unpackhi_epi8(a, b);
+    const __m256i low2 = _mm256_unpacklo_epi8(c, d), high2 = _mm256_unpackhi_epi8(c, d);
+    const __m256i results[4] = {_mm256_unpacklo_epi16(low, low2), _mm256_unpackhi_epi16(low, low2),
+                                _mm256_unpacklo_epi16(high, high2), _mm256_unpackhi_epi16(high, high2)};
+    LLMK_UNROLL
+    for (int i = 0; i < 4; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * kLanes), results[i]);
+  }
+#endif
 };
 
 }  // namespace llmk::LLMK_ARCH::paged

@@ -76,6 +76,11 @@ LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
   const __m128i flipped = _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(bias)));
   if (n >= kLanes) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), flipped);
   _mm_mask_storeu_epi8(p, first_lanes(n), flipped);
+#elif defined(LLMK_VEC_AVX2)
+  int8_t bytes[kLanes];
+  store_signed_bytes(bytes, to_ints(v));
+  for (int8_t& byte : bytes) byte = static_cast<int8_t>(byte ^ bias);
+  std::memcpy(p, bytes, static_cast<size_t>(smaller(kLanes, n)));
 #else
   float lanes[kLanes];
   int8_t bytes[kLanes];

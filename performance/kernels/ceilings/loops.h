@@ -35,6 +35,8 @@ namespace llmk::LLMK_ARCH {
 // bytes also needs two temporary registers.
 #if defined(LLMK_VEC_AVX512)
 constexpr int kChains = 12, kByteChains = 12;
+#elif defined(LLMK_VNNI)
+constexpr int kChains = 6, kByteChains = 6;
 #else
 constexpr int kChains = 6, kByteChains = 2;
 #endif
@@ -59,7 +61,11 @@ LLMK_INLINE void hide(BroadcastQuad& a) {
 #elif defined(LLMK_VEC_AVX2)
 LLMK_INLINE void hide(Vec& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high)); }
 LLMK_INLINE void hide(Ints& a) { __asm__ volatile("" : "+x"(a.low), "+x"(a.high)); }
+#ifdef LLMK_VNNI
+LLMK_INLINE void hide(BroadcastQuad& a) { __asm__ volatile("" : "+x"(a)); }
+#else
 LLMK_INLINE void hide(BroadcastQuad& a) { __asm__ volatile("" : "+x"(a.even), "+x"(a.odd)); }
+#endif
 #else
 // On other instruction sets, a vector type consists of several registers. So the empty assembler code names the vector
 // as memory ("m") and not as a register.
