@@ -80,6 +80,7 @@ INSTRUCTION_SETS = {
     "avx512_amx": [*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     "neon_dot": ["-march=armv8.2-a+dotprod"],
     "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
+    "neon_bf16": ["-march=armv8.2-a+dotprod+i8mm+bf16"],
 }
 """Compiler flags for each file in agent/kernels/arch, by its name, the best set last. portable.cc needs none."""
 PORTABLE = "portable"

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build/aarch64"
 TREE, SYSTEM, PACKAGES, PYTHON = FOLDER / "tree", FOLDER / "system", FOLDER / "packages", FOLDER / "python"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-INSTRUCTION_SETS = ("neon_dot", "neon_i8mm", "portable")
+INSTRUCTION_SETS = ("neon_bf16", "neon_i8mm", "neon_dot", "portable")
 
 DEBIAN_PACKAGES = (
     *("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libgcc-s1", "libstdc++6"),

@@ -44,6 +44,7 @@ _ISA_FLAGS = (
     ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
     ("avx2_vnni", {"avx_vnni", "avx2", "fma", "f16c"}),
     ("avx2", {"avx2", "fma", "f16c"}),
+    ("neon_bf16", {"asimddp", "i8mm", "bf16"}),
     ("neon_i8mm", {"asimddp", "i8mm"}),
     ("neon_dot", {"asimddp"}),
 )

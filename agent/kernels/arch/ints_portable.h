@@ -62,18 +62,21 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return {total.v + w.byte[0] * x.value[0] + w.byte[1] * x.value[1] + w.byte[2] * x.value[2] +
           w.byte[3] * x.value[3]};
 }
-#endif
-
 LLMK_INLINE Quads low_nibbles(Ints a) { return quads({a.v & 0x0F0F0F0F}); }
 LLMK_INLINE Quads high_nibbles(Ints a) { return quads({(a.v >> 4) & 0x0F0F0F0F}); }
+#endif
 
-// Returns a * b + c, rounded once. fma() in vec_portable.h rounds twice. This function is slow, because it may call the
-// C library for each lane.
+// Returns a * b + c, rounded once.
+#ifdef LLMK_NEON_DOT
+LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+#else
+// fma() in vec_portable.h rounds twice. This function is slow, because it may call the C library for each lane.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
   Vec result;
   for (int i = 0; i < 16; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return result;
 }
+#endif
 
 LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) { return (Vec)(bits - (UnsignedVec)v); }
 

@@ -56,10 +56,13 @@ inline bool processor_runs(const char* isa) {
   if (std::strcmp(isa, "avx512_amx") == 0) return vnni && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
 #endif
 #elif defined(__aarch64__)
-  constexpr unsigned long kDotProducts = 1ul << 20, kMatrixInt8 = 1ul << 13;  // SDOT in HWCAP, I8MM in HWCAP2
+  // SDOT is a bit of HWCAP, the others are bits of HWCAP2 (asm/hwcap.h of Linux).
+  constexpr unsigned long kDotProducts = 1ul << 20, kMatrixInt8 = 1ul << 13, kBFloat16 = 1ul << 14;
   const bool dot = (getauxval(AT_HWCAP) & kDotProducts) != 0;
   if (std::strcmp(isa, "neon_dot") == 0) return dot;
-  if (std::strcmp(isa, "neon_i8mm") == 0) return dot && (getauxval(AT_HWCAP2) & kMatrixInt8) != 0;
+  const bool matrix = dot && (getauxval(AT_HWCAP2) & kMatrixInt8) != 0;
+  if (std::strcmp(isa, "neon_i8mm") == 0) return matrix;
+  if (std::strcmp(isa, "neon_bf16") == 0) return matrix && (getauxval(AT_HWCAP2) & kBFloat16) != 0;
 #endif
   return false;
 }

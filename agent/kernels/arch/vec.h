@@ -24,7 +24,8 @@
 //
 //   Ints                               a vector of 16 int32, with broadcast_int load_ints store_ints add multiply
 //                                      shift_right to_floats and other functions
-//   Quads                              four uint8 weights in each 32-bit lane
+//   Quads                              four weights in each 32-bit lane. quads() makes them from bytes w + 128.
+//   kByteZero                          what quads() makes of a weight of 0: 128, or 0 if its bytes are signed
 //   BroadcastQuad                      four int8 activations, the same in each lane
 //   dot_quads(total, w, x)             adds the exact dot product of each lane's four weights and activations
 //
@@ -47,6 +48,9 @@
 namespace llmk::LLMK_ARCH {
 
 constexpr int kLanes = 16;
+#ifndef LLMK_NEON_DOT
+constexpr int kByteZero = 128;
+#endif
 
 // Loads the first n elements of a vector, for any n >= 0. The function store_part() stores them. The usual case n >= 16
 // needs no mask.

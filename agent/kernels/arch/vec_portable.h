@@ -1,6 +1,9 @@
 // The type Vec of vec.h without intrinsics: 16 floats as a GCC vector. The compiler uses the baseline of the
-// architecture, such as SSE2 or NEON.
+// architecture, such as SSE2 or NEON. Only multiply-adds are intrinsics on Arm.
 #pragma once
+#ifdef LLMK_NEON_DOT
+#include <arm_neon.h>
+#endif
 
 namespace llmk::LLMK_ARCH {
 
@@ -41,8 +44,21 @@ LLMK_INLINE Vec add(Vec a, Vec b) { return a + b; }
 LLMK_INLINE Vec sub(Vec a, Vec b) { return a - b; }
 LLMK_INLINE Vec mul(Vec a, Vec b) { return a * b; }
 LLMK_INLINE Vec div(Vec a, Vec b) { return a / b; }
+#ifdef LLMK_NEON_DOT
+LLMK_INLINE Vec fma(Vec a, Vec b, Vec c) {
+  float32x4_t parts[3][4];
+  std::memcpy(parts[0], &a, sizeof(a));
+  std::memcpy(parts[1], &b, sizeof(b));
+  std::memcpy(parts[2], &c, sizeof(c));
+  for (int i = 0; i < 4; ++i) parts[2][i] = vfmaq_f32(parts[2][i], parts[0][i], parts[1][i]);
+  Vec result;
+  std::memcpy(&result, parts[2], sizeof(result));
+  return result;
+}
+#else
 // Rounds twice: the compiler flag -ffp-contract=off forbids a fused multiply-add.
 LLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+#endif
 LLMK_INLINE Vec select(IntVec mask, Vec a, Vec b) { return (Vec)(((IntVec)a & mask) | ((IntVec)b & ~mask)); }
 LLMK_INLINE Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
 LLMK_INLINE Vec minimum(Vec a, Vec b) { return select(a < b, a, b); }

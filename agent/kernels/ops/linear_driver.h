@@ -335,7 +335,7 @@ static void rows_as_floats(LinearJob* job) {
   if (job->args.dtype == DType::kFloat32 && uneven) convert_rows<float, float>(job, stride);
 }
 
-#ifdef LLMK_BF16_DOT
+#if defined(LLMK_BF16_DOT) || defined(LLMK_NEON_BF16)
 static void rows_as_bfloats(LinearJob* job) {
   job->x = job->args.x;
   job->x_stride = job->args.x_stride;
@@ -393,11 +393,17 @@ static void run_job(LinearJob* job) {
     return run_panels<PlainForm<BFloatDotStep>>(*job);
   }
 #endif
+#ifdef LLMK_NEON_BF16
+  if (format == WeightFormat::kBFloat16) {
+    rows_as_bfloats(job);
+    return run_panels<PlainForm<BFloatMatrixStep>>(*job);
+  }
+#endif
   rows_as_floats(job);
   if (weight_only) return run_weight_only<float>(*job);
   if (format == WeightFormat::kFloat32) return run_panels<PlainForm<FloatStep<float>>>(*job);
   if (format == WeightFormat::kFloat16) return run_panels<PlainForm<FloatStep<half_t>>>(*job);
-#ifndef LLMK_BF16_DOT
+#if !defined(LLMK_BF16_DOT) && !defined(LLMK_NEON_BF16)
   return run_panels<PlainForm<BFloatStep>>(*job);
 #endif
 }

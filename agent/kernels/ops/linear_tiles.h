@@ -107,18 +107,20 @@ using ByteTiles = WideTiles;
 using ByteTiles = NarrowTiles;
 #endif
 
+#ifndef LLMK_NEON_I8MM
 struct ByteStep : ByteTiles {
   using X = int8_t;
   using Sum = Ints;
   using Weight = Quads;
-  static constexpr int kDepth = 4, kVectorBytes = 64, kZero = 128;
+  static constexpr int kDepth = 4, kVectorBytes = 64, kZero = kByteZero;
   LLMK_INLINE Weight weight(const uint8_t* p) { return quads(load_ints(p)); }
   LLMK_INLINE BroadcastQuad activation(const X* p) { return broadcast_quad(p); }
   LLMK_INLINE Sum step(Sum total, Weight w, BroadcastQuad x) { return dot_quads(total, w, x); }
 };
 
+#endif
 
-#ifndef LLMK_VEC_AVX2
+#if !defined(LLMK_VEC_AVX2) && !defined(LLMK_NEON_I8MM)
 struct NibbleStep : ByteTiles {
   using X = int8_t;
   using Sum = Ints;
@@ -164,6 +166,9 @@ LLMK_INLINE void fetch_ahead(const uint8_t* p) { __builtin_prefetch(p + kFetchAh
 #else
 #include "linear_nibbles_avx2.h"
 #endif
+#endif
+#ifdef LLMK_NEON_I8MM
+#include "linear_matrix_neon.h"
 #endif
 
 namespace llmk::LLMK_ARCH {

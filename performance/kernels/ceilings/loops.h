@@ -27,6 +27,9 @@ struct CeilingLoops {
 #ifdef LLMK_AMX
 #include "../../../agent/kernels/ops/amx_tiles.h"
 #endif
+#ifdef LLMK_NEON_I8MM
+#include "../../../agent/kernels/ops/linear_tiles.h"
+#endif
 
 namespace llmk::LLMK_ARCH {
 
@@ -155,8 +158,40 @@ static int64_t ceiling_dot_int8(int64_t steps) {
   });
 }
 #else
-static int64_t ceiling_dot_bf16(int64_t steps) { return run_steps<bfloat_t>(steps); }
+#ifdef LLMK_NEON_I8MM
+// Measures matrix products: each step adds kMatrixChains products of two columns and two rows, with 8 bytes of depth.
+constexpr int kMatrixChains = 12;
 
+template <class Products>
+LLMK_INLINE int64_t run_matrix_products(int64_t steps) {
+  int32x4_t ones = vdupq_n_s32(0x01010101);
+  typename Products::Sums total[kMatrixChains];
+  for (auto& sums : total) sums = Products::from(vdupq_n_s32(0));
+  for (int64_t i = 0; i < steps; ++i) {
+    LLMK_UNROLL
+    for (int c = 0; c < kMatrixChains; ++c) {
+      __asm__ volatile("" : "+w"(ones));
+      total[c] = Products::add(total[c], ones, ones);
+    }
+  }
+  Ints sums;
+  for (int c = 0; c < kMatrixChains; c += 4) {
+    std::memcpy(&sums, &total[c], sizeof(sums));
+    keep(&sums, 1);
+  }
+  return steps * kMatrixChains * 4 * static_cast<int64_t>(8 / sizeof(typename Products::X)) * 2;
+}
+#endif
+
+#ifdef LLMK_NEON_BF16
+static int64_t ceiling_dot_bf16(int64_t steps) { return run_matrix_products<BFloatProducts>(steps); }
+#else
+static int64_t ceiling_dot_bf16(int64_t steps) { return run_steps<bfloat_t>(steps); }
+#endif
+
+#ifdef LLMK_NEON_I8MM
+static int64_t ceiling_dot_int8(int64_t steps) { return run_matrix_products<ByteProducts>(steps); }
+#else
 static int64_t ceiling_dot_int8(int64_t steps) {
   alignas(64) int8_t ones[64];
   std::memset(ones, 1, sizeof(ones));
@@ -178,6 +213,7 @@ static int64_t ceiling_dot_int8(int64_t steps) {
   keep(total, kByteChains);
   return steps * kByteChains * 64 * 2;
 }
+#endif
 #endif
 
 template <int kPlaces, bool kFetch>
