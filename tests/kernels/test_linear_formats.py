@@ -29,7 +29,7 @@ for dtype in DTYPES:
         for group, asymmetric in ((0, False), (32, False), (32, True), (40, True)):
             blob = packed(fmt, w, group=group, gated=True, asymmetric=asymmetric)
             results = [linear(x, blob, dtype, epilogue=epilogue) for epilogue in ("store", "store_float", "swiglu")]
-            digest = hashlib.sha256(b"".join(result.tobytes() for result in [blob, *results]))
+            digest = hashlib.sha256(b"".join(result.tobytes() for result in results))
             print(dtype, fmt, group, asymmetric, digest.hexdigest())
 # Whole tiles of the matrix unit: one and two blocks of rows, a short one, several pieces of the depth.
 w = rng.standard_normal((150, 1024)).astype(np.float32)
