@@ -1,4 +1,4 @@
-// Exact dot products of bytes with Arm's SDOT instruction. The other operations of the type Ints are in ints_portable.h.
+// Exact dot products of bytes with Arm's SDOT. The other operations of the type Ints are in ints_portable.h.
 #pragma once
 #include <arm_neon.h>
 

@@ -36,8 +36,8 @@ constexpr int64_t kBlockRows = 32;  // rows of a block: those of several heads, 
 constexpr int kFetchUnits = 8;      // number of units that are multiplied between two prefetches
 constexpr float kLowest = -3.4028235e38f;
 
-// The numbers of rows and of panel vectors that are multiplied together, so that their sums stay in registers. A product
-// with two passes has the sums of both.
+// The numbers of rows and of panel vectors that are multiplied together, so that their sums stay in registers. If a
+// product has two passes, it has the sums of both.
 #if defined(LLMK_VEC_AVX512)
 template <int kPasses>
 constexpr int kMostRows = 6 / kPasses;
@@ -69,8 +69,8 @@ struct SoftmaxState {
 
 // The rows of a task. Row r of head h has number h * rows + r.
 struct TaskRows {
-  // `query_units` is the number of units of keys that a query is multiplied by. A query has F::kRowWords words for each:
-  // one word in each of two passes (Int8Form), or the floats of a unit side by side (WidenedForm).
+  // `query_units` is the number of units of keys that a query is multiplied by. For each, a query has F::kRowWords
+  // words: one word in each of two passes (Int8Form), or the floats of a unit side by side (WidenedForm).
   int64_t heads, rows, dim, padded_dim, query_units;
   const int64_t* visible;                             // [rows]: a row sees keys before this position; ascending
   const int64_t* first;                               // [rows]: first key that a row sees; null: key 0 for all rows

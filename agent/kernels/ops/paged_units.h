@@ -64,7 +64,7 @@ LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   return {_mm512_scalef_ps(p.v, clamped)};  // multiplies by 2^floor(x)
 }
 #elif defined(LLMK_VEC_AVX2)
-// The same with AVX2, except for the last bits: here r is rounded to nearest, and the AVX-512 instruction rounds it down.
+// The same with AVX2, except for the last bits: r is rounded to nearest here, and down by the AVX-512 instruction.
 // kDegree must be 4. Its polynomial is at least 1, so no result is subnormal.
 template <int kDegree>
 LLMK_INLINE Vec coarse_power_of_two(Vec x) {

@@ -1,4 +1,5 @@
-// WidenedForm (paged_units.h): float32 products with keys and values of bfloat16 or int8 that are converted in registers.
+// WidenedForm (paged_units.h): float32 products with keys and values of bfloat16 or int8, which are converted in
+// registers.
 //
 // A row has one float for each element of a unit. The elements of a unit are multiplied one after the other: first all
 // rows by the first element, then all rows by the second. So a sum has the order of FloatForm, and its bits. Converting
