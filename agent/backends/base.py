@@ -180,6 +180,8 @@ class OpTable(ABC):
         self.hooks = hooks or DeviceHooks()
         self.takes_rows = False
         """True if the first input of the graph is hidden states, because the model reads images."""
+        self.num_taps = 0
+        """Number of operators that ``tap`` has made. The graph has as many further outputs."""
 
     @property
     def is_split(self) -> bool:
@@ -310,6 +312,14 @@ class OpTable(ABC):
 
         hidden and residual are [tokens, width]. ``StepGraph`` gets hidden + residual from the graph's output, and the
         next stage begins with this sum.
+        """
+
+    @abstractmethod
+    def tap(self, width: int) -> Operator:
+        """Returns an operator (hidden, residual, step) -> a further output of the graph, and counts it in ``num_taps``.
+
+        hidden and residual are [tokens, width]. ``StepGraph.tapped`` gets hidden + residual of each such output. So a
+        model can give the residual stream between two layers to other code.
         """
 
     @abstractmethod

@@ -41,11 +41,14 @@ class Llama(nn.Cell):
         if self.is_first_stage:
             self.embedding = Embedding(ops, ops.vocab_rows(shape.vocab_size), shape.hidden_size)
         self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len), shape.sliding_window)
+        tapped = config.tapped_layers
+        self.taps = nn.CellList([ops.tap(shape.hidden_size) for _ in tapped])
         if shape.gemma is not None:
             self.local_rotary = ops.rotary(*local_rotary_tables(shape, config.max_model_len), shape.sliding_window)
         self.has_local = shape.gemma is not None
         self.layers = nn.CellList([DecoderLayer(config, ops, layer=index) for index in range(shape.num_layers)])
-        self.runs = equal_layers(shape)
+        self.runs = equal_layers(shape, tapped)
+        self.are_tapped = tuple(end in tapped for _, end in self.runs)
         operators = [_layers_operator(ops, shape, first, end) for first, end in self.runs]
         self.are_local = tuple(shape.is_local(first) for first, _ in self.runs)
         self.are_whole = tuple(operator is not None for operator in operators)
@@ -62,9 +65,9 @@ class Llama(nn.Cell):
 
     def construct(
         self, entry: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Returns the output of ``OpTable.lm_head`` with the logits. If another stage follows, returns the output of
-        ``OpTable.hand_over`` instead.
+        ``OpTable.hand_over`` instead. With ``Config.tapped_layers``, the outputs of ``OpTable.tap`` follow.
 
         In the first stage, ``entry`` is the token ids [tokens]. In later stages, ``entry`` is the residual stream
         [tokens, hidden_size] of the previous stage. If the model reads images, ``entry`` is the embeddings of the
@@ -75,7 +78,8 @@ class Llama(nn.Cell):
         local_rotary = self.local_rotary(positions) if self.has_local else whole_rotary
         hidden = self.embedding(entry, step) if self.embeds else entry
         residual = hidden
-        operator = 0
+        operator = tap = 0
+        tapped: tuple[Tensor, ...] = ()
         for number, (first, end) in enumerate(self.runs):
             rotary = local_rotary if self.are_local[number] else whole_rotary
             if self.are_whole[number]:
@@ -87,10 +91,14 @@ class Llama(nn.Cell):
             else:
                 for index in range(first, end):
                     hidden, residual = self.layers[index](hidden, residual, rotary, step, whole_prompts)
+            if self.are_tapped[number]:
+                tapped = (*tapped, self.taps[tap](hidden, residual, step))
+                tap += 1
         if not self.is_last_stage:
             return self.hand_over(hidden, residual, step)
         weight = self.embedding.weight if self.shares_embedding else self.lm_head.operands()
-        return self.logits(hidden, residual, self.norm.weight, weight, last_tokens, step)
+        output = self.logits(hidden, residual, self.norm.weight, weight, last_tokens, step)
+        return (output, *tapped) if tapped else output
 
 
 class DecoderLayer(nn.Cell):
@@ -151,13 +159,20 @@ class DecoderLayer(nn.Cell):
         return hidden, residual
 
 
-def equal_layers(shape: ModelShape) -> tuple[tuple[int, int], ...]:
-    """Returns ranges [first, end) of consecutive layers of the same kind, which one operator can run together."""
+def equal_layers(shape: ModelShape, tapped: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
+    """Returns ranges [first, end) of consecutive layers of the same kind, which one operator can run together.
+
+    A range ends after each number of layers in ``tapped``, because an operator then takes the residual stream.
+    """
     kinds = [
         (attention_form(shape, layer), shape.has_experts(layer), shape.has_cache(layer))
         for layer in range(shape.num_layers)
     ]
-    starts = [layer for layer in range(shape.num_layers) if layer == 0 or kinds[layer] != kinds[layer - 1]]
+    starts = [
+        layer
+        for layer in range(shape.num_layers)
+        if layer == 0 or layer in tapped or kinds[layer] != kinds[layer - 1]
+    ]
     return tuple(pairwise([*starts, shape.num_layers]))
 
 

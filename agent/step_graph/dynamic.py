@@ -61,6 +61,8 @@ class DynamicStepGraph(StepGraph):
         step_blocks: StepBlocks | None = None,
     ) -> None:
         self._part, self._hooks, self._fuses = ops.part, ops.hooks, fuses
+        self._has_taps = ops.num_taps > 0
+        self._tapped: tuple[OnDevice, ...] = ()
         assert not (step_blocks and decode_sizes), "captured launches have one size, and lists of blocks have any size"
         self._step_blocks = step_blocks
         assert step_blocks or not ops.gathers_blocks, "graphs that gather blocks need the lists of blocks"
@@ -135,7 +137,12 @@ class DynamicStepGraph(StepGraph):
     def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> DeviceScores:
         assert self._sampling is not None, "only the last stage has scores"
         step = self._hooks.launch(lambda: self._results(inputs, entry, inserted), STEP_FETCHED)
+        if self._has_taps:
+            self._tapped = step.results()[STEP_FETCHED.stop :]
         return self._sampling.scores(step, inputs.query_lens.size, self._num_ids(inputs))
+
+    def tapped(self, num_tokens: int) -> tuple[Array, ...]:
+        return tuple(as_array(stream)[:num_tokens] for stream in self._tapped)
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
         return as_array(self._results(inputs, entry)[0])

@@ -45,9 +45,10 @@ def dynamic_step(
 ) -> nn.Cell:
     """Makes the outermost Cell of a graph and declares the types of its inputs.
 
-    In the last pipeline stage, the graph returns the agent's logits and the results of ``BestTokens``. In any other
-    stage, the graph returns the residual stream. If the agent has the whole model, the inputs of ``InsertIds`` come
-    after the other inputs. ``captures`` means that MindSpore captures the launches of decode steps.
+    In the last pipeline stage, the graph returns the agent's logits, the results of ``BestTokens`` and the outputs of
+    the model's taps. In any other stage, the graph returns the residual stream. If the agent has the whole model, the
+    inputs of ``InsertIds`` come after the other inputs. ``captures`` means that MindSpore captures the launches of
+    decode steps.
     """
     best_tokens = BestTokens(vocab_size, ops.part) if ops.is_last_stage else None
     gathers = gathers_blocks(ops, kind)
@@ -86,6 +87,7 @@ class _DynamicStep(nn.Cell):
         self.insert = InsertIds() if ops.inserts_ids else None
         self.whole_prompts = kind == GraphKind.PREFILL
         self.chunk_mask = ops.chunk_mask() if kind == GraphKind.CHUNKED else None
+        self.has_taps = ops.num_taps > 0
         self.set_train(False)
         names = {GraphKind.PREFILL: "prefill", GraphKind.CHUNKED: "chunked" if captures else "increment"}
         self.phase = names.get(kind, "increment")
@@ -121,6 +123,8 @@ class _DynamicStep(nn.Cell):
         if self.chunk_mask is not None:
             step = (*step, self.chunk_mask(positions))
         output = self.model(token_ids, positions, last_tokens, (*step, *step_blocks), self.whole_prompts)
+        if self.has_taps and self.best_tokens is not None:
+            return (output[0], *self.best_tokens(output[0]), *output[1:])
         return output if self.best_tokens is None else (output, *self.best_tokens(output))
 
 

@@ -27,6 +27,7 @@ class FusedStepGraph(StepGraph):
         """``buffers`` are the buffers into which the step reader copies the inputs of every step."""
         self._buffers = buffers
         self._logits, self._best_ids, self._stream = ops.logits, ops.best_ids, ops.stream
+        self._taps = tuple(ops.taps)
         self._result = StepLogits(self._logits[:0], self._best_ids[:0])
         self._states = ops.states
         self._number = 0
@@ -45,7 +46,7 @@ class FusedStepGraph(StepGraph):
     def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> StepLogits:
         assert inserted is None, "a fused step does not run ahead"
         seqs = inputs.query_lens.size
-        self._run(inputs, entry, (self._logits[:seqs], self._best_ids[:seqs]))
+        self._run(inputs, entry, (self._logits[:seqs], self._best_ids[:seqs], *self.tapped(len(entry))))
         if self._done[-1] != self._number:
             raise RuntimeError(f"the output layer is at step {self._done[-1]}, the graph at step {self._number}")
         if seqs != len(self._result.values):
@@ -56,6 +57,9 @@ class FusedStepGraph(StepGraph):
         stream = self._stream[: len(entry)]
         self._run(inputs, entry, (stream,))
         return stream
+
+    def tapped(self, num_tokens: int) -> tuple[Array, ...]:
+        return tuple(tap[:num_tokens] for tap in self._taps)
 
     def _run(self, inputs: StepInputs, entry: Array, results: tuple[Array, ...]) -> None:
         assert inputs.positions.base is self._buffers.positions, "the step must be in the buffers of this graph"

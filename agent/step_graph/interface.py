@@ -80,6 +80,15 @@ class StepGraph(ABC):
         The result is valid until the next run. ``run`` describes the arguments and errors.
         """
 
+    def tapped(self, num_tokens: int) -> tuple[Array, ...]:
+        """Returns the residual streams [num_tokens, hidden_size] that the graph's taps took in the last step.
+
+        ``OpTable.tap`` describes them. They are in host memory, in the order of the taps, and valid until the next run.
+        bfloat16 is returned as uint16. ``num_tokens`` is the number of tokens of the last step.
+        """
+        del num_tokens
+        return ()
+
     def operators(self) -> Mapping[str, Operators]:
         """Returns the counts of operators by the name of the graph's kind. Leaves out graphs that are not replayed."""
         return {}

@@ -78,6 +78,6 @@ class _StaticStep(nn.Cell):
         context_lens: Tensor,
         query_lens: Tensor,
         counts: Tensor,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         step = (slot_mapping, block_tables, context_lens, query_lens, counts)
         return self.model(token_ids, positions, last_tokens, step, False)

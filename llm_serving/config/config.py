@@ -358,6 +358,14 @@ class Config:
         return 0 if self.draft is None else self.speculative_config.max_draft_tokens
 
     @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """Numbers of layers, ascending, after which the agent takes the residual stream of every step.
+
+        For drafts that are made from hidden states of the model. Empty if nothing needs them.
+        """
+        return () if self.draft is None else self.draft.tapped_layers
+
+    @property
     def scratch_blocks_per_seq(self) -> int:
         """Number of blocks of the draft model's KV cache for the drafts of a batch row.
 

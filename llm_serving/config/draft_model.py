@@ -14,16 +14,44 @@ from llm_serving.model.shape import ModelShape
 _KEY = "speculative_config.model"
 
 
+EAGLE, MTP = "eagle", "mtp"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The facts about a head of the model, which makes drafts from hidden states of the model.
+
+    ``DraftModel.shape`` has the sizes of its layer. Its ``vocab_size`` is the number of tokens that the head can guess.
+    """
+
+    kind: str
+    """``EAGLE`` or ``MTP``, as ``speculative_config.method``."""
+    layers: tuple[int, ...]
+    """The head takes the hidden states after these numbers of the model's layers, joined in this order."""
+    hidden_size: int
+    vocab_size: int
+    """The sizes of the model."""
+    shares_output: bool = False
+    """Whether the output layer of an MTP layer is the model's embedding."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftModel:
     """The facts about a draft model, which guesses the next tokens of the model's sequences."""
 
-    path: str
-    """Absolute path of its Hugging Face folder or GGUF file."""
+    path: str | None
+    """Absolute path of its Hugging Face folder or GGUF file. None for an MTP layer of a model without files."""
     shape: ModelShape
     stored_weight_format: str | None = None
     """As ``Config.stored_weight_format``."""
     stored_weight_group: int = 1
+    head: Head | None = None
+    """Facts about a head of the model. None: the draft model is a model of its own."""
+
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """As ``Config.tapped_layers``."""
+        return () if self.head is None else tuple(sorted(set(self.head.layers)))
 
 
 def read_draft_model(raw: RawConfig, path: Path, shape: ModelShape, *, has_weights: bool) -> DraftModel:

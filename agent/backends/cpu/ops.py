@@ -61,6 +61,8 @@ class FusedCpuOps(OpTable):
         self.states = None if config.shape.delta is None else SequenceStates(self._max_seqs)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
         self.rows: Array = allocate((self._max_tokens * self.takes_rows, self._hidden_size), self.dtype)
+        self.taps: list[Array] = []
+        """One array [tokens, width] for each operator of ``tap``. A run of the graph fills it."""
 
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
         return LinearParameters(self.router_weight(in_features, out_features))
@@ -99,6 +101,11 @@ class FusedCpuOps(OpTable):
 
     def hand_over(self, width: int) -> Operator:
         return _cells().HandOver(custom_operator("HandOver", [[1]], ["int32"]), self.stream, self.dtype)
+
+    def tap(self, width: int) -> Operator:
+        self.num_taps += 1
+        self.taps.append(allocate((self._max_tokens, width), self.dtype))
+        return _cells().HandOver(custom_operator("HandOver", [[1]], ["int32"]), self.taps[-1], self.dtype)
 
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
         if first:

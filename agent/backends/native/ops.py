@@ -102,6 +102,10 @@ class NativeOps(OpTable):
     def hand_over(self, width: int) -> Operator:
         return parallel.HandOver()
 
+    def tap(self, width: int) -> Operator:
+        self.num_taps += 1
+        return parallel.HandOver()
+
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
         return (_NormLinear if first else _AddNormLinear)(epsilon, self.forms.layers, self.dtype)
 

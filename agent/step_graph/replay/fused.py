@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
@@ -37,7 +38,7 @@ _SPOILED = 0xFF
 class FusedReplays:
     """Runs the steps of one graph, either with MindSpore or by replaying its recorded launches."""
 
-    def __init__(self, run_graph: Callable[[], Tensor], tensors: Iterable[Tensor], all_agree: AllAgree) -> None:
+    def __init__(self, run_graph: Callable[[], Any], tensors: Iterable[Tensor], all_agree: AllAgree) -> None:
         """``tensors`` are all inputs, parameters and constants of the graph. Their addresses must not change.
 
         ``all_agree`` takes this agent's vote and returns whether all agents that share the layers voted True.
@@ -124,9 +125,10 @@ class FusedReplays:
         return number
 
     def _graph_result(self) -> tuple[Results, tuple[int, ...]]:
-        """Runs the graph. Returns the graph's own output (the step's number) and the address of that output."""
-        tensor = self._run_graph()
-        return (tensor.asnumpy(),), (tensor.data_ptr(),)
+        """Runs the graph. Returns the graph's own outputs (each is the step's number) and their addresses."""
+        found = self._run_graph()
+        tensors = found if isinstance(found, tuple) else (found,)
+        return tuple(tensor.asnumpy() for tensor in tensors), tuple(tensor.data_ptr() for tensor in tensors)
 
     def _give_up(self, problem: str) -> None:
         self._launches, self._problem = None, problem
