@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.backends.base import BlockMoves, OpTable
 from agent.group.model_part import ModelPart
@@ -20,6 +20,9 @@ from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.errors import CheckpointError
 from llm_serving.ipc.host_pool import HostPoolMemory
+
+if TYPE_CHECKING:
+    from agent.models.registry import ModelDefinition
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,13 @@ def load_model(
     report: Callable[[int, int], None],
     cache: WeightCache | None = None,
     pool: HostPoolMemory | None = None,
+    definition: ModelDefinition | None = None,
 ) -> LoadedModel:
     """Builds the part of the model that this agent has, loads its weights and allocates its KV cache.
 
     ``config`` has the sizes of the part. ``report`` is called with the number of loaded tensors and the total number.
-    ``cache`` is the cache of converted weights, and ``pool`` the shared memory of the host blocks. Imports mindspore.
+    ``cache`` is the cache of converted weights, and ``pool`` the shared memory of the host blocks. ``definition`` is
+    given if the network is not the one of the config's architecture. Imports mindspore.
     Raises CheckpointError or AgentStartError.
     """
     from agent.backends.selector import select_op_table
@@ -57,7 +62,7 @@ def load_model(
     from agent.models.registry import find_model
 
     whole = part.whole
-    definition = find_model(whole.architecture, config.model_config.model_type)
+    definition = definition or find_model(whole.architecture, config.model_config.model_type)
     specs = definition.weight_specs(whole)
     ignorable = definition.ignorable_suffixes(whole)
     if config.pooling is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agent.backends.runtime import start_runtime, start_without_mindspore
-from agent.drafting.drafter import Drafter
+from agent.drafting.making import make_drafter
 from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
@@ -121,7 +121,7 @@ class ModelRunner:
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
         self._adapters: AdapterStore | None = None
-        self._drafter = None if config.draft is None else Drafter(config, rank)
+        self._drafter = make_drafter(config, rank)
         self.ahead: StepsAhead | None = None
         """Launches steps ahead if the device does so. None otherwise, and before ``load``."""
         self._images: ImageRows | None = None
@@ -176,7 +176,7 @@ class ModelRunner:
             self.host_pool,
         )
         if self._drafter is not None:
-            self._drafter.load(lambda done, of: self._report("load the draft model", done, of))
+            self._drafter.load(lambda done, of: self._report("load the draft model", done, of), self._model)
         elif self._model.ops.takes_rows:
             self._images = ImageRows.load(self._config, self._model, self.tiles)
         elif self._model.ops.traits.runs_ahead and self._part.is_alone:
@@ -343,7 +343,7 @@ class ModelRunner:
             raise self.after_failure(error) from error
         cost = _cost(start, computed, scores)
         if self._drafter is not None:
-            draft_us = self._drafter.after_step(slot, inputs)
+            draft_us = self._drafter.after_step(slot, inputs, self._graph.tapped(inputs.token_ids.size))
             cost = cost._replace(sample_us=cost.sample_us + draft_us, draft_us=draft_us)
         if slot.checked_row and is_decode:
             self._check_row(slot, scores)

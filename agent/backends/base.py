@@ -318,8 +318,8 @@ class OpTable(ABC):
     def tap(self, width: int) -> Operator:
         """Returns an operator (hidden, residual, step) -> a further output of the graph, and counts it in ``num_taps``.
 
-        hidden and residual are [tokens, width]. ``StepGraph.tapped`` gets hidden + residual of each such output. So a
-        model can give the residual stream between two layers to other code.
+        hidden and residual are [tokens, width]. ``StepGraph.tapped`` gets hidden + residual of each of these outputs.
+        So a model can give the residual stream between two layers to other code.
         """
 
     @abstractmethod
@@ -337,6 +337,13 @@ class OpTable(ABC):
         hidden, residual and total are [tokens, in]. total = hidden + residual, and output [tokens, out_features] =
         RMSNorm(total) @ weight.T + bias. With ``first`` (the first layer of a stage) there is no residual yet, and
         total = hidden. The argument ``bias`` is None if the layer has no bias or the weight includes the bias.
+        """
+
+    @abstractmethod
+    def join_norms(self, width: int, epsilon: float) -> Operator:
+        """Returns an operator (first, second, first gamma [width], second gamma [width], step) -> joined.
+
+        first and second are [tokens, width]. joined [tokens, 2 x width] = [RMSNorm(first), RMSNorm(second)].
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from agent.drafting.network import DraftNetwork
 from agent.drafting.rows import DraftRows
+from agent.model_loading import LoadedModel
 from agent.step_inputs import StepInputs
+from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.ipc.drafts import REJECTED
 from llm_serving.ipc.shm import NO_DRAFT, StepSlot
@@ -30,7 +32,7 @@ _MAX_PLAIN = 64
 
 
 @dataclass(slots=True)
-class _Line:
+class Line:
     """A sequence of a step, as the draft model continues it."""
 
     index: int
@@ -45,15 +47,17 @@ class _Line:
     samples: bool
     table: Int32Array
     drafts: list[int] = field(default_factory=list)
+    state: Array = field(default_factory=lambda: np.empty(0))
+    """A head's hidden state [1, width] after its latest draft. Empty with a draft model."""
 
 
 class Drafter:
     """Makes the drafts of an agent. Only the device thread may call it."""
 
-    def __init__(self, config: Config, rank: int) -> None:
-        """``config`` is the config of the deployment, which has a draft model."""
+    def __init__(self, config: Config, network: DraftNetwork) -> None:
+        """``config`` is the config of the deployment, which has a draft model. ``network`` is not loaded yet."""
         self._config = config
-        self._network = DraftNetwork(config.draft_config(), rank)
+        self._network = network
         cache, num_rows = config.pa_config, config.max_num_seqs
         longest = config.max_model_len
         self._rows = DraftRows(num_rows, longest, cache.block_size, cache.num_blocks, config.num_host_blocks)
@@ -64,11 +68,12 @@ class Drafter:
         """Copies of plain decode steps whose tokens are not in ``self._rows`` yet."""
         self._is_off = False
 
-    def load(self, report: Callable[[int, int], None]) -> None:
-        """Loads and compiles the draft model. ``report`` gets the loaded tensors and their number.
+    def load(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
+        """Loads and compiles the draft model for ``model``. ``report`` gets the loaded tensors and their number.
 
         Raises CheckpointError or AgentStartError.
         """
+        del model
         self._network.load(report)
         self._network.compile()
 
@@ -92,22 +97,28 @@ class Drafter:
         self._take_plain()
         self._rows.move(moves)
 
-    def after_step(self, slot: StepSlot, inputs: StepInputs) -> int:
+    def after_step(self, slot: StepSlot, inputs: StepInputs, tapped: Sequence[Array]) -> int:
         """Takes the tokens of a step that was sampled, and writes its drafts into the slot if it wants any.
 
+        ``tapped`` are the residual streams of the step after ``Config.tapped_layers`` (``StepGraph.tapped``).
         Returns the microseconds that this took. If the draft model fails, logs the error and makes no more drafts: the
         model's own results are complete.
         """
+        del tapped
         start = time.perf_counter_ns()
         if self._keep_plain(slot, inputs):
             return (time.perf_counter_ns() - start) // 1000
         counts = slot.sampled_ids[: slot.num_seqs] != REJECTED
         self._follow(slot, inputs, counts)
         if slot.num_wanted:
-            slot.draft_ids[: slot.num_seqs * slot.layout.limits.max_draft_ids] = NO_DRAFT
-            if not self._is_off:
-                self._try_to_draft(slot, self._lines(slot, inputs, counts))
+            self._draft(slot, inputs, counts)
         return (time.perf_counter_ns() - start) // 1000
+
+    def _draft(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
+        """Writes the drafts of a step into its slot. ``counts`` states which entries of the step count."""
+        slot.draft_ids[: slot.num_seqs * slot.layout.limits.max_draft_ids] = NO_DRAFT
+        if not self._is_off:
+            self._try_to_draft(slot, self._lines(slot, inputs, counts))
 
     def _follow(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
         """Stores the tokens of the step's entries that count, and the sampled tokens."""
@@ -133,7 +144,7 @@ class Drafter:
         Returns False for other steps.
         """
         seqs = slot.num_seqs
-        if slot.num_wanted or slot.num_drafts or inputs.token_ids.size != seqs or slot.restarts[:seqs].any():
+        if not is_plain(slot, inputs):
             return False
         arrays = (inputs.rows, inputs.context_lens, inputs.token_ids, slot.sampled_ids[:seqs], inputs.slot_mapping)
         self._plain.append(tuple(array.copy() for array in arrays))
@@ -151,10 +162,9 @@ class Drafter:
         self._take_sampled(rows, contexts, sampled)
         self._rows.note_blocks(rows, contexts - 1, places // self._config.pa_config.block_size)
 
-    def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[_Line]:
+    def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[Line]:
         """Returns the sequences of the step for which the draft model can compute."""
-        size, width = self._config.pa_config.block_size, self._config.max_blocks_per_seq
-        lines: dict[int, _Line] = {}
+        lines: dict[int, Line] = {}
         for index in np.flatnonzero(counts).tolist():
             row, context = int(inputs.rows[index]), int(inputs.context_lens[index])
             computed, samples = int(self._rows.num_computed[row]), slot.sampled_ids[index] >= 0
@@ -162,22 +172,27 @@ class Drafter:
             if computed < 0 or context >= self._config.max_model_len or (computed >= end and not samples):
                 lines.pop(row, None)
                 continue
-            num_own = -(-context // size)
-            table = np.zeros(width, np.int32)
-            table[:num_own] = inputs.block_tables[index, :num_own]
-            scratch = self._scratch[row, : width - num_own]
-            table[num_own : num_own + scratch.size] = scratch
-            start = min(computed, end - 1)
-            lines[row] = _Line(index, row, start, end, num_own * size, bool(samples), table)
+            table, num_own = self._table(row, context, inputs.block_tables[index])
+            lines[row] = Line(index, row, min(computed, end - 1), end, num_own, bool(samples), table)
         return list(lines.values())
 
-    def _try_to_draft(self, slot: StepSlot, lines: list[_Line]) -> None:
-        try:
-            self._catch_up(lines)
-            self._continue([line for line in lines if line.drafts], slot.num_wanted)
-        except RuntimeError:
-            logger.exception("the draft model failed; this agent makes no more drafts")
-            self._is_off = True
+    def _table(self, row: int, context: int, own: Int32Array) -> tuple[Int32Array, int]:
+        """Returns a block table for a sequence and its drafts, and the number of positions in its own blocks.
+
+        ``own`` has the blocks of the ``context`` tokens on batch row ``row``. Scratch blocks of the row follow them.
+        """
+        size, width = self._config.pa_config.block_size, self._config.max_blocks_per_seq
+        num_own = -(-context // size)
+        table = np.zeros(width, np.int32)
+        table[:num_own] = own[:num_own]
+        scratch = self._scratch[row, : width - num_own]
+        table[num_own : num_own + scratch.size] = scratch
+        return table, num_own * size
+
+    def _try_to_draft(self, slot: StepSlot, lines: list[Line]) -> None:
+        if not self._guarded(lambda: self._catch_up(lines)):
+            return
+        if not self._guarded(lambda: self._continue([line for line in lines if line.drafts], slot.num_wanted)):
             return
         width = slot.layout.limits.max_draft_ids
         for line in lines:
@@ -185,7 +200,16 @@ class Drafter:
             if len(drafts) == len(line.drafts):
                 slot.draft_ids[line.index * width : line.index * width + len(drafts)] = drafts
 
-    def _catch_up(self, lines: list[_Line]) -> None:
+    def _guarded(self, run: Callable[[], None]) -> bool:
+        """Runs passes of the draft model. Returns False if it failed, and then makes no more drafts."""
+        try:
+            run()
+        except RuntimeError:
+            logger.exception("the draft model failed; this agent makes no more drafts")
+            self._is_off = True
+        return not self._is_off
+
+    def _catch_up(self, lines: list[Line]) -> None:
         """Runs the draft model on the known tokens that its KV cache lacks.
 
         This also gives the first draft of each sequence that samples.
@@ -206,7 +230,7 @@ class Drafter:
                     line.drafts.append(best_id)
             waiting = [line for line in waiting if line.start < line.end]
 
-    def _continue(self, lines: list[_Line], num_wanted: int) -> None:
+    def _continue(self, lines: list[Line], num_wanted: int) -> None:
         """Extends the first drafts to ``num_wanted`` drafts for each line, one pass for each further draft."""
         for number in range(1, num_wanted):
             lines = [line for line in lines if line.end + number - 1 < self._config.max_model_len]
@@ -221,7 +245,7 @@ class Drafter:
                     self._rows.computed(line.row, begin, line.start, line.table)
                 line.drafts.append(best_id)
 
-    def _run(self, chunks: list[tuple[_Line, int, int]]) -> list[int]:
+    def _run(self, chunks: list[tuple[Line, int, int]]) -> list[int]:
         """Runs a pass over (line, first position, number of tokens). Returns the best next token of each line."""
         tokens = [self._rows.tokens[line.row, start : start + count] for line, start, count in chunks]
         counts = np.array([count for _, _, count in chunks], np.int32)
@@ -229,3 +253,9 @@ class Drafter:
         tables = np.stack([line.table for line, _, _ in chunks])
         best_ids: list[int] = self._network.run(np.concatenate(tokens), counts, starts, tables).tolist()
         return best_ids
+
+
+def is_plain(slot: StepSlot, inputs: StepInputs) -> bool:
+    """Returns whether a step is a decode step of running sequences, without drafts and without wanted drafts."""
+    seqs = slot.num_seqs
+    return not (slot.num_wanted or slot.num_drafts or inputs.token_ids.size != seqs or slot.restarts[:seqs].any())

@@ -37,6 +37,7 @@ class DraftNetwork:
         layout = SlotLayout.of(config.slot_limits())
         self._slot = StepSlot(layout, bytearray(layout.slot_bytes))
         self._slot.do_sample[:] = 1
+        self._vocab_size = config.shape.vocab_size
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
 
@@ -76,15 +77,20 @@ class DraftNetwork:
             self._best_ids(make_step(self.config, *lens), is_decode=kind == "decode")
         self.model.kv_cache.pages.allocate_rest()
 
-    def run(
-        self, token_ids: Int32Array, query_lens: Int32Array, starts: Int32Array, tables: Int32Array
-    ) -> Int32Array:
+    def run(self, token_ids: Int32Array, query_lens: Int32Array, starts: Int32Array, tables: Int32Array) -> Int32Array:
         """Computes tokens of several sequences. Returns the best token after the last token of each, int32 [sequences].
 
         ``token_ids`` [tokens] has the tokens of one sequence after the other. ``query_lens`` and ``starts``
         [sequences] are their numbers and the positions of the first ones. ``tables`` [sequences, blocks] are block
         tables. Raises RuntimeError if an operator fails.
         """
+        slot = self._filled(token_ids, query_lens, starts, tables)
+        return self._best_ids(slot, is_decode=token_ids.size == query_lens.size)
+
+    def _filled(
+        self, token_ids: Int32Array, query_lens: Int32Array, starts: Int32Array, tables: Int32Array
+    ) -> StepSlot:
+        """Returns the slot of this object, with the step that ``run`` describes."""
         slot, size = self._slot, self.config.pa_config.block_size
         tokens, seqs = token_ids.size, query_lens.size
         sequence_of = np.repeat(np.arange(seqs), query_lens)
@@ -92,7 +98,7 @@ class DraftNetwork:
         positions = np.arange(tokens) + (starts - before)[sequence_of]
         contexts = starts + query_lens
         width = -(-int(contexts.max()) // size)
-        slot.token_ids[:tokens] = np.minimum(token_ids, self.config.shape.vocab_size - 1)
+        slot.token_ids[:tokens] = np.minimum(token_ids, self._vocab_size - 1)
         slot.positions[:tokens] = positions
         slot.slot_mapping[:tokens] = tables[sequence_of, positions // size] * size + positions % size
         slot.query_lens[:seqs] = query_lens
@@ -100,7 +106,7 @@ class DraftNetwork:
         slot.block_tables[: seqs * width] = tables[:, :width].ravel()
         slot.rows[:seqs] = np.arange(seqs)
         slot.write_header(0, num_tokens=tokens, num_seqs=seqs, table_width=width, history_len=0)
-        return self._best_ids(slot, is_decode=tokens == seqs)
+        return slot
 
     def _best_ids(self, slot: StepSlot, *, is_decode: bool) -> Int32Array:
         assert self._graph is not None, "compile() must come before any pass"

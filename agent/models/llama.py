@@ -169,9 +169,7 @@ def equal_layers(shape: ModelShape, tapped: tuple[int, ...] = ()) -> tuple[tuple
         for layer in range(shape.num_layers)
     ]
     starts = [
-        layer
-        for layer in range(shape.num_layers)
-        if layer == 0 or layer in tapped or kinds[layer] != kinds[layer - 1]
+        layer for layer in range(shape.num_layers) if layer == 0 or layer in tapped or kinds[layer] != kinds[layer - 1]
     ]
     return tuple(pairwise([*starts, shape.num_layers]))
 

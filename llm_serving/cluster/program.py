@@ -48,7 +48,7 @@ def model_files(config: Config) -> dict[str, str]:
     found: dict[str, str] = {}
     if model.load_format != "dummy" and model.model_path is not None:
         found |= _describe_all(Path(model.model_path), "")
-    if config.draft is not None:
+    if config.draft is not None and config.draft.path is not None:
         found |= _describe_all(Path(config.draft.path), "draft ")
     return found
 

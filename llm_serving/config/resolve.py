@@ -10,7 +10,8 @@ from typing import Any
 
 from llm_serving.config.cluster_checks import check_cluster
 from llm_serving.config.config import Config
-from llm_serving.config.draft_model import DraftModel, read_draft_model
+from llm_serving.config.draft_model import MTP, DraftModel, read_draft_model
+from llm_serving.config.head_model import read_eagle_head, read_mtp_layer
 from llm_serving.config.image_validation import check_vision
 from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
@@ -137,7 +138,7 @@ class Resolver:
             stored_experts_only=folder is not None and model.load_format != "dummy" and has_mxfp4_experts(folder),
             sampling_defaults=self._sampling_defaults(folder),
             pooling=self._pooling(folder, shape, sections["tokenizer"]),
-            draft=self._draft_model(shape),
+            draft=self._draft_model(folder, shape),
             processing=self._processing(folder, shape),
             auto_length=self._sections["pa_config"].decode_seq_length == AUTO_SIZE,
             auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
@@ -184,18 +185,26 @@ class Resolver:
             return read_score(folder, shape.hidden_size, Path(tokenizer.vocab_file), model.score_token_ids)
         return read_pooling(folder, shape.hidden_size, model.matryoshka_dimensions)
 
-    def _draft_model(self, shape: ModelShape) -> DraftModel | None:
-        """Return the draft model that ``speculative_config`` names, or None if its method needs none."""
+    def _draft_model(self, folder: Path | None, shape: ModelShape) -> DraftModel | None:
+        """Return the draft model or head that ``speculative_config`` names, or None if its method needs none.
+
+        ``folder`` is the model's.
+        """
         section: SpeculativeConfig = self._sections["speculative_config"]
         key = "speculative_config.model"
-        if section.method != "draft":
+        has_weights = self._model.load_format != "dummy"
+        if section.method not in ("draft", "eagle"):
             if section.model is not None:
-                raise self._raw.error(key, section.model, "has an effect only with speculative_config.method: draft")
-            return None
+                problem = "has an effect only with speculative_config.method: draft or eagle"
+                raise self._raw.error(key, section.model, problem)
+            is_mtp = section.method == MTP
+            return read_mtp_layer(self._raw, folder, shape, has_weights=has_weights) if is_mtp else None
         path = self._find(key, section.model)
         if path is None:
-            raise self._raw.error(key, None, "method draft needs the folder or the GGUF file of a draft model")
-        return read_draft_model(self._raw, path, shape, has_weights=self._model.load_format != "dummy")
+            needed = "folder or the GGUF file of a draft model" if section.method == "draft" else "folder of a head"
+            raise self._raw.error(key, None, f"method {section.method} needs the {needed}")
+        read = read_draft_model if section.method == "draft" else read_eagle_head
+        return read(self._raw, path, shape, has_weights=has_weights)
 
     def _sampling_defaults(self, folder: Path | None) -> SamplingDefaults:
         """Return the sampling parameters that the model recommends, unless the config ignores them."""

@@ -543,20 +543,22 @@ class SpeculativeConfig:
         "Where drafts (guesses of the next tokens) come from. `auto`: as `suffix`, but only while drafts are expected "
         "to make decoding faster. `suffix`: from earlier tokens of the same request, and from its grammar, always. "
         "`draft`: from a second model (`speculative_config.model`), while they are expected to make decoding faster. "
-        "`off`: no drafts, as always for models with linear attention. `eagle` and `mtp` are refused until they exist.",
+        "`eagle`: as `draft`, from an EAGLE-3 head (`speculative_config.model`). `mtp`: as `draft`, from the MTP layer "
+        "of the model, which DeepSeek V3 has. `off`: no drafts, as always for models with linear attention.",
         choices=("auto", "off", "suffix", "draft", "eagle", "mtp"),
     )
     model: str | None = own(
         None,
         "Draft model for `method: draft`: a Hugging Face folder or a GGUF file of a small model with the same "
-        "tokenizer. It is searched like `model_cfg_path`. It computes in the agents, in the types and formats of "
-        "`model_config`, and needs a KV cache of its own.",
+        "tokenizer. For `method: eagle`, the folder of an EAGLE-3 head in its published format. It is searched like "
+        "`model_cfg_path`. It computes in the agents, in the types and formats of `model_config`, and needs a KV cache "
+        "of its own.",
         null="none",
     )
     always: bool = own(
         False,
-        "`method: draft` makes and verifies drafts in every step, even if that makes decoding slower. For tests and "
-        "measurements.",
+        "`method: draft`, `eagle` or `mtp` makes and verifies drafts in every step, even if that makes decoding "
+        "slower. For tests and measurements.",
     )
     max_draft_tokens: int = own(
         7, "Maximum number of drafts of a sequence in a decode step.", unit="tokens", low=1, high=63

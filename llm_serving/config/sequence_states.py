@@ -19,12 +19,12 @@ def for_states(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return ``sections`` with settings that suit the model, and notes for the log about the replaced ones.
 
-    Raises ConfigError for a draft model, because the model cannot verify its drafts.
+    Raises ConfigError for a draft model or a head, because the model cannot verify its drafts.
     """
     if shape.delta is None:
         return dict(sections), ()
     scheduler, speculative = sections["scheduler_config"], sections["speculative_config"]
-    if speculative.method == "draft":
+    if speculative.method in ("draft", "eagle", "mtp"):
         problem = f"{shape.architecture} cannot take rejected drafts back out of the states of sequences; use off"
         raise raw.error("speculative_config.method", speculative.method, problem)
     notes = [f"{shape.architecture} has no prefix cache and no speculation, because it keeps a state of each sequence"]

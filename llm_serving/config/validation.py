@@ -514,33 +514,35 @@ def _check_ascend_only(raw: RawConfig, config: Config, key: str, value: object, 
 
 
 def check_speculation(raw: RawConfig, config: Config) -> None:
-    """Check that the method of speculative decoding exists, and that it works with the other settings."""
+    """Check that the method of speculative decoding works with the other settings."""
     method, key = config.speculative_config.method, "speculative_config.method"
-    if method in ("eagle", "mtp"):
-        raise raw.error(key, method, "is not built yet; set auto, draft, suffix or off")
-    if method == "draft":
+    if method in ("draft", "eagle", "mtp"):
         _check_draft_model(raw, config)
     if method == "suffix" and config.parallel_config.pipeline_parallel > 1:
         raise raw.error(key, method, "needs parallel_config.pipeline_parallel: 1; set auto or off")
 
 
 def _check_draft_model(raw: RawConfig, config: Config) -> None:
-    """Check that the settings of the deployment work with a draft model, and that it has as long contexts."""
+    """Check that the settings of the deployment work with a draft model or a head, and that it has as long contexts.
+
+    The contexts of a head are those of the model, whatever its config.json states. Published heads state less.
+    """
+    method, draft = config.speculative_config.method, config.draft
     obstacles = {
         "a model_config.model_type mindformers": config.model_config.model_type == "mindformers",
-        "an Ascend, as draft models have not been run there": config.device == "Ascend",
+        "an Ascend, as it has not been run there": config.device == "Ascend",
         "agents that share a model (parallel_config.tensor_parallel, pipeline_parallel)": (
             config.parallel_config.group_size > 1
         ),
         "embeddings, scores or classes (model_config.task)": config.pooling is not None,
         "model_config.page_attention: False": not config.model_config.page_attention,
+        "native operators and model_config.kv_format: int8": method != "draft" and config.gathers_blocks,
     }
     for obstacle, is_there in obstacles.items():
         if is_there:
-            raise raw.error("speculative_config.method", "draft", f"not with {obstacle}; set auto or off")
-    draft = config.draft
+            raise raw.error("speculative_config.method", method, f"not with {obstacle}; set auto or off")
     assert draft is not None, "the resolver reads the draft model"
-    if draft.shape.max_positions < config.max_model_len:
+    if draft.head is None and draft.shape.max_positions < config.max_model_len:
         problem = (
             f"has contexts of {draft.shape.max_positions} tokens, and sequences may have {config.max_model_len}; "
             f"set pa_config.decode_seq_length to {draft.shape.max_positions} or less"

@@ -45,8 +45,10 @@ _QWEN2_WORDS = (
 def load_tokenizer(config: Config) -> Tokenizer:
     """Load the tokenizer that a config names. Raises CheckpointError, also if a draft model has other tokens."""
     tokenizer = _read(Path(config.tokenizer_file), config.tokenizer.type, config.end_token_ids)
-    if config.draft is not None:
-        _check_same_tokens(tokenizer, _read_draft_tokenizer(Path(config.draft.path)), config.draft.path)
+    draft = config.draft
+    if draft is not None and draft.head is None:
+        assert draft.path is not None, "a draft model has files"
+        _check_same_tokens(tokenizer, _read_draft_tokenizer(Path(draft.path)), draft.path)
     return tokenizer
 
 

@@ -50,6 +50,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llm_serving.config import Config
+from llm_serving.config.draft_model import EAGLE, DraftModel
 from llm_serving.errors import MemoryPlanError
 from llm_serving.planning.host_memory import host_items, too_little_host_memory
 from llm_serving.planning.kernel_memory import kernel_items
@@ -62,6 +63,7 @@ from llm_serving.planning.rank_memory import (
     device_items,
     format_bytes,
     host_block_items,
+    linear_bytes,
     rank_kv_bytes_per_token,
 )
 
@@ -238,10 +240,42 @@ def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryIte
     weights, blocks = items.pop(WEIGHTS), items.pop(KV_CACHE)
     rest = sum(item.num_bytes for item in items.values())
     return (
-        MemoryItem(f"draft model: {weights.name}", weights.num_bytes, weights.basis),
+        _draft_weights(config, config.draft, weights),
         MemoryItem(f"draft model: {blocks.name}", blocks.num_bytes, blocks.basis),
         MemoryItem("draft model: steps", rest, "activations, logits, kernel scratch and replays"),
+        *_state_items(config, config.draft),
     )
+
+
+def _draft_weights(config: Config, draft: DraftModel, weights: MemoryItem) -> MemoryItem:
+    """Return the item of the draft model's weights. ``weights`` is the item of its layers, embedding and output layer.
+
+    A head uses the model's embedding, and has one or two more linear layers, which take joined inputs, and the
+    norms of these inputs.
+    """
+    name, head, shape = f"draft model: {weights.name}", draft.head, draft.shape
+    if head is None:
+        return MemoryItem(name, weights.num_bytes, weights.basis)
+    hidden, heads = shape.hidden_size, shape.num_attention_heads + 2 * shape.num_key_value_heads
+    joined, norms = 2 * hidden * hidden, 2
+    if head.kind == EAGLE:
+        norms = 1
+        joined = len(head.layers) * head.hidden_size * hidden + heads * shape.head_dim * hidden
+    others = norms * hidden - shape.vocab_size * hidden
+    num_bytes = weights.num_bytes + others * config.dtype_bytes + linear_bytes(config, joined)
+    return MemoryItem(name, num_bytes, f"a layer, its inputs and its output layer in {config.weight_format}")
+
+
+def _state_items(config: Config, draft: DraftModel) -> tuple[MemoryItem, ...]:
+    """Return the item of the hidden states that a head takes. Empty for a draft model.
+
+    The model's graph, the head's graph and the tokens that wait for the head each have states of the largest step.
+    """
+    if draft.head is None:
+        return ()
+    tokens, places = config.max_num_batched_tokens, len(draft.head.layers)
+    num_bytes = (3 * places + 2) * tokens * draft.head.hidden_size * config.dtype_bytes
+    return (MemoryItem("draft model: hidden states", num_bytes, f"a step of {tokens} tokens, {places} layers"),)
 
 
 def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:

@@ -200,6 +200,14 @@ def _weight_bytes(config: Config, part: _Part) -> int:
     return floats * config.dtype_bytes + int(quantised * bits / 8)
 
 
+def linear_bytes(config: Config, count: int) -> int:
+    """Return the bytes of ``count`` parameters of linear layers in the weight format."""
+    linear_format = config.linear_format
+    if linear_format.is_float:
+        return count * config.dtype_bytes
+    return int(count * linear_format.bits_with_scales(config.model_config.weight_group, config.device) / 8)
+
+
 def _output_stays_float(config: Config, part: _Part) -> bool:
     """Return True if the output layer stays float although the linear layers are integers.
 

@@ -22,7 +22,7 @@ def speculator_maker(config: Config) -> MakeSpeculator | None:
     if section.method == "off" or config.pooling is not None or config.parallel_config.pipeline_parallel > 1:
         return None
     max_entries = min(config.max_decode_seqs, config.max_num_batched_tokens)
-    always, has_model = section.method == "suffix" or section.always, section.method == "draft"
+    always, has_model = section.method == "suffix" or section.always, config.draft is not None
     return lambda prepare: Speculator(
         section.max_draft_tokens, max_entries, prepare, always=always, has_model=has_model
     )

@@ -232,14 +232,14 @@ def write_model(variant: Variant, folder: Path) -> None:
         std = tensor_std(name, shape, variant)
         if variant.config.get("model_type") in _HYBRIDS and name.endswith("norm.weight"):
             centre = 1 if "linear_attn" in name else 0  # all other norms multiply by 1 + weight
-            tensors[name] = _spread_ones(name, shape, variant, centre=centre)
+            tensors[name] = spread_ones(name, shape, variant, centre=centre)
         elif name.endswith("A_log"):
             fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=std)
             tensors[name] = from_float32(to_float32(tensors[name], variant.dtype) - np.float32(2), variant.dtype)
         elif variant.config.get("model_type") == "gemma3_text" and name.endswith("norm.weight"):
-            tensors[name] = _spread_ones(name, shape, variant, centre=30 if name.endswith(_RESULT_NORMS) else 0)
+            tensors[name] = spread_ones(name, shape, variant, centre=30 if name.endswith(_RESULT_NORMS) else 0)
         elif name.endswith(_SPREAD_NORMS):
-            tensors[name] = _spread_ones(name, shape, variant)
+            tensors[name] = spread_ones(name, shape, variant)
         else:
             fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=std)
     if variant.num_shards == 1:
@@ -263,7 +263,7 @@ def _mxfp4(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
     return middle - 1 + bits % np.uint8(3)
 
 
-def _spread_ones(name: str, shape: tuple[int, ...], variant: Variant, centre: int = 1) -> Array:
+def spread_ones(name: str, shape: tuple[int, ...], variant: Variant, centre: int = 1) -> Array:
     """Returns random weights of a norm, with the mean ``centre``.
 
     If all weights were 1, tests could not detect a model that ignores them.

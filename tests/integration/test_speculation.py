@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.completions_client import assert_same, run_alone, run_together
 from support.draft_models import write_shorter_model
+from support.head_models import STEP, tiny_llama_embedding, write_copying_head, write_heads
 from support.request_mixes import mixed_body
 from support.server_process import ServerProcess, running_server
 from support.small_configs import TINY_LLAMA
@@ -155,6 +157,79 @@ def test_drafts_of_a_draft_model_change_no_response(
     assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
     assert 50 < accepted < drafted
     assert seconds > 0
+
+
+def head_settings(folder: Path, method: str, *, counting: bool) -> list[str]:
+    """Returns the settings for a small model with a head that always makes drafts.
+
+    An EAGLE-3 head that is not ``counting`` is one for the tiny model. It repeats its token, so it is seldom right.
+    """
+    if method == "eagle" and not counting:
+        embedding = tiny_llama_embedding()
+        write_copying_head(folder / "head", TINY_LLAMA, embedding, embedding)
+        model, head = TINY_LLAMA, folder / "head"
+    else:
+        model, found = write_heads(method, folder, counting=counting)
+        head = found or model
+    settings = ["speculative_config.always=true", "speculative_config.max_draft_tokens=4"]
+    settings += [f"model_config.model_path={model}", f"speculative_config.method={method}"]
+    return [*settings, f"speculative_config.model={head}"] if method == "eagle" else settings
+
+
+@pytest.mark.parametrize(
+    ("policy", "overrides"),
+    with_sweeps(
+        [
+            ("prefill_first", ("scheduler_config.decode_steps_ahead=1",)),
+            ("chunked", ("scheduler_config.chunk_tokens=32",)),
+            ("fcfs", ("scheduler_config.preemption=swap",)),
+        ],
+        lambda policy, overrides: policy != "prefill_first",
+    ),
+)
+def test_drafts_of_an_eagle_head_change_no_response(
+    policy: str, overrides: tuple[str, ...], bodies: list[dict[str, Any]], alone: list[Any], tmp_path: Path
+) -> None:
+    head = head_settings(tmp_path, "eagle", counting=False)
+    with running_server(tmp_path, [*PRESSED, *head, f"scheduler_config.policy={policy}", *overrides]) as server:
+        together = asyncio.run(run_together(server.url, bodies, seed=3))
+        engine = server.wait_until_idle()
+        drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
+    for body, expected, answer in zip(bodies, alone, together, strict=True):
+        if answer is not None:
+            assert_same(answer, expected, body)
+    assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("method", with_sweeps([("eagle",), ("mtp",)], lambda method: method == "mtp"))
+def test_the_head_of_a_counting_model_is_always_right(method: str, tmp_path: Path) -> None:
+    greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
+    prompts = [list(range(5 + index, 5 + index + STEP * 20, STEP)) for index in range(6)]
+    bodies = [{"prompt": prompt, "max_tokens": 35, **greedy} for prompt in prompts]
+    with running_server(tmp_path, head_settings(tmp_path, method, counting=True)) as server:
+        found = asyncio.run(run_alone(server.url, bodies))
+        drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert answer[1] == list(range(prompt[-1] + STEP, prompt[-1] + 36 * STEP, STEP))
+    assert accepted == drafted
+    assert accepted > 0.6 * len(bodies) * 35
+
+
+@pytest.mark.sweep
+def test_drafts_of_an_mtp_layer_change_no_response(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    bodies = [mixed_body(draw, index, [draw.randrange(3, 400) for _ in range(40)], [2, 16, 64]) for index in range(30)]
+    settings = [*PRESSED, *head_settings(tmp_path, "mtp", counting=False)]
+    with running_server(tmp_path / "off", [*settings, "speculative_config.method=off"]) as server:
+        alone = asyncio.run(run_alone(server.url, bodies))
+    with running_server(tmp_path / "mtp", settings) as server:
+        together = asyncio.run(run_together(server.url, bodies, seed=3))
+        drafted = server.counter("draft_tokens")
+    for body, expected, answer in zip(bodies, alone, together, strict=True):
+        if answer is not None:
+            assert_same(answer, expected, body)
+    assert drafted > 100
 
 
 def test_a_draft_model_equal_to_the_model_is_always_right_for_greedy_requests(tmp_path: Any) -> None:

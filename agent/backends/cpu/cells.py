@@ -110,6 +110,20 @@ class AddNormLinear(nn.Cell):
         return out, total
 
 
+class JoinNorms(nn.Cell):
+    """Joins the norms of two matrices along their columns."""
+
+    def __init__(self, join_norms: Operator, epsilon: float) -> None:
+        super().__init__()
+        self.join_norms = join_norms
+        self.epsilon = _epsilon(epsilon)
+
+    def construct(
+        self, first: Tensor, second: Tensor, first_gamma: Tensor, second_gamma: Tensor, step: tuple[Tensor, ...]
+    ) -> Tensor:
+        return self.join_norms(first, second, first_gamma, second_gamma, self.epsilon, step[4])
+
+
 class GatedMLP(nn.Cell):
     """Adds hidden and residual, applies the norm and the gated MLP. Returns the MLP's output and the sum."""
 

@@ -21,7 +21,7 @@ from agent.weights.storage import Array
 from llm_serving.model.families import Experts
 
 _EMBEDDING = "embedding.weight"
-_LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight", OUTPUT_LAYER)
+_LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight", "projection.weight", OUTPUT_LAYER)
 """Endings of the names of linear weights. The weights of experts have a third dimension, the expert."""
 _LATENT_WEIGHTS = tuple(f"attention.{name}.weight" for name in ("joined", "query", "key_up", "value_up"))
 """Endings of the names of latent attention's linear weights."""

@@ -112,6 +112,9 @@ class FusedCpuOps(OpTable):
             return _cells().NormLinear(self._rows("NormLinear", out_features), epsilon)
         return _cells().AddNormLinear(self._rows("AddNormLinear", out_features, self._hidden_size), epsilon)
 
+    def join_norms(self, width: int, epsilon: float) -> Operator:
+        return _cells().JoinNorms(self._rows("JoinNorms", 2 * width), epsilon)
+
     def linear(self, out_features: int) -> Operator:
         return _cells().Linear(self._rows("PackedLinear", out_features))
 

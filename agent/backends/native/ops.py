@@ -109,6 +109,9 @@ class NativeOps(OpTable):
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
         return (_NormLinear if first else _AddNormLinear)(epsilon, self.forms.layers, self.dtype)
 
+    def join_norms(self, width: int, epsilon: float) -> Operator:
+        return _JoinNorms(epsilon)
+
     def linear(self, out_features: int) -> Operator:
         return _Linear(self.forms.layers, self.dtype)
 
@@ -200,6 +203,18 @@ class _AddNormLinear(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
         return self.linear(normed, weight, bias, step), total
+
+
+class _JoinNorms(nn.Cell):
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = RmsNorm(epsilon), RmsNorm(epsilon)
+        self.join = ops.Concat(1)
+
+    def construct(
+        self, first: Tensor, second: Tensor, first_gamma: Tensor, second_gamma: Tensor, step: tuple[Tensor, ...]
+    ) -> Tensor:
+        return self.join((self.first_norm(first, first_gamma)[0], self.second_norm(second, second_gamma)[0]))
 
 
 class _GatedMLP(nn.Cell):

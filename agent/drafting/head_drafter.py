@@ -1,0 +1,275 @@
+"""Follows the steps of the model with a head, and makes drafts with the head after the steps that want them.
+
+A head needs the hidden states of the model, which exist only while their step is the last one. So it must compute
+every token, whether drafts are wanted or not. To save time, hidden states are kept until several tokens wait.
+
+At position p, a head takes the hidden state at p and the token at p + 1. Therefore the tokens of ``DraftRows`` are
+shifted here: its token at p is the sequence's token at p + 1. The state of a chunk's last token waits until the next
+chunk brings this token.
+
+A sequence may start behind a cached prefix. The hash of a block does not cover the token after the block. So the key at
+the last position of the prefix may belong to another next token. This can only make drafts worse.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.drafting.drafter import Drafter, Int32Array, Line, is_plain
+from agent.drafting.head_network import HeadNetwork
+from agent.model_loading import LoadedModel
+from agent.step_inputs import StepInputs
+from agent.weights.storage import Array
+from llm_serving.config import Config
+from llm_serving.ipc.drafts import REJECTED
+from llm_serving.ipc.shm import StepSlot
+
+logger = logging.getLogger("agent.drafting")
+
+_MAX_WAITING = 64
+"""The head computes the waiting tokens when there are at least as many, even if no drafts are wanted."""
+_NOBODY = -1
+
+
+@dataclass(slots=True)
+class _Known:
+    """Tokens that the model has computed, with one entry for each token. They are in the order of their steps."""
+
+    rows: Int32Array
+    positions: Int32Array
+    token_ids: Int32Array
+    places: Int32Array
+    """The slots of the KV cache."""
+    states: Array
+    """[tokens, width]: as ``HeadNetwork.states_of`` returns them."""
+    sampled_rows: Int32Array
+    contexts: Int32Array
+    sampled_ids: Int32Array
+    """For each sampled token: its row, its position and the token."""
+
+
+class HeadDrafter(Drafter):
+    """Makes the drafts of an agent with a head. Only the device thread may call it."""
+
+    _network: HeadNetwork
+
+    def __init__(self, config: Config, network: HeadNetwork) -> None:
+        """``config`` is the config of the deployment, which has a head. ``network`` is not loaded yet."""
+        super().__init__(config, network)
+        rows, cache = config.max_num_seqs, config.pa_config
+        self._tables: Int32Array = np.zeros((rows, config.max_blocks_per_seq), np.int32)
+        self._contexts: Int32Array = np.zeros(rows, np.int32)
+        """[rows]: the number of tokens that the model has computed."""
+        self._ends: Int32Array = np.zeros(rows, np.int32)
+        """[rows]: the number of positions whose next token is known."""
+        self._owners: Int32Array = np.full(cache.num_blocks, _NOBODY, np.int32)
+        """[blocks]: the batch row whose sequence wrote the block last."""
+        self._steps: list[_Known] = []
+        """Plain steps whose tokens are not in ``self._rows`` yet."""
+        self._waiting: list[tuple[Int32Array, Int32Array, Array]] = []
+        """Rows, positions and states of the tokens that the head has not computed."""
+        self._num_waiting = 0
+
+    def load(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
+        """Loads and compiles the head, which uses the embedding of ``model``. ``Drafter.load`` has the rest."""
+        self._network.load_head(report, model)
+        self._network.compile()
+
+    def reset(self) -> None:
+        """Forgets all sequences."""
+        super().reset()
+        self._steps.clear()
+        self._waiting.clear()
+        self._num_waiting = 0
+        self._owners.fill(_NOBODY)
+
+    def move_blocks(self, moves: Int32Array) -> None:
+        """Moves the head's keys and values as those of the model."""
+        self._take_steps()
+        self._compute_waiting()
+        super().move_blocks(moves)
+
+    def after_step(self, slot: StepSlot, inputs: StepInputs, tapped: Sequence[Array]) -> int:
+        """Takes the tokens and hidden states of a step, as ``Drafter.after_step``."""
+        start, seqs = time.perf_counter_ns(), slot.num_seqs
+        counts = slot.sampled_ids[:seqs] != REJECTED
+        if not self._is_off:
+            known = self._known(slot, inputs, counts, self._network.states_of(tapped))
+            if is_plain(slot, inputs):
+                self._steps.append(known)
+            else:
+                self._take_steps()
+                self._begin(slot, inputs)
+                self._take(known)
+        if slot.num_wanted:
+            self._draft(slot, inputs, counts)
+        elif self._num_waiting + len(self._steps) * seqs >= _MAX_WAITING:
+            self._take_steps()
+            self._compute_waiting()
+        return (time.perf_counter_ns() - start) // 1000
+
+    def _known(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_], states: Array) -> _Known:
+        """Returns copies of the tokens of the step's entries that count."""
+        sampled, contexts = slot.sampled_ids[: slot.num_seqs], inputs.context_lens
+        used, has_token = np.repeat(counts, inputs.query_lens), sampled >= 0
+        return _Known(
+            np.repeat(inputs.rows, inputs.query_lens)[used],
+            inputs.positions[used],
+            inputs.token_ids[used],
+            inputs.slot_mapping[used],
+            states if used.all() else states[used],
+            inputs.rows[has_token],
+            contexts[has_token],
+            sampled[has_token],
+        )
+
+    def _begin(self, slot: StepSlot, inputs: StepInputs) -> None:
+        """Begins the sequences that the step starts on their batch rows."""
+        restarts = np.flatnonzero(slot.restarts[: slot.num_seqs]).tolist()
+        if restarts:
+            self._compute_waiting()  # the rows and blocks of ended sequences may be in use again
+        for index in restarts:
+            start = int(inputs.context_lens[index] - inputs.query_lens[index])
+            self._rows.begin(int(inputs.rows[index]), start, inputs.block_tables[index])
+        self._tables[inputs.rows, : inputs.block_tables.shape[1]] = inputs.block_tables
+
+    def _take_steps(self) -> None:
+        """Takes the tokens of the plain steps that were kept."""
+        steps, self._steps = self._steps, []
+        for known in steps:
+            self._take(known)
+
+    def _take(self, known: _Known) -> None:
+        """Stores tokens, and keeps their states until the head computes them."""
+        rows, positions = known.rows, known.positions
+        shifted = positions > 0
+        self._rows.tokens[rows[shifted], positions[shifted] - 1] = known.token_ids[shifted]
+        self._contexts[rows], self._ends[rows] = positions + 1, positions
+        self._rows.tokens[known.sampled_rows, known.contexts - 1] = known.sampled_ids
+        self._ends[known.sampled_rows] = known.contexts
+        size = self._config.pa_config.block_size
+        blocks = known.places // size
+        self._owners[blocks] = rows
+        self._tables[rows, positions // size] = blocks
+        self._rows.note_blocks(rows, positions, blocks)
+        follows = self._rows.num_computed[rows] >= 0
+        if follows.any():
+            self._wait(rows[follows], positions[follows], known.states[follows])
+
+    def _wait(self, rows: Int32Array, positions: Int32Array, states: Array) -> None:
+        self._waiting.append((rows, positions, states))
+        self._num_waiting += rows.size
+
+    def _compute_waiting(self) -> None:
+        """Computes the waiting tokens without drafts."""
+        if self._waiting and not self._is_off:
+            self._guarded(lambda: self._catch_up([]))
+
+    def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[Line]:
+        """Returns the sequences of the step that may get drafts."""
+        lines: dict[int, Line] = {}
+        for index in np.flatnonzero(counts).tolist():
+            row, context = int(inputs.rows[index]), int(inputs.context_lens[index])
+            lines.pop(row, None)
+            samples = slot.sampled_ids[index] >= 0
+            if samples and self._rows.num_computed[row] >= 0 and context < self._config.max_model_len:
+                lines[row] = self._line(row, index)
+        return list(lines.values())
+
+    def _line(self, row: int, index: int) -> Line:
+        """Returns the sequence on a batch row. ``index`` is its entry in the step, or negative if it gets no drafts."""
+        table, num_own = self._table(row, int(self._contexts[row]), self._tables[row])
+        start, end = int(self._rows.num_computed[row]), int(self._ends[row])
+        return Line(index, row, start, end, num_own, index >= 0, table)
+
+    def _catch_up(self, lines: list[Line]) -> None:
+        """Runs the head on all waiting tokens. This also gives the first draft of each of ``lines``."""
+        wanted = {line.row: line for line in lines}
+        waiting = [
+            (line, states)
+            for row, positions, states in self._sorted_waiting()
+            if (line := self._continued(row, positions, states, wanted)) is not None
+        ]
+        while waiting:
+            left, chunks = self._config.max_num_batched_tokens, []
+            for line, states in waiting:
+                if left == 0:
+                    break
+                chunks.append((line, states[: min(line.end - line.start, left)]))
+                left -= len(chunks[-1][1])
+            best_ids, own = self._run_states([(line, line.start, states) for line, states in chunks], own=False)
+            for number, (line, states) in enumerate(chunks):
+                begin, line.start = line.start, line.start + len(states)
+                self._rows.computed(line.row, begin, line.start, line.table)
+                if line.start == line.end and line.samples:
+                    line.drafts.append(int(best_ids[number]))
+                    line.state = own[number : number + 1]
+            done = {line.row: len(states) for line, states in chunks}
+            waiting = [(line, states[done.get(line.row, 0) :]) for line, states in waiting if line.start < line.end]
+
+    def _sorted_waiting(self) -> list[tuple[int, Int32Array, Array]]:
+        """Returns the row, the positions and the states of the waiting tokens of each sequence. Then none waits.
+
+        Leaves out sequences that have ended if another sequence has one of their blocks.
+        """
+        if not self._waiting:
+            return []
+        rows, positions, states = map(np.concatenate, zip(*self._waiting, strict=True))
+        self._waiting.clear()
+        self._num_waiting = 0
+        blocks = self._tables[rows, positions // self._config.pa_config.block_size]
+        gone = np.unique(rows[self._owners[blocks] != rows])
+        self._rows.num_computed[gone] = -1
+        order = np.lexsort((positions, rows))
+        order = order[~np.isin(rows[order], gone)]
+        rows, positions, states = rows[order], positions[order], states[order]
+        bounds = np.flatnonzero(np.diff(rows)) + 1
+        parts = zip(np.split(rows, bounds), np.split(positions, bounds), np.split(states, bounds), strict=True)
+        return [(int(own[0]), places, own_states) for own, places, own_states in parts if own.size]
+
+    def _continued(self, row: int, positions: Int32Array, states: Array, wanted: dict[int, Line]) -> Line | None:
+        """Returns the sequence on a row if the head can compute some of its waiting tokens.
+
+        Tokens whose next token is not known wait again. If a state is missing, the sequence gets no drafts.
+        """
+        line = wanted.get(row) or self._line(row, -1)
+        if line.start < 0 or positions[0] != line.start or positions[-1] - positions[0] != positions.size - 1:
+            self._rows.num_computed[row] = -1
+            return None
+        line.end = min(line.end, line.start + positions.size)
+        ready = line.end - line.start
+        if ready < positions.size:
+            self._wait(np.full(positions.size - ready, row, np.int32), positions[ready:], states[ready:])
+        return line if ready > 0 else None
+
+    def _continue(self, lines: list[Line], num_wanted: int) -> None:
+        """Extends the first drafts to ``num_wanted`` drafts for each line, one pass for each further draft.
+
+        The passes take the head's own states. Their keys and values are computed again when the drafts are known to be
+        right, with the states of the model.
+        """
+        for number in range(num_wanted - 1):
+            lines = [line for line in lines if line.end + number < self._config.max_model_len]
+            if not lines:
+                return
+            for line in lines:
+                self._rows.tokens[line.row, line.end + number] = line.drafts[-1]
+            best_ids, own = self._run_states([(line, line.end + number, line.state) for line in lines], own=True)
+            for place, line in enumerate(lines):
+                line.drafts.append(int(best_ids[place]))
+                line.state = own[place : place + 1]
+
+    def _run_states(self, chunks: list[tuple[Line, int, Array]], *, own: bool) -> tuple[Int32Array, Array]:
+        """Runs a pass over (line, first position, states). Returns the best next token and the state of each line."""
+        tokens = [self._rows.tokens[line.row, start : start + len(states)] for line, start, states in chunks]
+        counts = np.array([len(states) for _, _, states in chunks], np.int32)
+        starts = np.array([start for _, start, _ in chunks], np.int32)
+        tables = np.stack([line.table for line, _, _ in chunks])
+        states = np.concatenate([states for _, _, states in chunks])
+        return self._network.run_states(np.concatenate(tokens), counts, starts, tables, states, own=own)

@@ -1,0 +1,154 @@
+"""Loads a head of the model and runs it, and prepares the hidden states that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from agent.drafting.network import DraftNetwork
+from agent.model_loading import LoadedModel, load_model
+from agent.step_inputs import Int32Array, StepReader
+from agent.warm_up import largest_steps, make_step
+from agent.weights.storage import Array, from_float32, to_float32
+from agent.weights.tensor_files import TensorFiles
+from llm_serving.config import Config
+from llm_serving.config.draft_model import EAGLE, Head
+from llm_serving.errors import CheckpointError
+from llm_serving.ipc.shm import StepSlot
+
+_OFFSETS = "d2t"
+"""Name of the tensor of an EAGLE-3 head with an offset for each guess: token id = guess + offset."""
+
+
+class HeadNetwork(DraftNetwork):
+    """A head with its weights, its KV cache and its compiled graphs.
+
+    Call ``load_head``, ``compile`` and ``warm_up`` once, in this order. Imports mindspore.
+    """
+
+    def __init__(self, config: Config, head: Head, rank: int) -> None:
+        """``config`` is ``Config.draft_config()``."""
+        super().__init__(config, rank)
+        self._head = head
+        of_tokens = replace(config, shape=replace(config.shape, vocab_size=head.vocab_size))
+        self._reader = StepReader(of_tokens, config.max_num_seqs)
+        self._vocab_size = head.vocab_size
+        self._tokens: Int32Array | None = None
+        """The token id of each guess. None: they are equal."""
+        self._model_norm: Array | None = None
+        """The model's last norm, for a head that takes normalised hidden states."""
+
+    def load_head(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
+        """Loads the weights and allocates the KV cache. The head uses the embedding of ``model``.
+
+        ``report`` gets the loaded tensors and their number. Raises CheckpointError or AgentStartError.
+        """
+        from agent.layers.parameter import bind
+        from agent.models.heads import EMBEDDING, HeadDefinition
+
+        prefix = ""
+        if self._head.kind == EAGLE:
+            prefix, self._tokens = self._read_tokens()
+        definition = HeadDefinition(self._head, prefix)
+        self._model = load_model(self.config, self._part, report, definition=definition)
+        bind(self._model.network.parameters_dict()[EMBEDDING], model.weights[EMBEDDING])
+        if self._head.kind != EAGLE:
+            self._model_norm = model.weights["norm.weight"]
+
+    def compile(self) -> None:
+        """Compiles the graphs."""
+        from agent.step_graph.head_graph import make_head_graph  # imports mindspore
+
+        model = self.model
+        self._head_graph = make_head_graph(model.network, self._head, self.config, model.ops, self._reader.buffers)
+        self._head_graph.compile()
+
+    def warm_up(self) -> None:
+        """Runs the largest steps, which proves that they fit into the memory."""
+        for kind, lens in largest_steps(self.config).items():
+            states = self.no_states(sum(lens[0]))
+            for own in (False, True) if kind == "decode" else (False,):
+                given = states[:, : self.config.shape.hidden_size] if own else states
+                self._run_step(make_step(self.config, *lens), kind == "decode", given, own=own)
+        self.model.kv_cache.pages.allocate_rest()
+
+    def no_states(self, tokens: int) -> Array:
+        """Returns hidden states of zeros as ``states_of`` returns them, [tokens, places x hidden_size]."""
+        width = len(self._head.layers) * self._head.hidden_size
+        return from_float32(np.zeros((tokens, width), np.float32), self.config.model_config.model_dtype)
+
+    def states_of(self, tapped: Sequence[Array]) -> Array:
+        """Returns the hidden states that the head takes, [tokens, places x hidden_size], in new memory.
+
+        ``tapped`` are the model's residual streams [tokens, hidden_size] after ``DraftModel.tapped_layers``.
+        """
+        if self._model_norm is not None:
+            return self._normed(tapped[0], self._model_norm)
+        places = sorted(set(self._head.layers))
+        return np.concatenate([tapped[places.index(layer)] for layer in self._head.layers], axis=1)
+
+    def run_states(
+        self,
+        token_ids: Int32Array,
+        query_lens: Int32Array,
+        starts: Int32Array,
+        tables: Int32Array,
+        states: Array,
+        *,
+        own: bool,
+    ) -> tuple[Int32Array, Array]:
+        """Computes tokens of several sequences. Returns the best next token of each [sequences], and its state.
+
+        The state is the head's hidden state of each sequence's last token, [sequences, width]. It is the input of the
+        next call with ``own``. ``HeadGraph.run`` describes ``states``, and ``run`` the other arguments. Raises
+        RuntimeError if an operator fails.
+        """
+        slot = self._filled(token_ids, query_lens, starts, tables)
+        guesses, hidden = self._run_step(slot, token_ids.size == query_lens.size, states, own=own)
+        last = np.cumsum(query_lens) - 1
+        found = hidden[last]
+        if self._model_norm is not None:
+            found = self._normed(found, self.model.weights["norm.weight"])
+        return guesses.copy() if self._tokens is None else self._tokens[guesses], found
+
+    def _run_step(self, slot: StepSlot, is_decode: bool, states: Array, *, own: bool) -> tuple[Int32Array, Array]:
+        return self._head_graph.run(self._reader.read(slot, is_decode=is_decode), states, own=own)
+
+    def _normed(self, stream: Array, gamma: Array) -> Array:
+        """Returns RMSNorm of hidden states [tokens, hidden_size], computed in float32."""
+        dtype = self.config.model_config.model_dtype
+        x = to_float32(stream, dtype)
+        mean = np.mean(np.square(x), axis=1, keepdims=True, dtype=np.float32)
+        scale = 1 / np.sqrt(mean + np.float32(self.config.shape.rms_norm_eps))
+        return from_float32(np.ascontiguousarray(x * scale * to_float32(gamma, dtype)), dtype)
+
+    def _read_tokens(self) -> tuple[str, Int32Array | None]:
+        """Returns the beginning of the names of the head's tensors, and the token id of each guess.
+
+        A folder that stores an embedding gets the beginning ``model.`` (``TensorFiles``). Random heads guess the first
+        tokens. Raises CheckpointError if the offsets are missing or lead to no token.
+        """
+        config, count = self.config, self.config.shape.vocab_size
+        if config.model_config.load_format == "dummy":
+            return "", None
+        assert config.model_config.model_path is not None, "a head with weights has a folder"
+        files = TensorFiles(Path(config.model_config.model_path))
+        try:
+            prefix = "model." if f"model.{_OFFSETS}" in files or "model.fc.weight" in files else ""
+            found = files.read_optional(prefix + _OFFSETS)
+            if found is None and count == self._vocab_size:
+                return prefix, None
+            where = files.where(prefix + _OFFSETS)
+            if found is None or found[0].shape != (count,) or found[0].dtype.kind != "i":
+                raise CheckpointError(f"{where}: tensor {_OFFSETS} must have {count} integers (draft_vocab_size)")
+            tokens = found[0].astype(np.int64) + np.arange(count)
+            if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+                raise CheckpointError(
+                    f"{where}: tensor {_OFFSETS} leads to token {tokens.max()}; there are {self._vocab_size} tokens"
+                )
+            return prefix, tokens.astype(np.int32)
+        finally:
+            files.close()

@@ -1,0 +1,238 @@
+"""The networks of heads: small networks that guess further tokens from hidden states of the model.
+
+Two kinds exist. An MTP layer (multi-token prediction, DeepSeek-V3, arXiv:2412.19437) is one more layer of the model,
+in the model's checkpoint. An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) is one layer with a checkpoint of its own.
+
+At position p, a head takes the hidden state of the model at p and the token at p + 1. It computes the logits of the
+token at p + 2. To guess the token after that one, the head takes its own hidden state instead of the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mindspore import Tensor, nn
+
+from agent.backends.base import OpTable
+from agent.layers.attention import Attention
+from agent.layers.embedding import Embedding
+from agent.layers.linear import NormWeight, RowParallelLinear, Weight
+from agent.layers.mlp import GatedMLP
+from agent.layers.rotary import rotary_tables
+from agent.models.llama import DecoderLayer
+from agent.models.names import weight_specs
+from agent.weights import WeightPart, WeightSpec
+from llm_serving.config import Config
+from llm_serving.config.draft_model import EAGLE, Head
+from llm_serving.model.shape import ModelShape
+
+EMBEDDING = "embedding.weight"
+"""Name of the parameter that a head shares with the model. It is not among the parameters that a head loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDefinition:
+    """The network of a head, with the methods of ``agent.models.registry.ModelDefinition``."""
+
+    head: Head
+    prefix: str = ""
+    """The beginning of the names of an EAGLE-3 head's tensors."""
+
+    def weight_specs(self, shape: ModelShape) -> Sequence[WeightSpec]:
+        """Returns every parameter to load, in the order of the layers."""
+        if self.head.kind == EAGLE:
+            return _eagle_specs(shape, self.head, self.prefix)
+        return _mtp_specs(shape, self.head)
+
+    def ignorable_suffixes(self, shape: ModelShape) -> tuple[str, ...]:
+        """Returns the endings of the names of tensors that the head does not need.
+
+        The folder of an MTP layer has the tensors of the whole model, so every name may be there.
+        """
+        if self.head.kind == EAGLE:
+            return ("embed_tokens.weight", "rotary_emb.inv_freq", "t2d", "d2t")
+        return ("",)
+
+    def build(self, config: Config, ops: OpTable) -> nn.Cell:
+        """Builds the network. Its parameters have no memory yet."""
+        return (EagleHead if self.head.kind == EAGLE else MtpHead)(config, self.head, ops)
+
+
+class _Head(nn.Cell):
+    """The parts that both kinds of heads have: the embedding before the layer, and the output layer after it."""
+
+    def __init__(self, config: Config, head: Head, ops: OpTable) -> None:
+        super().__init__()
+        shape = config.shape
+        self.embedding = Embedding(ops, head.vocab_size, shape.hidden_size)
+        self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len), shape.sliding_window)
+        self.join = ops.join_norms(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = NormWeight(ops, shape.hidden_size)
+        self.lm_head = Weight(ops.linear_weight(shape.hidden_size, shape.vocab_size, output=True))
+        self.logits = ops.lm_head(shape.vocab_size, shape.rms_norm_eps)
+        self.tap = ops.tap(shape.hidden_size)
+
+    def outputs(
+        self, hidden: Tensor, residual: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output of ``OpTable.lm_head``, and that of ``OpTable.tap`` with the hidden states."""
+        own = self.tap(hidden, residual, step)
+        return self.logits(hidden, residual, self.norm.weight, self.lm_head.operands(), last_tokens, step), own
+
+
+class MtpHead(_Head):
+    """An MTP layer: one linear layer joins embedding and hidden state, and a decoder layer of the model follows."""
+
+    has_fusion = False
+
+    def __init__(self, config: Config, head: Head, ops: OpTable) -> None:
+        super().__init__(config, head, ops)
+        hidden = config.shape.hidden_size
+        self.embedding_norm, self.state_norm = NormWeight(ops, hidden), NormWeight(ops, hidden)
+        self.projection = RowParallelLinear(ops, 2 * hidden, hidden)
+        self.layers = nn.CellList([DecoderLayer(config, ops, layer=0)])
+
+    def construct(
+        self,
+        states: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor,
+        step: tuple[Tensor, ...],
+        are_fused: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of ``outputs``. ``states`` [tokens, hidden_size] are normalised hidden states.
+
+        ``token_ids`` [tokens] are the tokens after ``positions`` [tokens]. ``OpTable`` describes ``step``.
+        """
+        embedded = self.embedding(token_ids, step)
+        joined = self.join(embedded, states, self.embedding_norm.weight, self.state_norm.weight, step)
+        hidden = self.projection(joined, step)
+        hidden, residual = self.layers[0](hidden, hidden, self.rotary(positions), step, False)
+        return self.outputs(hidden, residual, last_tokens, step)
+
+
+class EagleHead(_Head):
+    """An EAGLE-3 head: fuses hidden states of three places in the model, and joins them with the embedding."""
+
+    has_fusion = True
+
+    def __init__(self, config: Config, head: Head, ops: OpTable) -> None:
+        super().__init__(config, head, ops)
+        hidden = config.shape.hidden_size
+        self.fused_projection = RowParallelLinear(ops, len(head.layers) * head.hidden_size, hidden)
+        self.layers = nn.CellList([EagleLayer(config, ops)])
+
+    def construct(
+        self,
+        states: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor,
+        step: tuple[Tensor, ...],
+        are_fused: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of ``outputs``.
+
+        ``states`` are the model's hidden states [tokens, places x hidden_size], or with ``are_fused`` the head's own
+        [tokens, hidden_size]. ``token_ids`` [tokens] are the tokens after ``positions`` [tokens]. ``OpTable`` describes
+        ``step``.
+        """
+        fused = states if are_fused else self.fused_projection(states, step)
+        embedded, layer = self.embedding(token_ids, step), self.layers[0]
+        joined = self.join(embedded, fused, layer.input_norm.weight, layer.state_norm.weight, step)
+        hidden, residual = layer(joined, fused, self.rotary(positions), step)
+        return self.outputs(hidden, residual, last_tokens, step)
+
+
+class EagleLayer(nn.Cell):
+    """The decoder layer of an EAGLE-3 head. Its attention takes the joined norms of embedding and hidden state."""
+
+    def __init__(self, config: Config, ops: OpTable) -> None:
+        super().__init__()
+        shape, cache = config.shape, config.pa_config
+        hidden = shape.hidden_size
+        self.input_norm, self.state_norm = NormWeight(ops, hidden), NormWeight(ops, hidden)
+        self.attention = JoinedAttention(ops, shape, cache.num_blocks, cache.block_size)
+        self.post_attention_norm = NormWeight(ops, hidden)
+        self.mlp = GatedMLP(ops, hidden, shape.intermediate_size, shape.rms_norm_eps)
+
+    def construct(
+        self, joined: Tensor, state: Tensor, rotary: tuple[Tensor, ...], step: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output of the MLP and the residual stream, both [tokens, hidden_size].
+
+        ``joined`` is [tokens, 2 x hidden_size]. ``state`` [tokens, hidden_size] begins the residual stream.
+        """
+        attended = self.attention.of_joined(joined, rotary, step)
+        hidden, residual = self.mlp(attended, state, self.post_attention_norm.weight, step)
+        return hidden, residual
+
+
+class JoinedAttention(Attention):
+    """Attention whose queries, keys and values come from inputs of twice the hidden size, which are normalised."""
+
+    def __init__(self, ops: OpTable, shape: ModelShape, num_blocks: int, block_size: int) -> None:
+        super().__init__(ops, shape, num_blocks, block_size, layer=0)
+        width = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+        self.qkv = RowParallelLinear(ops, 2 * shape.hidden_size, width, biased=shape.attention_bias)
+
+    def of_joined(self, joined: Tensor, rotary: tuple[Tensor, ...], step: tuple[Tensor, ...]) -> Tensor:
+        """Returns attention of ``joined`` [tokens, 2 x hidden_size] after the output layer, [tokens, hidden_size]."""
+        caches = (self.key_cache, self.value_cache)
+        attended = self.attention(self.qkv(joined, step), self.of_heads(), rotary, caches, step, False)
+        return self.output(attended, step)
+
+
+def _mtp_specs(shape: ModelShape, head: Head) -> list[WeightSpec]:
+    """Returns the parameters of an MTP layer. Its output layer is that of the model."""
+    hidden, theirs = shape.hidden_size, f"model.layers.{head.layers[0]}"
+    own = [
+        _plain("embedding_norm.weight", f"{theirs}.enorm.weight", hidden),
+        _plain("state_norm.weight", f"{theirs}.hnorm.weight", hidden),
+        WeightSpec("projection.weight", (WeightPart(f"{theirs}.eh_proj.weight", (hidden, 2 * hidden)),), "linear"),
+    ]
+    for spec in weight_specs(shape):
+        if spec.parameter.startswith("layers.0."):
+            own.append(_of_layer(spec, theirs))
+    output = "model.embed_tokens.weight" if head.shares_output else "lm_head.weight"
+    return [*own, _plain("norm.weight", f"{theirs}.shared_head.norm.weight", hidden), _output(output, shape)]
+
+
+def _of_layer(spec: WeightSpec, layer: str) -> WeightSpec:
+    """Returns a parameter of the model's first layer, with the names that its tensors have in the layer of a head."""
+
+    def renamed(parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
+        return tuple(replace(part, name=f"{layer}.{part.name.removeprefix('model.layers.0.')}") for part in parts)
+
+    return replace(spec, parts=renamed(spec.parts), bias=renamed(spec.bias))
+
+
+def _eagle_specs(shape: ModelShape, head: Head, prefix: str) -> list[WeightSpec]:
+    hidden, theirs = shape.hidden_size, f"{prefix}midlayer"
+    query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    widths = {"q_proj": query, "k_proj": key, "v_proj": key}
+    parts = tuple(WeightPart(f"{theirs}.self_attn.{name}.weight", (each, 2 * hidden)) for name, each in widths.items())
+    biases = tuple(WeightPart(f"{theirs}.self_attn.{name}.bias", (each,)) for name, each in widths.items())
+    fused = WeightPart(f"{prefix}fc.weight", (hidden, len(head.layers) * head.hidden_size))
+    layer = [
+        WeightSpec("fused_projection.weight", (fused,), "linear"),
+        _plain("layers.0.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden),
+        _plain("layers.0.state_norm.weight", f"{theirs}.hidden_norm.weight", hidden),
+        WeightSpec("layers.0.attention.qkv.weight", parts, "linear", bias=biases if shape.attention_bias else ()),
+    ]
+    taken = ("layers.0.attention.output.weight", "layers.0.post_attention_norm.weight", "layers.0.mlp.")
+    for spec in weight_specs(shape):
+        if spec.parameter.startswith(taken):
+            layer.append(_of_layer(spec, theirs))
+    norm = _plain("norm.weight", f"{prefix}norm.weight", hidden)
+    return [*layer, norm, _output("lm_head.weight", shape)]
+
+
+def _output(name: str, shape: ModelShape) -> WeightSpec:
+    return WeightSpec("lm_head.weight", (WeightPart(name, (shape.vocab_size, shape.hidden_size)),), "linear")
+
+
+def _plain(parameter: str, name: str, size: int) -> WeightSpec:
+    return WeightSpec(parameter, (WeightPart(name, (size,)),))

@@ -1,0 +1,113 @@
+"""Writes models with seeded random heads: MTP layers in the model's folder, and EAGLE-3 heads in their own folders.
+
+The weights are random as in ``performance.models.folders``. So the guesses of these heads are seldom right, but every
+part of a head changes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent.weights.seeded import fill_seeded
+from agent.weights.storage import Array, allocate
+from performance.models.folders import spread_ones, tensor_shapes, tensor_std, write_model, write_safetensors
+from performance.models.variants import FAMILY_VARIANTS, Variant
+
+GUESSED_TOKENS = 160
+"""Number of tokens that a seeded EAGLE-3 head can guess."""
+
+
+def mtp_variant() -> Variant:
+    """Returns a small DeepSeek-V3 that has an MTP layer."""
+    found = FAMILY_VARIANTS["deepseek_v3"]
+    return replace(found, config={**found.config, "num_nextn_predict_layers": 1}, num_shards=1)
+
+
+def eagle_variant() -> Variant:
+    """Returns a small Qwen3 with eight layers, so an EAGLE-3 head takes three different hidden states."""
+    found = FAMILY_VARIANTS["qwen3_tied"]
+    return replace(found, config={**found.config, "num_hidden_layers": 8, "tie_word_embeddings": False}, num_shards=1)
+
+
+def write_mtp_model(folder: Path, variant: Variant) -> None:
+    """Writes a model with its MTP layer, in DeepSeek-V3's published format."""
+    write_model(variant, folder)
+    config, count = variant.config, variant.config["num_hidden_layers"]
+    hidden, layer = config["hidden_size"], f"model.layers.{count}"
+    longer = tensor_shapes({**config, "num_hidden_layers": count + 1})
+    shapes = {name: shape for name, shape in longer.items() if name.startswith(f"{layer}.")}
+    shapes |= {f"{layer}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{layer}.eh_proj.weight"] = (hidden, 2 * hidden)
+    path = folder / "mtp.safetensors"
+    write_safetensors(path, _tensors(shapes, variant))
+    files = {"model.safetensors": tensor_shapes(config), path.name: shapes}
+    weight_map = {name: file for file, names in files.items() for name in names}
+    (folder / "model.safetensors").rename(folder / "main.safetensors")
+    weight_map = {name: file.replace("model.", "main.") for name, file in weight_map.items()}
+    index = {"metadata": {"total_size": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}}
+    index["weight_map"] = weight_map
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def write_eagle_head(folder: Path, variant: Variant) -> None:
+    """Writes an EAGLE-3 head for the model of ``variant``, in the published format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = eagle_config(variant.config)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = _tensors(_eagle_shapes(config), variant)
+    tokens = guessed_tokens(config)
+    is_guessed = np.zeros(config["vocab_size"], np.bool_)
+    is_guessed[tokens] = True
+    tensors |= {"d2t": tokens - np.arange(tokens.size), "t2d": is_guessed}
+    write_safetensors(folder / "model.safetensors", tensors)
+
+
+def eagle_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``config.json`` of an EAGLE-3 head for a model. Its layer has other sizes than those of the model."""
+    shared = {key: config[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
+    own = {"num_hidden_layers": 1, "intermediate_size": 96, "draft_vocab_size": GUESSED_TOKENS, "head_dim": 16}
+    other = {"rms_norm_eps": 1e-5, "rope_theta": 20000.0, "max_position_embeddings": 128, "hidden_act": "silu"}
+    return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **shared, **own, **other}
+
+
+def guessed_tokens(config: Mapping[str, Any]) -> Array:
+    """Returns the tokens that a seeded EAGLE-3 head can guess, ascending, int64."""
+    spread = np.linspace(0, config["vocab_size"] - 1, config["draft_vocab_size"])
+    tokens: Array = spread.astype(np.int64)
+    return tokens
+
+
+def _eagle_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    layer = "midlayer"
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * hidden),
+        f"{layer}.self_attn.q_proj.weight": (query, 2 * hidden),
+        f"{layer}.self_attn.k_proj.weight": (key, 2 * hidden),
+        f"{layer}.self_attn.v_proj.weight": (key, 2 * hidden),
+        f"{layer}.self_attn.o_proj.weight": (hidden, query),
+        f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+        f"{layer}.mlp.up_proj.weight": (inner, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        "lm_head.weight": (config["draft_vocab_size"], hidden),
+    }
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    return shapes | {f"{layer}.{norm}.weight": (hidden,) for norm in norms} | {"norm.weight": (hidden,)}
+
+
+def _tensors(shapes: Mapping[str, tuple[int, ...]], variant: Variant) -> dict[str, Array]:
+    tensors = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1 and not name.endswith("bias"):
+            tensors[name] = spread_ones(name, shape, variant)
+        else:
+            tensors[name] = allocate(shape, variant.dtype)
+            fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=tensor_std(name, shape, variant))
+    return tensors

@@ -1,0 +1,95 @@
+"""Runs a ModelRunner with a seeded head, and prints its tokens and its drafts as JSON.
+
+python tests/agent/heads_program.py METHOD DTYPE OP_TABLE FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from step_driver import Move, Part, StepDriver  # noqa: E402
+
+from llm_serving.ipc.shm import HEADER, MoveKind  # noqa: E402
+from support.golden_files import golden_of  # noqa: E402
+from support.head_models import write_heads  # noqa: E402
+from support.step_config import BLOCK_SIZE, make_config  # noqa: E402
+
+WIDTH = 4
+CHUNK = 9
+LATE = 12
+Drafts = dict[int, list[int]]
+
+
+class Heads:
+    """Runs greedy sequences and collects their drafts by the number of tokens before them."""
+
+    def __init__(self, driver: StepDriver, golden: dict[str, Any]) -> None:
+        self.driver, self.prompt, self.tokens = driver, golden["prompt"], golden["tokens"]
+
+    def step(
+        self, part: Part, wanted: int, *, decode: bool = False, restart: bool = False, moves: tuple[Move, ...] = ()
+    ) -> tuple[int, list[int]]:
+        slot = self.driver.fill([part], moves)
+        slot.restarts[0] = restart
+        slot.header[HEADER["num_wanted"]] = wanted
+        self.driver.runner.run_step(slot, is_decode=decode)
+        return int(slot.sampled_ids[0]), slot.draft_ids[:WIDTH].tolist() if wanted else []
+
+    def generate(
+        self, row: int, blocks: list[int], start: int, late: int, chunk: int = 0, moves: tuple[Move, ...] = ()
+    ) -> dict[str, Any]:
+        """Runs the golden text on a batch row. The first ``start`` tokens of the prompt are in the cache.
+
+        The first ``late`` steps want no drafts. With a ``chunk``, a step of this number of tokens comes first.
+        """
+        known, drafts, output = self.prompt, {}, []
+        if chunk:
+            part = Part(known[start : start + chunk], start, blocks, row, sample=False)
+            self.step(part, 0, restart=True, moves=moves)
+        begin = start + chunk
+        for number in range(len(self.tokens)):
+            tokens = known[begin:] if number == 0 else [output[-1]]
+            at = begin if number == 0 else len(known) + number - 1
+            part = Part(tokens, at, blocks, row, sample_position=number)
+            is_first = number == 0 and not chunk
+            wanted = 0 if number < late else WIDTH
+            token, found = self.step(part, wanted, decode=number > 0, restart=is_first, moves=moves if is_first else ())
+            output.append(token)
+            if wanted:
+                drafts[len(known) + number + 1] = found
+        return {"output": output, "drafts": drafts}
+
+
+def driver_of(method: str, dtype: str, op_table: str, folder: Path, *, counting: bool = False) -> StepDriver:
+    model, head = write_heads(method, folder, counting=counting)
+    settings = {"speculative_config.method": method, "speculative_config.max_draft_tokens": WIDTH}
+    if head is not None:
+        settings["speculative_config.model"] = str(head)
+    return StepDriver(make_config(model, dtype, op_table, extra=settings))
+
+
+def main(method: str, dtype: str, op_table: str, folder: str) -> dict[str, Any]:
+    runs = Heads(driver_of(method, dtype, op_table, Path(folder)), golden_of(f"heads/{method}"))
+    first, second, third, fourth = (list(range(start, start + 6)) for start in (1, 20, 40, 60))
+    found = {"always": runs.generate(0, first, 0, 0)}
+    found["late"] = runs.generate(1, second, 0, LATE)
+    found["in chunks"] = runs.generate(2, third, 0, 1, CHUNK)
+    found["behind a prefix"] = runs.generate(3, [first[0], *fourth], BLOCK_SIZE, 0)
+    # The sequence starts in the middle of a block, of which it has a copy. The state of its chunk waits over the copy.
+    copy = ((MoveKind.COPY, first[0], 70),)
+    found["behind a copy"] = runs.generate(4, [70, *range(71, 76)], 5, 2, CHUNK, copy)
+    if dtype == "float32":
+        driver = driver_of(method, dtype, op_table, Path(folder) / "counting", counting=True)
+        counting = Heads(driver, {"prompt": list(range(40, 61)), "tokens": [0] * 40})
+        found["counting"] = counting.generate(0, first, 0, 0)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -1,0 +1,197 @@
+"""Writes tests/golden/heads/*.json: the guesses of seeded heads, computed with torch in float32.
+
+The program needs the environment of ``tools/make_golden.py``:
+
+    /tmp/oracle/bin/python tools/make_head_golden.py
+
+transformers computes the model and the MTP layer's decoder layer. This program computes the rest of the heads.
+For each place of a greedy text, a file has ``GUESSES`` guesses of the next tokens. It has fewer if the two best logits
+of a guess differ by less than ``MIN_MARGIN``. Then float32 sums in another order may choose another token.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from performance.models.folders import write_model  # noqa: E402
+from performance.models.heads import eagle_variant, mtp_variant, write_eagle_head, write_mtp_model  # noqa: E402
+
+NUM_TOKENS = 40
+PROMPT_LENGTH = 21
+GUESSES = 4
+MIN_MARGIN = 2e-3
+
+Guess = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes states and next tokens of all positions. Returns the logits and the head's state of the last position."""
+
+
+class Target:
+    """A model in transformers: its greedy text and its hidden states."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def text(self, vocab_size: int) -> list[int]:
+        """Returns a random prompt and the greedy tokens after it."""
+        generator = np.random.Generator(np.random.PCG64(7))
+        tokens = [int(each) for each in generator.integers(3, vocab_size, PROMPT_LENGTH)]
+        for _ in range(NUM_TOKENS):
+            tokens.append(int(self.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens
+
+    def states(self, tokens: list[int]) -> list[torch.Tensor]:
+        """Returns the hidden states [tokens, hidden_size] after each number of layers. The last one is normalised."""
+        output = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
+        return [each[0] for each in output.hidden_states]
+
+
+def mtp_guess(folder: Path, target: Target) -> Guess:
+    config = AutoConfig.from_pretrained(folder)
+    config._attn_implementation = "eager"
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    stored = load_file(folder / "mtp.safetensors")
+    weights = {name.removeprefix(prefix): each.float() for name, each in stored.items()}
+    layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers).eval()
+    layer.load_state_dict(_as_modules(weights, layer))
+    rotary = DeepseekV3RotaryEmbedding(config)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], config.rms_norm_eps)
+
+    def guess(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        embedded = norm(target.model.model.embed_tokens(tokens), "enorm")
+        x = linear(torch.cat([embedded, norm(states, "hnorm")], -1), weights["eh_proj.weight"])[None]
+        count = x.shape[1]
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        found = layer(
+            x,
+            attention_mask=mask,
+            position_embeddings=rotary(x, torch.arange(count)[None]),
+            position_ids=torch.arange(count)[None],
+        )
+        hidden = norm((found[0] if isinstance(found, tuple) else found)[0], "shared_head.norm")
+        return target.model.lm_head(hidden[-1]), hidden[-1]
+
+    return guess
+
+
+def _as_modules(weights: dict[str, torch.Tensor], layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the weights of the decoder layer with the names and shapes of transformers, which stacks the experts."""
+    wanted, found = layer.state_dict(), {}
+    for name, tensor in wanted.items():
+        if name in weights:
+            found[name] = weights[name]
+        elif name.endswith("experts.gate_up_proj"):
+            pairs = [
+                [weights[f"mlp.experts.{i}.{part}_proj.weight"] for part in ("gate", "up")]
+                for i in range(tensor.shape[0])
+            ]
+            found[name] = torch.stack([torch.cat(pair) for pair in pairs])
+        elif name.endswith("experts.down_proj"):
+            found[name] = torch.stack([weights[f"mlp.experts.{i}.down_proj.weight"] for i in range(tensor.shape[0])])
+        else:
+            raise SystemExit(f"no tensor for {name}")
+    return found
+
+
+def eagle_guess(folder: Path, target: Target) -> Guess:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    weights = load_file(folder / "model.safetensors")
+    dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+    frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], config["rms_norm_eps"])
+
+    def of(x: torch.Tensor, name: str) -> torch.Tensor:
+        return linear(x, weights[f"midlayer.{name}.weight"])
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(x.shape[1], dtype=torch.float32)[:, None] * frequencies
+        cos, sin = (torch.cat([each, each], -1) for each in (angles.cos(), angles.sin()))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    def guess(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        embedded = norm(target.model.model.embed_tokens(tokens), "midlayer.input_layernorm")
+        x = torch.cat([embedded, norm(states, "midlayer.hidden_norm")], -1)
+        query, key, value = (
+            of(x, f"self_attn.{name}_proj").unflatten(-1, (-1, dim)).transpose(0, 1) for name in ("q", "k", "v")
+        )
+        key, value = (each.repeat_interleave(heads // kv_heads, 0) for each in (rotated(key), value))
+        attended = scaled_dot_product_attention(rotated(query), key, value, is_causal=True)
+        residual = states + of(attended.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        inner = norm(residual, "midlayer.post_attention_layernorm")
+        hidden = residual + of(silu(of(inner, "mlp.gate_proj")) * of(inner, "mlp.up_proj"), "mlp.down_proj")
+        logits = torch.full((config["vocab_size"],), float("-inf"))
+        places = weights["d2t"] + torch.arange(config["draft_vocab_size"])
+        logits[places] = linear(norm(hidden[-1], "norm"), weights["lm_head.weight"])
+        return logits, hidden[-1]
+
+    return guess
+
+
+def guesses(states: torch.Tensor, tokens: list[int], count: int, guess: Guess) -> list[int]:
+    """Returns the guesses behind the first ``count`` tokens. ``states`` [tokens, width] are those of the model."""
+    known, following, found = states[: count - 1], tokens[1:count], []
+    for _ in range(GUESSES):
+        logits, own = guess(known, torch.tensor(following))
+        best = logits.topk(2)
+        found.append(int(best.indices[0]))
+        if float(best.values[0] - best.values[1]) < MIN_MARGIN:
+            return found[:-1]
+        known, following = torch.cat([known, own[None]]), [*following, found[-1]]
+    return found
+
+
+def write(name: str, tokens: list[int], states: torch.Tensor, guess: Guess) -> None:
+    counts = range(PROMPT_LENGTH + 1, len(tokens))
+    found = {str(count): guesses(states, tokens, count, guess) for count in counts}
+    path = ROOT / "tests" / "golden" / "heads" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"oracle": f"torch {torch.__version__}, float32", "prompt": tokens[:PROMPT_LENGTH],
+                "tokens": tokens[PROMPT_LENGTH:], "guesses": found}  # fmt: skip
+    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    whole = sum(len(each) == GUESSES for each in found.values())
+    print(f"{path}: {whole} of {len(found)} places have {GUESSES} guesses")
+
+
+@torch.no_grad()
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, head = Path(scratch) / "model", Path(scratch) / "head"
+        variant: Any = mtp_variant()
+        write_mtp_model(folder, variant)
+        target = Target(folder)
+        tokens = target.text(variant.config["vocab_size"])
+        write("mtp", tokens, target.states(tokens)[-1], mtp_guess(folder, target))
+        variant, folder = eagle_variant(), Path(scratch) / "eagle_model"
+        write_model(variant, folder)
+        write_eagle_head(head, variant)
+        target = Target(folder)
+        tokens, layers = target.text(variant.config["vocab_size"]), variant.config["num_hidden_layers"]
+        after = target.states(tokens)
+        joined = torch.cat([after[each] for each in (2, layers // 2, layers - 3)], -1)
+        fused = linear(joined, load_file(head / "model.safetensors")["fc.weight"])
+        write("eagle", tokens, fused, eagle_guess(head, target))
+
+
+if __name__ == "__main__":
+    main()
