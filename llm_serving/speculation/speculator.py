@@ -134,8 +134,7 @@ class Speculator:
         if tracks and self._may_gain(len(tracks)):
             for track in tracks:
                 track.draft = self._draft_of(track)
-            if self._lengths is None or not self._lengths.is_trial:
-                self._offer(tracks)
+            self._offer(tracks)
 
     def _advance(self, request: Request) -> _Track | None:
         """Takes the new tokens of a request. Returns None if the request needs no more drafts."""
@@ -170,14 +169,30 @@ class Speculator:
         if constraint is not None:
             fork = constraint.fork() if isinstance(constraint, ForkableConstraint) else None
             draft = _NO_DRAFT if fork is None else self._constrained_draft(track, fork)
-        elif self._lengths is not None:
-            draft = Draft(track.from_model, [MODEL] * len(track.from_model))
-        elif (found := track.index.propose(self._max_drafts)) is not None:
-            draft = Draft(found.token_ids, [found.length] * len(found.token_ids))
         else:
-            return _NO_DRAFT
+            draft = self._free_draft(track)
         token_ids = track.before_end(draft.token_ids)
         return Draft(token_ids, draft.matches[: len(token_ids)])
+
+    def _free_draft(self, track: _Track) -> Draft:
+        """Returns the draft of a request without a constraint: the draft model's, or one from earlier tokens.
+
+        If there are both, takes the one with the most expected right drafts. A trial compares the draft model's.
+        """
+        drafts = [Draft(track.from_model, [MODEL] * len(track.from_model))] if track.from_model else []
+        lengths = self._lengths
+        is_models = lengths is not None and (self._always or (lengths.is_trial and bool(drafts)))
+        if not is_models and (found := track.index.propose(self._max_drafts)) is not None:
+            drafts.append(Draft(found.token_ids, [found.length] * len(found.token_ids)))
+        return max(drafts, key=self._expected, default=_NO_DRAFT)
+
+    def _expected(self, draft: Draft) -> float:
+        """Returns the expected number of right drafts, by the matches that led to them."""
+        expected, survival = 0.0, 1.0
+        for match in draft.matches:
+            survival *= self._chances.of(match)
+            expected += survival
+        return expected
 
     def _constrained_draft(self, track: _Track, fork: ForkableConstraint) -> Draft:
         """Returns a draft of tokens that the constraint forces, and of single tokens from the index between them.
@@ -236,7 +251,7 @@ class Speculator:
         if self._always:
             return [len(track.draft.token_ids) for track in tracks]
         order: list[tuple[float, int]] = []
-        heap = [(-self._chance(track, 0), number) for number, track in enumerate(tracks) if track.draft.token_ids]
+        heap = [(-self._chance(track, 0), number) for number, track in enumerate(tracks) if self._may_offer(track)]
         heapq.heapify(heap)
         sizes = [0] * len(tracks)
         while heap and len(order) < self._max_entries - len(tracks):
@@ -250,6 +265,11 @@ class Speculator:
             return [0] * len(tracks)
         chosen = [number for _, number in order[:best]]
         return [chosen.count(number) for number in range(len(tracks))]
+
+    def _may_offer(self, track: _Track) -> bool:
+        """Returns whether a step may verify the draft of a request. A trial only compares the draft model's drafts."""
+        is_trial = self._lengths is not None and self._lengths.is_trial
+        return bool(track.draft.matches) and not (is_trial and track.draft.matches[0] == MODEL)
 
     def _chance(self, track: _Track, place: int) -> float:
         """Returns the chance that a draft is right if all drafts before it are right."""

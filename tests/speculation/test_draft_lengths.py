@@ -9,8 +9,11 @@ from llm_serving.speculation.draft_lengths import TRIAL_INTERVAL, TRIAL_STEPS
 from llm_serving.speculation.speculator import PLAIN_STEP_INTERVAL, Speculator
 
 STEP_MS, ENTRY_MS = 10.0, 0.5
-GUESS = 7
-"""The token that the draft model always guesses."""
+
+
+def guess_of(place: int) -> int:
+    """Returns the draft model's guess of an output token. All guesses differ, so earlier tokens give no drafts."""
+    return 1000 + 2 * place
 
 
 class Serving:
@@ -38,14 +41,16 @@ class Serving:
         for request in self.requests:
             draft = offers.get(request.request_id, [])
             new = []
+            known = len(request.output_token_ids)
             for guess in [*draft, None]:
-                new.append(GUESS if self._is_right() else GUESS + 1)
+                new.append(guess_of(known + len(new)) + (not self._is_right()))
                 if new[-1] != guess:
                     break
             for place, token in enumerate(new):
                 request.output_token_ids.append(token)
                 updates.append(RequestUpdate(request, token, index + place))
-            drafts += [[GUESS] * step.num_wanted for _ in range(1 + len(draft))]
+            known += len(new)
+            drafts += [[guess_of(known + each) for each in range(step.num_wanted)]] * (1 + len(draft))
             index += 1 + len(draft)
         self.tokens += len(updates)
         step_ms, draft_ms = STEP_MS + ENTRY_MS * (len(requests) - 1), self.pass_ms * step.num_wanted

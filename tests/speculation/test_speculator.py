@@ -35,10 +35,19 @@ class Grammar:
 class Decoding:
     """Requests that repeat ``PERIOD``, and a device whose steps take ``times[entries]`` milliseconds."""
 
-    def __init__(self, times: dict[int, float], count: int = 1, always: bool = False, max_drafts: int = 7) -> None:
-        self.times = times
+    def __init__(
+        self,
+        times: dict[int, float],
+        count: int = 1,
+        always: bool = False,
+        max_drafts: int = 7,
+        model: list[int] | None = None,
+    ) -> None:
+        """``model`` has the drafts that the draft model makes after each step. None: there is no draft model."""
+        self.times, self.model = times, model
         self.masks: dict[Request, list[Any]] = {}
-        self.speculator = Speculator(max_drafts, max(times), self.masks.__setitem__, always=always)
+        has_model = model is not None
+        self.speculator = Speculator(max_drafts, max(times), self.masks.__setitem__, always=always, has_model=has_model)
         self.requests = [
             Request(f"r{number}", PERIOD * 3, SamplingParams(ignore_eos=True), 0.0) for number in range(count)
         ]
@@ -56,6 +65,8 @@ class Decoding:
                 updates.append(RequestUpdate(request, token, len(updates)))
         step = ScheduledStep(0, StepKind.DECODE, rows=[0] * seqs, num_drafts=num_drafts)
         result = StepResult(0, [0] * seqs, graph_us=round(1000 * self.times[seqs]))
+        if self.model:
+            step.num_wanted, result.drafts = len(self.model), [self.model] * seqs
         self.speculator.completed(step, result, updates, self.times[seqs] / 1e3)
         return dict(self.speculator.take_offers())
 
@@ -77,6 +88,26 @@ def test_text_that_repeats_itself_gets_drafts() -> None:
         sizes.append(len(draft))
     assert sizes[-1] == 7
     assert sum(sizes) > 100
+
+
+def test_earlier_tokens_give_drafts_while_the_draft_model_makes_none() -> None:
+    decoding = Decoding(flat(0.05), model=[])
+    offers: dict[str, list[int]] = {}
+    for _ in range(20):
+        offers = decoding.step(offers)
+    assert len(offers["r0"]) == 7
+
+
+def test_a_long_match_is_better_than_a_draft_model_that_is_often_wrong() -> None:
+    decoding = Decoding(flat(0.05), model=[99])
+    offers: dict[str, list[int]] = {}
+    found = []
+    for _ in range(40):
+        offers = decoding.step(offers)
+        found.append(offers.get("r0", []))
+    assert [] in found, "a trial compares the draft model, and its drafts are not verified"
+    assert 99 not in found[-1]
+    assert len(found[-1]) == 7
 
 
 def test_no_drafts_are_offered_if_each_entry_takes_as_long_as_a_step() -> None:
