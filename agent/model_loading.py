@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from agent.backends.base import BlockMoves, OpTable
 from agent.group.model_part import ModelPart
 from agent.kv_cache import KVCache
+from agent.lora.store import AdapterSlots
 from agent.pooling.weights import needed_specs
 from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, load_weights, open_weights
 from agent.weights.cache.folder import WeightCache
@@ -39,6 +40,8 @@ class LoadedModel:
     kv_cache: KVCache
     moves: BlockMoves
     """Moves blocks of ``kv_cache``."""
+    adapters: AdapterSlots | None
+    """None if the server has no LoRA adapters."""
 
 
 def load_model(
@@ -100,7 +103,8 @@ def load_model(
     is_whole = ops.is_first_stage and ops.is_last_stage
     if not ops.traits.own_memory:
         ops.hooks.take_weights(weights, tied=whole.tie_word_embeddings and is_whole)
-    return LoadedModel(network, ops, weights, weight_bytes, kv_cache, moves)
+    adapters = ops.adapter_slots(parameters, weights)
+    return LoadedModel(network, ops, weights, weight_bytes, kv_cache, moves, adapters)
 
 
 def load_without_network(
@@ -118,7 +122,8 @@ def load_without_network(
     if weights is None:
         return None
     num_bytes = sum(array.nbytes for array in weights.values())
-    return LoadedModel(None, ops, weights, num_bytes, kv_cache, kv_cache.block_moves(()))
+    adapters = ops.adapter_slots({}, weights)
+    return LoadedModel(None, ops, weights, num_bytes, kv_cache, kv_cache.block_moves(()), adapters)
 
 
 def with_network(config: Config, part: ModelPart, model: LoadedModel) -> LoadedModel:

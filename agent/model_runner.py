@@ -20,7 +20,6 @@ from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, compiled_sets, kernel_isa, num_threads
 from agent.logits_processors import load_processors
-from agent.lora.packed import PackedSlots
 from agent.lora.store import AdapterStore
 from agent.mask_gate import LogitBias, MaskGate
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
@@ -112,6 +111,8 @@ class ModelRunner:
         self._reader = StepReader(
             config, config.max_num_seqs, self._sampler.rows.last_token if exchange is None else None
         )
+        self._readers = [self._reader]
+        """The reader of this object, and that of the steps that are launched ahead."""
         self._exchange: Exchange | None = None
         self._last_tokens: SharedLastTokens | None = None
         if exchange is not None:
@@ -180,7 +181,9 @@ class ModelRunner:
         elif self._model.ops.takes_rows:
             self._images = ImageRows.load(self._config, self._model, self.tiles)
         elif self._model.ops.traits.runs_ahead and self._part.is_alone:
-            self.ahead = StepsAhead(self, StepReader(self._config, self._config.max_num_seqs), self._sampler)
+            reader = StepReader(self._config, self._config.max_num_seqs)
+            self._readers.append(reader)
+            self.ahead = StepsAhead(self, reader, self._sampler)
         self._seconds["load"] = time.perf_counter() - start
 
     def _load_stored(self) -> LoadedModel | None:
@@ -399,9 +402,11 @@ class ModelRunner:
         self._adapters.load(slot, name, num_bytes)
 
     def _made_adapter_store(self, model: LoadedModel) -> AdapterStore:
-        dtype, num_slots = self._config.model_config.model_dtype, self._config.lora_config.max_adapters
-        slots = PackedSlots(num_slots, dtype, model.weights)
-        return AdapterStore(self._part, dtype, slots, [self._reader.buffers.loaded])
+        assert model.adapters is not None, "the server sends adapters only if there are adapter slots"
+        loaded = [reader.buffers.loaded for reader in self._readers]
+        equal_vocabularies = not model.ops.traits.packs_weights
+        dtype = self._config.model_config.model_dtype
+        return AdapterStore(self._part, dtype, model.adapters, loaded, equal_vocabularies=equal_vocabularies)
 
     def step_graph(self) -> StepGraph:
         """Returns the graph that runs all steps. Do not keep it: a failed graph is replaced by a new object."""

@@ -39,6 +39,8 @@ class StepInputs:
     """[sequences]: the index of each sequence's last token in ``token_ids``."""
     sampled_tokens: Int32Array
     """[sequences]: the index of each sequence's last token in ``token_ids`` if the sequence samples, else -1."""
+    adapters: Int32Array
+    """[tokens]: the adapter slot of each token, or NO_ADAPTER. Empty if the server has no adapters."""
     whole_prompts: bool
     """Whether every sequence starts at position 0."""
 
@@ -123,6 +125,7 @@ class StepReader:
             rows=buffers.rows[:seqs],
             last_tokens=buffers.last_tokens[:seqs],
             sampled_tokens=buffers.sampled_tokens[:seqs],
+            adapters=buffers.counts[ADAPTERS : ADAPTERS + tokens if self._max_adapters else 0],
             whole_prompts=whole_prompts,
         )
 

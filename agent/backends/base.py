@@ -10,8 +10,9 @@ every tensor has the size of the largest step. Only its first rows, as many as t
 ``step`` is a tuple of inputs that every operator may read: slot_mapping [tokens], block_tables [seqs, blocks],
 context_lens [seqs], query_lens [seqs]. In a static graph, ``block_tables`` has one axis, and the tuple has a fifth
 entry: counts = (tokens, seqs, blocks, step number). In the graph for parts of prompts, the fifth entry is the output of
-``chunk_mask``. If ``OpTable.gathers_blocks`` is True and the graph reads the cache, the last entry is ``step_blocks``
-[blocks]. Query i of a sequence with q queries and a context of c tokens is at position c - q + i.
+``chunk_mask``. If ``OpTable.gathers_blocks`` is True and the graph reads the cache, ``step_blocks`` [blocks] follows.
+If ``OpTable.num_adapter_groups`` is not 0, the last entry is ``adapter_rows``, int64 [groups]. Query i of a sequence
+with q queries and a context of c tokens is at position c - q + i.
 
 The order in which an operator adds the numbers for a token depends only on the depth of the layer and on the token's
 context. Therefore a token's result does not depend on the other tokens of the step. Prompts, chunks and decode steps
@@ -28,6 +29,7 @@ from typing import Any, ClassVar
 
 from agent.backends.launch import Launch, OnDevice
 from agent.group.model_part import ModelPart
+from agent.lora.store import AdapterSlots
 from agent.sequence_states import SequenceStates
 from agent.step_inputs import Int32Array
 from agent.weights.storage import Array
@@ -249,6 +251,31 @@ class OpTable(ABC):
 
         The weight is one blob with the packed weights of all experts, or an array [experts, in, out].
         """
+
+    @property
+    def num_adapter_groups(self) -> int:
+        """The number of groups into which the graph's input ``adapter_rows`` [groups] divides the tokens of a step.
+
+        The tokens of a step are ordered by adapter slot, and the last group has the tokens without an adapter. 0: the
+        graph has no such input, because the operators find the adapters elsewhere, or because there are none.
+        """
+        return 0
+
+    def adapter_matrices(self, in_features: int, out_features: int, num_layers: int = 1) -> tuple[Any, Any] | None:
+        """Makes the Parameters with the LoRA adapters of a linear layer: A and B (``agent.lora.stacked``).
+
+        The linear layer consists of ``num_layers`` layers of a checkpoint. None: the operators take no such Parameters.
+        Otherwise, ``norm_linear``, ``linear`` and ``gated_mlp`` take (weight, A, B) for a weight.
+        """
+        return None
+
+    def adapter_slots(self, parameters: Mapping[str, Any], weights: Mapping[str, Array]) -> AdapterSlots | None:
+        """Allocates the memory of the Parameters of ``adapter_matrices``. Returns the adapter slots of the operators.
+
+        ``parameters`` are all Parameters of the network, and ``weights`` the loaded weights in host memory, by name.
+        Returns None if the server has no adapters.
+        """
+        return None
 
     def head_weight(self, heads: int, in_features: int, out_features: int) -> LinearParameters:
         """Makes the Parameters of an up-projection of latent attention, which has one weight of floats for each head.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agent.backends.base import OpTable
 from agent.group.model_part import ModelPart
+from agent.lora.stacked import StackedSizes
 from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
@@ -24,8 +25,12 @@ def select_op_table(config: Config, part: ModelPart | None = None, *, forms: Lin
         from agent.backends.cpu.native import NativeCpuOps
 
         positions = config.max_blocks_per_seq * config.pa_config.block_size
-        int8_cache = config.gathers_blocks
-        return NativeCpuOps(config.model_config.model_dtype, positions, part, forms, int8_cache=int8_cache)
+        dtype, int8_cache, adapters = (
+            config.model_config.model_dtype,
+            config.gathers_blocks,
+            StackedSizes.of_config(config),
+        )
+        return NativeCpuOps(dtype, positions, part, forms, int8_cache=int8_cache, adapters=adapters)
     if config.op_table == "fused":
         from agent.backends.cpu.ops import FusedCpuOps
 

@@ -23,7 +23,13 @@ class Attention(nn.Cell):
         heads, kv_heads, head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
         qkv_width = (heads + 2 * kv_heads) * head_dim
         self.qkv = NormLinear(
-            ops, shape.hidden_size, qkv_width, shape.rms_norm_eps, first=layer == 0, biased=shape.attention_bias
+            ops,
+            shape.hidden_size,
+            qkv_width,
+            shape.rms_norm_eps,
+            first=layer == 0,
+            biased=shape.attention_bias,
+            num_layers=3,
         )
         self.output = RowParallelLinear(ops, heads * head_dim, shape.hidden_size, biased=shape.output_bias)
         cache_shape, cache_dtype = ops.cache_layout(num_blocks, block_size, kv_heads, head_dim)

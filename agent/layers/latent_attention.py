@@ -29,7 +29,7 @@ class LatentAttention(nn.Cell):
         assert latent is not None, "a model without latent attention has the layer Attention"
         queries = heads * latent.head_dim
         width = (latent.query_rank or queries) + latent.cache_dim
-        self.joined = NormLinear(ops, hidden, width, shape.rms_norm_eps, first=layer == 0)
+        self.joined = NormLinear(ops, hidden, width, shape.rms_norm_eps, first=layer == 0, num_layers=2)
         self.has_query_rank = latent.query_rank > 0
         if self.has_query_rank:
             self.query_norm = NormWeight(ops, latent.query_rank)

@@ -14,16 +14,29 @@ from agent.layers.parameter import unbound_parameter
 
 
 class Weight(nn.Cell):
-    """Holds the parameters of one linear weight: the weight itself and, if it has them, its scales and offsets."""
+    """Holds the parameters of one linear weight: the weight itself and, if it has them, its scales and offsets.
 
-    def __init__(self, parameters: LinearParameters) -> None:
+    The matrices of LoRA adapters are parameters of the weight if ``OpTable.adapter_matrices`` makes them.
+    """
+
+    def __init__(self, parameters: LinearParameters, adapters: tuple[Any, Any] | None = None) -> None:
         super().__init__()
         self.weight, self.scale, self.offset = parameters.weight, parameters.scale, parameters.offset
         self.input_scale, self.input_offset = parameters.input_scale, parameters.input_offset
         self.sum_offset = parameters.sum_offset
+        self.is_adapted = adapters is not None
+        if adapters is not None:
+            self.adapter_a, self.adapter_b = adapters
 
     def operands(self) -> Any:
-        """Returns the weight for an operator of the op table: alone, or in a tuple with its scales and offsets."""
+        """Returns the weight for an operator of the op table: alone, or in a tuple with its scales and offsets.
+
+        With adapters, returns a tuple of this weight and the adapters' matrices.
+        """
+        return (self.weights(), self.adapter_a, self.adapter_b) if self.is_adapted else self.weights()
+
+    def weights(self) -> Any:
+        """Returns the weight without adapters."""
         if self.scale is None:
             return self.weight
         if self.sum_offset is not None:
@@ -38,7 +51,9 @@ class RowParallelLinear(Weight):
     """
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
-        super().__init__(ops.linear_weight(in_features, out_features))
+        super().__init__(
+            ops.linear_weight(in_features, out_features), ops.adapter_matrices(in_features, out_features)
+        )
         self.bias = _bias(ops, out_features, biased=biased and ops.is_first)
         self.linear = ops.linear(out_features)
         self.sum = ops.all_reduce(out_features) if ops.is_split else None
@@ -53,9 +68,21 @@ class NormLinear(Weight):
     """A linear layer with the norm before it: ``y = RMSNorm(hidden + residual) @ weight.T + bias``."""
 
     def __init__(
-        self, ops: OpTable, in_features: int, out_features: int, epsilon: float, *, first: bool, biased: bool = False
+        self,
+        ops: OpTable,
+        in_features: int,
+        out_features: int,
+        epsilon: float,
+        *,
+        first: bool,
+        biased: bool = False,
+        num_layers: int = 1,
     ) -> None:
-        super().__init__(ops.linear_weight(in_features, out_features))
+        """``num_layers`` is the number of layers of a checkpoint that this layer consists of, as 3 for q, k and v."""
+        super().__init__(
+            ops.linear_weight(in_features, out_features),
+            ops.adapter_matrices(in_features, out_features, num_layers),
+        )
         self.bias = _bias(ops, out_features, biased=biased)
         self.norm_linear = ops.norm_linear(out_features, epsilon, first=first)
 

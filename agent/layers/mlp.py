@@ -19,8 +19,13 @@ class GatedMLP(nn.Cell):
 
     def __init__(self, ops: OpTable, hidden_size: int, intermediate_size: int, epsilon: float) -> None:
         super().__init__()
-        self.gate_up = Weight(ops.linear_weight(hidden_size, 2 * intermediate_size))
-        self.down = Weight(ops.linear_weight(intermediate_size, hidden_size))
+        self.gate_up = Weight(
+            ops.linear_weight(hidden_size, 2 * intermediate_size),
+            ops.adapter_matrices(hidden_size, 2 * intermediate_size, num_layers=2),
+        )
+        self.down = Weight(
+            ops.linear_weight(intermediate_size, hidden_size), ops.adapter_matrices(intermediate_size, hidden_size)
+        )
         self.mlp = ops.gated_mlp(hidden_size, epsilon)
         self.sum = ops.all_reduce(hidden_size) if ops.is_split else None
 

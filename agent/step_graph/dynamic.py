@@ -21,13 +21,14 @@ from agent.group.exchange import all_agree
 from agent.layers.parameter import as_tensor
 from agent.run_ahead.inserted import InsertedIds
 from agent.scores import DeviceScores
+from agent.step_graph.adapter_order import AdapterOrder
 from agent.step_graph.dynamic_cell import GraphKind, dynamic_step, gathers_blocks, graph_kinds
 from agent.step_graph.interface import Operators, StepGraph, empty_entry
 from agent.step_graph.replay.native import NativeReplays
 from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import Array
-from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
+from llm_serving.ipc.shm import NO_ADAPTER, PADDING_SLOT, SlotLimits
 
 
 @runtime_checkable
@@ -67,6 +68,9 @@ class DynamicStepGraph(StepGraph):
         self._step_blocks = step_blocks
         assert step_blocks or not ops.gathers_blocks, "graphs that gather blocks need the lists of blocks"
         self._gathering = {kind for kind in GraphKind if gathers_blocks(ops, kind)}
+        self._adapter_order: AdapterOrder | None = None
+        if ops.num_adapter_groups:
+            self._adapter_order = AdapterOrder(ops.num_adapter_groups, orders_entry=ops.is_first_stage)
         self._inserts_ids = ops.inserts_ids
         self._empty_entry = empty_entry(ops, 1)
         self._max_table_width = limits.max_blocks_per_seq
@@ -104,6 +108,7 @@ class DynamicStepGraph(StepGraph):
             inserts_ids=self._inserts_ids,
             fuses=self._fuses,
             max_blocks=self._step_blocks.most if kind in self._gathering and self._step_blocks is not None else 0,
+            adapter_order=self._adapter_order,
         )
 
     def operators(self) -> Mapping[str, Operators]:
@@ -118,8 +123,9 @@ class DynamicStepGraph(StepGraph):
         """Compiles every graph with a step of one padding token. Records the launches of graphs that are replayed."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         inputs = StepInputs(
-            zero, zero, zero + PADDING_SLOT, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False
-        )
+            zero, zero, zero + PADDING_SLOT, zero.reshape(1, 1), one, one, zero, zero, zero, zero + NO_ADAPTER,
+            whole_prompts=False,
+        )  # fmt: skip
         for kind, graph in self._graphs.items():
             if isinstance(self._model, TakesForms):
                 self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
@@ -165,6 +171,8 @@ class DynamicStepGraph(StepGraph):
     def _results(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> tuple[OnDevice, ...]:
         with self._hooks.graph_run():
             kind = self.kind_of(inputs)
+            if self._adapter_order is not None:
+                inputs, entry, inserted = self._adapter_order.sorted(inputs, entry, inserted)
             blocks = None
             if kind in self._gathering and self._step_blocks is not None:
                 blocks, tables = self._step_blocks.of(inputs.block_tables, inputs.context_lens)
@@ -208,6 +216,7 @@ class DynamicStepGraph(StepGraph):
             inputs.context_lens,
             query_lens,
             *((blocks,) if blocks is not None and kind in self._gathering else ()),
+            *((self._adapter_order.rows(inputs.adapters),) if self._adapter_order is not None else ()),
         )
         return (*map(as_tensor, arrays), *self._inserted_tensors(len(entry), inserted, self._num_ids(inputs)))
 
@@ -237,7 +246,7 @@ def _padded_decode(
 ) -> tuple[StepInputs, Array, InsertedIds | None]:
     """Pads the inputs of a decode step to ``size`` sequences.
 
-    The padding sequences read the null block and write no keys or values.
+    The padding sequences read the null block, write no keys or values and have no adapter.
     """
     rows = size - inputs.query_lens.size
 
@@ -252,7 +261,8 @@ def _padded_decode(
         block_tables=tables,
         context_lens=longer(inputs.context_lens, 1),
         query_lens=longer(inputs.query_lens, 1),
-        last_tokens=np.arange(size, dtype=np.int32),
+        last_tokens=np.concatenate([inputs.last_tokens, np.arange(size - rows, size, dtype=np.int32)]),
+        adapters=longer(inputs.adapters, NO_ADAPTER) if inputs.adapters.size else inputs.adapters,
     )
     if inserted is not None:
         inserted = replace(inserted, places=longer(inserted.places, 0), mask=longer(inserted.mask, 0))

@@ -46,13 +46,14 @@ def dynamic_step(
     """Makes the outermost Cell of a graph and declares the types of its inputs.
 
     In the last pipeline stage, the graph returns the agent's logits, the results of ``BestTokens`` and the outputs of
-    the model's taps. In any other stage, the graph returns the residual stream. If the agent has the whole model, the
-    inputs of ``InsertIds`` come after the other inputs. ``captures`` means that MindSpore captures the launches of
-    decode steps.
+    the model's taps. In any other stage, the graph returns the residual stream. If the operators need them, the inputs
+    ``step_blocks`` and ``adapter_rows`` follow the inputs that all graphs have. If the agent has the whole model, the
+    inputs of ``InsertIds`` come last. ``captures`` means that MindSpore captures the launches of decode steps.
     """
     best_tokens = BestTokens(vocab_size, ops.part) if ops.is_last_stage else None
     gathers = gathers_blocks(ops, kind)
-    cell = (_GatheringStep if gathers else _DynamicStep)(model, ops, kind, best_tokens, captures=captures)
+    step = _STEPS[gathers, ops.num_adapter_groups > 0]
+    cell = step(model, ops, kind, best_tokens, captures=captures)
     vector, matrix = _int32(_VECTOR), _int32(_MATRIX)
     query_lens = vector
     if kind == GraphKind.PREFILL and ops.traits.pads_whole_prompts:
@@ -62,7 +63,9 @@ def dynamic_step(
         entry = Tensor(shape=(None, ops.part.whole.hidden_size), dtype=MINDSPORE_DTYPES[ops.dtype])
     inserted = (vector, vector, vector) if ops.inserts_ids else ()
     blocks = (vector,) if gathers else ()
-    cell.set_inputs(entry, vector, vector, vector, matrix, vector, query_lens, *blocks, *inserted)
+    groups = ops.num_adapter_groups
+    adapter_rows = (Tensor(shape=(groups,), dtype=ms.int64),) if groups else ()
+    cell.set_inputs(entry, vector, vector, vector, matrix, vector, query_lens, *blocks, *adapter_rows, *inserted)
     return cell
 
 
@@ -114,15 +117,16 @@ class _DynamicStep(nn.Cell):
         positions: Tensor,
         last_tokens: Tensor,
         step: tuple[Tensor, ...],
-        step_blocks: tuple[Tensor, ...],
+        more: tuple[Tensor, ...],
         inserted: tuple[Tensor | None, ...],
     ) -> Tensor | tuple[Tensor, ...]:
-        """Returns the outputs of the graph. ``step_blocks`` has the input of that name, or is ()."""
+        """Returns the outputs of the graph. ``more`` has the inputs ``step_blocks`` and ``adapter_rows`` if they exist.
+        """
         if self.insert is not None:
             token_ids = self.insert(token_ids, *inserted)
         if self.chunk_mask is not None:
             step = (*step, self.chunk_mask(positions))
-        output = self.model(token_ids, positions, last_tokens, (*step, *step_blocks), self.whole_prompts)
+        output = self.model(token_ids, positions, last_tokens, (*step, *more), self.whole_prompts)
         if self.has_taps and self.best_tokens is not None:
             return (output[0], *self.best_tokens(output[0]), *output[1:])
         return output if self.best_tokens is None else (output, *self.best_tokens(output))
@@ -147,6 +151,59 @@ class _GatheringStep(_DynamicStep):
     ) -> Tensor | tuple[Tensor, ...]:
         step = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
         return self.outputs(token_ids, positions, last_tokens, step, (step_blocks,), (earlier_ids, places, inserted))
+
+
+class _AdaptedStep(_DynamicStep):
+    """The outermost Cell of a graph with LoRA adapters: it has one more input, ``adapter_rows``."""
+
+    def construct(  # type: ignore[override]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        batch_valid_length: Tensor,
+        q_seq_lens: Tensor,
+        adapter_rows: Tensor,
+        earlier_ids: Tensor | None = None,
+        places: Tensor | None = None,
+        inserted: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        step = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
+        return self.outputs(token_ids, positions, last_tokens, step, (adapter_rows,), (earlier_ids, places, inserted))
+
+
+class _AdaptedGatheringStep(_DynamicStep):
+    """The outermost Cell of a graph that gathers blocks and has LoRA adapters."""
+
+    def construct(  # type: ignore[override]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        batch_valid_length: Tensor,
+        q_seq_lens: Tensor,
+        step_blocks: Tensor,
+        adapter_rows: Tensor,
+        earlier_ids: Tensor | None = None,
+        places: Tensor | None = None,
+        inserted: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        step = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
+        more = (step_blocks, adapter_rows)
+        return self.outputs(token_ids, positions, last_tokens, step, more, (earlier_ids, places, inserted))
+
+
+_STEPS = {
+    (False, False): _DynamicStep,
+    (True, False): _GatheringStep,
+    (False, True): _AdaptedStep,
+    (True, True): _AdaptedGatheringStep,
+}
+"""The outermost Cell by two questions: whether the graph gathers blocks, and whether it has LoRA adapters."""
 
 
 def _int32(shape: tuple[None, ...]) -> Tensor:

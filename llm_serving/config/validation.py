@@ -328,9 +328,7 @@ def check_lora(raw: RawConfig, config: Config) -> None:
         needs = "a flight recording has no adapters, so it cannot be replayed; set log_config.flight_recorder_mib: 0"
         raise raw.error("lora_config.batching", lora.batching, needs)
     problem = None
-    if config.op_table != "fused":
-        problem = f"adapters need op_table fused (CPU), and it is {config.op_table}; merge the adapter into the model"
-    elif config.model_config.model_type == "mindformers":
+    if config.model_config.model_type == "mindformers":
         problem = "the classes of MindFormers add no adapters; use model_type dyn"
     elif config.shape.architecture not in ADAPTED_FAMILIES:
         problem = f"the family {config.shape.architecture} has no adapters yet; merge the adapter into the model"

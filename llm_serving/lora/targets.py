@@ -45,14 +45,30 @@ def largest_adapter(shape: ModelShape, max_rank: int) -> int:
     return sum(target.parameters(max_rank) for target in lora_targets(shape).values())
 
 
+def stacked_values(shape: ModelShape, max_rank: int) -> int:
+    """Return the number of values of an adapter slot of the native operators.
+
+    Layers with the same inputs, such as q, k and v, have one matrix A and one B for all ranks of these layers.
+    """
+    prefixes = ((f"model.layers.{layer}", layer) for layer in range(shape.num_layers))
+    groups = [group for prefix, layer in prefixes for group in _groups_of_layer(shape, prefix, layer)]
+    return sum(max_rank * len(group) * (group[0].inputs + sum(each.outputs for each in group)) for group in groups)
+
+
 def _of_layer(shape: ModelShape, prefix: str, layer: int) -> list[Target]:
+    return [target for group in _groups_of_layer(shape, prefix, layer) for target in group]
+
+
+def _groups_of_layer(shape: ModelShape, prefix: str, layer: int) -> list[list[Target]]:
+    """Return the targets of a layer. Targets with the same inputs are in one list."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    targets = _of_latent_attention(shape, prefix) if shape.latent is not None else _of_attention(shape, prefix)
+    attention = _of_latent_attention(shape, prefix) if shape.latent is not None else _of_attention(shape, prefix)
+    groups = [attention[:-1], attention[-1:]]
     if not shape.has_experts(layer):
         gates = {"gate_up_proj": 2 * inner} if _is_joined(shape) else {"gate_proj": inner, "up_proj": inner}
-        targets += [Target(f"{prefix}.mlp.{name}", hidden, width) for name, width in gates.items()]
-        targets.append(Target(f"{prefix}.mlp.down_proj", inner, hidden))
-    return targets
+        groups.append([Target(f"{prefix}.mlp.{name}", hidden, width) for name, width in gates.items()])
+        groups.append([Target(f"{prefix}.mlp.down_proj", inner, hidden)])
+    return groups
 
 
 def _is_joined(shape: ModelShape) -> bool:

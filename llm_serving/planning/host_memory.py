@@ -17,6 +17,7 @@ from llm_serving.planning.rank_memory import (
     device_items,
     format_bytes,
     host_block_items,
+    shared_adapter_bytes,
 )
 
 LOAD_THREADS = 4
@@ -26,13 +27,15 @@ LOAD_THREADS = 4
 def host_items(config: Config, processes: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
     """Return the items in host memory at the time of the highest need.
 
-    These are ``processes``, and either the weights during loading or the host blocks for swapped sequences.
+    These are ``processes``, adapters, and either the weights during loading or the host blocks for swapped sequences.
     """
     world = range(config.parallel_config.agents_per_machine)
     weights = sum(item.num_bytes for rank in world for item in device_items(config, rank) if item.name == WEIGHTS)
     conversion = sum(_conversion_bytes(config, rank) for rank in world)
     blocks = tuple(item for rank in world for item in host_block_items(config, rank))
     swapped = sum(item.num_bytes for item in blocks)
+    if adapters := shared_adapter_bytes(config):
+        processes = (MemoryItem("LoRA adapters", adapters, "in /dev/shm"), *processes)
     if swapped > weights + conversion:
         return (MemoryItem("host blocks", swapped, blocks[0].basis), *processes)
     return (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llm_serving.config import Config
 from llm_serving.config.mindformers_models import rotary_positions
-from llm_serving.lora.targets import largest_adapter
+from llm_serving.lora.targets import largest_adapter, stacked_values
 from llm_serving.model.deepseek import LatentAttention
 from llm_serving.model.number_formats import AUTO, SCALE_ELEMENT_BYTES, scale_row_width
 from llm_serving.model.parallel import Shard, answering_rank, local_shape, place
@@ -126,16 +126,28 @@ def _most_gathered_blocks(config: Config) -> int:
 
 
 def _adapter_items(config: Config, shape: ModelShape, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the item of the LoRA adapters: an agent's parts of them, with the first agent also the shared memory.
+    """Return the item of the LoRA adapters: an agent's parts of them.
 
-    ``shape`` is the rank's part. All agents read the same shared memory, which has whole adapters.
+    ``shape`` is the rank's part. On a CPU, the item of the first agent includes the adapters in shared memory.
     """
     lora = config.lora_config
     if lora.max_adapters == 0:
         return ()
-    own, whole = (largest_adapter(each, lora.max_rank) * config.dtype_bytes for each in (shape, config.shape))
-    basis = f"{lora.max_adapters} adapters of rank {lora.max_rank}, {format_bytes(whole)} each, and as much in /dev/shm"
-    return (MemoryItem("LoRA adapters", lora.max_adapters * (own + whole * (rank == 0)), basis),)
+    if config.op_table == "native":
+        own = (lora.max_adapters + 1) * stacked_values(shape, lora.max_rank) * config.dtype_bytes
+    else:
+        own = lora.max_adapters * largest_adapter(shape, lora.max_rank) * config.dtype_bytes
+    shared = shared_adapter_bytes(config)
+    each = format_bytes(shared // lora.max_adapters)
+    basis = f"{lora.max_adapters} adapters of rank {lora.max_rank}, {each} each, and as much in /dev/shm"
+    is_on_host = config.device == "CPU" and rank == 0
+    return (MemoryItem("LoRA adapters", own + (shared if is_on_host else 0), basis),)
+
+
+def shared_adapter_bytes(config: Config) -> int:
+    """Return the bytes of the adapters in shared memory, which all agents read."""
+    lora = config.lora_config
+    return lora.max_adapters * largest_adapter(config.shape, lora.max_rank) * config.dtype_bytes
 
 
 def _image_items(config: Config) -> tuple[MemoryItem, ...]:

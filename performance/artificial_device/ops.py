@@ -14,6 +14,7 @@ from agent.backends.cpu import native
 from agent.backends.cpu.native import NativeCpuHooks, NativeCpuOps
 from agent.backends.launch import Launch, OnDevice
 from agent.group.model_part import ModelPart
+from agent.lora.stacked import StackedSizes
 from agent.weights.forms import LinearForms
 from performance.artificial_device.queue import ArtificialDevice
 
@@ -46,8 +47,9 @@ class ArtificialOps(NativeCpuOps):
         forms: LinearForms | None = None,
         *,
         int8_cache: bool = False,
+        adapters: StackedSizes | None = None,
     ) -> None:
-        super().__init__(dtype, max_positions, part, forms, int8_cache=int8_cache)
+        super().__init__(dtype, max_positions, part, forms, int8_cache=int8_cache, adapters=adapters)
         self.hooks = ArtificialHooks(dtype, forms or LinearForms(), self.device)
 
 

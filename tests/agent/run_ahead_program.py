@@ -3,7 +3,7 @@
 test_run_ahead.py starts it in a separate process. All parts run with one pair of models, in the given order. The
 weights are written to the working directory.
 
-python tests/agent/run_ahead_program.py [greedy] [mixed] [captured] [failing]
+python tests/agent/run_ahead_program.py [greedy] [mixed] [captured] [failing] | adapters
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "agent")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "agent", "lora"))]
 
+from adapted_driver import load_adapter  # noqa: E402
 from step_driver import Move, Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.backends.runtime import start_runtime  # noqa: E402
@@ -28,9 +29,10 @@ from agent.task_queue import TaskQueue  # noqa: E402
 from agent.worker import Worker  # noqa: E402
 from llm_serving.config import Config  # noqa: E402
 from llm_serving.ipc.messages import Decode, Prefill, Shutdown  # noqa: E402
-from llm_serving.ipc.shm import LAST_TOKEN, MoveKind, StepSlot  # noqa: E402
+from llm_serving.ipc.shm import LAST_TOKEN, NO_ADAPTER, MoveKind, StepSlot  # noqa: E402
 from performance.models.folders import write_model  # noqa: E402
 from performance.models.variants import VARIANTS  # noqa: E402
+from support.lora_folders import random_adapter  # noqa: E402
 from support.step_config import make_config  # noqa: E402
 
 MODEL = "llama3_rope"
@@ -47,10 +49,16 @@ class Step:
         self.kind, self.parts, self.moves = kind, parts, moves
 
 
-def plan(sampling: Callable[[int], dict[str, float]], *, moves: bool = False) -> Iterator[Step]:
+def plan(
+    sampling: Callable[[int], dict[str, float]],
+    *,
+    moves: bool = False,
+    adapters: tuple[int, ...] = (NO_ADAPTER,) * ROWS,
+) -> Iterator[Step]:
     """Yields steps of several sequences: whole prompts, chunks, decodes of some of the sequences, and mixed steps.
 
-    Only prompts are sent as token ids. Every later input is LAST_TOKEN, which the agent replaces by the sampled token.
+    ``adapters`` has the adapter slot of each batch row. Only prompts are sent as token ids. Every later input is
+    LAST_TOKEN, which the agent replaces by the sampled token.
     """
     rng = np.random.default_rng(7)
     settings = {row: sampling(row) for row in range(ROWS)}
@@ -66,7 +74,7 @@ def plan(sampling: Callable[[int], dict[str, float]], *, moves: bool = False) ->
         starts = output == 0 and settings[row].get("repetition_penalty", 1.0) != 1.0
         history = prompt if starts else ()
         blocks = blocks_for(row, 64)
-        return Part(tokens, start, blocks, row, samples, output, history, len(history), settings[row])
+        return Part(tokens, start, blocks, row, samples, output, history, len(history), settings[row], adapters[row])
 
     yield Step(Prefill, [part(0), part(1)])
     yield Step(Decode, [part(0), part(1)])
@@ -197,16 +205,32 @@ def pad(driver: StepDriver) -> None:
     runner._graph.compile()
 
 
+ADAPTERS = (NO_ADAPTER, 1, 0, NO_ADAPTER, 1, 0)
+"""The adapter slot of each batch row."""
+
+
+def run_adapted(drivers: Pair) -> dict[str, Any]:
+    """Runs sequences with two LoRA adapters and without one, and then the same sequences without adapters."""
+    for driver in drivers:
+        for slot in range(2):
+            folder = random_adapter(Path.cwd() / f"adapter{slot}", driver.config.shape, seed=slot, rank=4 + 4 * slot)
+            load_adapter(driver, folder, slot)
+    adapted = run_both(drivers, list(plan(random_sampling, adapters=ADAPTERS)))
+    return adapted | {"without": run_steps(drivers[0], list(plan(random_sampling)))["results"]}
+
+
 PARTS: dict[str, Callable[[Pair], dict[str, Any]]] = {
     "greedy": lambda drivers: run_both(drivers, greedy_plan()),
     "mixed": lambda drivers: run_both(drivers, list(plan(random_sampling, moves=True))),
     "captured": run_captured,
     "failing": run_failing,
+    "adapters": run_adapted,
 }
 
 if __name__ == "__main__":
     write_model(VARIANTS[MODEL], Path.cwd() / MODEL)
-    config = make_config(Path.cwd() / MODEL, "bfloat16", "native")
+    adapted = {"lora_config.max_adapters": 2, "lora_config.max_rank": 8} if "adapters" in sys.argv else {}
+    config = make_config(Path.cwd() / MODEL, "bfloat16", "native", extra=adapted)
     start_runtime(config)
     drivers = pair(config)
     print(json.dumps({part: PARTS[part](drivers) for part in sys.argv[1:]}))

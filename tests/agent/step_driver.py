@@ -12,7 +12,7 @@ import numpy as np
 from agent.model_runner import ModelRunner
 from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeMemory
-from llm_serving.ipc.shm import SlotLayout, StepSlot
+from llm_serving.ipc.shm import NO_ADAPTER, SlotLayout, StepSlot
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 from support.step_config import BLOCK_SIZE, MAX_MODEL_LEN
 
@@ -39,6 +39,7 @@ class Part:
     history: Sequence[int] = ()
     history_prompt_len: int = 0
     sampling: dict[str, float] = field(default_factory=dict)
+    adapter: int = NO_ADAPTER
 
 
 @dataclass
@@ -102,6 +103,8 @@ class StepDriver:
             slot.sample_position[index] = part.sample_position
             slot.history_lens[index], slot.history_prompt_lens[index] = len(part.history), part.history_prompt_len
             slot.history[history : history + len(part.history)] = part.history
+            if self.config.lora_config.max_adapters:
+                slot.adapters[index] = part.adapter
             for name, value in {**GREEDY, **part.sampling}.items():
                 getattr(slot, name)[index] = value
             token, history = token + count, history + len(part.history)

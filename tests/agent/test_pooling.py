@@ -51,6 +51,7 @@ def step(pooler: Pooler, parts: list[Part]) -> tuple[list[int], list[bytes]]:
         rows=np.array([row for row, *_ in parts], np.int32),
         last_tokens=empty,
         sampled_tokens=empty,
+        adapters=empty,
         whole_prompts=False,
     )
     pooler.take(np.concatenate([part for _, part, _, _ in parts]), inputs, slot)

@@ -91,3 +91,11 @@ def test_a_failed_step_fails_alone(run: Run) -> None:
     for plain, ahead in zip(result["plain"], result["ahead"], strict=True):
         for row in plain["tokens"].keys() - spoiled:
             assert ahead["tokens"][row] == plain["tokens"][row]
+
+
+def test_steps_launched_ahead_have_the_adapters_of_their_sequences(run: Run) -> None:
+    result = run("adapters")
+    assert result["ahead"] == result["plain"]
+    assert not any(each["error"] for each in result["plain"])
+    assert launched_ahead(result["events"])
+    assert result["plain"] != result["without"], "adapters without an effect test nothing"

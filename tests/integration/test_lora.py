@@ -209,8 +209,6 @@ def test_a_start_with_wrong_settings_is_refused(tmp_path: Path, folders: dict[st
     for sets, reason in (
         ([f"lora_config.adapters=['a={folders['first']}']"], "are more than lora_config.max_adapters = 0"),
         (["lora_config.max_adapters=1", "lora_config.adapters=['a']"], "must be NAME=FOLDER"),
-        (["lora_config.max_adapters=1", "model_config.op_table=native",
-          "model_config.model_dtype=bfloat16"], "adapters need op_table fused"),
         (["lora_config.max_adapters=1", "parallel_config.sum_parts=2"], "the sums of parts have no adapters"),
     ):  # fmt: skip
         arguments = [part for each in (log, *sets) for part in ("--set", each)]

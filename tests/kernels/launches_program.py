@@ -312,7 +312,7 @@ def check_confirmation() -> None:
             ids = np.arange(step, step + 1 + step % ROWS, dtype=np.int32)
             numbers = np.zeros(ids.size, np.int32)
             inputs = StepInputs(
-                ids, numbers, numbers, numbers.reshape(-1, 1), numbers, numbers, numbers, numbers, numbers, False
+                ids, numbers, numbers, numbers.reshape(-1, 1), *[numbers] * 5, adapters=ids[:0], whole_prompts=False
             )
             given = replays.run(inputs, ids)[0].copy()
             is_right = is_right and given.tobytes() == cells[-1](Tensor.from_numpy(ids)).asnumpy().tobytes()

@@ -17,13 +17,13 @@ STEPS = 12
 def continued(driver: StepDriver, prompts: list[list[int]], adapters: list[int]) -> list[list[Sampled]]:
     """Returns the greedy continuations of prompts that are computed together. Each prompt may have an adapter."""
     driver.runner.reset()
-    if driver.config.lora_config.max_adapters:
-        driver.slot.adapters[: len(prompts)] = adapters
-    blocks = [blocks_for(index) for index in range(len(prompts))]
-    steps = [driver.prefill(*[Part(prompt, 0, blocks[row], row) for row, prompt in enumerate(prompts)])]
+    rows = [(blocks_for(row), row) for row in range(len(prompts))]
+    steps = [
+        driver.prefill(*[Part(prompt, 0, *rows[row], adapter=adapters[row]) for row, prompt in enumerate(prompts)])
+    ]
     for step in range(1, STEPS):
         parts = [
-            Part([LAST_TOKEN], len(prompt) + step - 1, blocks[row], row, sample_position=step)
+            Part([LAST_TOKEN], len(prompt) + step - 1, *rows[row], sample_position=step, adapter=adapters[row])
             for row, prompt in enumerate(prompts)
         ]
         steps.append(driver.decode(*parts))
@@ -38,10 +38,10 @@ def described(outputs: list[Sampled]) -> dict[str, Any]:
     }
 
 
-def load_adapter(driver: StepDriver, adapter: Path) -> None:
-    """Loads an adapter's folder into ``SLOT``. The agent of a group loads its part of the adapter."""
+def load_adapter(driver: StepDriver, adapter: Path, slot: int = SLOT) -> None:
+    """Loads an adapter's folder into an adapter slot. The agent of a group loads its part of the adapter."""
     _, memory = read_into_memory(adapter, driver.config)
-    driver.runner.load_adapter(SLOT, memory.name, memory.num_bytes)
+    driver.runner.load_adapter(slot, memory.name, memory.num_bytes)
     memory.close()
 
 

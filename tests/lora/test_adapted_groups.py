@@ -21,13 +21,17 @@ from support.lora_folders import random_adapter
 from support.sweeps import with_sweeps
 
 WORKER = "../lora/adapted_group_worker.py"
-TESTED = (("phi3", 2, 1), ("qwen3_tied", 2, 1))
+PAIR, STAGES = Setup(2, 1, extra=ADAPTERS), Setup(1, 2, extra=ADAPTERS)
+NATIVE_PAIR, NATIVE_STAGES = (replace(setup, dtype="float16", op_table="native") for setup in (PAIR, STAGES))
+TESTED = (("phi3", PAIR), ("qwen3_tied", PAIR), ("qwen3_tied", NATIVE_PAIR))
 SWEPT = (
-    *((model, 2, 1) for model in ("llama_linear_mqa", "qwen2_tied", "gemma3", "gpt_oss", "mixtral", "deepseek_v2")),
-    *(("phi3", 1, 2), ("qwen3_tied", 2, 2), ("deepseek_v2_lite", 1, 2)),
+    *((name, PAIR) for name in ("llama_linear_mqa", "qwen2_tied", "gemma3", "gpt_oss", "mixtral", "deepseek_v2")),
+    *(("phi3", STAGES), ("deepseek_v2_lite", STAGES), ("qwen3_tied", Setup(2, 2, extra=ADAPTERS))),
+    *(("phi3", NATIVE_PAIR), ("qwen3_tied", NATIVE_STAGES)),
 )
-"""Models with their numbers of ``tensor_parallel`` and ``pipeline_parallel``."""
 CASES = with_sweeps([*TESTED, *SWEPT], lambda *case: case in SWEPT)
+TOLERANCE = {"float32": 1e-3, "float16": 0.06}
+"""Maximum difference of a logit from that of merged weights in float32."""
 pytestmark = pytest.mark.timeout(300)
 
 Run = Callable[[str, Setup, bool], dict[str, Any]]
@@ -53,14 +57,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("model", "tensor_parallel", "pipeline_parallel"), CASES)
-def test_tokens_are_those_of_merged_weights_alone_and_in_a_batch(
-    run: Run, model: str, tensor_parallel: int, pipeline_parallel: int
-) -> None:
-    group = run(model, Setup(tensor_parallel, pipeline_parallel, extra=ADAPTERS), False)
-    merged = run(model, Setup(), True)["plain"]
+@pytest.mark.parametrize(("model", "setup"), CASES)
+def test_tokens_are_those_of_merged_weights_alone_and_in_a_batch(run: Run, model: str, setup: Setup) -> None:
+    group, merged = run(model, setup, False), run(model, Setup(), True)["plain"]
     assert group["adapted"]["tokens"] == merged["tokens"]
-    np.testing.assert_allclose(group["adapted"]["logits"], merged["logits"], atol=2e-4, rtol=2e-4)
+    bound = TOLERANCE[setup.dtype]
+    np.testing.assert_allclose(group["adapted"]["logits"], merged["logits"], atol=bound, rtol=0)
     assert group["adapted"]["tokens"] != group["unadapted"]["tokens"], "an adapter without an effect tests nothing"
     assert group["mixed adapted"] == group["adapted"]
     assert group["mixed unadapted"] == group["unadapted"]

@@ -26,6 +26,7 @@ from mindspore.ops import auto_generate
 
 from agent.backends.ascend import context
 from agent.backends.ascend import ops as ascend_ops
+from agent.backends.native import adapters as native_adapters
 from agent.backends.native import attention as native_attention
 from agent.backends.native import experts as native_experts
 from agent.backends.native import integer_cache as native_integer
@@ -37,6 +38,7 @@ from agent.step_graph import dynamic_cell
 from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.quantized import Scheme
 from llm_serving.config import ParallelConfig
+from llm_serving.config.sections import LoraConfig
 from llm_serving.model.families import Experts
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
 from tools.ascend_graph.fusions import predicted_fusions
@@ -76,6 +78,11 @@ INT8_MOE_PAIR, INT4_MOE_PAIR = (
     replace(config, parallel_config=PAIR.parallel_config) for config in (INT8_MOE, INT4_MOE)
 )
 STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
+LORA = LoraConfig(max_adapters=3, max_rank=8)
+ADAPTED = replace(SQUARE, lora_config=LORA)
+ADAPTED_QWEN2 = replace(QWEN2, lora_config=LORA, parallel_config=PAIR.parallel_config)
+ADAPTED_MOE = replace(INT8_MOE, lora_config=LORA)
+ADAPTED_CACHE = replace(INT8_CACHE, lora_config=LORA)
 BFLOAT16 = replace(CONFIG, model_config=replace(CONFIG.model_config, model_dtype="bfloat16"))
 
 
@@ -83,6 +90,7 @@ DEEPSEEK = ascend_config("deepseek_small_cpu.yaml")
 DEEPSEEK = replace(DEEPSEEK, shape=replace(DEEPSEEK.shape, num_layers=2))
 """A model with latent attention and DeepSeek V3's router."""
 INT8_DEEPSEEK = replace(DEEPSEEK, model_config=replace(DEEPSEEK.model_config, weight_format="int8"))
+ADAPTED_DEEPSEEK = replace(DEEPSEEK, lora_config=LORA)
 DEEPSEEK_PAIR = replace(DEEPSEEK, parallel_config=ParallelConfig(tensor_parallel=2, expert_parallel=True))
 assert DEEPSEEK.shape.latent is not None
 WIDE_DEEPSEEK = replace(DEEPSEEK, shape=replace(DEEPSEEK.shape, latent=replace(DEEPSEEK.shape.latent, rank=528)))
@@ -367,6 +375,60 @@ class OwnPart(nn.Cell):
         return x
 
 
+class Adapters(native_adapters.AddAdapters):
+    """Adds adapters. The class attribute ``mistake`` names a mistake to plant."""
+
+    mistake = ""
+
+    def construct(self, out: Any, x: Any, a: Any, b: Any, step: Any) -> Any:
+        rows = step[-1]
+        if self.mistake == "other input":
+            x = self.add(x, x)
+        products = self.expand(self.shrink(x, a, rows), b, rows)
+        if self.mistake == "no sum":
+            return products
+        total = self.add(out, products)
+        return self.add(total, out) if self.mistake == "output twice" else total
+
+
+def adapters(mistake: str) -> Any:
+    return patched("AddAdapters", type("Mistaken", (Adapters,), {"mistake": mistake}))
+
+
+def ends_of_adapters() -> Any:
+    """Plants a mistake: the list of groups has the ends of the groups, not their sizes."""
+    return mock.patch.object(native_experts, "_SIZES", 0)
+
+
+def scaled_groups() -> Any:
+    """Plants a mistake: the products read another list of groups than the graph's input."""
+
+    class Doubled(native_adapters.AddAdapters):
+        def construct(self, out: Any, x: Any, a: Any, b: Any, step: Any) -> Any:
+            rows = self.add(step[-1], step[-1])
+            return self.add(out, self.expand(self.shrink(x, a, rows), b, rows))
+
+    return patched("AddAdapters", Doubled)
+
+
+def other_ranks() -> Any:
+    """Plants a mistake: the joined layers q, k and v have the ranks of one layer."""
+    real = native.NativeOps.adapter_matrices
+
+    def matrices(table: Any, width: int, out: int, num_layers: int = 1) -> Any:
+        return real(table, width, out, 1 if num_layers == 3 else num_layers)
+
+    return mock.patch.object(native.NativeOps, "adapter_matrices", matrices)
+
+
+def adapter_rows_int32() -> Any:
+    """Plants a mistake: the input with the rows of each group is int32."""
+    return mock.patch.object(
+        dynamic_cell._AdaptedStep, "set_inputs",
+        lambda cell, *given: nn.Cell.set_inputs(cell, *given[:7], Tensor(shape=(4,), dtype=ms.int32), *given[8:]),
+    )  # fmt: skip
+
+
 def patched(name: str, replacement: Any) -> Any:
     return mock.patch.object(native, name, replacement)
 
@@ -589,6 +651,13 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "chunk mask": ("chunked", CONFIG, lambda: patched("ChunkMask", Forgetful)),
     "transposed weight that fits": ("decode", SQUARE, plain_linear),
     "pairs for halves": ("decode", CONFIG, lambda: in_attention("_ROTATE_HALVES", 3)),
+    "adapters, no sum": ("decode", ADAPTED, lambda: adapters("no sum")),
+    "adapters, output twice": ("decode", ADAPTED, lambda: adapters("output twice")),
+    "adapters, other input": ("decode", ADAPTED, lambda: adapters("other input")),
+    "adapters, ends of groups": ("decode", ADAPTED, ends_of_adapters),
+    "adapters, other groups": ("decode", ADAPTED, scaled_groups),
+    "adapters, ranks of one layer": ("decode", ADAPTED, other_ranks),
+    "adapters, type of the rows": ("decode", ADAPTED, adapter_rows_int32),
     "names of inputs": ("decode", CONFIG, lambda: mock.patch.object(dynamic_cell, "_DynamicStep", OldNames)),
     "vocabulary": ("decode", CONFIG, wider_vocabulary),
     "int8, no scales of tokens": ("decode", INT8, lambda: in_linear("_DynamicProduct", WithoutTokenScales)),
@@ -844,7 +913,7 @@ def main() -> None:
     set_up()
     checks: dict[str, Callable[[], list[str]]] = {
         "right": lambda: (
-            right(("decode",), (*ALONE, *SHARED, *EXPERTS))
+            right(("decode",), (*ALONE, *SHARED, *EXPERTS, ADAPTED, ADAPTED_MOE))
             + right(KINDS, (INT8_CACHE,))
             + right(("candidates", "rows"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
@@ -853,8 +922,9 @@ def main() -> None:
         "right, more": lambda: (
             right(KINDS[:2], (*ALONE[1:], *SHARED, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
             + right(KINDS[:2], (INT8_PAIR, INT4_PAIR, STATIC_PAIR))
-            + right(("decode",), (*SEPARATE, *COMBINED))
+            + right(("decode",), (*SEPARATE, *COMBINED, ADAPTED_QWEN2))
             + right(("chunked",), (INT8_DEEPSEEK,))
+            + right(KINDS[1:], (ADAPTED_DEEPSEEK, ADAPTED_CACHE))
         ),
         "names": lambda: list(MISTAKES),
         "fusions": fusions,

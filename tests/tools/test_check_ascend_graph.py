@@ -101,6 +101,13 @@ CAUGHT = {
     "int8 cache, products in float16": "key_cache is not a product of integers and scales",
     "int8 cache, float32 scales": "refused: For primitive[ReshapeAndCache], the input argument[key] must be a type of",
     "int8 cache, short rows of scales": "ReshapeAndCache of layer 0: a row of f16[-1,8] is no multiple of 32 bytes",
+    "adapters, no sum": "GroupedMatmulV4 of layer 0: layers.0.attention.qkv is no linear layer of this layer",
+    "adapters, output twice": "the layer's output is also used without its adapters",
+    "adapters, other input": "does not multiply the input of the layer's own product",
+    "adapters, ends of groups": "act_type are (3, 0, 0, 0); they must be (3, 0, 1, 0)",
+    "adapters, other groups": "not the graph's input adapter_rows",
+    "adapters, ranks of one layer": "adapter_a is f16[4,256,8]; it must be f16[4,256,24]",
+    "adapters, type of the rows": "adapter_rows i32[4]",
     "kernels, graph kernel level": "only O0 with infer_boost has this primitive's kernel",
 }
 SWEPT_MISTAKES = (
@@ -155,6 +162,10 @@ SWEPT_MISTAKES = (
     "int8 cache, products in float16",
     "int8 cache, float32 scales",
     "int8 cache, short rows of scales",
+    "adapters, output twice",
+    "adapters, ends of groups",
+    "adapters, other groups",
+    "adapters, type of the rows",
 )
 """These run in ``make test-sweeps`` only, because ``make test`` plants a mistake like each of them."""
 KINDS = ("prefill", "chunked", "decode")

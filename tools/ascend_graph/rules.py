@@ -12,8 +12,10 @@ import numpy as np
 
 from agent.backends.ascend import context
 from agent.group.model_part import ModelPart
+from agent.lora.stacked import StackedSizes
 from agent.weights.forms import LinearForms
 from llm_serving.config import Config
+from tools.ascend_graph.adapters import ADAPTER_PRIMITIVES, AdapterRules
 from tools.ascend_graph.experts import EXPERT_PRIMITIVES, ExpertRules
 from tools.ascend_graph.fusions import flag_problems
 from tools.ascend_graph.integer_cache import (
@@ -105,6 +107,8 @@ class _Rules:
         )
         heads, kv_heads, dim = self._shape.num_attention_heads, self._shape.num_key_value_heads, self._shape.head_dim
         self._query, self._key = heads * dim, kv_heads * dim
+        sizes = StackedSizes.of_config(config)
+        self._adapters = None if sizes is None else AdapterRules(self._wiring, sizes, self._shape, self._dtype)
         self._integer_cache = None
         if config.gathers_blocks:
             self._integer_cache = IntegerCacheRules(
@@ -128,6 +132,8 @@ class _Rules:
             checks |= self._latent.checks | {"PagedAttention": self._check_latent_attention}
         for node in self._calls:
             check = self._experts.router_problems if self._experts.is_router(node) else checks.get(node.primitive)
+            if self._adapters is not None and self._adapters.is_adapter(node):
+                check = self._adapters.problems
             for problem in (*(check(node) if check is not None else ()), *self._kernels.problems(node)):
                 yield f"{node.primitive} of {_where(node)}: {problem}"
 
@@ -136,6 +142,7 @@ class _Rules:
         ranks = _INPUTS | (INTEGER_CACHE_INPUTS if gathers else {})
         ranks |= _INSERTED_INPUTS if self._part.is_alone else {}
         wanted = {name: TensorType("i32", (-1,) * rank) for name, rank in ranks.items()}
+        wanted |= {} if self._adapters is None else self._adapters.inputs
         if self._graph.inputs != wanted:
             yield f"the graph's inputs are {_types(self._graph.inputs)}; an Ascend's are {_types(wanted)}"
         is_last = self._part.shard.is_last_stage
@@ -155,6 +162,7 @@ class _Rules:
         known = PRIMITIVES | (SHARING_PRIMITIVES if self._part.is_split else frozenset())
         known |= frozenset() if self._shape.experts is None else EXPERT_PRIMITIVES
         known |= frozenset() if self._latent is None else LATENT_PRIMITIVES
+        known |= frozenset() if self._adapters is None else ADAPTER_PRIMITIVES
         known |= frozenset() if self._integer_cache is None else INTEGER_CACHE_PRIMITIVES
         for name in sorted(set(names) - known):
             yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
@@ -175,8 +183,9 @@ class _Rules:
         counts |= {} if self._latent is None else self._latent.counts()
         others = self._experts.num_quantised_inputs
         counts |= {"MatMul": counts["MatMul"] + routers, "DynamicQuantExt": counts["DynamicQuantExt"] + others}
-        for name, more in (self._integer_cache.counts() if self._integer_cache is not None else {}).items():
-            counts[name] += more
+        for rules in (self._integer_cache, self._adapters):
+            for name, more in (rules.counts() if rules is not None else {}).items():
+                counts[name] += more
         for name, count in counts.items():
             if names.count(name) != count:
                 yield f"{names.count(name)} x {name} for {layers} layers; there should be {count}"

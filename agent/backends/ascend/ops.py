@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import mindspore
 
+from agent.backends.ascend.adapters import DeviceMatrices
 from agent.backends.ascend.blocks import DeviceBlockMoves
 from agent.backends.ascend.launches import AscendHooks
 from agent.backends.ascend.limits import check_limits
 from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, DeviceTraits, Operator
 from agent.backends.native.ops import NativeOps
 from agent.group.model_part import ModelPart
+from agent.lora.stacked import StackedMatrices, StackedSizes
 from agent.weights.forms import LinearForms
 from agent.weights.storage import Array
 from llm_serving.config import Config
@@ -37,8 +39,15 @@ class AscendOps(NativeOps):
         # Only an agent with the whole model launches steps ahead and needs ``AscendHooks``. An agent that has a part
         # of the model copies results to the host only when they are fetched.
         hooks = AscendHooks(mindspore) if part is None or part.is_alone else None
-        dtype, int8_cache = config.model_config.model_dtype, config.gathers_blocks
-        super().__init__(dtype, positions, part, forms, hooks, int8_cache=int8_cache)
+        dtype, int8_cache, adapters = (
+            config.model_config.model_dtype,
+            config.gathers_blocks,
+            StackedSizes.of_config(config),
+        )
+        super().__init__(dtype, positions, part, forms, hooks, int8_cache=int8_cache, adapters=adapters)
+
+    def adapter_memory(self, parameters: Mapping[str, Any]) -> StackedMatrices:
+        return DeviceMatrices(parameters)
 
     def block_moves(
         self,

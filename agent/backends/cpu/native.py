@@ -15,6 +15,7 @@ from agent.backends.native.ops import NativeOps
 from agent.group.model_part import ModelPart
 from agent.kernels import OperatorRefusedError, hold_failures, set_attentive, take_failure
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
+from agent.lora.stacked import StackedSizes
 from agent.weights.forms import LinearForms, scale_type
 from agent.weights.packed import OUTPUT_LAYER
 from agent.weights.storage import Array
@@ -43,9 +44,10 @@ class NativeCpuOps(NativeOps):
         forms: LinearForms | None = None,
         *,
         int8_cache: bool = False,
+        adapters: StackedSizes | None = None,
     ) -> None:
         hooks = NativeCpuHooks(dtype, forms or LinearForms())
-        super().__init__(dtype, max_positions, part, forms, hooks, int8_cache=int8_cache)
+        super().__init__(dtype, max_positions, part, forms, hooks, int8_cache=int8_cache, adapters=adapters)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         self.hooks.packs_experts = True

@@ -10,7 +10,7 @@ This module imports MindSpore only when the first operator is made. An agent wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +29,8 @@ from agent.backends.base import (
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.group.model_part import ModelPart
 from agent.kernels import library_path
+from agent.lora.packed import PackedSlots
+from agent.lora.store import AdapterSlots
 from agent.sequence_states import SequenceStates
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
@@ -54,6 +56,7 @@ class FusedCpuOps(OpTable):
         self._max_seqs = config.max_num_seqs
         self._hidden_size = config.shape.hidden_size
         self._cache_format = config.cache_format
+        self._num_adapters = config.lora_config.max_adapters
         vocab_size = config.shape.vocab_size if self.is_first else self.vocab_rows(config.shape.vocab_size)
         seqs, tokens = (self._max_seqs, 0) if self.is_last_stage else (0, self._max_tokens)
         self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
@@ -76,6 +79,9 @@ class FusedCpuOps(OpTable):
         # The size of a packed weight depends on its format, which is known only when the weight is loaded. Therefore
         # `bind` sets the size.
         return unbound_parameter((1,), "uint8")
+
+    def adapter_slots(self, parameters: Mapping[str, Any], weights: Mapping[str, Array]) -> AdapterSlots | None:
+        return PackedSlots(self._num_adapters, self.dtype, weights) if self._num_adapters else None
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         cache = self._cache_format

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mindspore import Tensor, nn, ops
@@ -18,14 +19,17 @@ from agent.backends.base import (
     OpTable,
 )
 from agent.backends.native import parallel
+from agent.backends.native.adapters import AddAdapters, LatentWithoutAdapters, WithoutAdapters
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
 from agent.backends.native.experts import ExpertMLP
 from agent.backends.native.latent import LatentAttention
 from agent.backends.native.linear import expert_parameters, linear_parameters, matrix_product
 from agent.group.model_part import ModelPart
-from agent.layers.parameter import unbound_parameter
+from agent.layers.parameter import bind, unbound_parameter
+from agent.lora.stacked import A_NAME, B_NAME, HostMatrices, StackedMatrices, StackedSizes, StackedSlots
+from agent.lora.store import AdapterSlots
 from agent.weights.forms import LinearForm, LinearForms
-from agent.weights.storage import Array
+from agent.weights.storage import Array, allocate
 from llm_serving.model.families import Experts
 from llm_serving.model.number_formats import scale_row_width
 
@@ -44,16 +48,19 @@ class NativeOps(OpTable):
         hooks: DeviceHooks | None = None,
         *,
         int8_cache: bool = False,
+        adapters: StackedSizes | None = None,
     ) -> None:
         """``max_positions`` is the number of positions that the widest block table can hold.
 
-        Raises ConfigError if the primitives of ``forms`` do not support ``dtype``.
+        ``adapters`` are the sizes of the matrices of LoRA adapters. Raises ConfigError if the primitives of ``forms``
+        do not support ``dtype``.
         """
         super().__init__(dtype, part, hooks)
         self.forms = forms or LinearForms()
         self.forms.check_type(dtype)
         self._max_positions = max_positions
         self._int8_cache = int8_cache
+        self._adapters = adapters
         self._masks: dict[bool, Tensor] = {}
         self._has_latent_attention = False
 
@@ -68,6 +75,29 @@ class NativeOps(OpTable):
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
         form = self.forms.output if output else self.forms.layers
         return _unbound(linear_parameters(form, in_features, out_features, self.dtype))
+
+    @property
+    def num_adapter_groups(self) -> int:
+        return 0 if self._adapters is None else self._adapters.num_groups
+
+    def adapter_matrices(self, in_features: int, out_features: int, num_layers: int = 1) -> tuple[Any, Any] | None:
+        if self._adapters is None:
+            return None
+        a, b = self._adapters.shapes(in_features, out_features, num_layers)
+        return unbound_parameter(a, self.dtype), unbound_parameter(b, self.dtype)
+
+    def adapter_slots(self, parameters: Mapping[str, Any], weights: Mapping[str, Array]) -> AdapterSlots | None:
+        if self._adapters is None:
+            return None
+        return StackedSlots(self.adapter_memory(_of_adapters(parameters)), self.dtype)
+
+    def adapter_memory(self, parameters: Mapping[str, Any]) -> StackedMatrices:
+        """Allocates the memory of the adapters' ``parameters``, filled with zeros."""
+        arrays = {name: allocate(parameter.shape, self.dtype) for name, parameter in parameters.items()}
+        for name, array in arrays.items():
+            array.fill(0)
+            bind(parameters[name], array)
+        return HostMatrices(arrays)
 
     def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> LinearParameters:
         return _unbound(expert_parameters(self.forms.experts, num_experts, in_features, out_features, self.dtype))
@@ -107,16 +137,17 @@ class NativeOps(OpTable):
         return parallel.HandOver()
 
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
-        return (_NormLinear if first else _AddNormLinear)(epsilon, self.forms.layers, self.dtype)
+        cell = _NormLinear if first else _AddNormLinear
+        return cell(epsilon, self.forms.layers, self.dtype, adapted=self._is_adapted)
 
     def join_norms(self, width: int, epsilon: float) -> Operator:
         return _JoinNorms(epsilon)
 
     def linear(self, out_features: int) -> Operator:
-        return _Linear(self.forms.layers, self.dtype)
+        return _Linear(self.forms.layers, self.dtype, adapted=self._is_adapted)
 
     def gated_mlp(self, width: int, epsilon: float) -> Operator:
-        return _GatedMLP(epsilon, self.forms.layers, self.dtype)
+        return _GatedMLP(epsilon, self.forms.layers, self.dtype, adapted=self._is_adapted)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         return ExpertMLP(experts, epsilon, self.forms, self.dtype)
@@ -134,11 +165,23 @@ class NativeOps(OpTable):
         has_window = form.window > 0
         if has_window not in self._masks:
             self._masks[has_window] = causal_mask(form, self.dtype)
-        return Attention(form, self.dtype, self._masks[has_window], int8_cache=self._int8_cache)
+        attention = Attention(form, self.dtype, self._masks[has_window], int8_cache=self._int8_cache)
+        return WithoutAdapters(attention) if self._is_adapted else attention
 
     def latent_attention(self, form: LatentForm) -> Operator:
         self._has_latent_attention = True
-        return LatentAttention(form, self.forms.layers, self.dtype)
+        attention = LatentAttention(form, self.forms.layers, self.dtype)
+        return LatentWithoutAdapters(attention) if self._is_adapted else attention
+
+    @property
+    def _is_adapted(self) -> bool:
+        return self._adapters is not None
+
+
+def _of_adapters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the Parameters with the matrices of adapters."""
+    ends = (f".{A_NAME}", f".{B_NAME}")
+    return {name: parameter for name, parameter in parameters.items() if name.endswith(ends)}
 
 
 def _unbound(found: dict[str, tuple[tuple[int, ...], str]]) -> LinearParameters:
@@ -155,23 +198,28 @@ class _Embedding(nn.Cell):
 
 
 class _Linear(nn.Cell):
-    def __init__(self, form: LinearForm, dtype: str) -> None:
+    """A linear layer. If ``adapted``, ``weight`` is a tuple: the weight, and the matrices A and B of the adapters."""
+
+    def __init__(self, form: LinearForm, dtype: str, *, adapted: bool = False) -> None:
         super().__init__()
         self.product = matrix_product(form, dtype)
         self.add = ops.Add()
+        self.adapters = AddAdapters() if adapted else None
 
     def construct(self, x: Tensor, weight: Any, bias: Tensor | None, step: tuple[Tensor, ...]) -> Tensor:
-        out = self.product(x, weight)
-        return out if bias is None else self.add(out, bias)
+        out = self.product(x, weight if self.adapters is None else weight[0])
+        if bias is not None:
+            out = self.add(out, bias)
+        return out if self.adapters is None else self.adapters(out, x, weight[1], weight[2], step)
 
 
 class _NormLinear(nn.Cell):
     """Normalises and multiplies in the first layer of a pipeline stage, where ``residual`` equals ``hidden``."""
 
-    def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
+    def __init__(self, epsilon: float, form: LinearForm, dtype: str, *, adapted: bool = False) -> None:
         super().__init__()
         self.norm = RmsNorm(epsilon)
-        self.linear = _Linear(form, dtype)
+        self.linear = _Linear(form, dtype, adapted=adapted)
 
     def construct(
         self,
@@ -186,11 +234,11 @@ class _NormLinear(nn.Cell):
 
 
 class _AddNormLinear(nn.Cell):
-    def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
+    def __init__(self, epsilon: float, form: LinearForm, dtype: str, *, adapted: bool = False) -> None:
         super().__init__()
         self.add_norm = AddRmsNorm()
         self.epsilon = epsilon
-        self.linear = _Linear(form, dtype)
+        self.linear = _Linear(form, dtype, adapted=adapted)
 
     def construct(
         self,
@@ -218,11 +266,11 @@ class _JoinNorms(nn.Cell):
 
 
 class _GatedMLP(nn.Cell):
-    def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
+    def __init__(self, epsilon: float, form: LinearForm, dtype: str, *, adapted: bool = False) -> None:
         super().__init__()
-        self.gate_up = _AddNormLinear(epsilon, form, dtype)
+        self.gate_up = _AddNormLinear(epsilon, form, dtype, adapted=adapted)
         self.activation = Swiglu()
-        self.product = matrix_product(form, dtype)
+        self.down = _Linear(form, dtype, adapted=adapted)
 
     def construct(
         self,
@@ -234,7 +282,7 @@ class _GatedMLP(nn.Cell):
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
         both, total = self.gate_up(hidden, residual, gamma, gate_up, None, step)
-        return self.product(self.activation(both), down), total
+        return self.down(self.activation(both), down, None, step), total
 
 
 class _LMHead(nn.Cell):

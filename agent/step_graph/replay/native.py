@@ -29,9 +29,10 @@ from agent.kernels import RecordedLaunches, RecordingError, StepSizes, has_faile
 from agent.kernels.launches import AllAgree, Results, copies
 from agent.layers.parameter import as_storage, as_tensor
 from agent.run_ahead.inserted import InsertedIds
+from agent.step_graph.adapter_order import AdapterOrder
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import Array
-from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
+from llm_serving.ipc.shm import NO_ADAPTER, PADDING_SLOT, SlotLimits
 from llm_serving.planning.kernel_memory import most_replayed_tokens
 
 logger = logging.getLogger("agent.step_graph.replay.native")
@@ -69,6 +70,7 @@ class NativeReplays:
         inserts_ids: bool = False,
         fuses: bool = False,
         max_blocks: int = 0,
+        adapter_order: AdapterOrder | None = None,
     ) -> None:
         """Allocates the memory of the inputs. Call ``record`` next.
 
@@ -80,6 +82,7 @@ class NativeReplays:
         - ``inserts_ids``: whether the graph takes the inputs of ``InsertIds``.
         - ``fuses``: whether replays fuse launches (``context.enable_graph_kernel``). The graph never does.
         - ``max_blocks``: maximum number of blocks that a step gathers. If 0, the graph gathers no blocks.
+        - ``adapter_order``: counts the rows of each adapter slot. If None, the graph has no adapters.
         """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
         self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
@@ -92,6 +95,8 @@ class NativeReplays:
         self._padded_queries = np.zeros(max_prompts, np.int64)
         self._tables = np.zeros(limits.max_seqs * self._table_width, np.int32)
         self._blocks = np.zeros(max(max_blocks, *_RECORDED_BLOCKS) if max_blocks else 0, np.int32)
+        self._adapter_order = adapter_order
+        self._adapter_rows = None if adapter_order is None else adapter_order.rows(np.zeros(0, np.int32))
         self._inserts_ids = inserts_ids
         self._earlier_ids = np.zeros(limits.max_seqs, np.int32)
         self._places, self._mask = (np.zeros(self.max_tokens, np.int32) for _ in range(2))
@@ -191,8 +196,9 @@ class NativeReplays:
         queries = self._padded_queries if self._padded_queries.size else self._queries
         vectors = (self._positions, self._last_tokens, self._slots, self._tables, self._contexts, queries)
         blocks = (self._blocks,) if self._blocks.size else ()
+        adapter_rows = () if self._adapter_rows is None else (self._adapter_rows,)
         inserted = (self._earlier_ids, self._places, self._mask) if self._inserts_ids else ()
-        return (self._entry, *vectors, *blocks, *inserted)
+        return (self._entry, *vectors, *blocks, *adapter_rows, *inserted)
 
     def _padding(self, sizes: StepSizes) -> tuple[Array, ...]:
         """Returns the inputs of a padding step, which reads only the null block and writes no keys or values.
@@ -213,6 +219,7 @@ class NativeReplays:
             rows=zeros,
             last_tokens=np.cumsum(query_lens, dtype=np.int32) - 1,
             sampled_tokens=zeros,
+            adapters=zeros + NO_ADAPTER,
             whole_prompts=True,
         )
         blocks = np.zeros(sizes.blocks, np.int32) if sizes.blocks else None
@@ -249,6 +256,9 @@ class NativeReplays:
         if blocks is not None:
             listed = (self._blocks[: blocks.size],)
             listed[0][:] = blocks
+        if self._adapter_rows is not None and self._adapter_order is not None:
+            self._adapter_rows[:] = self._adapter_order.rows(inputs.adapters)
+            listed = (*listed, self._adapter_rows)
         ids = self._copy_inserted(tokens, inserted) if self._inserts_ids else ()
         return (self._entry[:tokens], *vectors, tables, self._contexts[:seqs], queries, *listed, *ids)
 

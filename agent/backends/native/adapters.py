@@ -1,0 +1,70 @@
+"""Adds LoRA adapters to the linear layers of the native op table (``agent.lora.stacked`` describes the matrices).
+
+The tokens of a step are ordered by adapter slot, so the rows of an adapter follow each other. Two grouped matrix
+products then compute ``B (A x)`` for all adapters of the step: each multiplies the rows of a slot by its matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore import Tensor, nn, ops
+
+from agent.backends.base import Operator
+from agent.backends.native.experts import grouped_product
+from agent.weights.forms import LinearForm
+
+
+class AddAdapters(nn.Cell):
+    """Adds the adapters' products to the output of a linear layer. Rounds after each product and after the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shrink, self.expand = grouped_product(LinearForm()), grouped_product(LinearForm())
+        self.add = ops.Add()
+
+    def construct(self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        """Returns out + B (A x) [tokens, outputs].
+
+        x is [tokens, inputs], a [groups, inputs, ranks] and b [groups, ranks, outputs]. The last entry of ``step`` is
+        the number of rows of each group.
+        """
+        rows = step[-1]
+        return self.add(out, self.expand(self.shrink(x, a, rows), b, rows))
+
+
+class WithoutAdapters(nn.Cell):
+    """Calls an operator of attention, whose argument ``step`` has no ``adapter_rows``."""
+
+    def __init__(self, attention: Operator) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def construct(
+        self,
+        qkv: Tensor,
+        of_heads: tuple[Tensor, ...],
+        rotary: tuple[Tensor, ...],
+        caches: tuple[Tensor, ...],
+        step: tuple[Tensor, ...],
+        whole_prompts: bool,
+    ) -> Any:
+        return self.attention(qkv, of_heads, rotary, caches, step[:-1], whole_prompts)
+
+
+class LatentWithoutAdapters(nn.Cell):
+    """Calls an operator of latent attention, whose argument ``step`` has no ``adapter_rows``."""
+
+    def __init__(self, attention: Operator) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def construct(
+        self,
+        joined: Tensor,
+        weights: tuple[Any, ...],
+        rotary: tuple[Tensor, ...],
+        cache: Tensor,
+        step: tuple[Tensor, ...],
+    ) -> Tensor:
+        return self.attention(joined, weights, rotary, cache, step[:-1])

@@ -1,0 +1,68 @@
+"""Orders the sequences of a step by adapter slot, for graphs that multiply the rows of each adapter together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.run_ahead.inserted import InsertedIds
+from agent.step_inputs import Int32Array, StepInputs
+from agent.weights.storage import Array
+from llm_serving.ipc.shm import NO_ADAPTER
+
+
+class AdapterOrder:
+    """Orders sequences by adapter slot. Sequences without an adapter come last, as the group with the highest number.
+
+    Only the order of the sequences within the graph changes. ``last_tokens`` still names the last token of each
+    sequence in the order of the step, so the graph's results have this order.
+    """
+
+    def __init__(self, num_groups: int, *, orders_entry: bool) -> None:
+        """``num_groups`` is the number of adapter slots + 1.
+
+        ``orders_entry`` is False in later stages of a pipeline, whose entry the first stage has ordered.
+        """
+        self._num_groups = num_groups
+        self._orders_entry = orders_entry
+
+    def sorted(
+        self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None
+    ) -> tuple[StepInputs, Array, InsertedIds | None]:
+        """Returns a step with ordered sequences. ``StepGraph.run`` describes ``entry`` and ``inserted``."""
+        groups = self._groups(inputs.adapters[inputs.last_tokens])
+        if (groups[1:] >= groups[:-1]).all():
+            return inputs, entry, inserted
+        order = np.argsort(groups, kind="stable")
+        lens = inputs.query_lens[order]
+        ends = np.cumsum(lens, dtype=np.int32)
+        first_tokens = (inputs.last_tokens - inputs.query_lens + 1)[order]
+        tokens = np.repeat(first_tokens - (ends - lens), lens) + np.arange(inputs.positions.size, dtype=np.int32)
+        last_tokens = np.empty_like(ends)
+        last_tokens[order] = ends - 1
+        ordered = replace(
+            inputs,
+            token_ids=inputs.token_ids[tokens],
+            positions=inputs.positions[tokens],
+            slot_mapping=inputs.slot_mapping[tokens],
+            adapters=inputs.adapters[tokens],
+            block_tables=inputs.block_tables[order],
+            context_lens=inputs.context_lens[order],
+            query_lens=lens,
+            rows=inputs.rows[order],
+            last_tokens=last_tokens,
+            sampled_tokens=np.where(inputs.sampled_tokens < 0, inputs.sampled_tokens, last_tokens),
+        )
+        if inserted is not None:
+            inserted = replace(inserted, places=inserted.places[tokens], mask=inserted.mask[tokens])
+        return ordered, entry[tokens] if self._orders_entry else entry, inserted
+
+    def rows(self, adapters: Int32Array) -> npt.NDArray[np.int64]:
+        """Returns the number of tokens of each group, for the adapter slot of each token."""
+        return np.bincount(self._groups(adapters), minlength=self._num_groups).astype(np.int64)
+
+    def _groups(self, adapters: Int32Array) -> Int32Array:
+        """Returns the number of the group for each adapter slot."""
+        return np.where(adapters == NO_ADAPTER, np.int32(self._num_groups - 1), adapters)
