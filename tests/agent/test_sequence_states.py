@@ -22,7 +22,7 @@ def runs(states: SequenceStates, *entries: tuple[int, int, int]) -> list[list[in
     empty = np.zeros(0, np.int32)
     tables = np.zeros((rows.size, 0), np.int32)
     states.assign(
-        StepInputs(empty, empty, empty, tables, begins + lens, lens, rows, empty, empty, whole_prompts=False)
+        StepInputs(empty, empty, empty, tables, begins + lens, lens, rows, empty, empty, empty, whole_prompts=False)
     )
     assert states.runs[0].tolist() == [states.runs[0, 0], 0, 0, 0]
     return states.runs[1 : 1 + states.runs[0, 0]].tolist()

@@ -121,7 +121,7 @@ def step_of(config: Config, token_ids: list[int], tiles: list[StepTile]) -> tupl
     slot.write_header(7, num_tokens=count, num_seqs=1, table_width=1, history_len=0, num_tiles=len(tiles))
     write_tiles(slot.tiles, tiles)
     one, many = np.zeros(1, np.int32), np.array(token_ids, np.int32)
-    return slot, StepInputs(many, many, many, one[None], one, one, one, one, one, True)
+    return slot, StepInputs(many, many, many, one[None], one, one, one, one, one, one[:0], True)
 
 
 def test_rows_replace_the_embeddings_of_their_tokens_and_are_kept(config: Config, rows: ImageRows) -> None:
