@@ -14,14 +14,16 @@ SLOT = 1
 STEPS = 12
 
 
-def continued(driver: StepDriver, prompts: list[list[int]], adapters: list[int]) -> list[list[Sampled]]:
+def continued(
+    driver: StepDriver, prompts: list[list[int]], adapters: list[int], num_tokens: int = STEPS
+) -> list[list[Sampled]]:
     """Returns the greedy continuations of prompts that are computed together. Each prompt may have an adapter."""
     driver.runner.reset()
     rows = [(blocks_for(row), row) for row in range(len(prompts))]
     steps = [
         driver.prefill(*[Part(prompt, 0, *rows[row], adapter=adapters[row]) for row, prompt in enumerate(prompts)])
     ]
-    for step in range(1, STEPS):
+    for step in range(1, num_tokens):
         parts = [
             Part([LAST_TOKEN], len(prompt) + step - 1, *rows[row], sample_position=step, adapter=adapters[row])
             for row, prompt in enumerate(prompts)

@@ -1,0 +1,20 @@
+"""The matrices of a seeded LoRA adapter, for a golden file of the library PEFT (``tools/make_lora_golden.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+MODEL = "llama3_rope"
+"""The seeded model with this adapter."""
+SEED, SIZE = 11, 0.05
+"""Seed and standard deviation of the matrices."""
+NUM_TOKENS = 16
+
+
+def seeded_tensors(shapes: Mapping[str, Sequence[int]]) -> dict[str, npt.NDArray[np.float32]]:
+    """Returns the matrices of the adapter. ``shapes`` has their shapes by name, in the order of the names."""
+    rng = np.random.default_rng(SEED)
+    return {name: (rng.standard_normal(shape) * SIZE).astype(np.float32) for name, shape in shapes.items()}
