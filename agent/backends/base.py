@@ -257,14 +257,14 @@ class OpTable(ABC):
         """The number of groups into which the graph's input ``adapter_rows`` [groups] divides the tokens of a step.
 
         The tokens of a step are ordered by adapter slot, and the last group has the tokens without an adapter. 0: the
-        graph has no such input, because the operators find the adapters elsewhere, or because there are none.
+        graph does not have this input, because the operators find the adapters elsewhere, or because there are none.
         """
         return 0
 
     def adapter_matrices(self, in_features: int, out_features: int, num_layers: int = 1) -> tuple[Any, Any] | None:
         """Makes the Parameters with the LoRA adapters of a linear layer: A and B (``agent.lora.stacked``).
 
-        The linear layer consists of ``num_layers`` layers of a checkpoint. None: the operators take no such Parameters.
+        The linear layer consists of ``num_layers`` layers of a checkpoint. None: the operators take no adapters.
         Otherwise, ``norm_linear``, ``linear`` and ``gated_mlp`` take (weight, A, B) for a weight.
         """
         return None

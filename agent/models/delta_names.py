@@ -16,7 +16,7 @@ _MODEL, _TEXT_MODEL = "model.", "model.language_model."
 
 
 def beside_encoder(spec: WeightSpec) -> WeightSpec:
-    """Returns a parameter of a text model with the names that its tensors have beside an encoder of images."""
+    """Returns a parameter of a text model with the names that its tensors have next to an encoder of images."""
 
     def renamed(part: WeightPart) -> WeightPart:
         if not part.name.startswith(_MODEL):

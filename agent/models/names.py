@@ -80,7 +80,7 @@ def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
 
 
 def _of_text_model(spec: WeightSpec) -> WeightSpec:
-    """Returns a parameter with the names of a checkpoint that has the text model beside a vision encoder."""
+    """Returns a parameter with the names of a checkpoint that has the text model next to a vision encoder."""
     parts = tuple(
         replace(part, name=part.name.replace("model.", TEXT_PREFIX, 1)) if part.name.startswith("model.") else part
         for part in spec.parts

@@ -100,7 +100,7 @@ class ImageProcessing:
     longest_edge: int
     """The longer edge of the resized image, in pixels, before it is cut into tiles."""
     splits: bool
-    """Whether a large image is cut into several tiles, besides the tile of the whole image."""
+    """Whether a large image is cut into several tiles, in addition to the tile of the whole image."""
     resample: str
     """The filter with which images are resized: lanczos, bilinear or bicubic."""
     rescale_factor: float

@@ -318,7 +318,7 @@ class Message(StrictModel):
 
     @property
     def parts(self) -> Sequence[dict[str, Any]]:
-        """The parts of a content with images. Those of images are not checked. Empty without images."""
+        """The parts of a content with images. Sources of images are not checked. Empty without images."""
         return self._parts or ()
 
     @model_validator(mode="wrap")

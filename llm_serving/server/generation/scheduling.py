@@ -93,7 +93,7 @@ def session_id_of(fields: RequestModel, request: Request) -> str | None:
 
 
 def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
-    """Return the deadline of a request in seconds after its arrival, or None. ``fields`` may have no such field.
+    """Return the deadline of a request in seconds after its arrival, or None. ``fields`` may lack this field.
 
     Raises RequestError with the name of a wrong header.
     """
