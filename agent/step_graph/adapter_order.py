@@ -27,6 +27,8 @@ class AdapterOrder:
         """
         self._num_groups = num_groups
         self._orders_entry = orders_entry
+        self._tokens: Int32Array | None = None
+        """For each token of the last step in order, its place in the step. None if the step was in order."""
 
     def sorted(
         self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None
@@ -34,12 +36,14 @@ class AdapterOrder:
         """Returns a step with ordered sequences. ``StepGraph.run`` describes ``entry`` and ``inserted``."""
         groups = self._groups(inputs.adapters[inputs.last_tokens])
         if (groups[1:] >= groups[:-1]).all():
+            self._tokens = None
             return inputs, entry, inserted
         order = np.argsort(groups, kind="stable")
         lens = inputs.query_lens[order]
         ends = np.cumsum(lens, dtype=np.int32)
         first_tokens = (inputs.last_tokens - inputs.query_lens + 1)[order]
         tokens = np.repeat(first_tokens - (ends - lens), lens) + np.arange(inputs.positions.size, dtype=np.int32)
+        self._tokens = tokens
         last_tokens = np.empty_like(ends)
         last_tokens[order] = ends - 1
         ordered = replace(
@@ -58,6 +62,14 @@ class AdapterOrder:
         if inserted is not None:
             inserted = replace(inserted, places=inserted.places[tokens], mask=inserted.mask[tokens])
         return ordered, entry[tokens] if self._orders_entry else entry, inserted
+
+    def restored(self, rows: Array) -> Array:
+        """Returns an array [tokens, ...] of the last step in the order of the step."""
+        if self._tokens is None:
+            return rows
+        restored = np.empty_like(rows)
+        restored[self._tokens] = rows
+        return restored
 
     def rows(self, adapters: Int32Array) -> npt.NDArray[np.int64]:
         """Returns the number of tokens of each group, for the adapter slot of each token."""

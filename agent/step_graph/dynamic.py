@@ -148,7 +148,8 @@ class DynamicStepGraph(StepGraph):
         return self._sampling.scores(step, inputs.query_lens.size, self._num_ids(inputs))
 
     def tapped(self, num_tokens: int) -> tuple[Array, ...]:
-        return tuple(as_array(stream)[:num_tokens] for stream in self._tapped)
+        streams = tuple(as_array(stream)[:num_tokens] for stream in self._tapped)
+        return streams if self._adapter_order is None else tuple(map(self._adapter_order.restored, streams))
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
         return as_array(self._results(inputs, entry)[0])

@@ -144,8 +144,9 @@ class _NativeHeadGraph(HeadGraph):
     def compile(self) -> None:
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         inputs = StepInputs(
-            zero, zero, zero + PADDING_SLOT, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False
-        )
+            zero, zero, zero + PADDING_SLOT, zero.reshape(1, 1), one, one, zero, zero, zero, zero[:0],
+            whole_prompts=False,
+        )  # fmt: skip
         for (own, _), graph in self._graphs.items():
             states = np.zeros((1, self._widths[own]), self._state_type)
             with self._hooks.graph_run(compiles=True):

@@ -387,7 +387,7 @@ class AgentExecutor:
 
 
 def _tile_memory(config: Config) -> TileMemory | None:
-    """Return the memory of tiles, or None if the model reads no images. Raises AgentStartError if there is too little."""
+    """Return the memory of tiles, or None if the model reads no images. Raises AgentStartError if it is too small."""
     layout = TileLayout.of(config)
     if layout is None:
         return None

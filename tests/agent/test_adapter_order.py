@@ -56,6 +56,7 @@ def test_random_steps_have_groups_of_adapters_and_results_in_the_order_of_the_st
         assert found.sampled_tokens.tolist() == [
             last if seq % 2 == 0 else -1 for seq, last in enumerate(found.last_tokens.tolist())
         ]
+        assert order.restored(entry).tolist() == given.token_ids.tolist()
         counts = [sum(lens[seq] for seq in range(seqs) if groups[seq] == group) for group in range(SLOTS + 1)]
         assert order.rows(found.adapters).tolist() == counts
 
