@@ -1,29 +1,23 @@
 #!/usr/bin/env python3
 """Draws docs/pictures/peers.svg and docs/pictures/batching_modes.svg; with --check, exits with 1 if one is out of date.
 
-The other pictures of that folder are written by hand.
+The bars of peers.svg come from peers.json, the result of ``performance/compare_peers.py --auto``. The other pictures of
+that folder are written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from performance.peers.auto.picture import COLOURS, draw_spans, svg_document, svg_text
+
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-FONT = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
-COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#6a1b9a", "#c62828", "#00838f", "#9e9d24", "#5d4037", "#ad1457", "#455a64")
-
-PEERS = {
-    "int8": {"1": (1.1, 1.5), "8": (1.9, 2.4), "32": (1.45, 1.9), "64": (1.7, 2.0), "128": (1.45, 2.0)},
-    "bfloat16": {"1": (1.4, 2.5), "8": (1.5, 1.9), "32": (1.55, 1.9), "64": (0.57, 2.0), "128": (1.2, 1.55)},
-}
-"""This server's decode rate divided by the fastest other server's, by weight format and batch size.
-
-The two numbers are the smallest and the largest of five measurements (docs/lab).
-"""
 
 
 @dataclass(frozen=True)
@@ -82,15 +76,17 @@ def batching_picture() -> str:
     modes = {mode: schedule(mode) for mode in ("none", "static", "dynamic", "continuous")}
     width = left + unit * max(span[3] for spans in modes.values() for span in spans) + 20
     parts = [
-        _text(left, 22, "ten requests, four batch rows; a bar is a request, a gap is an empty batch row", "start", 13)
+        svg_text(
+            left, 22, "ten requests, four batch rows; a bar is a request, a gap is an empty batch row", "start", 13
+        )
     ]
     y = top
     for mode, spans in modes.items():
         end = max(span[3] for span in spans)
         rows = 1 if mode == "none" else NUM_ROWS
         middle = y + rows * (height + 2) // 2
-        parts.append(_text(left - 10, middle, mode, "end", 13, bold=True))
-        parts.append(_text(left - 10, middle + 14, f"{end} steps", "end", 11))
+        parts.append(svg_text(left - 10, middle, mode, "end", 13, bold=True))
+        parts.append(svg_text(left - 10, middle + 14, f"{end} steps", "end", 11))
         parts.append(f'<rect x="{left}" y="{y}" width="{unit * end}" height="{rows * (height + 2)}" fill="#eceff1"/>')
         for one, row, begin, after in spans:
             x, bar_y = left + unit * begin, y + row * (height + 2)
@@ -98,46 +94,14 @@ def batching_picture() -> str:
                 f'<rect x="{x}" y="{bar_y}" width="{unit * (after - begin) - 1}" height="{height}" rx="2" '
                 f'fill="{COLOURS[one]}"/>'
             )
-            parts.append(_text(x + 4, bar_y + 11, str(one + 1), "start", 10, colour="#ffffff"))
+            parts.append(svg_text(x + 4, bar_y + 11, str(one + 1), "start", 10, colour="#ffffff"))
         y += rows * (height + 2) + 18
-    return _svg(width, y, "Timeline of the batching modes", parts)
+    return svg_document(width, y, "Timeline of the batching modes", parts)
 
 
 def peers_picture() -> str:
-    """Returns an SVG with bars of this server's decode rate relative to the fastest other server."""
-    unit, left, bar, top = 170, 150, 16, 60
-    width, height = left + int(3.05 * unit), top + sum(len(rows) * (bar + 8) + 34 for rows in PEERS.values())
-    parts = [_text(left, 22, "decode rate / rate of the fastest peer; bars span five rounds", "start", 13)]
-    for tick in (0.5, 1.0, 1.5, 2.0, 2.5):
-        x = left + int(tick * unit)
-        colour, dash = ("#c62828", "") if tick == 1.0 else ("#cfd8dc", ' stroke-dasharray="3 3"')
-        parts.append(f'<path d="M{x} {top - 14} V{height - 10}" stroke="{colour}"{dash}/>')
-        parts.append(_text(x, top - 20, f"{tick:g}", "middle", 11))
-    y = top
-    for colour, (kind, rows) in zip(COLOURS, PEERS.items(), strict=False):
-        parts.append(_text(16, y + 12, kind, "start", 13, bold=True))
-        y += 6
-        for batch, (least, largest) in rows.items():
-            x, length = left + int(least * unit), int((largest - least) * unit)
-            parts.append(_text(left - 10, y + 12, f"batch {batch}", "end", 12))
-            parts.append(f'<rect x="{x}" y="{y}" width="{length}" height="{bar}" rx="3" fill="{colour}"/>')
-            parts.append(_text(x + length + 6, y + 12, f"{least:g} to {largest:g}", "start", 11))
-            y += bar + 8
-        y += 28
-    return _svg(width, height, "Decode rate relative to the fastest peer", parts)
-
-
-def _text(x: int, y: int, text: str, anchor: str, size: int, *, bold: bool = False, colour: str = "#212121") -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}"{weight} fill="{colour}">{text}</text>'
-
-
-def _svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
-    body = "\n  ".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {FONT}>\n  <title>{title}</title>\n'
-        f'  <rect width="{width}" height="{height}" fill="#ffffff"/>\n  {body}\n</svg>\n'
-    )
+    """Returns the bars of peers.json as SVG."""
+    return draw_spans(json.loads((FOLDER / "peers.json").read_text(encoding="utf-8")))
 
 
 def main() -> int:

@@ -9,6 +9,9 @@ A peer is NAME=KIND:PYTHON:MODEL, for example
 The figures of this engine come from JSON files of bench_engine.py, for example --ours int8=int8.json. The measured rows
 of a peer are added to the file of --json, where they replace older rows of the same name. Peers can therefore be
 measured one at a time. Without --peer the program prints the rows of this file.
+
+With --auto the program creates the peers itself and measures all programs in alternating rounds, with the default
+model. See ``--auto --help``.
 """
 
 from __future__ import annotations
@@ -49,6 +52,10 @@ class Peer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 1 if a peer failed. The other peers are still measured."""
+    if "--auto" in (sys.argv[1:] if arguments is None else arguments):
+        from performance.peers.auto.main import main as run_auto
+
+        return run_auto(arguments)
     parsed = build_parser().parse_args(arguments)
     peers: dict[str, Rows] = json.loads(parsed.json.read_text()) if parsed.json and parsed.json.exists() else {}
     failures = 0
@@ -72,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--auto", action="store_true", help="create and measure all peers; has options of its own")
     parser.add_argument("--peer", action="append", default=[], type=parse_peer, metavar="NAME=KIND:PYTHON:MODEL")
     parser.add_argument("--ours", action="append", default=[], type=parse_named_file, metavar="NAME=FILE")
     parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32, 64, 128), help="default 1,8,32,64,128")

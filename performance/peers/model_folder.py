@@ -13,7 +13,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from agent.weights.seeded import fill_seeded
 from agent.weights.storage import Array, allocate
 from performance.models.folders import tensor_shapes, write_safetensors
+from performance.peers.w8a8 import INT8_LIMIT, w8a8_config
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "shapes" / "tokenizer"
 BFLOAT16_ONE = 0x3F80
-INT8_LIMIT = 127
 
 
 def write_model_folder(shape: Path, folder: Path, *, w8a8: bool = False, seed: int = 0) -> None:
@@ -49,7 +48,7 @@ def write_model_folder(shape: Path, folder: Path, *, w8a8: bool = False, seed: i
         else:
             tensors[name] = values
     if w8a8:
-        config["quantization_config"] = _w8a8_config()
+        config["quantization_config"] = w8a8_config()
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in TOKENIZER.iterdir():
         shutil.copyfile(file, folder / file.name)
@@ -61,22 +60,6 @@ def _quantize(bits: Array) -> tuple[Array, Array]:
     values = (bits.astype(np.uint32) << 16).view(np.float32)
     scale = np.abs(values).max(axis=1, keepdims=True) / INT8_LIMIT
     return np.rint(values / scale).astype(np.int8), scale.astype(np.float32)
-
-
-def _w8a8_config() -> dict[str, Any]:
-    common = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**common, "strategy": "channel", "dynamic": False},
-        "input_activations": {**common, "strategy": "token", "dynamic": True},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
 
 
 def main() -> None:

@@ -114,17 +114,20 @@ def _round(number: int, file: Path, parsed: argparse.Namespace) -> dict[str, Rat
 
 
 def _theirs(file: Path, parsed: argparse.Namespace) -> Rates:
-    request = argparse.Namespace(**vars(parsed), repeats=1, no_prefill=False, lock=None)
-    rows, error = measure_peer(Peer("llama.cpp", "llama_cpp", parsed.python, str(file)), request)
-    if error is not None:
-        raise LoadTestError(f"llama.cpp: {error}")
-    return _rates(rows)
+    return measure_theirs(Peer("llama.cpp", "llama_cpp", parsed.python, str(file)), parsed)
 
 
 def _ours(file: Path, parsed: argparse.Namespace) -> Rates:
-    """Measures this engine without HTTP. As with llama.cpp, each row has a run before that is not counted."""
+    return measure_ours(_settings(file, parsed.settings), parsed)
+
+
+def measure_ours(settings: Sequence[str], parsed: argparse.Namespace) -> Rates:
+    """Measures this engine without HTTP. As with the peers, each row has a run before that is not counted.
+
+    ``settings`` are added to the config ``parsed.config``. The other options are those of ``build_parser``.
+    """
     threads = f"model_config.cpu_threads={parsed.threads}"
-    config = load_config(parsed.config, [*_settings(file, parsed.settings), threads, "serving_config.agent_ports=[0]"])
+    config = load_config(parsed.config, [*settings, threads, "serving_config.agent_ports=[0]"])
     rates: Rates = {}
     with offline_engine(config) as engine:
         for case in cases_of(parsed, config):
@@ -137,7 +140,16 @@ def _ours(file: Path, parsed: argparse.Namespace) -> Rates:
     return rates
 
 
-def _rates(rows: Mapping[str, Mapping[str, Any]]) -> Rates:
+def measure_theirs(peer: Peer, parsed: argparse.Namespace) -> Rates:
+    """Measures a peer once. Raises LoadTestError if it fails, or if noise made a rate useless."""
+    request = argparse.Namespace(**vars(parsed) | {"repeats": 1, "no_prefill": False, "lock": None})
+    rows, error = measure_peer(peer, request)
+    if error is not None:
+        raise LoadTestError(f"{peer.name}: {error}")
+    return _rates(peer.name, rows)
+
+
+def _rates(peer: str, rows: Mapping[str, Mapping[str, Any]]) -> Rates:
     """Returns the rate of each row. Raises LoadTestError for a row without a rate above 0.
 
     The driver subtracts two times. On a busy machine the difference can be negative.
@@ -147,6 +159,6 @@ def _rates(rows: Mapping[str, Mapping[str, Any]]) -> Rates:
         value = rate(row)
         if value is None or value <= 0:
             problem = "--new must be at least 2, and no other program may use the machine"
-            raise LoadTestError(f"llama.cpp, {name}: a rate of {value} proves nothing; {problem}")
+            raise LoadTestError(f"{peer}, {name}: a rate of {value} proves nothing; {problem}")
         rates[name] = value
     return rates

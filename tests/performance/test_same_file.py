@@ -52,7 +52,7 @@ def test_a_missing_llama_cpp_is_named(capsys: pytest.CaptureFixture[str], monkey
 def test_a_rate_that_noise_made_negative_is_refused() -> None:
     rows = {"batch 1": {"kind": "decode", "decode_tokens_per_s": -81.0}}
     with pytest.raises(LoadTestError, match=r"batch 1: a rate of -81\.0 proves nothing; --new must be at least 2"):
-        same_file._rates(rows)
+        same_file._rates("llama.cpp", rows)
 
 
 def test_our_rates_come_from_the_engine_on_the_same_file(tmp_path: Path) -> None:

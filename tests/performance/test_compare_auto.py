@@ -1,0 +1,124 @@
+"""Tests the comparison that sets itself up: ratios, table, picture, failures of a peer, and the environments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from performance.peers.auto import environments, main, model_files
+from performance.peers.auto.picture import draw_spans, write_picture
+from performance.peers.auto.programs import PROGRAMS, Program, chosen_programs
+from performance.peers.auto.results import ratios_to_fastest, spans, table
+from performance.program import LoadTestError
+
+OURS = Program("ours int8", "int8", "ours")
+SLOW, FAST = Program("slow", "int8", "llama_cpp"), Program("fast", "int8", "vllm", model="models/w8a8")
+OTHER = Program("other", "bfloat16", "vllm")
+ROUNDS = [
+    {
+        "ours int8": {"batch 1": 30.0, "prefill 8": 9.0},
+        "slow": {"batch 1": 10.0, "prefill 8": 9.0},
+        "fast": {"batch 1": 20.0},
+    },
+    {"ours int8": {"batch 1": 30.0}, "slow": {"batch 1": 40.0}, "fast": {"batch 1": 20.0}, "other": {"batch 1": 99.0}},
+    {"ours int8": {"batch 1": 30.0}},
+]
+
+
+def test_a_ratio_compares_runs_of_one_round_and_one_precision() -> None:
+    assert ratios_to_fastest(ROUNDS, [OURS, SLOW, FAST, OTHER], OURS, "batch 1") == [1.5, 0.75]
+    assert spans(ROUNDS, [OURS, SLOW, FAST, OTHER]) == {"int8": {"1": (0.75, 1.5)}}
+
+
+def test_the_table_has_medians_and_ranges() -> None:
+    lines = [" ".join(line.split()) for line in table(ROUNDS, [OURS, SLOW, FAST]).splitlines()]
+    assert lines[1].split() == ["ours", "int8", "30.0", "9.00"]
+    assert lines[3].split() == ["fast", "20.0", "-"]
+    assert "ours int8 / slow 1.88 (0.75 to 3.00) 1.00 (1.00 to 1.00)" in lines
+    assert any(line.startswith("ours int8 / the fastest") and "1.12 (0.75 to 1.50)" in line for line in lines)
+
+
+def test_every_peer_is_compared_with_this_server_in_its_precision() -> None:
+    assert [program.name for program in chosen_programs(("openvino",))] == ["ours int8", "OpenVINO int8"]
+    assert chosen_programs(("llama_cpp", "openvino", "vllm")) == list(PROGRAMS)
+
+
+def test_the_picture_has_its_numbers_beside_it(tmp_path: Path) -> None:
+    numbers = {"int8": {"1": (0.8, 3.25)}}
+    write_picture(tmp_path / "peers.svg", numbers)
+    assert "0.8 to 3.25" in (tmp_path / "peers.svg").read_text()
+    assert draw_spans(json.loads((tmp_path / "peers.json").read_text())) == (tmp_path / "peers.svg").read_text()
+
+
+def test_a_peer_that_fails_does_not_end_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = []
+
+    def theirs(peer, parsed):
+        order.append(peer.name)
+        if peer.name == "vLLM W8A8":
+            raise LoadTestError("vLLM W8A8: it ended with 1")
+        return {"batch 1": 10.0}
+
+    def ours(settings, parsed):
+        order.append(next(setting for setting in settings if "weight_format" in setting))
+        return {"batch 1": 20.0}
+
+    def environment(folder, kind):
+        if kind == "openvino":
+            raise LoadTestError("openvino: pip ended with 1: no network")
+        return folder / kind
+
+    monkeypatch.setattr(main, "find_gguf", lambda path: tmp_path / "model.gguf")
+    monkeypatch.setattr(main, "environment_python", environment)
+    monkeypatch.setattr(main, "model_path", lambda folder, name, file, python_of: file)
+    monkeypatch.setattr(main, "measure_theirs", theirs)
+    monkeypatch.setattr(main, "measure_ours", ours)
+    kept = tmp_path / "result.json"
+    options = ["--auto", "--config", "llama_tiny_cpu.yaml", "--folder", str(tmp_path), "--rounds", "2"]
+    assert main.main([*options, "--json", str(kept)]) == 1
+    text = capsys.readouterr()
+    assert "no result, or not in all rounds: OpenVINO int8" in text.err
+    assert "no result, or not in all rounds: vLLM W8A8" in text.err
+    assert "ours int8 / llama.cpp Q8_0" in text.out
+    assert len(order) == 2 * 6
+    assert order[:6] != order[6:], "each round has another order"
+    assert len(json.loads(kept.read_text())["rounds"]) == 2
+
+
+def test_a_model_of_the_file_itself_needs_no_conversion(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    assert model_files.model_path(tmp_path, "", file, lambda kind: tmp_path / "none") == file
+
+
+def test_a_failed_conversion_shows_its_output(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho no such tensor\nexit 3\n")
+    script.chmod(0o755)
+    with pytest.raises(LoadTestError, match=r"(?s)Q8_0.gguf could not be written; .* ended with 3:\nno such tensor"):
+        model_files.model_path(tmp_path, "models/Q8_0.gguf", tmp_path / "model.gguf", lambda kind: script)
+
+
+def test_an_environment_with_other_packages_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(environments.venv, "create", lambda place, with_pip: made.append(place) or _fake_python(place))
+    monkeypatch.setitem(environments.PACKAGES, "vllm", ("one==1",))
+    for _ in range(2):
+        environments.environment_python(tmp_path, "vllm")
+    assert len(made) == 1
+    monkeypatch.setitem(environments.PACKAGES, "vllm", ("one==2",))
+    environments.environment_python(tmp_path, "vllm")
+    assert len(made) == 2
+    monkeypatch.setitem(environments.PACKAGES, "vllm", ("fail",))
+    with pytest.raises(LoadTestError, match="vllm: pip ended with 1: no such package"):
+        environments.environment_python(tmp_path, "vllm")
+
+
+def _fake_python(place: Path) -> None:
+    python = place / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$*" in *fail*) echo no such package; exit 1;; esac\n')
+    python.chmod(0o755)
