@@ -113,7 +113,10 @@ class Worker:
         self._server.send(AdapterLoaded(seq=message.seq, adapter_slot=message.adapter_slot, error=error))
 
     def _run_step(self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> None:
-        """Runs one step. If the device runs ahead, only launches the step, and ``runner.ahead`` finishes it later."""
+        """Runs one step. If the device runs ahead, only launches most steps, and ``runner.ahead`` finishes them later.
+
+        Moves, and decodes with a checked row, always run at once.
+        """
         outcome: StepCost | Exception
         try:
             slot = memory.slots[step.slot]

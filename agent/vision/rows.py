@@ -67,7 +67,7 @@ class ImageRows:
         specs = vision_specs(vision, hidden)
         seed = settings.seed if settings.load_format == "dummy" else None
         folder = None if settings.model_path is None else Path(settings.model_path)
-        # The text model has checked that all other tensors are its own.
+        # Ignores all other tensors. The text model has checked that they belong to the text model.
         source = open_weights(folder, specs, seed=seed, ignorable=("",))
         try:
             weights = load_weights(specs, source, dtype, lambda done, total: None, Packing(dtype))

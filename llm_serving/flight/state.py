@@ -115,8 +115,8 @@ class RecordingCodec(ReplayCodec):
 def restore_state(scheduler: Scheduler, state: dict[str, Any], codec: ReplayCodec) -> int:
     """Gives a new scheduler the state that a recording saved at the beginning of a segment.
 
-    Returns how many blocks of the prefix cache later requests cannot find, because the block before them is no longer
-    in the cache. Raises FlightRecordingError if another version of the scheduler saved the state.
+    Returns the number of cached blocks that no lookup can find any more, because the block before each of them is not
+    cached. Raises FlightRecordingError if another version of the scheduler saved the state.
     """
     try:
         return scheduler.restore(deepcopy(state), codec)

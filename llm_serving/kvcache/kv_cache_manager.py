@@ -81,7 +81,10 @@ class KVCacheManager:
 
     @property
     def num_lent(self) -> int:
-        """Number of holds of ``lend`` and ``take``, for steps that copy blocks to KV tiers or from them."""
+        """Number of holds that ``lend`` and ``take`` have added and ``give_back`` has not removed.
+
+        A hold keeps a block while a step copies it to or from a KV tier.
+        """
         return self._lent.total()
 
     @property

@@ -200,7 +200,10 @@ class PrefixCache:
         self.num_hit_tokens += num_tokens
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the counters and the index as plain data. ``contents`` replaces the tokens of each block."""
+        """Returns the counters and the index as plain data.
+
+        In this data, ``contents[block]`` stands for the tokens of each block, because recordings have pseudonyms.
+        """
         counters = [self.epoch, self.num_query_tokens, self.num_hit_tokens]
         fresh = None if self.fresh is None else [list(pair) for pair in self.fresh]
         return {"counters": counters, "index": self._index.snapshot(contents), "fresh": fresh}

@@ -172,7 +172,10 @@ class ModelRegistry(Generic[V]):
             raise _unavailable(model, f"is not in memory{known}; the request may wait {max(0.0, left_s):.1f} s")
 
     async def _wait_for_room(self, model: ServedModel[V], until: float, error: ModelMemoryError) -> None:
-        """Wait until the memory may suffice. Raises ModelUnavailableError at the time ``until``."""
+        """Wait until memory was freed, so that the model may fit.
+
+        Raises ModelUnavailableError with the text of ``error`` at the time ``until``.
+        """
         self._transitions.room.clear()
         try:
             await asyncio.wait_for(self._transitions.room.wait(), max(0.0, until - self._clock()))

@@ -160,7 +160,7 @@ class Swapper(Stateful):
     def _move_in(self) -> ScheduledStep | None:
         """Returns a MOVE step that brings swapped sequences back, the oldest first, or None.
 
-        The step has as many sequences as there is capacity for.
+        The step has as many sequences as there is capacity for. ``SchedulerState.add_swapped`` keeps their order.
         """
         state = self._state
         sequences: list[Sequence] = []

@@ -55,7 +55,7 @@ COLUMNS = (
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 if the config is wrong or the engine does not start."""
+    """Measures the engine without HTTP. Returns 0, or 2 if the config is wrong or the engine does not start."""
     parsed = build_parser().parse_args(arguments)
     if parsed.against is not None:
         return compare_trees("performance/bench_engine.py", arguments, "name", "step_ms")

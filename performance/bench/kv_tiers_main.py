@@ -151,8 +151,8 @@ def _check_hits(server: Endpoint, tier: str, options: argparse.Namespace) -> Non
 def _wait_until(server: Endpoint, name: str, wanted: int) -> None:
     """Waits until a metric of the tiers is at least ``wanted``.
 
-    A session may evict the blocks of the one before. The tiers copy blocks in later steps, and lose those that were
-    evicted earlier.
+    The tiers copy the blocks of a session in later steps. A block that the next session evicts before its copy is lost
+    to the tiers. So each session waits until its blocks are stored.
     """
     deadline = time.monotonic() + WRITE_TIMEOUT_S
     while (found := _metric(server, name)) < wanted:

@@ -60,7 +60,10 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
 
 
 def _pair(parsed: argparse.Namespace, base: LoadOptions, number: int, program: Path) -> dict[str, float]:
-    """Measures a server with the features and one without. Every other pair has the reverse order."""
+    """Measures a server with self-checks, API keys and audit log, and one without, one after the other.
+
+    Every other pair begins with the one without.
+    """
     found = {}
     for name in ("on", "off") if number % 2 == 0 else ("off", "on"):
         options = replace(base, seed=base.seed + number)

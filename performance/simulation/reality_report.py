@@ -38,7 +38,11 @@ class ComparedLoad:
 
 
 def result_text(result: ComparedLoad, scale: float) -> str:
-    """Returns the result of a load as text: its parameters, the probes of every part, and the comparison."""
+    """Returns the result of a load as text.
+
+    It has the parameters, for every part of the load the slowdown of the machine before and after it, and the
+    comparison.
+    """
     load = result.load
     options = load.options(scale)
     lines = [

@@ -2,7 +2,7 @@
 //
 //   score    of an expert: softmax of the logits over all experts (V2), or sigmoid of the expert's logit (V3)
 //   ranking  of an expert: score + correction
-//   groups   the experts form `groups` groups of equal size; a group's rank is its largest ranking, or with `corrected`
+//   groups   the experts form `groups` groups of equal size; a group's ranking is its largest, or with `corrected`
 //            the sum of its two largest rankings; the `chosen_groups` best groups are chosen
 //   ids      the `chosen` experts with the largest rankings in these groups
 //   weights  the scores of these experts; if `normalised`, divided by (the sum of these scores + 1e-20); then times

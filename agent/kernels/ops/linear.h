@@ -166,8 +166,8 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes);
 // Returns 0, or an error code after one line on standard error.
 int join_weight_parts(void* blob, int64_t bytes, int32_t parts);
 
-// Activations, quantised row by row: x = scale * q with scale = max|x| / 127 and q in [-127, 127]. With static inputs,
-// the scale is 1, and q is in [-128, 127].
+// Activations, quantised row by row: x = scale * q with scale = max|x| / 127 and q in [-127, 127]. With static inputs
+// of a calibration, q = round(x * inverse scale + offset) in [-128, 127], and the scale of a row is 1.
 struct QuantizedRows {
   int8_t* values;
   float* scales;   // [rows]

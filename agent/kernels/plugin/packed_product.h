@@ -8,11 +8,11 @@
 
 namespace llmk {
 
-// The packed form of a weight for one call: the kept form if there is one, otherwise a temporary one.
+// The packed form of a weight for one call: the form that keep_primitive() has stored, or otherwise a temporary one.
 class Blob {
  public:
-  // Finds the kept form, or packs the weight into temporary memory. Returns 0, or an error code after one line on
-  // standard error.
+  // Finds the stored form, or packs the weight into memory of this object. Returns 0, or an error code after one line
+  // on standard error.
   int find(const char* op, const PrimitiveWeight& weight);
   const void* data() const { return data_; }
 

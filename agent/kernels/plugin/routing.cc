@@ -8,9 +8,9 @@ namespace llmk {
 // FusedAddTopKDiv(x [rows, experts], add_num float32 [experts], group_num, group_topk, n, k, activate_type, is_norm,
 // scale, mapping_num, mapping_table, enable_expert_mapping) -> weights float32 [rows, k], indices int32 [rows, k].
 //
-// The ranking of an expert is sigmoid(x) + add_num. The rank of a group is the sum of its n largest rankings. The
-// experts are those with the k largest rankings in the group_topk best groups. Their weights are the sigmoids, divided
-// by their sum if is_norm, times scale. On a tie, the first group or expert is chosen.
+// The ranking of an expert is sigmoid(x) + add_num. The ranking of a group is the sum of its n largest expert rankings.
+// In the group_topk groups with the largest rankings, the k experts with the largest rankings are chosen. Their weights
+// are sigmoid(x), divided by their sum if is_norm, times scale. On a tie, the first group or expert is chosen.
 int plugin_fused_add_top_k_div(const Call& call) {
   enum { kX, kAdded, kGroups, kChosenGroups, kN, kK, kActivation, kIsNorm, kScale, kMappingNum, kMappingTable, kMaps,
          kWeights, kIds, kCount };

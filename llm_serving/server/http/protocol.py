@@ -86,7 +86,7 @@ class ChannelUser(Protocol):
 class StreamChannel:
     """The path of one streamed response to its socket. Each ``write`` is one chunk and one system call.
 
-    It replaces ASGI's ``send`` for the whole response, so no task must wake for a piece of text. While ``is_full`` is
+    It replaces ASGI's ``send`` for the whole response, so no piece of text has to wake a task. While ``is_full`` is
     True, the socket has not accepted all data, and the writer should wait for ``ChannelUser.drained``.
     """
 
