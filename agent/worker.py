@@ -115,7 +115,7 @@ class Worker:
     def _run_step(self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> None:
         """Runs one step. If the device runs ahead, only launches most steps, and ``runner.ahead`` finishes them later.
 
-        Moves, and decodes with a checked row, always run at once.
+        Moves, and decodes with a checked row, always run immediately.
         """
         outcome: StepCost | Exception
         try:

@@ -514,7 +514,7 @@ class PowerConfig:
 
     mode: str = own(
         "normal",
-        "`quiet`: threads of the kernels sleep at once instead of waiting in a loop, and a prompt waits for others up "
+        "`quiet`: threads of the kernels sleep immediately instead of waiting in a loop, and a prompt waits for others up "
         "to `batch_wait_ms`. This saves energy and makes single requests slower. Texts stay the same.",
         choices=("normal", "quiet"),
     )

@@ -150,7 +150,7 @@ class Replica:
     def _note_not_finite(self, step: ScheduledStep, result: StepResult, request_ids: list[str]) -> None:
         """Log the requests of a step that got NaN or infinite logits, and react to the likely cause.
 
-        If a step has several requests and all of them got such logits, the agents are the cause and are restarted. If
+        If a step has several requests and all of them got these logits, the agents are the cause and are restarted. If
         the step has only one request, the request may be the cause, so the canary checks the agents first.
         """
         self._metrics.sequences_not_finite(len(request_ids))

@@ -31,8 +31,8 @@ struct Routes {
 };
 Routes routes;
 
-// The maximum number of experts that a row may choose. plugin_top_k also searches sampling candidates: a call with a
-// larger k is such a search, so it is not recorded.
+// The maximum number of experts that a row may choose. plugin_top_k also searches sampling candidates. Only these
+// searches have a larger k, so a call with a larger k is not recorded.
 constexpr int64_t kMaxChosen = 32;
 
 // Records the experts `ids` that a row chose. If an earlier run is followed and its set of experts for this row

@@ -52,10 +52,6 @@ class Peer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 1 if a peer failed. The other peers are still measured."""
-    if "--auto" in (sys.argv[1:] if arguments is None else arguments):
-        from performance.peers.auto.main import main as run_auto
-
-        return run_auto(arguments)
     parsed = build_parser().parse_args(arguments)
     peers: dict[str, Rows] = json.loads(parsed.json.read_text()) if parsed.json and parsed.json.exists() else {}
     failures = 0

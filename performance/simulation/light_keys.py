@@ -62,7 +62,7 @@ class Figures:
     """The results of all seeds together.
 
     ``alone_ms`` and ``flood_ms``: 99th percentile of the light keys' time to first token, without and with the flood.
-    ``goodput`` and ``peak_goodput``: answered requests per second, with the flood and with the load of the peak.
+    ``goodput`` and ``peak_goodput``: completed requests per second, with the flood and with the load of the peak.
     """
 
     alone_ms: float

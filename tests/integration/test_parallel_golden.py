@@ -76,7 +76,7 @@ def test_half_precision_is_exact_but_for_ties(tmp_path, tp, pp, dtype, op_table)
 def test_int8_with_native_operators_is_near_the_oracle(tmp_path):
     """Tests int8 weights and activations (W8A8) on two agents, as for a model that is too large for one Ascend.
 
-    ``make test`` serves such a group in ``test_model_slim.py``, and compares its tokens in
+    ``make test`` serves this kind of group in ``test_model_slim.py``, and compares its tokens in
     ``tests/agent/test_native_quantised_groups.py``.
     """
     cases = GOLDEN["cases"]
