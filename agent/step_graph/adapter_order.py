@@ -42,7 +42,8 @@ class AdapterOrder:
         lens = inputs.query_lens[order]
         ends = np.cumsum(lens, dtype=np.int32)
         first_tokens = (inputs.last_tokens - inputs.query_lens + 1)[order]
-        tokens = np.repeat(first_tokens - (ends - lens), lens) + np.arange(inputs.positions.size, dtype=np.int32)
+        starts: Int32Array = np.repeat(first_tokens - (ends - lens), lens)
+        tokens: Int32Array = np.add(starts, np.arange(inputs.positions.size, dtype=np.int32))
         self._tokens = tokens
         last_tokens = np.empty_like(ends)
         last_tokens[order] = ends - 1

@@ -514,8 +514,8 @@ class PowerConfig:
 
     mode: str = own(
         "normal",
-        "`quiet`: threads of the kernels sleep immediately instead of waiting in a loop, and a prompt waits for others up "
-        "to `batch_wait_ms`. This saves energy and makes single requests slower. Texts stay the same.",
+        "`quiet`: threads of the kernels sleep immediately instead of waiting in a loop, and a prompt waits for others "
+        "up to `batch_wait_ms`. This saves energy and makes single requests slower. Texts stay the same.",
         choices=("normal", "quiet"),
     )
     batch_wait_ms: float = own(

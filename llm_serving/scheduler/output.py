@@ -8,8 +8,8 @@ The executor may rely on the following rules. They allow it to do most of its wo
 in each step:
 
 * A decode step may verify drafts (``num_drafts``), see ``llm_serving.ipc.drafts``. A sequence with k drafts then has
-  1 + k entries, one after the other, with the same request and batch row. Behind this step, no other step of this sequence
-  is in flight.
+  1 + k entries, one after the other, with the same request and batch row. Behind this step, no other step of the
+  sequence is in flight.
 * A sequence keeps its batch row until no step in flight uses it. The sampling parameters of a batch row never change.
 * If ``restarts[i]`` is True, the step is the first step of sequence ``i`` on its batch row. This step is usually a
   prefill step. Its tokens can begin after position 0, because a prefix may be cached or the sequence may come back from

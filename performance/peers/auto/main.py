@@ -2,8 +2,8 @@
 
 The model is SmolLM2-135M-Instruct, from the GGUF file in the Python package of the default model. The folder of
 --folder keeps the environments of the peers and the converted models. So only the first run downloads and converts
-(about 5 GB). A round runs each program once, and each round has another order. The speed of a machine changes over minutes, so a ratio
-compares runs of the same round.
+(about 5 GB). A round runs each program once, and each round has another order. The speed of a machine changes over
+minutes, so a ratio compares runs of the same round.
 
 examples:
   compare_peers.py --auto
