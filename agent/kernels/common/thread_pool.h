@@ -27,7 +27,7 @@ int num_threads();
 // false, so that other processes get the processors.
 void set_attentive(bool attentive);
 
-// Sets whether threads may wait in a loop at all. If not, a waiting thread sleeps immediately. That saves energy, and each
+// Sets whether threads may wait in a loop. If not, a waiting thread sleeps immediately. That saves energy, and each
 // wake-up then takes some microseconds.
 void set_spinning(bool allowed);
 bool may_spin();
