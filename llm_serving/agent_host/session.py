@@ -166,11 +166,19 @@ class Session:
         message = messages.decode_server_message(bytes(carried.payload))
         if not isinstance(message, _FORWARDED):
             raise ProtocolError(f"the server sent {type(message).__name__}, which a node sends itself")
+        if isinstance(message, messages.Masks) and not self._is_in_flight(message):
+            return  # the agents have dropped the step, and the server did not know it yet
         if isinstance(message, messages.Step | messages.Masks):
             self._write(message, carried.contents)
         elif len(carried.contents):
             raise ProtocolError(f"{type(message).__name__} has contents of a slot")
         group.send(message)
+
+    def _is_in_flight(self, masks: messages.Masks) -> bool:
+        """Return whether the step of these masks is in its slot. Raises ProtocolError if there is no such slot."""
+        if self._group is None or masks.slot >= len(self._contents):
+            raise ProtocolError(f"Masks names slot {masks.slot} of {len(self._contents)}")
+        return masks.slot in self._in_flight and self._group.slots[masks.slot].seq == masks.seq
 
     def _write(self, message: messages.Step | messages.Masks, contents: memoryview) -> None:
         slot = message.slot

@@ -6,7 +6,6 @@ a replica uses the node, the engine thread owns the link, and the node's thread 
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import select
 import threading
@@ -95,7 +94,7 @@ class NodePool:
     def __init__(self, key: ClusterKey) -> None:
         self._key = key
         self._log: NodeLog | None = None
-        self._unlogged: list[tuple[str, dict[str, str]]] = []
+        self._unlogged: list[tuple[str, str, dict[str, Any]]] = []
         """Events from before ``log_to``."""
         self._changed = threading.Condition()
         self._nodes: dict[str, Node] = {}
@@ -119,8 +118,17 @@ class NodePool:
         with self._changed:
             self._log, unlogged = log, self._unlogged
             self._unlogged = []
-        for name, fields in unlogged:
-            log.event(name, **fields)
+        for name, level, fields in unlogged:
+            log.event(name, level=level, **fields)
+
+    def event(self, name: str, /, *, level: str = "info", **fields: Any) -> None:
+        """Log an event, or keep it for ``log_to``."""
+        with self._changed:
+            log = self._log
+            if log is None:
+                self._unlogged.append((name, level, fields))
+        if log is not None:
+            log.event(name, level=level, **fields)
 
     def add(self, text: str, name: str | None = None) -> Node:
         """Connect to the node at an address, also if it was drained. Its name is the address unless ``name`` is given.
@@ -139,7 +147,7 @@ class NodePool:
             if len(self._nodes) >= MAX_NODES:
                 raise NodeError(f"There are {len(self._nodes)} nodes; at most {MAX_NODES} are possible.")
             node = self._nodes[name] = Node(name, address)
-        self._event("node_added", node)
+        self.event("node_added", **_event_fields(node))
         threading.Thread(target=self._keep, args=(node,), name=f"node {name}", daemon=True).start()
         return node
 
@@ -155,7 +163,7 @@ class NodePool:
             else:
                 node.state = NodeState.DRAINED
             self._changed.notify_all()
-        self._event("node_draining", node)
+        self.event("node_draining", **_event_fields(node))
         self._wake()
         return node
 
@@ -167,7 +175,7 @@ class NodePool:
             if node.state in (NodeState.USED, NodeState.DRAINING):
                 node.state, node.leave_at = NodeState.DRAINING, time.monotonic()
             self._changed.notify_all()
-        self._event("node_removed", node)
+        self.event("node_removed", **_event_fields(node))
         self._wake()
         return node
 
@@ -191,7 +199,10 @@ class NodePool:
             else:
                 node.state = NodeState.REFUSED if is_refused else NodeState.CONNECTING
             self._changed.notify_all()
-        self._event("node_refused" if is_refused else "node_released", node)
+        if is_refused:
+            self.event("node_refused", **_event_fields(node))
+        else:
+            self.event("node_released", **_event_fields(node))
 
     def arithmetic_difference(self, node: Node, arithmetic: str) -> str | None:
         """Return how the arithmetic of a node differs from that of the first ready node. None: it is the same."""
@@ -203,10 +214,6 @@ class NodePool:
             f"its kernels have the arithmetic {arithmetic[:16]}, and those of {first[0]} have {first[1][:16]}, so "
             "texts could differ; install the same build on machines with the same instruction set"
         )
-
-    def note(self, name: str, message: str) -> None:
-        """Log an event about all nodes."""
-        self._log_event(name, {"level": "warning", "message": message})
 
     def status(self) -> list[dict[str, object]]:
         """Return the facts about all nodes."""
@@ -280,20 +287,25 @@ class NodePool:
             if node.state is NodeState.DRAINED or node.is_removed or self._is_closed:
                 channel.close()
                 return
+            poller = select.poll()  # select.select does not take descriptors from 1024 on
+            poller.register(channel, select.POLLIN)
             node.channel, node.welcome, node.reason = channel, welcome, ""
             node.state = NodeState.FREE
-        self._event("node_ready", node)
+        self.event("node_ready", **_event_fields(node))
         self._wake()
+        next_beat = time.monotonic()
         while True:
-            with contextlib.suppress(ValueError, OSError):  # a replica has taken the link and closed it meanwhile
-                select.select([channel], [], [], BEAT_S)
+            # A replica may take the link and close it meanwhile. Then nothing is read here, because the state differs.
+            poller.poll(1000 * max(0.0, next_beat - time.monotonic()))
             with self._changed:
                 if node.state is not NodeState.FREE or node.is_removed or self._is_closed:
-                    if node.state is not NodeState.USED:
+                    if node.replica is None:  # else the replica owns the link, also while the node is drained
                         channel.close()
                         node.channel = None
                     return
-                problem = _beat(channel)
+                now = time.monotonic()
+                problem = _beat(channel, is_due=now >= next_beat)
+                next_beat = now + BEAT_S if now >= next_beat else next_beat
                 if problem is not None:
                     channel.close()
                     node.channel, node.state = None, NodeState.CONNECTING
@@ -308,39 +320,33 @@ class NodePool:
                 return
             is_new = (node.state, node.reason) != (state, reason) and node.reason != reason
             node.state, node.reason = state, reason
-        if is_new:
-            self._event("node_refused" if state is NodeState.REFUSED else "node_down", node)
-
-    def _event(self, name: str, node: Node) -> None:
-        level = "warning" if node.reason else "info"
-        fields = {"level": level, "node": node.name, "address": str(node.address), "reason": node.reason}
-        self._log_event(name, fields)
-
-    def _log_event(self, name: str, fields: dict[str, str]) -> None:
-        with self._changed:
-            log = self._log
-            if log is None:
-                self._unlogged.append((name, fields))
-        if log is not None:
-            log.event(name, **fields)
+        if is_new and state is NodeState.REFUSED:
+            self.event("node_refused", **_event_fields(node))
+        elif is_new:
+            self.event("node_down", **_event_fields(node))
 
     def _wake(self) -> None:
         for wake in list(self._wakers):
             wake()
 
 
-def _beat(channel: SecureChannel) -> str | None:
-    """Send and receive signs of life of a free node. Returns why the link is lost, or None."""
+def _event_fields(node: Node) -> dict[str, str]:
+    """Return the level and the fields of an event about a node."""
+    level = "warning" if node.reason else "info"
+    return {"level": level, "node": node.name, "address": str(node.address), "reason": node.reason}
+
+
+def _beat(channel: SecureChannel, *, is_due: bool) -> str | None:
+    """Receive signs of life of a free node, and send one if it is due. Returns why the link is lost, or None."""
     try:
         frames = channel.receive_available()
         if frames is None:
             return "the node closed the link"
         if any(not isinstance(messages.read_at_server(each), Beat) for each in frames):
             return "a free node sent something else than signs of life"
-        channel.send(BEAT)
+        if is_due:
+            channel.send(BEAT)
     except (OSError, ProtocolError) as error:
         return f"the link broke: {error}"
     silent_s = time.monotonic() - channel.last_received
     return f"no sign of life for {silent_s:.1f} s" if silent_s > SERVER_PATIENCE_S else None
-
-

@@ -83,7 +83,8 @@ class RayNodes:
             self._forget_all()
             if self._is_closed.is_set():
                 return
-            self._pool.note("ray_driver_lost", f"{reason}; its log is {self._log_path}")
+            message = f"{reason}; its log is {self._log_path}"
+            self._pool.event("ray_driver_lost", level="warning", message=message)
             pause_s = FIRST_PAUSE_S if time.monotonic() - began > LONGEST_PAUSE_S else pause_s
             self._is_closed.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -125,7 +126,8 @@ class RayNodes:
         elif isinstance(message, NodeEnded):
             self._forget(message.name)
         elif message.num_nodes:
-            self._pool.note("ray_waiting", f"{message.num_nodes} nodes wait for resources; {message.reason}")
+            waiting = f"{message.num_nodes} nodes wait for resources; {message.reason}"
+            self._pool.event("ray_waiting", level="warning", message=waiting)
 
     def _forget(self, name: str) -> None:
         self._names.discard(name)

@@ -13,7 +13,14 @@ from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.messages import BEAT, BEAT_S, SERVER_PATIENCE_S, Carried, GroupLost, GroupReady, Progress
 from llm_serving.cluster.nodes import Node, NodePool
 from llm_serving.config import Config
-from llm_serving.errors import AgentError, AgentLostError, AgentStartError, NodeDrainedError, ProtocolError
+from llm_serving.errors import (
+    AgentError,
+    AgentLostError,
+    AgentStartError,
+    LLMServingError,
+    NodeDrainedError,
+    ProtocolError,
+)
 from llm_serving.executor.agent_link import ProgressReport
 from llm_serving.executor.group import Received, Source
 from llm_serving.ipc import messages
@@ -61,6 +68,8 @@ class RemoteGroup:
         self._refusal = ""
         """Why the node does not serve this model. Empty if it does."""
         self._problem = ""
+        self._broken = ""
+        """Why the selector cannot watch the link any more. Empty while it can."""
         layout = SlotLayout.of(config.slot_limits())
         self.slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
         self._contents = [SlotContents(slot) for slot in self.slots]
@@ -97,11 +106,19 @@ class RemoteGroup:
         self._send(link.carry(messages.encode(message), contents=contents))
 
     def next_look(self, last_result: float | None) -> float | None:
+        if self._broken:
+            return 0.0
         due = min(self._next_beat, self._channel.last_received + SERVER_PATIENCE_S)
         return due if self._node.leave_at is None else min(due, self._node.leave_at)
 
     def look(self, now: float, last_result: float, longest_step_s: float) -> None:
-        """Send a sign of life. Raises AgentLostError if the node has sent none, NodeDrainedError after a drain."""
+        """Send a sign of life.
+
+        Raises NodeDrainedError after a drain, and AgentLostError if the node has sent none. Raises AgentLostError, or
+        AgentStartError while the agents are not ready, if the link broke.
+        """
+        if self._broken:
+            raise self._lost(self._broken)
         leave_at = self._node.leave_at
         if leave_at is not None and now >= leave_at:
             raise NodeDrainedError(f"node {self._node.name} is drained; its requests move to other agents")
@@ -139,11 +156,14 @@ class RemoteGroup:
         self._watch()
 
     def _watch(self) -> None:
-        """Wait for the socket to take more if frames are left."""
+        """Wait for the socket to take more if frames are left. ``look`` reports a socket that cannot be watched."""
         events = self._channel.events
         if events != self._events and not self._is_closed:
             self._events = events
-            self._selector.modify(self._channel, events)
+            try:
+                self._selector.modify(self._channel, events)
+            except OSError as error:
+                self._broken = f"the link broke: {error}"
 
     def _receive(self) -> Received:
         """Return the messages of the agents that have arrived. Raises AgentLostError or AgentStartError."""
@@ -225,11 +245,18 @@ class RemoteStarter:
         self._report = report
 
     def __call__(self) -> RemoteGroup | None:
+        """Start the agents. Returns None if no node is free.
+
+        Raises AgentStartError if the model's files cannot be read, or the agents could not be started.
+        """
+        model = self._model()
         node = self.pool.take(self._replica)
         if node is None:
             return None
         try:
-            return RemoteGroup(self._config, self._replica, node, self.pool, self._model(), self._report)
-        except OSError as error:
+            return RemoteGroup(self._config, self._replica, node, self.pool, model, self._report)
+        except (OSError, LLMServingError) as error:
+            if node.channel is not None:
+                node.channel.close()
             self.pool.give_back(node, f"the agents could not be started there: {error}")
-            raise
+            raise AgentStartError(f"node {node.name}: the agents could not be started there: {error}") from error

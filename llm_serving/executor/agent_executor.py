@@ -215,7 +215,7 @@ class AgentExecutor:
         """Start the agents. Raises AgentStartError, also if the system has no processes, files or memory left."""
         self._restarts.started()
         self._end_last_group()
-        self._has_said_leaving = False
+        self._has_said_leaving = self._is_waiting = False
         try:
             self._group = self.start_group()
             self._is_waiting = self._group is None

@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
+from llm_serving.cluster import messages as link
 from llm_serving.executor.base import AgentLeaving, AgentLost, AgentReady, AgentStatus
+from llm_serving.ipc import messages
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
 from support.cluster import LinkProxy
@@ -64,6 +66,36 @@ def test_order_aborts_refusals_and_moves_are_those_of_local_agents(linked):
     assert found[4].aborted
     assert found[5].error == "token 203 is refused"
     assert found[6].graph_us == 33
+
+
+def test_masks_of_a_step_that_the_agent_has_dropped_change_nothing(linked):
+    """The masks arrive when the slot is free, and again when the slot has another step."""
+    executor, _ = linked
+    executor.submit(prefill(0, SLOW))
+    executor.submit(prefill(1, 5))
+    masks = messages.Masks(seq=1, slot=executor._steps.slot_of[1])
+    late = link.carry(messages.encode(masks), contents=bytes(8))
+    executor.abort(1)
+    assert {each.seq: each.aborted for each in results(executor, 2)} == {0: False, 1: True}
+    executor._group._send(late)
+    for seq in range(2, 2 + NUM_SLOTS):
+        executor.submit(prefill(seq, SLOW))
+    assert masks.slot in executor._steps.slot_of.values()
+    executor._group._send(late)
+    assert [each.sampled_ids for each in results(executor, NUM_SLOTS)] == [[stub_token(1, 0)]] * NUM_SLOTS
+
+
+def test_a_link_that_cannot_be_watched_is_lost(linked, monkeypatch):
+    def refuse(*arguments):
+        raise OSError("Bad file descriptor")
+
+    executor, _ = linked
+    group = executor._group
+    monkeypatch.setattr(group._selector, "modify", refuse)
+    group._events = 0
+    executor.request_status()
+    [*_, lost] = events_until(executor, AgentLost)
+    assert "the link broke: Bad file descriptor" in lost.error
 
 
 def test_a_group_of_two_agents_answers_together(make_node, make_executor, pool):
