@@ -26,6 +26,8 @@ def refusal_of(path: str) -> tuple[int, str] | None:
         return 400, "batches_off"
     if path.endswith("/timeline"):  # there is no flight recorder
         return 404, "request_not_found"
+    if path.startswith("/v1/cluster"):  # the agents are not on nodes
+        return 409, "node_conflict"
     if path.startswith("/v1/shadow"):
         return 404, "shadow_off"
     if path.startswith("/v1/sessions/"):  # the example of an import names the model

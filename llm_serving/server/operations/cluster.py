@@ -71,8 +71,10 @@ async def _add(state: ServerState, request: Request) -> Response:
 
 async def _drain(state: ServerState, request: Request) -> Response:
     body = await read_request(DrainNodeRequest, request, state.settings.max_body_bytes)
-    limit_s = state.engine.config.serving_config.drain_timeout_s
-    node = _nodes(state).drain(body.node, limit_s if body.timeout_s is None else body.timeout_s)
+    nodes, timeout_s = _nodes(state), body.timeout_s
+    if timeout_s is None:
+        timeout_s = state.engine.config.serving_config.drain_timeout_s
+    node = nodes.drain(body.node, timeout_s)
     return json_response(node.describe())
 
 
