@@ -5,6 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+_SPARE_ENDS = 1024
+"""Entries of ``KeptBlocks`` for old times that may stay, apart from one for each block."""
+
 
 class KeptBlocks:
     """The kept blocks of all owners by chained hash. There are at most ``max_blocks``, and ``max_per_owner`` of each.
@@ -45,6 +48,9 @@ class KeptBlocks:
                 continue
             self._until[each] = until
             heapq.heappush(self._ends, (until, each))
+        if len(self._ends) > 2 * len(self._until) + _SPARE_ENDS:  # a longer time leaves the entry of the old one
+            self._ends = [(end, each) for each, end in self._until.items()]
+            heapq.heapify(self._ends)
         return new
 
     def expire(self, now: float) -> list[bytes]:

@@ -33,6 +33,15 @@ def test_a_longer_time_counts_and_a_shorter_one_does_not():
     assert kept.expire(20.0) == names("a")
 
 
+def test_blocks_that_are_kept_again_and_again_take_bounded_memory():
+    kept = KeptBlocks(8, 8)
+    for time in range(5000):
+        kept.keep("a", names("ab"), float(time))
+    assert len(kept._ends) <= 2 * 2 + 1024
+    assert kept.expire(4998.0) == []
+    assert sorted(kept.expire(4999.0)) == names("ab")
+
+
 def stored(hosts: HostBlocks, name: bytes) -> int:
     host = hosts.allocate(BlockKey(name, name))
     assert host is not None
