@@ -53,10 +53,9 @@ class SessionExport:
             block_size=config.pa_config.block_size,
             num_tokens=session.num_tokens,
         )
-        count = num_blocks_of(session.num_tokens, self._manifest.block_size)
-        root = root_hash(config.cache_namespace, session.salt)
-        self._keys = chain_of(session.tokens, self._manifest.block_size, root, count)
-        self._file_keys = file_chain(self._manifest, session.tokens, count)
+        self._root = root_hash(config.cache_namespace, session.salt)
+        self._keys: list[BlockKey] = []
+        self._file_keys: list[BlockKey] = []
         self._waits_until = time.monotonic() + WAIT_S
         self._versions: tuple[int, ...] | None = None
 
@@ -64,6 +63,11 @@ class SessionExport:
         """Yield the file in pieces. Raises SessionChangedError in the middle if its blocks may be wrong."""
         loop, manifest = asyncio.get_running_loop(), self._manifest
         yield encode_head(manifest, self._tokens)
+        count = num_blocks_of(manifest.num_tokens, manifest.block_size)
+        # Chains of long sessions take too long for the event loop.
+        chain = partial(chain_of, self._tokens, manifest.block_size, self._root, count)
+        self._keys = await loop.run_in_executor(None, chain)
+        self._file_keys = await loop.run_in_executor(None, partial(file_chain, manifest, self._tokens, count))
         done, batch = 0, 1
         while done < len(self._keys):
             contents = await self._read(self._keys[done : done + batch])

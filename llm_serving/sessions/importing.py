@@ -142,7 +142,11 @@ class SessionImport:
         self.head = head
         size = manifest.block_size
         self.result = ImportResult(manifest.num_tokens, size)
-        self.result.differences = differences_of(manifest.facts, self._identity.facts)
+        ours = self._identity.facts
+        # A wrong file may have the right block size in its facts and divide its tokens by another.
+        self.result.differences = differences_of(manifest.facts, ours) or differences_of(
+            {"block_size": size}, {"block_size": ours.get("block_size")}
+        )
         if self.result.differences:
             if manifest.version != __version__:
                 theirs = _short(manifest.version)
@@ -151,8 +155,10 @@ class SessionImport:
         if manifest.namespace != self._identity.namespace:
             raise InvalidSessionError("The namespace of the session file does not belong to its facts.")
         count = num_blocks_of(manifest.num_tokens, size)
-        self._keys = chain_of(head.tokens, size, root_hash(self._namespace, self.salt), count)
-        self._file_keys = file_chain(manifest, head.tokens, count)
+        root = root_hash(self._namespace, self.salt)
+        # Chains of long sessions take too long for the event loop.
+        self._keys = await asyncio.to_thread(chain_of, head.tokens, size, root, count)
+        self._file_keys = await asyncio.to_thread(file_chain, manifest, head.tokens, count)
         self._room = await self._transfers.max_guests()
 
     def _checked(self, head: Head) -> Manifest:

@@ -42,7 +42,12 @@ class OpenSession:
         return replace(scheduling, cache_salt=session_salt(self.nonce)) if self.nonce else scheduling
 
     def note(self, request: Request, adapter: Adapter | None) -> None:
-        """Remember the tokens of a request that has ended, if it has computed any."""
+        """Remember the tokens of a request that has ended, unless it has images.
+
+        The blocks of an image's tokens depend on its pixels, which a session does not have.
+        """
+        if request.tiles:
+            return
         tokens = pack_tokens([*request.prompt_token_ids, *request.output_token_ids])
         digest = b"" if adapter is None else adapter.digest
         session = Session(
