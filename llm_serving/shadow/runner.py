@@ -16,6 +16,7 @@ from llm_serving.config.shadow_section import ShadowConfig
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.errors import LLMServingError
 from llm_serving.registry.registry import ModelRegistry
+from llm_serving.registry.version import RunningVersion
 from llm_serving.shadow.comparison import Comparison, ScoredAnswer, recommendation
 from llm_serving.shadow.scoring import ServedAnswer, score
 from llm_serving.telemetry.log import EventLog
@@ -131,22 +132,36 @@ class ShadowRunner:
 
     async def _compare(self, answer: ServedAnswer) -> str:
         """Let both models score an answer. Returns what became of it. Raises _InterruptedError, LLMServingError."""
-        main, candidate = self._registry.models[0], self._registry.find(self.config.model)
-        assert candidate is not None, "checked at the start"
-        if main.version is None or candidate.version is None or not candidate.status().is_serving:
+        versions = await self._idle_versions()
+        if versions is None:
             return "candidate_not_ready"
         with contextlib.ExitStack() as leases:
-            versions = main.version, candidate.version
             for version in versions:
                 leases.callback(version.lease().release)
             engines = versions[0].engine, versions[1].engine
             self._begin_with((versions[0].number, versions[1].number))
             if not await self._are_comparable(engines):
                 return "other_tokenizer"
-            await self._until_idle(engines)
+            if self._are_busy(engines):
+                raise _InterruptedError
             scores = [await self._undisturbed(self._score(engine, answer), engines) for engine in engines]
             self.comparison.add(*scores)
             return "compared"
+
+    async def _idle_versions(self) -> tuple[RunningVersion[Any], RunningVersion[Any]] | None:
+        """Return the versions of both models as soon as users have no requests. None if one is not in memory.
+
+        No leases are held meanwhile, so the candidate may be unloaded or replaced. The event loop runs nothing between
+        the last look and the return.
+        """
+        main, candidate = self._registry.models[0], self._registry.find(self.config.model)
+        assert candidate is not None, "checked at the start"
+        while main.version is not None and candidate.version is not None and candidate.status().is_serving:
+            versions = main.version, candidate.version
+            if not self._are_busy((versions[0].engine, versions[1].engine)):
+                return versions
+            await asyncio.sleep(POLL_S)
+        return None
 
     def _begin_with(self, numbers: tuple[int, int]) -> None:
         """Forget the comparisons if a reload has replaced one of the models."""
@@ -165,9 +180,9 @@ class ShadowRunner:
         self._checked = self._versions
         return True
 
-    async def _until_idle(self, engines: tuple[AsyncEngine, AsyncEngine]) -> None:
-        while not self.config.while_busy and any(map(_num_requests, engines)):
-            await asyncio.sleep(POLL_S)
+    def _are_busy(self, engines: tuple[AsyncEngine, AsyncEngine]) -> bool:
+        """Return whether an answer has to wait, because users have requests."""
+        return not self.config.while_busy and any(map(_num_requests, engines))
 
     async def _undisturbed(self, work: Coroutine[Any, Any, T], engines: tuple[AsyncEngine, AsyncEngine]) -> T:
         """Return the result of ``work``, which is one request. Raises _InterruptedError if users send requests."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llm_serving.constraints.forced import ForcedTokens
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.open_request import PieceStream
-from llm_serving.errors import EngineFailedError
+from llm_serving.errors import EngineFailedError, RequestError
 from llm_serving.request import FinishReason, Request, SchedulingParams, TokenLogits
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.shadow.comparison import ScoredAnswer
@@ -25,19 +25,26 @@ class ServedAnswer:
     output: Sequence[int]
     salt: bytes
     """The prefix cache's salt of the user's request."""
+    has_images: bool = False
+    """Whether the prompt has images. The server does not keep their pixels, so nothing can score the answer."""
 
 
 def answer_of(request: Request) -> ServedAnswer:
-    """Return the answer to a request. It is empty if the request has not ended by itself."""
+    """Return the answer to a request. It is empty if the request has not ended by itself or has images."""
     is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-    return ServedAnswer(request.prompt_token_ids, request.output_token_ids if is_whole else (), request.cache_salt)
+    output = request.output_token_ids if is_whole and not request.tiles else ()
+    return ServedAnswer(request.prompt_token_ids, output, request.cache_salt, bool(request.tiles))
 
 
 async def score(engine: AsyncEngine, answer: ServedAnswer) -> ScoredAnswer:
     """Return the score of an answer. Cancel the call to abort it.
 
-    Raises RequestError if the engine refuses the prompt, for example because it is too long, and EngineFailedError.
+    Raises RequestError if the prompt has images, or if the engine refuses it, for example because it is too long.
+    Raises EngineFailedError.
     """
+    if answer.has_images:
+        # The salt is that of the images: blocks without them would be found by requests with them.
+        raise RequestError("a prompt with images cannot be scored without its images")
     sampling = SamplingParams(
         max_tokens=len(answer.output), temperature=0.0, ignore_eos=True, logprobs=True, top_logits=1
     )

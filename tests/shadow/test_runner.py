@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from llm_serving.config.shadow_section import ShadowConfig
-from llm_serving.errors import ContextLengthError
-from llm_serving.request import TokenLogits
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.ipc.tiles import PromptTile
+from llm_serving.registry.states import ModelState
+from llm_serving.request import FinishReason, Request, TokenLogits
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.shadow.comparison import ScoredAnswer
 from llm_serving.shadow.runner import MAX_ATTEMPTS, POLL_S, ShadowRunner
-from llm_serving.shadow.scoring import ServedAnswer
+from llm_serving.shadow.scoring import ServedAnswer, answer_of, score
 from support.fake_models import Models
 from support.model_scripts import play
 
@@ -117,6 +120,47 @@ def test_an_answer_waits_while_users_have_requests(tmp_path):
         await setup.until(compared=2, queue_full=1)
 
     run(tmp_path, script, max_waiting=2)
+
+
+def test_the_candidate_can_be_unloaded_while_an_answer_waits(tmp_path):
+    async def script(setup: Setup) -> None:
+        setup.requests["main"] = 1
+        setup.offer()
+        await asyncio.sleep(2 * POLL_S)
+        candidate: Any = setup.models["next"].version
+        assert candidate.num_leases == 0
+        await setup.models.registry.end(setup.models["next"], ModelState.COLD)
+        await setup.until(candidate_not_ready=1)
+        assert setup.scored == []
+
+    run(tmp_path, script)
+
+
+def test_an_answer_that_waited_is_scored_by_the_present_version(tmp_path):
+    async def script(setup: Setup) -> None:
+        setup.requests["main"] = 1
+        setup.offer()
+        await asyncio.sleep(2 * POLL_S)
+        await setup.models.registry.reload(setup.models["next"], None, drain_first=False)
+        setup.equip("next")
+        setup.requests["main"] = 0
+        await setup.until(compared=1)
+        assert setup.runner._versions == (0, setup.models["next"].version.number)
+
+    run(tmp_path, script)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_answers_with_images_are_not_scored(number):
+    tiles = (PromptTile(0, 1, 0, b""),) * number
+    request = Request("r", [1, 2], SamplingParams(max_tokens=2), 0.0, output_token_ids=[3, 4], tiles=tiles)
+    request.finish_reason = FinishReason.LENGTH
+    answer = answer_of(request)
+    assert (answer.output, answer.has_images) == (((), True) if number else ([3, 4], False))
+    if number:
+        engine: Any = None
+        with pytest.raises(RequestError, match="without its images"):
+            asyncio.run(score(engine, answer))
 
 
 def test_a_request_of_a_user_interrupts_and_the_answer_is_computed_later(tmp_path):
