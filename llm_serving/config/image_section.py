@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from llm_serving.config.schema import own
 
+DECODING_THREADS = 2
+"""Images that are decoded at the same time."""
+DECODED_PIXEL_BYTES = 16
+"""Memory for each pixel of an image while it is decoded, at most. A WebP takes all of it: its decoder has two images,
+a copy goes to Pillow, and Pillow has its own. PNG and JPEG take 8 to 12 bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
@@ -22,7 +28,7 @@ class ImageConfig:
     max_pixels: int = own(
         16 * 1024 * 1024,
         "Maximum width times height of an image. It is read from the file's header before the image is decoded, which "
-        "takes 4 bytes for each pixel.",
+        "takes up to 16 bytes for each pixel. Two images are decoded at the same time.",
         unit="pixels",
         low=1024,
         high=128 * 1024 * 1024,

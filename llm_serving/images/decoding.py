@@ -31,7 +31,9 @@ def decode(data: bytes, settings: ImageConfig, param: str) -> Image.Image:
             _check_pixels(*image.size, settings, param)
             if getattr(image, "n_frames", 1) > 1:
                 raise ImageError(f"'{param}' is an animation; send one image.", param=param)
-            return _on_white(ImageOps.exif_transpose(image))
+            ImageOps.exif_transpose(image, in_place=True)
+            image.load()
+            return _on_white(image)
         except ImageError:
             raise
         except UnidentifiedImageError:
@@ -45,10 +47,14 @@ def decode(data: bytes, settings: ImageConfig, param: str) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
+    """Return the image in RGB. At most two images of all pixels exist at any time."""
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
+    if image.mode != "RGBA":
+        image = image.convert("RGBA")
+    canvas = Image.new("RGB", image.size, "white")
+    canvas.paste(image, mask=image)
+    return canvas
 
 
 def _check_pixels(width: int, height: int, settings: ImageConfig, param: str) -> None:

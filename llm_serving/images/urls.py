@@ -6,16 +6,23 @@ import base64
 import binascii
 import os
 import stat
+import time
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from llm_serving.config.image_section import ImageConfig
 from llm_serving.errors import RequestError
 
+if TYPE_CHECKING:
+    import requests
+
 FETCH_TIMEOUT_S = 10.0
 """Maximum seconds without a byte from an allowed host."""
 FETCH_TOTAL_S = 30.0
-"""Maximum seconds until an image has arrived from an allowed host."""
+"""Maximum seconds in which all images of a request arrive from allowed hosts."""
 _SHOWN_CHARS = 64
 _PIECE_BYTES = 65_536
 
@@ -26,15 +33,30 @@ class ImageError(RequestError):
     code = "invalid_image"
 
 
-def read_url(url: str, settings: ImageConfig, param: str) -> bytes:
-    """Return the bytes of an image. ``param`` is the field of the URL, for errors. Raises ImageError."""
-    scheme = url.partition(":")[0].lower()
+@dataclass(slots=True)
+class FetchTime:
+    """The time that a request may still wait for hosts. Each of its images takes a part of this time."""
+
+    seconds: float = FETCH_TOTAL_S
+
+
+def is_remote(url: str) -> bool:
+    """Return True if ``read_url`` waits for another host to read this URL."""
+    return _scheme(url) in ("http", "https")
+
+
+def read_url(url: str, settings: ImageConfig, param: str, left: FetchTime | None = None) -> bytes:
+    """Return the bytes of an image. ``param`` is the field of the URL, for errors. Raises ImageError.
+
+    ``left`` is the time that the request has left to wait for hosts. None: the image has all the time of a request.
+    """
+    scheme = _scheme(url)
     if scheme == "data":
         return _read_data(url, settings.max_bytes, param)
     if scheme == "file":
         return _read_file(url, settings, param)
-    if scheme in ("http", "https"):
-        return _fetch(url, settings, param)
+    if is_remote(url):
+        return _fetch(url, settings, param, left or FetchTime())
     raise ImageError(
         f"'{param}' is {_short(url)}; it must be a data URL with base64, as in data:image/png;base64,iVBORw0...",
         param=param,
@@ -64,8 +86,11 @@ def _read_file(url: str, settings: ImageConfig, param: str) -> bytes:
             "operator allow its folder (image_config.allowed_folders).",
             param=param,
         )
-    parts = urlsplit(url)
-    path = os.path.realpath(os.fsdecode(unquote_to_bytes(parts.path)))
+    try:
+        parts = urlsplit(url)
+        path = os.path.realpath(os.fsdecode(unquote_to_bytes(parts.path)))
+    except ValueError as problem:  # for example, a zero byte or a single bracket
+        raise ImageError(f"'{param}' is no valid file: URL: {problem}.", param=param) from None
     allowed = [os.path.realpath(folder) for folder in folders]
     if parts.netloc not in ("", "localhost") or not any(Path(path).is_relative_to(folder) for folder in allowed):
         raise ImageError(
@@ -88,52 +113,76 @@ def _read_file(url: str, settings: ImageConfig, param: str) -> bytes:
     return data
 
 
-def _fetch(url: str, settings: ImageConfig, param: str) -> bytes:
+def _fetch(url: str, settings: ImageConfig, param: str, left: FetchTime) -> bytes:
     """Return the image of an allowed host. Follows no redirects and uses no proxies or passwords of this machine."""
-    hosts = {host.lower() for host in settings.allowed_hosts or ()}
-    try:
-        host = urlsplit(url).hostname or ""
-    except ValueError:
-        host = ""
-    if host.lower() not in hosts:
+    request, host = _prepared(url) if settings.allowed_hosts else (None, "")
+    if request is None or host not in {each.lower() for each in settings.allowed_hosts or ()}:
         raise ImageError(
             f"'{param}' names the host {_short(host)}, from which this server reads no images; send the image as a "
             "data URL, or let the operator allow the host (image_config.allowed_hosts).",
             param=param,
         )
-    import requests  # takes long to import, and most servers need it never
+    import requests
 
-    try:
-        with requests.Session() as session:
-            session.trust_env = False
-            with session.get(url, timeout=FETCH_TIMEOUT_S, stream=True, allow_redirects=False) as response:
+    from llm_serving.images.deadline import DeadlineAdapter
+
+    begin = time.monotonic()
+    # The adapter sends this one request. A session would read the whole body of a redirect.
+    with closing(DeadlineAdapter(left.seconds)) as adapter:
+        try:
+            timeout = max(min(FETCH_TIMEOUT_S, left.seconds), 0.001)
+            with adapter.send(request, stream=True, timeout=timeout, verify=True, proxies={}) as response:
                 if response.status_code != 200:
                     raise ImageError(
                         f"'{param}': the host {_short(host)} returned the status {response.status_code}; the image "
                         "must be at this URL itself, without a redirect.",
                         param=param,
                     )
-                return _received(response, settings.max_bytes, param)
-    except (requests.RequestException, OSError) as problem:
-        raise ImageError(f"'{param}' cannot be read: {type(problem).__name__}.", param=param) from None
+                data = _received(response, settings.max_bytes, param)
+        except (requests.RequestException, OSError, ValueError) as problem:
+            if not adapter.has_expired:
+                raise ImageError(f"'{param}' cannot be read: {type(problem).__name__}.", param=param) from None
+        finally:
+            left.seconds -= time.monotonic() - begin
+        if adapter.has_expired:
+            late = f"'{param}' did not arrive within {FETCH_TOTAL_S:g} seconds, which all images of a request share."
+            raise ImageError(late, param=param)
+    return data
 
 
-def _received(response: object, max_bytes: int, param: str) -> bytes:
-    import time
+def _prepared(url: str) -> tuple[requests.PreparedRequest | None, str]:
+    """Return the request that will be sent and the host that it will reach. (None, "") for a URL that is refused.
 
-    import requests
+    Readers of URLs disagree about the host of ``http://a\\@b/``. So such characters are refused, and the host is that
+    of the prepared URL, not that of the text from the client.
+    """
+    if "\\" in url or any(char.isspace() or not char.isprintable() for char in url):
+        return None, ""
+    import requests  # takes long to import, and most servers need it never
 
-    assert isinstance(response, requests.Response)
-    until = time.monotonic() + FETCH_TOTAL_S
+    try:
+        request = requests.Request("GET", url).prepare()
+        parts = urlsplit(request.url or "")
+        host = (parts.hostname or "").lower()
+    except (requests.RequestException, ValueError):
+        return None, ""
+    if "@" in parts.netloc or request.headers.get("Authorization") is not None:
+        return None, ""
+    return request, host
+
+
+def _received(response: requests.Response, max_bytes: int, param: str) -> bytes:
     pieces, size = [], 0
     for piece in response.iter_content(_PIECE_BYTES):
         size += len(piece)
         if size > max_bytes:
             raise _too_large(param, f"more than {max_bytes}", max_bytes)
-        if time.monotonic() > until:
-            raise ImageError(f"'{param}' did not arrive within {FETCH_TOTAL_S:g} seconds.", param=param)
         pieces.append(piece)
     return b"".join(pieces)
+
+
+def _scheme(url: str) -> str:
+    return url.partition(":")[0].lower()
 
 
 def _too_large(param: str, size: str, limit: int) -> ImageError:

@@ -33,6 +33,7 @@ The formulas give bytes. They use these letters:
     draft model      its weights, its keys and values for the same blocks and for the drafts of each batch row, and its
                      activations, logits, scratch memory and replays, by the same formulas
     agent process    Python, MindSpore, compiled graphs, and MindFormers if it is used
+    image decoding   2 x image_config.max_pixels x 16, in the server process, if the model reads images
     server process   HTTP, scheduler, tokenizer
 
 On a CPU, the sum of all items must fit the free memory of the machine. On an Ascend, the host memory must hold the

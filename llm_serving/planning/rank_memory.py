@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config import Config
+from llm_serving.config.image_section import DECODED_PIXEL_BYTES, DECODING_THREADS
 from llm_serving.config.mindformers_models import rotary_positions
 from llm_serving.lora.targets import largest_adapter, stacked_values
 from llm_serving.model.deepseek import LatentAttention
@@ -151,7 +152,7 @@ def shared_adapter_bytes(config: Config) -> int:
 
 
 def _image_items(config: Config) -> tuple[MemoryItem, ...]:
-    """Return the items of a model that reads images: the encoder with its activations, and the tiles."""
+    """Return the items of a model that reads images: the encoder with its activations, the tiles, and decoding."""
     vision, settings = config.shape.vision, config.image_config
     if vision is None:
         return ()
@@ -167,6 +168,11 @@ def _image_items(config: Config) -> tuple[MemoryItem, ...]:
             "image tiles",
             cached + pixels,
             f"{settings.cached_tiles} encoded tiles, and pixels of {settings.max_tiles} tiles in /dev/shm",
+        ),
+        MemoryItem(
+            "image decoding",
+            DECODING_THREADS * settings.max_pixels * DECODED_PIXEL_BYTES,
+            f"{DECODING_THREADS} images of {settings.max_pixels} pixels, {DECODED_PIXEL_BYTES} bytes each",
         ),
     )
 

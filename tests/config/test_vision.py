@@ -137,5 +137,6 @@ def test_slots_budget_and_memory_know_the_tiles(tmp_path: Path, model: Path) -> 
     assert config.tile_cost == 12
     items = {item.name: item for item in device_items(config, 0)}
     assert items["image tiles"].num_bytes == 512 * 9 * 96 * 4 + 128 * 48 * 48 * 3
+    assert items["image decoding"].num_bytes == 2 * 16 * 1024 * 1024 * 16
     assert items["image encoder"].num_bytes > 4 * 100_000
     assert json.loads(config.to_json())["processing"]["longest_edge"] == 144

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import io
 import re
 import struct
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Iterator
@@ -16,9 +19,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from llm_serving.config.image_section import ImageConfig
+from llm_serving.config.image_section import DECODED_PIXEL_BYTES, ImageConfig
 from llm_serving.images.decoding import decode
-from llm_serving.images.urls import ImageError, read_url
+from llm_serving.images.urls import FetchTime, ImageError, read_url
 from support.chat_images import data_url, png_of, sample_png
 
 SETTINGS = ImageConfig()
@@ -95,8 +98,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Location", "/a.png")
         else:
             self.send_response(200)
+        if self.path == "/slow-header.png":
+            self._drip(b"X-Slow: ", b"\r\n")
         self.end_headers()
-        self.wfile.write(sample_png(0))
+        if self.path == "/slow-body.png":
+            self._drip(b"", b"")
+        with contextlib.suppress(OSError):  # a reader may not wait
+            self.wfile.write(sample_png(0))
+
+    def _drip(self, begin: bytes, end: bytes) -> None:
+        """Send a byte again and again, for 3 s or until the reader has gone."""
+        self.flush_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(begin)
+            for _ in range(60):
+                self.wfile.write(b"x")
+                threading.Event().wait(0.05)
+            self.wfile.write(end)
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -125,6 +143,33 @@ def test_hosts_are_read_only_if_they_are_allowed(host: str) -> None:
         read_url(f"http://{host}/a.png", SETTINGS, "field")
     with pytest.raises(ImageError, match="cannot be read"):
         read_url("http://127.0.0.1:1/a.png", settings, "field")
+
+
+def test_the_host_of_the_request_that_is_sent_must_be_allowed(host: str) -> None:
+    """Other readers of the URL find the allowed host in it, and the request would reach the host before it."""
+    settings = replace(SETTINGS, allowed_hosts=("localhost",))
+    urls = [f"http://{host}{mark}@localhost/a.png" for mark in ("\\", "/\\", "\t", " ", "\x00", "\u2028")]
+    for url in (*urls, f"http://{host}\\@localhost:{host.partition(':')[2]}/a.png", f"http://user@{host}/a.png"):
+        with pytest.raises(ImageError, match="reads no images"):
+            read_url(url, settings, "field")
+    with pytest.raises(ImageError, match="reads no images"):
+        read_url(f"http://user:word@{host}/a.png", replace(SETTINGS, allowed_hosts=("127.0.0.1",)), "field")
+
+
+@pytest.mark.parametrize("part", ["header", "body"])
+def test_a_host_that_sends_a_byte_from_time_to_time_is_left(host: str, part: str) -> None:
+    left = FetchTime(0.3)
+    with pytest.raises(ImageError, match="did not arrive within"):
+        read_url(f"http://{host}/slow-{part}.png", replace(SETTINGS, allowed_hosts=("127.0.0.1",)), "field", left)
+    assert left.seconds <= 0
+    with pytest.raises(ImageError, match="did not arrive within"):
+        read_url(f"http://{host}/slow-body.png", replace(SETTINGS, allowed_hosts=("127.0.0.1",)), "field", left)
+
+
+@pytest.mark.parametrize("url", ["file:///a%00b", "file://[/x", "file:///\ud800"])
+def test_a_damaged_file_url_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ImageError, match="is no valid file: URL"):
+        read_url(url, replace(SETTINGS, allowed_folders=(str(tmp_path),)), "field")
 
 
 @pytest.mark.parametrize("data", [png_header(4000, 3000), webp_header(4000, 3000)], ids=["PNG", "WEBP"])
@@ -173,3 +218,42 @@ def test_an_image_is_turned_and_gets_a_white_background() -> None:
     assert decode(file.getvalue(), SETTINGS, "field").size == (10, 20)
     transparent = decode(png_of(Image.new("RGBA", (2, 2), (0, 0, 0, 0))), SETTINGS, "field")
     assert np.asarray(transparent).min() == 255
+
+
+def test_a_half_transparent_image_is_mixed_with_white_as_transformers_does() -> None:
+    """For all colours and all alphas, the pixels equal those of ``alpha_composite`` on a white image."""
+    pixels = np.zeros((256, 256, 4), np.uint8)
+    pixels[..., :3], pixels[..., 3] = np.arange(256)[:, None, None], np.arange(256)
+    image = Image.fromarray(pixels)
+    expected = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    assert np.array_equal(np.asarray(decode(png_of(image), SETTINGS, "field")), np.asarray(expected))
+
+
+_DECODE = """
+import io
+from PIL import Image
+from llm_serving.config.image_section import ImageConfig
+from llm_serving.images.decoding import decode
+
+def memory(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+small = io.BytesIO()
+Image.new("RGBA", (8, 8)).save(small, KIND, lossless=True)
+decode(small.getvalue(), ImageConfig(), "field")  # imports the decoder
+with open(PATH, "rb") as file:
+    data = file.read()
+before = memory("VmRSS")
+decode(data, ImageConfig(), "field")
+print((memory("VmHWM") - before) / 3000**2)
+"""
+
+
+@pytest.mark.parametrize(("kind", "mode", "most"), [("PNG", "LA", 12), ("WEBP", "RGBA", DECODED_PIXEL_BYTES)])
+def test_decoding_takes_no_more_memory_than_the_plan_counts(tmp_path: Path, kind: str, mode: str, most: int) -> None:
+    path = tmp_path / "image"
+    Image.new(mode, (3000, 3000)).save(path, kind, lossless=True)
+    code = f"KIND, PATH = {kind!r}, {str(path)!r}\n{_DECODE}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 4 < float(run.stdout) < most + 0.8

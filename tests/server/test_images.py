@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from llm_serving.config.image_section import ImageConfig
+from llm_serving.config.image_section import DECODING_THREADS, ImageConfig
 from llm_serving.images.pool import TilePool
 from llm_serving.ipc.tiles import digest_of
 from llm_serving.model.shape import ModelShape
@@ -21,7 +23,7 @@ from support.fake_engine import FakeEngine
 from support.http_server import HttpServer, running, wait_until
 from support.small_tokenizers import open_tokenizer
 
-LIMITS = ImageConfig(max_images=2, max_bytes=40_000, max_pixels=70 * 100, max_tiles=12)
+LIMITS = ImageConfig(max_images=2, max_bytes=40_000, max_pixels=70 * 100, max_tiles=12, allowed_hosts=("127.0.0.1",))
 CHAT = "/v1/chat/completions"
 TEXT = {"type": "text", "text": "t1"}
 
@@ -98,6 +100,20 @@ def test_an_image_that_is_not_served_is_refused_with_field_and_limit(
     assert len(server.engine.submitted) == before
     assert server.engine.tiles is not None
     wait_until(lambda: server.engine.tiles.num_free == LIMITS.max_tiles)
+
+
+def test_slow_hosts_do_not_hold_the_images_of_other_requests(server: HttpServer) -> None:
+    """As many hosts are silent as threads decode."""
+    with socket.create_server(("127.0.0.1", 0)) as host, ThreadPoolExecutor(DECODING_THREADS) as clients:
+        slow = chat(TEXT, image_part(f"http://127.0.0.1:{host.getsockname()[1]}/a.png"))
+        answers = [clients.submit(server.post, CHAT, slow) for _ in range(DECODING_THREADS)]
+        connections = [host.accept()[0] for _ in answers]
+        assert server.post(CHAT, chat(TEXT, image_part(BLANK, detail="low"))).status_code == 200
+        assert not any(each.done() for each in answers)
+        del server.engine.submitted[-1].images  # gives the places of its tiles back
+        for each in connections:
+            each.close()
+        assert [each.result().status_code for each in answers] == [400] * DECODING_THREADS
 
 
 def test_the_engine_receives_tiles_at_the_positions_of_their_tokens(server: HttpServer) -> None:

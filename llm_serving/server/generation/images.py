@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from llm_serving.config.image_section import DECODING_THREADS
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.fields.validation import short
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     from llm_serving.server.fields.shared import Message
     from llm_serving.server.state import ServerSettings, ServerState
 
-_NUM_THREADS = 2
-"""Images that are decoded at the same time. Each may take ``image_config.max_pixels`` x 4 bytes."""
-_threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="images")
+_FETCHING_THREADS = 8
+"""Images that are read from other hosts at the same time. A slow host occupies none of the threads that decode."""
+_threads = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="images")
+_fetching_threads = ThreadPoolExecutor(_FETCHING_THREADS, thread_name_prefix="image-hosts")
 _DETAILS = ("auto", "low", "high")
 
 
@@ -70,7 +72,7 @@ class ReadImages:
 async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadImages | None:
     """Return the images of a conversation, or None if it has none. Raises RequestError.
 
-    Another thread reads, decodes and cuts them. The number of images is checked before.
+    Other threads read, decode and cut them, one after the other. The number of images is checked before.
     """
     urls = list(_image_urls(messages, state.settings))
     if not urls:
@@ -78,8 +80,7 @@ async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadIm
     vision, pool = state.settings.vision, state.engine.tiles
     assert vision is not None, "images are refused if the model reads none"
     assert pool is not None, "an engine of a model that reads images has a pool"
-    read = partial(_read_all, urls, state.settings, pool.num_places)
-    images = await asyncio.get_running_loop().run_in_executor(_threads, read)
+    images = await _read_all(urls, state.settings, pool.num_places)
     return ReadImages(images, vision.image_token_id, vision.tile_rows, pool)
 
 
@@ -124,8 +125,28 @@ def _image_url(part: dict[str, object], param: str) -> ImageURL:
     return ImageURL(value["url"], f"{param}.url", splits=detail != "low")
 
 
-def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_places: int) -> list[Tiles]:
+async def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_places: int) -> list[Tiles]:
     """Return the tiles of images. Raises RequestError, also as soon as they cannot fit a prompt or the memory."""
+    from llm_serving.images.urls import FetchTime, is_remote, read_url
+
+    loop, left = asyncio.get_running_loop(), FetchTime()
+    found: list[Tiles] = []
+    num_tiles = 0
+    for each in urls:
+        if is_remote(each.url):
+            fetch = partial(read_url, each.url, settings.images, each.param, left)
+            data = await loop.run_in_executor(_fetching_threads, fetch)
+            read = partial(_cut, each, settings, data)
+        else:
+            read = partial(_cut, each, settings)
+        found.append(await loop.run_in_executor(_threads, read))
+        num_tiles += len(found[-1].pixels)
+        _check_tiles(each, num_tiles, settings, num_places)
+    return found
+
+
+def _cut(each: ImageURL, settings: ServerSettings, data: bytes | None = None) -> Tiles:
+    """Return the tiles of an image. ``data`` is its file, or None if its URL is not that of another host."""
     from llm_serving.images.decoding import decode
     from llm_serving.images.tiling import cut
     from llm_serving.images.urls import read_url
@@ -133,23 +154,26 @@ def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_places: in
     vision, processing = settings.vision, settings.processing
     assert vision is not None, "only a model that reads images has images"
     assert processing is not None, "only a model that reads images has images"
-    found: list[Tiles] = []
-    num_tiles = 0
-    for each in urls:
-        image = decode(read_url(each.url, settings.images, each.param), settings.images, each.param)
-        found.append(cut(image, processing, vision.image_size, splits=each.splits))
-        num_tiles += len(found[-1].pixels)
-        if num_tiles * vision.tile_rows > settings.max_prompt_tokens:
-            raise ContextLengthError(
-                f"The images up to '{each.param}' have {num_tiles} tiles of {vision.tile_rows} tokens = "
-                f"{num_tiles * vision.tile_rows} tokens; the maximum of a prompt is {settings.max_prompt_tokens}. Send "
-                "fewer images, or 'detail': 'low'.",
-                param=each.param,
-            )
-        if num_tiles > num_places:
-            raise _wrong(each.param, f"makes {num_tiles} tiles with the images before; the maximum of a request is "
-                         f"{num_places} (image_config.max_tiles)")  # fmt: skip
-    return found
+    if data is None:
+        data = read_url(each.url, settings.images, each.param)
+    # No variable holds the decoded image, so that ``cut`` frees it as soon as it is resized.
+    return cut(decode(data, settings.images, each.param), processing, vision.image_size, splits=each.splits)
+
+
+def _check_tiles(each: ImageURL, num_tiles: int, settings: ServerSettings, num_places: int) -> None:
+    """Raise RequestError if the tiles of the images up to ``each`` cannot fit a prompt or the memory."""
+    vision = settings.vision
+    assert vision is not None, "only a model that reads images has images"
+    if num_tiles * vision.tile_rows > settings.max_prompt_tokens:
+        raise ContextLengthError(
+            f"The images up to '{each.param}' have {num_tiles} tiles of {vision.tile_rows} tokens = "
+            f"{num_tiles * vision.tile_rows} tokens; the maximum of a prompt is {settings.max_prompt_tokens}. Send "
+            "fewer images, or 'detail': 'low'.",
+            param=each.param,
+        )
+    if num_tiles > num_places:
+        raise _wrong(each.param, f"makes {num_tiles} tiles with the images before; the maximum of a request is "
+                     f"{num_places} (image_config.max_tiles)")  # fmt: skip
 
 
 def _wrong(param: str, problem: str) -> RequestError:
