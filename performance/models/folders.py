@@ -39,7 +39,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        if config.get("layer_types", [""] * (index + 1))[index] == "linear_attention":
+        if (config.get("layer_types") or {index: ""})[index] == "linear_attention":
             shapes |= _delta_shapes(config, f"{layer}.linear_attn")
         else:
             shapes |= _attention_shapes(config, f"{layer}.self_attn")

@@ -66,8 +66,14 @@ LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARI
 """Models with latent attention. In int4, these small random models lose their text."""
 FUSED_ONLY = ("deepseek_v2",)
 """Models whose router has no native primitive: groups of experts that are ranked by a float32 softmax."""
-DISCONTINUOUS = (("bfloat16", "deepseek_v3"), ("bfloat16", "gpt_oss"), ("bfloat16", "gpt_oss_mxfp4"))
-"""Models whose router can choose other experts after a rounding to bfloat16. Then any token may change."""
+DISCONTINUOUS = (
+    ("bfloat16", "deepseek_v3"),
+    ("bfloat16", "gpt_oss"),
+    ("bfloat16", "gpt_oss_mxfp4"),
+    ("bfloat16", "qwen3_next"),
+    ("float16", "qwen3_next"),
+)
+"""Models whose router can choose other experts after a rounding to a half type. Then any token may change."""
 LEAST_NEAR = 0.95
 """Minimum fraction of the tokens of ``DISCONTINUOUS`` among the oracle's best four."""
 MOST_TIES = 0.08

@@ -192,7 +192,7 @@ def test_drafts_of_an_eagle_head_change_no_response(
 ) -> None:
     head = head_settings(tmp_path, "eagle", counting=False)
     with running_server(tmp_path, [*PRESSED, *head, f"scheduler_config.policy={policy}", *overrides]) as server:
-        together = asyncio.run(run_together(server.url, bodies, seed=3))
+        together = asyncio.run(run_together(server.url, bodies, seed=4))
         engine = server.wait_until_idle()
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
     for body, expected, answer in zip(bodies, alone, together, strict=True):
@@ -224,7 +224,7 @@ def test_drafts_of_an_mtp_layer_change_no_response(tmp_path: Path) -> None:
     with running_server(tmp_path / "off", [*settings, "speculative_config.method=off"]) as server:
         alone = asyncio.run(run_alone(server.url, bodies))
     with running_server(tmp_path / "mtp", settings) as server:
-        together = asyncio.run(run_together(server.url, bodies, seed=3))
+        together = asyncio.run(run_together(server.url, bodies, seed=4))
         drafted = server.counter("draft_tokens")
     for body, expected, answer in zip(bodies, alone, together, strict=True):
         if answer is not None:

@@ -658,7 +658,7 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "adapters, other groups": ("decode", ADAPTED, scaled_groups),
     "adapters, ranks of one layer": ("decode", ADAPTED, other_ranks),
     "adapters, type of the rows": ("decode", ADAPTED, adapter_rows_int32),
-    "names of inputs": ("decode", CONFIG, lambda: mock.patch.object(dynamic_cell, "_DynamicStep", OldNames)),
+    "names of inputs": ("decode", CONFIG, lambda: mock.patch.dict(dynamic_cell._STEPS, {(False, False): OldNames})),
     "vocabulary": ("decode", CONFIG, wider_vocabulary),
     "int8, no scales of tokens": ("decode", INT8, lambda: in_linear("_DynamicProduct", WithoutTokenScales)),
     "int8, scales of other tokens": ("decode", INT8, lambda: in_linear("_DynamicProduct", ScaledTwice)),
@@ -687,7 +687,7 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "static, results in float16": ("decode", STATIC, lambda: in_linear("_StaticProduct", HalfProducts)),
     "static, no sum offsets": ("decode", STATIC, lambda: in_linear("_StaticProduct", WithoutSumOffsets)),
     "static, offsets for scales": ("decode", STATIC, lambda: in_linear("_StaticProduct", OffsetsForScales)),
-    "outputs": ("decode", CONFIG, lambda: mock.patch.object(dynamic_cell, "_DynamicStep", OnlyLogits)),
+    "outputs": ("decode", CONFIG, lambda: mock.patch.dict(dynamic_cell._STEPS, {(False, False): OnlyLogits})),
     "best tokens of other type": ("decode", CONFIG, lambda: mock.patch.object(dynamic_cell, "BestTokens", WideBest)),
     "best tokens by another primitive": (
         "decode",
