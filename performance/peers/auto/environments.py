@@ -33,7 +33,8 @@ PACKAGES = {
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """Packages that may come with others, and that stop transformers if they were built for another torch."""
 
-BUILD = {"llama_cpp": {"CMAKE_ARGS": "-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile"}}
+_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+BUILD = {"llama_cpp": {"CMAKE_ARGS": f"-DCMAKE_C_FLAGS='{_NO_AMX}' -DCMAKE_CXX_FLAGS='{_NO_AMX}'"}}
 """Environment variables of pip. llama.cpp of this version crashes in its products on AMX tiles."""
 
 STAMP = "packages.txt"

@@ -30,7 +30,7 @@ PROGRAMS = (
         "ours bfloat16",
         "bfloat16",
         "ours",
-        settings=("model_config.weight_format=bfloat16", "model_config.model_dtype=bfloat16"),
+        settings=("model_config.weight_format=bf16", "model_config.model_dtype=bfloat16"),
     ),
     Program("vLLM bfloat16", "bfloat16", "vllm", model="models/bfloat16"),
 )
