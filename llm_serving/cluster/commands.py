@@ -24,14 +24,14 @@ TIMEOUT_S = 30.0
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 _EXAMPLES = """\
 examples:
-  %(prog)s key cluster.key                        a new cluster key; copy it to every machine
+  %(prog)s key cluster.key                        makes a cluster key; copy it to every machine
   %(prog)s host --key-file cluster.key --listen 10.0.0.5:7450
-                                                  a node, on every machine that has agents
+                                                  starts a node; do this on every machine with agents
   %(prog)s up --key-file cluster.key --node 10.0.0.5:7450 --node 10.0.0.6:7450 --model FOLDER
-                                                  the server, with one replica on each node
-  %(prog)s status                                 the nodes of a running server
-  %(prog)s add 10.0.0.7:7450                      one more node
-  %(prog)s drain 10.0.0.5:7450                    no more requests for a node
+                                                  starts the server, with one replica on each node
+  %(prog)s status                                 shows the nodes of a running server
+  %(prog)s add 10.0.0.7:7450                      adds a node
+  %(prog)s drain 10.0.0.5:7450                    gives a node no more requests
 """
 
 
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     up.add_argument("--node", action="append", default=[], metavar="HOST:PORT", help="a node; may be repeated")
     up.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="let Ray choose the machines")
     up.add_argument("--replicas", type=int, metavar="N", help="highest number of replicas (default: one for each node)")
-    status = commands.add_parser("status", help="the nodes of a running server", allow_abbrev=False)
+    status = commands.add_parser("status", help="show the nodes of a running server", allow_abbrev=False)
     status.add_argument("--json", action="store_true", help="print JSON")
     add = commands.add_parser("add", help="add a node, or use a drained one again", allow_abbrev=False)
     add.add_argument("address", metavar="HOST:PORT")

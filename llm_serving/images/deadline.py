@@ -22,7 +22,7 @@ class DeadlineAdapter(HTTPAdapter):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.has_expired = False
-        """True if the time is over. What was received may then be incomplete."""
+        """True if the time is over. The received bytes may then be only a part of the file."""
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._timer = threading.Timer(max(seconds, 0.0), self._expire)

@@ -1,4 +1,4 @@
-"""Tests the settings of agents on other machines: what is missing or impossible is refused with its name."""
+"""Tests the settings of agents on other machines. A refusal names the setting that is missing or impossible."""
 
 from __future__ import annotations
 

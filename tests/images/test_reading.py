@@ -1,4 +1,7 @@
-"""Images from URLs: what is refused, with which limit, and that bounds are checked before pixels are decoded."""
+"""Tests images from URLs.
+
+Each refusal names its limit. The bounds are checked before pixels are decoded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the comparison of two models: agreement, perplexity, latency, and what is recommended."""
+"""Tests the comparison of two models: agreement, perplexity, latency and the recommendation."""
 
 from __future__ import annotations
 
