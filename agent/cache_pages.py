@@ -22,7 +22,7 @@ from llm_serving.planning.machine import Machine
 logger = logging.getLogger("agent.cache_pages")
 
 START_BYTES = 64 << 20
-"""The agent waits for this much of the cache."""
+"""Size of the first part of the cache. The agent waits at the start until this part has pages."""
 _PIECE_BYTES = 2 << 20
 """Pages are allocated in pieces of this size. A longer call would delay the other threads of the process."""
 _LOWEST_PRIORITY = 19

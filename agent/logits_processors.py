@@ -59,7 +59,7 @@ def process(
 ) -> None:
     """Changes the logits [vocabulary] of one sequence in place. ``history`` has its prompt and its output.
 
-    Raises AgentError if a processor fails, or if it leaves no token or a value that is no number.
+    Raises AgentError if a processor fails, if it forbids every token, or if a logit is NaN or +infinity.
     """
     tokens = history.view()
     tokens.flags.writeable = False

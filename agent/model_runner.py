@@ -104,9 +104,8 @@ class ModelRunner:
         self._config = config = self._part.narrow(config)
         self._report = report
         self.wait_for_masks: Callable[[int], Mapping[int, LogitBias]] = MaskGate().wait
-        """Returns when the slot of a step, which is named by its number, has the masks of its sequences.
-
-        The result has the logit biases of the step by batch row."""
+        """Takes the number of a step. Waits until the step's slot has the token masks of its sequences. The result has
+        the logit biases of the step by batch row."""
         self._sampler = self._made_sampler(config)
         self._reader = StepReader(
             config, config.max_num_seqs, self._sampler.rows.last_token if exchange is None else None
@@ -160,7 +159,8 @@ class ModelRunner:
         return np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
 
     def _made_pooler(self, config: Config) -> Pooler | None:
-        """Returns what pools the results, or None if this agent pools none. ``config`` has the whole model."""
+        """Returns the object that pools the results, or None if this agent does not pool. ``config`` has the whole
+        model."""
         if config.pooling is None or not (self._part.pools and self._part.returns_results):
             return None
         weights = read_pooling_weights(config, config.pooling)
@@ -484,8 +484,8 @@ class ModelRunner:
     def _check_row(self, slot: StepSlot, scores: StepLogits | DeviceScores | None) -> None:
         """Checks a decode step: computes one of its sequences again, alone, and compares the logits.
 
-        The second computation writes the sequence's keys and values to the same places. All agents of a group do this
-        for the same steps. Raises RowCheckError unless the logits have the same bits.
+        The second computation writes the sequence's keys and values to the same places of the KV cache. All agents of a
+        group do this for the same steps. Raises RowCheckError unless the logits have the same bits.
         """
         index = slot.checked_row - 1
         whole = not self._part.is_split

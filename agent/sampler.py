@@ -79,7 +79,7 @@ class RowTable:
     def take_last(self, slot: StepSlot) -> None:
         """Marks the sampled tokens of a step that do not count as REJECTED, because a draft before them was wrong.
 
-        The last tokens of the batch rows become those that count.
+        Then sets the last token of each batch row to its last sampled token that counts.
         """
         seqs = slot.num_seqs
         rows, sampled_ids = slot.rows[:seqs], slot.sampled_ids[:seqs]
@@ -193,8 +193,8 @@ class Sampler:
     ) -> None:
         """Samples the sequences with a logit bias, or with the operator's processors, again from all of their logits.
 
-        The bias comes before the processors. The first sampling has written the
-        logsumexp and the best tokens of the raw logits, which stay.
+        The bias is added before the processors run. The first sampling has written the logsumexp and the best tokens of
+        the raw logits to the slot. They stay there.
         """
         seqs = slot.num_seqs
         changes = (slot.do_sample[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)
@@ -299,8 +299,9 @@ def _num_drafts_before(slot: StepSlot) -> Int32Array:
 
 
 def _report_allowed(scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
-    """Writes the best pairs again for each sequence whose pairs must be tokens of its mask: the largest logit first,
-    the smaller id on a tie. There are fewer pairs if the mask has fewer tokens.
+    """Writes the most likely tokens and their logits again, if they must be tokens of the sequence's mask.
+
+    The token with the largest logit comes first, and the smaller id on a tie. A small mask may give fewer tokens.
     """
     seqs, words = slot.num_seqs, slot.layout.limits.mask_words
     wanted = (slot.top_allowed[:seqs] != 0) & (slot.mask_number[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)

@@ -21,9 +21,10 @@ class StepLogits:
     """All logits of a step, in the memory of the host. They are valid until the graph runs again."""
 
     values: Float32Array
-    """[S, vocabulary]: the logits of each sequence's last token. A row that does not sample may hold anything."""
+    """[sequences, vocabulary]: the logits of each sequence's last token. If a sequence does not sample, its row is
+    undefined."""
     best_ids: Int32Array | None
-    """[S]: the token with the largest logit, the smaller id on a tie. None if the graph does not compute it."""
+    """[sequences]: the token with the largest logit, the smaller id on a tie. None if the graph does not compute it."""
 
 
 class DeviceScores(ABC):

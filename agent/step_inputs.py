@@ -24,17 +24,17 @@ class StepInputs:
     token_ids: Int32Array
     """[tokens]. Contains LAST_TOKEN only if the reader does not know the last tokens of the batch rows."""
     positions: Int32Array
-    """[tokens]"""
+    """[tokens]: the position of each token in its sequence."""
     slot_mapping: Int32Array
-    """[tokens]"""
+    """[tokens]: the slot of the KV cache to which each token's key and value are written."""
     block_tables: Int32Array
-    """[sequences, blocks]"""
+    """[sequences, blocks]: the block table of each sequence."""
     context_lens: Int32Array
-    """[sequences]"""
+    """[sequences]: the number of tokens of each sequence in the KV cache after the step."""
     query_lens: Int32Array
-    """[sequences]"""
+    """[sequences]: the number of tokens that the step computes for each sequence."""
     rows: Int32Array
-    """[sequences]"""
+    """[sequences]: the batch row of each sequence."""
     last_tokens: Int32Array
     """[sequences]: the index of each sequence's last token in ``token_ids``."""
     sampled_tokens: Int32Array

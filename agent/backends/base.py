@@ -183,7 +183,7 @@ class OpTable(ABC):
         self.takes_rows = False
         """True if the first input of the graph is hidden states, because the model reads images."""
         self.num_taps = 0
-        """Number of operators that ``tap`` has made. The graph has as many further outputs."""
+        """Number of operators that ``tap`` has made. The graph has one more output for each of them."""
 
     @property
     def is_split(self) -> bool:

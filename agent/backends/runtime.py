@@ -19,7 +19,7 @@ from llm_serving.errors import AgentStartError
 
 _PLUGIN_PATH = "MS_OP_PLUGIN_PATH"
 _cpu_set_up: list[str] = []
-"""The op table that this process was set up for. Empty before that."""
+"""The op table that this process was set up for. The list is empty until then."""
 
 
 def start_runtime(config: Config, rank: int = 0) -> None:

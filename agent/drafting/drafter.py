@@ -28,20 +28,20 @@ logger = logging.getLogger("agent.drafting")
 Int32Array = npt.NDArray[np.int32]
 
 _MAX_PLAIN = 64
-"""Plain decode steps are kept up to this number, and their tokens are then stored together."""
+"""Maximum number of decode steps without drafts whose tokens wait to be stored. They are then stored together."""
 
 
 @dataclass(slots=True)
 class Line:
-    """A sequence of a step, as the draft model continues it."""
+    """A sequence that the draft model continues after a step."""
 
     index: int
-    """The last entry of the sequence in the step that counts."""
+    """The sequence's last entry in the step that was not rejected."""
     row: int
     start: int
-    """The first position that the draft model has not computed."""
+    """The first position that the next pass of the draft model computes."""
     end: int
-    """The number of known tokens."""
+    """The number of known tokens, with the token that the step has sampled."""
     num_own: int
     """The number of positions in the blocks of the sequence. Positions behind them are in scratch blocks."""
     samples: bool
@@ -65,7 +65,7 @@ class Drafter:
         self._scratch: Int32Array = np.arange(num_rows * scratch, dtype=np.int32).reshape(num_rows, scratch)
         self._scratch += cache.num_blocks
         self._plain: list[tuple[Int32Array, ...]] = []
-        """Copies of plain decode steps whose tokens are not in ``self._rows`` yet."""
+        """Copies of decode steps without drafts whose tokens are not in ``self._rows`` yet."""
         self._is_off = False
 
     def load(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
@@ -92,7 +92,8 @@ class Drafter:
         return {"draft_weight_bytes": model.weight_bytes, "draft_kv_cache_bytes": model.kv_cache.num_bytes}
 
     def move_blocks(self, moves: Int32Array) -> None:
-        """Moves the draft model's keys and values as those of the model."""
+        """Copies blocks of the draft model's KV cache in the same way as the model's blocks. ``moves`` is [copies, 3].
+        """
         self._network.model.moves.run(moves)
         self._take_plain()
         self._rows.move(moves)
@@ -115,13 +116,16 @@ class Drafter:
         return (time.perf_counter_ns() - start) // 1000
 
     def _draft(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
-        """Writes the drafts of a step into its slot. ``counts`` states which entries of the step count."""
+        """Writes the drafts of a step into its slot. ``counts`` is True for each entry of the step that was not
+        rejected."""
         slot.draft_ids[: slot.num_seqs * slot.layout.limits.max_draft_ids] = NO_DRAFT
         if not self._is_off:
             self._try_to_draft(slot, self._lines(slot, inputs, counts))
 
     def _follow(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
-        """Stores the tokens of the step's entries that count, and the sampled tokens."""
+        """Stores the tokens of the step's entries that were not rejected, and the sampled tokens.
+
+        ``counts`` is True for these entries."""
         seqs = slot.num_seqs
         self._take_plain()
         contexts, query_lens = inputs.context_lens, inputs.query_lens
@@ -139,9 +143,9 @@ class Drafter:
         self._rows.put(rows[has_token], contexts[has_token], sampled[has_token])
 
     def _keep_plain(self, slot: StepSlot, inputs: StepInputs) -> bool:
-        """If a step is a plain decode step without wanted drafts, only copies its tokens, which takes less time.
+        """If a step is a plain decode step without wanted drafts, only copies its tokens and returns True.
 
-        Returns False for other steps.
+        The copy takes less time than ``_follow``, which then runs once for many steps. Returns False for other steps.
         """
         seqs = slot.num_seqs
         if not is_plain(slot, inputs):
@@ -153,7 +157,7 @@ class Drafter:
         return True
 
     def _take_plain(self) -> None:
-        """Stores the tokens of the plain decode steps that were kept."""
+        """Stores the tokens of the decode steps that ``_keep_plain`` has copied."""
         if not self._plain:
             return
         rows, contexts, token_ids, sampled, places = map(np.concatenate, zip(*self._plain, strict=True))

@@ -33,7 +33,7 @@ from llm_serving.ipc.shm import StepSlot
 logger = logging.getLogger("agent.drafting")
 
 _MAX_WAITING = 64
-"""The head computes the waiting tokens when there are at least as many, even if no drafts are wanted."""
+"""Number of waiting tokens at which the head computes them, even if the step wants no drafts."""
 _NOBODY = -1
 
 
@@ -45,13 +45,14 @@ class _Known:
     positions: Int32Array
     token_ids: Int32Array
     places: Int32Array
-    """The slots of the KV cache."""
+    """The slots of the KV cache to which the tokens' keys and values were written."""
     states: Array
     """[tokens, width]: as ``HeadNetwork.states_of`` returns them."""
     sampled_rows: Int32Array
     contexts: Int32Array
     sampled_ids: Int32Array
-    """For each sampled token: its row, its position and the token."""
+    """``sampled_rows``, ``contexts`` and ``sampled_ids`` have, for each sampled token: its batch row, its position and
+    its id."""
 
 
 class HeadDrafter(Drafter):
@@ -71,7 +72,7 @@ class HeadDrafter(Drafter):
         self._owners: Int32Array = np.full(cache.num_blocks, _NOBODY, np.int32)
         """[blocks]: the batch row whose sequence wrote the block last."""
         self._steps: list[_Known] = []
-        """Plain steps whose tokens are not in ``self._rows`` yet."""
+        """The tokens of decode steps without drafts that are not in ``self._rows`` yet."""
         self._waiting: list[tuple[Int32Array, Int32Array, Array]] = []
         """Rows, positions and states of the tokens that the head has not computed."""
         self._num_waiting = 0
@@ -90,13 +91,13 @@ class HeadDrafter(Drafter):
         self._owners.fill(_NOBODY)
 
     def move_blocks(self, moves: Int32Array) -> None:
-        """Moves the head's keys and values as those of the model."""
+        """Copies blocks of the head's KV cache in the same way as the model's blocks. ``moves`` is [copies, 3]."""
         self._take_steps()
         self._compute_waiting()
         super().move_blocks(moves)
 
     def after_step(self, slot: StepSlot, inputs: StepInputs, tapped: Sequence[Array]) -> int:
-        """Takes the tokens and hidden states of a step, as ``Drafter.after_step``."""
+        """Stores the tokens and hidden states of a step, and makes drafts like ``Drafter.after_step``."""
         start, seqs = time.perf_counter_ns(), slot.num_seqs
         counts = slot.sampled_ids[:seqs] != REJECTED
         if not self._is_off:
@@ -115,7 +116,8 @@ class HeadDrafter(Drafter):
         return (time.perf_counter_ns() - start) // 1000
 
     def _known(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_], states: Array) -> _Known:
-        """Returns copies of the tokens of the step's entries that count."""
+        """Returns copies of the tokens of the step's entries that were not rejected. ``counts`` is True for these
+        entries."""
         sampled, contexts = slot.sampled_ids[: slot.num_seqs], inputs.context_lens
         used, has_token = np.repeat(counts, inputs.query_lens), sampled >= 0
         return _Known(
@@ -140,13 +142,13 @@ class HeadDrafter(Drafter):
         self._tables[inputs.rows, : inputs.block_tables.shape[1]] = inputs.block_tables
 
     def _take_steps(self) -> None:
-        """Takes the tokens of the plain steps that were kept."""
+        """Stores the tokens of the decode steps without drafts that were kept."""
         steps, self._steps = self._steps, []
         for known in steps:
             self._take(known)
 
     def _take(self, known: _Known) -> None:
-        """Stores tokens, and keeps their states until the head computes them."""
+        """Stores tokens by batch row, and keeps their hidden states until the head computes them."""
         rows, positions = known.rows, known.positions
         shifted = positions > 0
         self._rows.tokens[rows[shifted], positions[shifted] - 1] = known.token_ids[shifted]
@@ -172,7 +174,8 @@ class HeadDrafter(Drafter):
             self._guarded(lambda: self._catch_up([]))
 
     def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[Line]:
-        """Returns the sequences of the step that may get drafts."""
+        """Returns the sequences of the step that may get drafts. ``counts`` is True for entries that were not rejected.
+        """
         lines: dict[int, Line] = {}
         for index in np.flatnonzero(counts).tolist():
             row, context = int(inputs.rows[index]), int(inputs.context_lens[index])
@@ -214,7 +217,8 @@ class HeadDrafter(Drafter):
             waiting = [(line, states[done.get(line.row, 0) :]) for line, states in waiting if line.start < line.end]
 
     def _sorted_waiting(self) -> list[tuple[int, Int32Array, Array]]:
-        """Returns the row, the positions and the states of the waiting tokens of each sequence. Then none waits.
+        """Removes all waiting tokens. Returns the batch row, the positions and the hidden states of each sequence's
+        tokens.
 
         Leaves out sequences that have ended if another sequence has one of their blocks.
         """
@@ -234,9 +238,10 @@ class HeadDrafter(Drafter):
         return [(int(own[0]), places, own_states) for own, places, own_states in parts if own.size]
 
     def _continued(self, row: int, positions: Int32Array, states: Array, wanted: dict[int, Line]) -> Line | None:
-        """Returns the sequence on a row if the head can compute some of its waiting tokens.
+        """Returns the sequence on a batch row if the head can compute some of its waiting tokens, else None.
 
-        Tokens whose next token is not known wait again. If a state is missing, the sequence gets no drafts.
+        A token waits again if the token after it is not known yet. If a hidden state is missing, the sequence gets no
+        drafts.
         """
         line = wanted.get(row) or self._line(row, -1)
         if line.start < 0 or positions[0] != line.start or positions[-1] - positions[0] != positions.size - 1:
@@ -251,8 +256,8 @@ class HeadDrafter(Drafter):
     def _continue(self, lines: list[Line], num_wanted: int) -> None:
         """Extends the first drafts to ``num_wanted`` drafts for each line, one pass for each further draft.
 
-        The passes take the head's own states. Their keys and values are computed again when the drafts are known to be
-        right, with the states of the model.
+        These passes take the head's own hidden states. When the model has confirmed a draft, the head computes its key
+        and value again, with the hidden state of the model.
         """
         for number in range(num_wanted - 1):
             lines = [line for line in lines if line.end + number < self._config.max_model_len]
@@ -266,7 +271,8 @@ class HeadDrafter(Drafter):
                 line.state = own[place : place + 1]
 
     def _run_states(self, chunks: list[tuple[Line, int, Array]], *, own: bool) -> tuple[Int32Array, Array]:
-        """Runs a pass over (line, first position, states). Returns the best next token and the state of each line."""
+        """Runs one pass of the head over (line, first position, hidden states). Returns the best next token and the new
+        hidden state of each line."""
         tokens = [self._rows.tokens[line.row, start : start + len(states)] for line, start, states in chunks]
         counts = np.array([len(states) for _, _, states in chunks], np.int32)
         starts = np.array([start for _, start, _ in chunks], np.int32)

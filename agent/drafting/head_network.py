@@ -1,4 +1,4 @@
-"""Loads a head of the model and runs it, and prepares the hidden states that it takes."""
+"""Loads a head of the model and runs it. Also prepares the hidden states that the head needs as inputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeadNetwork(DraftNetwork):
         self._reader = StepReader(of_tokens, config.max_num_seqs)
         self._vocab_size = head.vocab_size
         self._tokens: Int32Array | None = None
-        """The token id of each guess. None: they are equal."""
+        """The token id of each guess of the head. None: the head's guesses are token ids themselves."""
         self._model_norm: Array | None = None
         """The model's last norm, for a head that takes normalised hidden states."""
 

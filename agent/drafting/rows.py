@@ -69,7 +69,8 @@ class DraftRows:
         self.note_blocks(np.full(positions.size, row, np.int32), positions, table[positions // size])
 
     def move(self, moves: Int32Array) -> None:
-        """Follows copies of blocks: [copies, 3] with ``MoveKind``, source and destination."""
+        """Records that blocks were copied. ``moves`` is [copies, 3]: ``MoveKind``, source block and destination block.
+        """
         for kind, source, destination in moves.tolist():
             origin = self._filled_on_host if kind == MoveKind.SWAP_IN else self._filled
             target = self._filled_on_host if kind == MoveKind.SWAP_OUT else self._filled

@@ -46,7 +46,8 @@ class SampleOutputs:
     sampled_logit: Float32Array
     logsumexp: Float32Array
     top_ids: Int32Array
-    """[S, MAX_TOP_LOGITS], best first, -1 after the requested number."""
+    """[rows, MAX_TOP_LOGITS]: the token ids with the largest logits, best first. -1 follows after the requested number
+    of ids."""
     top_logits: Float32Array
     last_token: Int32Array | None = None
     """The last token of each batch row. Batch rows that do not sample keep their last token. None means that last
@@ -76,9 +77,9 @@ class Candidates:
     ids: npt.NDArray[np.int64]
     """[P, rows, K]: their tokens, counted from the first token of the part."""
     sums: Float32Array
-    """[P, rows]: the sum over the part of e^(x - largest x of the part)."""
+    """[P, rows]: for each part of the vocabulary, the sum of e^(x - largest x of the part) over its logits x."""
     scaled_sums: Float32Array
-    """[P, rows]: the same sum with all logits divided by the row's temperature. Read only for temperatures above 0."""
+    """[P, rows]: the same sums with all logits divided by the row's temperature. Read only for temperatures above 0."""
     part_size: int
     """Number of tokens of each part; the last part may have fewer."""
 

@@ -52,7 +52,7 @@ class StepArrays:
     do_sample: Int32Array
     num_top_logits: Int32Array
     adapters: Int32Array | None = None
-    """[S] adapter slot of each sequence, or -1. None if the steps have no adapters."""
+    """[sequences]: the adapter slot of each sequence, or -1. None if the steps have no adapters."""
 
 
 class StepBuffers:
@@ -67,11 +67,13 @@ class StepBuffers:
         self.query_lens, self.context_lens, self.rows = (np.zeros(max_seqs, np.int32) for _ in range(3))
         self.block_tables: Int32Array = np.zeros(table_size, np.int32)
         self.last_tokens: Int32Array = np.zeros(max_seqs, np.int32)
-        """[S]: the index of each sequence's last token in T."""
+        """[sequences]: the index of each sequence's last token among the tokens of the step."""
         self.sampled_tokens: Int32Array = np.zeros(max_seqs, np.int32)
-        """[S]: the index of each sequence's last token in T if the sequence samples, else -1."""
+        """[sequences]: the index of the sequence's last token among the tokens of the step if the sequence samples,
+        else -1."""
         self.counts: Int32Array = np.zeros(ADAPTERS + max_tokens if max_adapters else 4, np.int32)
-        """T, S and W of the step, and the step's number, which the graph sets.
+        """Four numbers: tokens, sequences and width of the block tables of the step, then the step's number, which the
+        graph sets.
 
         If the steps have adapters, two more parts follow: the number of tokens with an adapter, and the adapter slot of
         each token, or -1.

@@ -43,13 +43,16 @@ def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, 
 
 
 def local_rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, Float32Array]:
-    """Returns cosines and sines of the layers with a window of Gemma, which have their own base and no scaling."""
+    """Returns the cosines and sines for Gemma's layers with a window. These layers have their own base, and no scaling.
+    """
     assert shape.gemma is not None, "only Gemma has two rotary embeddings"
     return rotary_tables(replace(shape, rope_theta=shape.gemma.local_rope_theta, rope_scaling=None), num_positions)
 
 
 def _widened(table: Float32Array, shape: ModelShape, filler: float) -> Float32Array:
-    """Returns a table with ``filler`` for the elements of a head that are not rotated, half of them in each half."""
+    """Returns a table with ``filler`` for the elements of a head that are not rotated.
+
+    Each half of a row gets half of these elements at its end."""
     missing = (shape.rotary_width - shape.rotary_dim) // 2
     if missing == 0:
         return table
@@ -119,10 +122,10 @@ def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
 
 
 def _longrope_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions: int) -> Float32Array:
-    """Returns the rotary frequencies of LongRoPE (Ding et al. 2024), each divided by a number of its own.
+    """Returns the rotary frequencies of LongRoPE (Ding et al. 2024), each divided by its own number from the config.
 
-    All positions use the long divisors if a sequence can become longer than the trained context, else the short ones.
-    A choice by the current length of a sequence would change the cached keys when the sequence grows.
+    All positions use the long divisors if a sequence can become longer than the trained context, else the short ones. A
+    choice by the current length of a sequence would change the cached keys when the sequence grows.
     """
     is_long = num_positions > scaling.original_max_position_embeddings
     divisors = np.array(scaling.long_factors if is_long else scaling.short_factors, np.float32)

@@ -45,7 +45,7 @@ class Place:
         return a[:, self.columns], b[self.order]
 
     def followed_by(self, other: Place) -> Place:
-        """Returns the place of a tensor whose next rows are at ``other``."""
+        """Joins two places of one tensor: the tensor's rows at this place, then its rows at ``other``."""
         order = np.concatenate([self.order, other.order])
         return replace(self, rows=slice(self.rows.start, other.rows.stop), order=order)
 
@@ -82,7 +82,8 @@ def _parts(specs: list[WeightSpec]) -> Iterator[tuple[str, WeightPart]]:
 
 
 def _place(part: WeightPart, spec: WeightSpec, rows: slice, cut: TensorCut | None) -> Place:
-    """Returns the place of a part of a tensor, which may be joined of several parts, as Phi-3's qkv is."""
+    """Returns the place of one part of a checkpoint tensor. Some tensors consist of several parts, such as Phi-3's qkv.
+    """
     stored = part.rows_of
     order: _Order = np.arange(part.shape[0]) + (0 if stored is None else stored.first)
     if stored is not None and stored.head_order:

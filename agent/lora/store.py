@@ -26,9 +26,9 @@ class ModuleAdapter:
     """The rows of the parameter that come from this tensor, for example the query's rows in a joined QKV weight."""
     scale: float
     a: Array
-    """[rank, inputs]"""
+    """Matrix A of the adapter, [rank, inputs]."""
     b: Array
-    """[outputs, rank]"""
+    """Matrix B of the adapter, [outputs, rank]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,8 @@ def _later_norms(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSp
 
 
 def _norm(shape: ModelShape, parameter: str, name: str, size: int) -> WeightSpec:
-    """Returns the weight of a norm. Gemma and Qwen3-Next multiply by 1 + weight in float32, which is the parameter."""
+    """Returns the weight of a norm. Gemma and Qwen3-Next multiply by 1 + weight, so their parameter is this sum in
+    float32."""
     spec = _plain(parameter, name, size)
     return spec if not shape.adds_one_to_norms else replace(spec, offset=1.0, float32=True)
 

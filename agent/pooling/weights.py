@@ -47,13 +47,14 @@ class PoolingWeights:
     """All weights of the pooling, as float32."""
 
     norm: Floats
-    """[hidden_size]"""
+    """[hidden_size]: the weight of the norm after the last layer."""
     epsilon: np.float32
     dense: tuple[DenseWeights, ...] = ()
     score_rows: Floats | None = None
-    """[2, hidden_size]: the rows of the output layer for no and for yes. None for others."""
+    """[2, hidden_size]: the rows of the output layer for the tokens "no" and "yes". None unless the model scores texts.
+    """
     class_rows: Floats | None = None
-    """[classes, hidden_size]: the last layer of a classifier. None for others."""
+    """[classes, hidden_size]: the last layer of a classifier. None unless the model is a classifier."""
 
 
 def needed_specs(

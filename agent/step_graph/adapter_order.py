@@ -28,7 +28,7 @@ class AdapterOrder:
         self._num_groups = num_groups
         self._orders_entry = orders_entry
         self._tokens: Int32Array | None = None
-        """For each token of the last step in order, its place in the step. None if the step was in order."""
+        """For each token in adapter order, its index in the last step. None if the step already had this order."""
 
     def sorted(
         self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None
@@ -65,7 +65,8 @@ class AdapterOrder:
         return ordered, entry[tokens] if self._orders_entry else entry, inserted
 
     def restored(self, rows: Array) -> Array:
-        """Returns an array [tokens, ...] of the last step in the order of the step."""
+        """Returns an array [tokens, ...] of the last step, with its rows moved back from adapter order to the order of
+        the step."""
         if self._tokens is None:
             return rows
         restored = np.empty_like(rows)

@@ -165,7 +165,8 @@ class DynamicStepGraph(StepGraph):
         return bool(self._decode_sizes) and self.kind_of(inputs) == GraphKind.DECODE
 
     def _num_ids(self, inputs: StepInputs) -> int:
-        """Returns the number of best tokens that the graph computes: one for each sequence, with padding sequences."""
+        """Returns the number of best tokens that the graph computes: one for each sequence, including padding
+        sequences."""
         seqs = inputs.query_lens.size
         return next(size for size in self._decode_sizes if size >= seqs) if self._is_padded(inputs) else seqs
 

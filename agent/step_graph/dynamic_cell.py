@@ -203,7 +203,7 @@ _STEPS = {
     (False, True): _AdaptedStep,
     (True, True): _AdaptedGatheringStep,
 }
-"""The outermost Cell by two questions: whether the graph gathers blocks, and whether it has LoRA adapters."""
+"""The outermost Cell for (whether the graph gathers blocks, whether it has LoRA adapters)."""
 
 
 def _int32(shape: tuple[None, ...]) -> Tensor:

@@ -1,6 +1,6 @@
 """Compiles and runs the graphs of a head: one for the model's hidden states and one for the head's own.
 
-Heads without a fusion layer (MTP) take both in the same form, so they need only one.
+Heads without a fusion layer (MTP) take both kinds of states in the same shape, so they need only one graph.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def _fingerprint(config: Config, rank: int) -> str:
 def _limits(config: Config) -> dict[str, object]:
     """Returns the settings of a graph that the converted weights do not depend on.
 
-    They are part of the file's name. So servers of one model with different limits keep a program each, and no start
-    of one replaces the program of the other.
+    They are part of the file's name. Therefore servers of one model with different limits do not overwrite each other's
+    programs.
     """
     return {
         "slots": asdict(config.slot_limits()),

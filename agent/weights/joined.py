@@ -73,7 +73,7 @@ class JoinedSource:
 
 
 def _in_order(rows: Array, order: tuple[int, ...], stored_head: int = 0) -> Array:
-    """Returns a copy of some rows of each head, in ``order``.
+    """Returns a copy of some rows of each head. ``order`` has the numbers of these rows within their head.
 
     ``rows`` is [heads x rows of a head, ...]. A head has ``stored_head`` rows. 0 means as many as ``order``.
     """

@@ -20,7 +20,8 @@ from llm_serving.model.parallel import Span
 
 
 def stacked_parts(parts: Iterable[WeightPart]) -> list[WeightPart]:
-    """Returns ``parts``, each once, with the tensors of all experts instead of those of single experts."""
+    """Replaces the tensors of single experts in ``parts`` by the tensors that have all experts. Returns each tensor
+    once."""
     found = {}
     for part in parts:
         place = part.stacked
@@ -74,7 +75,8 @@ class StackedSource:
         out[...] = piece[:: place.step]
 
     def _read_floats(self, stored: WeightPart, out: Array, dtype: str, cut: TensorCut | None) -> None:
-        """Reads floats of one expert. A row of the stored matrix has one input of all outputs, or all biases."""
+        """Reads floats of one expert. A row of the stored matrix has the weights of one input for all outputs, or all
+        biases."""
         place = _place(stored)
         depth = stored.shape[1] if len(stored.shape) > 1 else 1
         inputs = Span(0, depth) if cut is None or cut.columns is None else cut.columns
@@ -101,7 +103,10 @@ def _rows_of_all(part: WeightPart) -> WeightPart:
 
 
 def _span(place: StackedIn, part: WeightPart, cut: TensorCut | None) -> Span:
-    """Returns the range of outputs of all experts from the first to the last output of a part of an expert's tensor."""
+    """Returns the rows of the matrix [experts x out, in] from the first to the last output of an expert's tensor, or of
+    its ``cut``.
+
+    With ``StackedIn.step``, the rows between two outputs of the tensor are part of the range."""
     rows = Span(0, part.shape[0]) if cut is None else cut.rows
     begin = place.expert * place.outputs + place.first
     return Span(begin + place.step * rows.start, begin + place.step * (rows.stop - 1) + 1)

@@ -32,7 +32,7 @@ class TensorFiles:
         self._files: list[SafetensorsFile] = []
         self._file_of: dict[str, SafetensorsFile] = {}
         self._stored_names: dict[str, str] = {}
-        """Names in the files of tensors that have another name here."""
+        """For each tensor with a prefix that the file does not have: the tensor's name in the file."""
         self.bytes_read = 0
         """Number of bytes that were read from the files."""
         try:

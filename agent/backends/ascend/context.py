@@ -16,12 +16,14 @@ from llm_serving.errors import AgentStartError
 
 GIB = 1024**3
 _JIT_LEVELS = {"kbk": "O0", "ge": "O2"}
-"""O0 launches kernel by kernel, which dynamic shapes need. O2 runs the whole graph through GE."""
+"""``kbk`` needs O0, which launches kernel by kernel, for dynamic shapes. ``ge`` needs O2, which runs the whole graph
+through GE."""
 _DISABLED_CUSTOM_KERNELS = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 _NZ_PRIMITIVES = "MS_INTERNAL_ENABLE_NZ_OPS"
 _EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
-"""AIV: the device's vector cores run a collective, without the host. Only one communicator may do so. With pipeline
-parallelism there are two, one for the stage and one for all agents, so HCCL's default stays."""
+"""Environment variable of HCCL. With the value AIV, the device's vector cores run a collective without the host. HCCL
+allows AIV for one communicator only. Pipeline parallelism has two: one for the stage, and one for all agents. HCCL then
+keeps its default."""
 _NOT_CAPTURED = ["AllGather"]
 """Collectives that are launched between captured parts. vllm-mindspore captures AllReduce, but not AllGather."""
 _LISTS = (_DISABLED_CUSTOM_KERNELS, _NZ_PRIMITIVES)

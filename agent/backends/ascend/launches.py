@@ -16,8 +16,8 @@ from agent.backends.launch import Launch, OnDevice, as_array
 from agent.weights.storage import Array
 
 POLL_S = 0.0001
-"""Time between two questions whether the device has finished. ``Event.synchronize`` is not used, because nothing shows
-that it lets other Python threads run while it waits."""
+"""Time between two checks whether the device has finished. ``Event.synchronize`` is not used, because no source shows
+that other Python threads can run while it waits."""
 
 
 class DeviceLaunch(Launch):

@@ -22,7 +22,8 @@ from llm_serving.config import Config
 
 
 class AscendOps(NativeOps):
-    """The native op table for an Ascend: no padding of whole prompts, weights and caches in the device's memory.
+    """The native op table for an Ascend. It does not pad whole prompts, and keeps weights and caches in the device's
+    memory.
 
     The Ascend's operators have no attention window. Therefore ``check_limits`` accepts a model with a window only if no
     sequence can be longer than the window.

@@ -165,9 +165,8 @@ class FusedCpuOps(OpTable):
         return _cells().GatedDeltaNet(self._rows("GatedDeltaNet", delta.values), delta, epsilon, self.states.runs)
 
     def _vocabulary(self) -> tuple[int, int, int]:
-        """Returns the first token id of this agent's part of the vocabulary, then two numbers of tokens.
-
-        They are the size of the vocabulary and the size of each agent's part.
+        """Returns three numbers: the agent's first token id, the size of the whole vocabulary, and the size of each
+        agent's part.
         """
         assert self.part is not None, "only an agent of a split stage has a part of the vocabulary"
         return self.part.shard.vocab.start, self.part.whole.vocab_size, self.part.vocab_stride

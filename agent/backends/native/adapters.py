@@ -34,7 +34,8 @@ class AddAdapters(nn.Cell):
 
 
 class WithoutAdapters(nn.Cell):
-    """Calls an operator of attention, whose argument ``step`` has no ``adapter_rows``."""
+    """Calls an attention operator with ``step`` without its last entry ``adapter_rows``, which the operator does not
+    take."""
 
     def __init__(self, attention: Operator) -> None:
         super().__init__()
@@ -53,7 +54,8 @@ class WithoutAdapters(nn.Cell):
 
 
 class LatentWithoutAdapters(nn.Cell):
-    """Calls an operator of latent attention, whose argument ``step`` has no ``adapter_rows``."""
+    """Calls an operator of latent attention with ``step`` without its last entry ``adapter_rows``, which the operator
+    does not take."""
 
     def __init__(self, attention: Operator) -> None:
         super().__init__()

@@ -36,7 +36,8 @@ with ``*``, MindSpore's graph would lose the operator's scope, which names the l
 """
 
 _SIGMOID, _SUMMED_OF_GROUP = 0, 2
-"""Arguments of FusedAddTopKDiv: ``activate_type``, and how many rankings of a group are added to rank the group."""
+"""Arguments of FusedAddTopKDiv. ``activate_type`` 0 is the sigmoid. A group of experts is ranked by the sum of its 2
+best experts."""
 
 
 def grouped_product(form: LinearForm) -> Operator:

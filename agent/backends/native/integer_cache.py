@@ -1,8 +1,8 @@
-"""Implements the int8 KV cache of the native op table: quantises keys and values, and multiplies cached ones out.
+"""Implements the int8 KV cache of the native op table: quantises new keys and values, and dequantises cached ones.
 
 The primitive PagedAttention takes scales of channels, which must be known in advance. It also takes scales of tokens,
-but no source documents their layout for blocks that move. Therefore the blocks of the step are gathered and multiplied
-out before attention. vllm-ascend did the same for chunks of prompts, with scales of channels (pull request 4218).
+but no source documents their layout for blocks that move. Therefore the blocks of the step are gathered and dequantised
+before attention. vllm-ascend did the same for chunks of prompts, with scales of channels (pull request 4218).
 
 ``llm_serving.model.number_formats.scale_row_width`` describes a row of the cache of scales.
 """
@@ -50,7 +50,7 @@ class IntegerCache(nn.Cell):
 
 
 class MultipliedOut(nn.Cell):
-    """Returns keys and values as floats of the model's type, in the shape of the integers.
+    """Dequantises cached keys and values: returns floats of the model's type, in the shape of the integers.
 
     The integers are int8 [..., heads x head_size] or [..., heads, head_size], and ``scales`` [..., row width] has their
     rows of the cache of scales. The products are float32 and rounded once.

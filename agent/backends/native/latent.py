@@ -27,7 +27,7 @@ class LatentAttention(nn.Cell):
     """Normalises and rotates the parts of ``joined``, writes a row to the cache, and attends to the cached rows.
 
     ``OpTable.latent_attention`` describes the arguments. A row of the cache has the normalised latent vector, then the
-    rotated key. It is the key of all heads, and its latent vector is their value.
+    rotated key. The whole row is the key of every head, and its latent vector is the value of every head.
     """
 
     def __init__(self, form: LatentForm, linear: LinearForm, dtype: str) -> None:

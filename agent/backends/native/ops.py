@@ -50,7 +50,7 @@ class NativeOps(OpTable):
         int8_cache: bool = False,
         adapters: StackedSizes | None = None,
     ) -> None:
-        """``max_positions`` is the number of positions that the widest block table can hold.
+        """``max_positions`` is the number of positions for which the widest block table has blocks.
 
         ``adapters`` are the sizes of the matrices of LoRA adapters. Raises ConfigError if the primitives of ``forms``
         do not support ``dtype``.

@@ -29,7 +29,7 @@ GIB = 1024**3
 _KINDS = ("*.weights", "*.program")
 """The names of all entries."""
 FREE_DISK_BYTES = 2 * GIB
-"""A new entry must leave this much of the disk free."""
+"""Number of bytes of the disk that must stay free after a new entry is written."""
 
 
 class ArrayCache:
@@ -110,7 +110,8 @@ class ArrayCache:
 
     @contextlib.contextmanager
     def keeping(self, size: int) -> Iterator[Callable[[str, Array], None]]:
-        """Writes the file while the ``with`` block computes the arrays. Yields a function (name, array) that keeps one.
+        """Writes the file while the ``with`` block computes the arrays. Yields a function (name, array) that adds an
+        array to the file.
 
         ``size`` estimates the bytes of all arrays. The least recently used files are deleted to make space. If the
         ``with`` block raises, no file is kept. The arrays must not change before the block ends.

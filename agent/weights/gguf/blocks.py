@@ -73,7 +73,7 @@ def to_floats(blocks: Bytes, kind: TensorType) -> npt.NDArray[np.float32]:
     from gguf import GGMLQuantizationType, dequantize
 
     if kind.name == _MXFP4:
-        # The library reads the exponent that is not a number as a number.
+        # The gguf library would read an exponent byte that stands for NaN as a number, so it does not read MXFP4.
         return _of_floats(blocks, kind).dequantise_rows(0, len(blocks))
     with np.errstate(all="ignore"):
         values = dequantize(np.ascontiguousarray(blocks), GGMLQuantizationType[kind.name])

@@ -74,7 +74,9 @@ def joined_with(name: str) -> tuple[str, ...]:
 
 
 def adds_one(header: Header, entry: TensorEntry) -> bool:
-    """Returns whether a tensor of the file is 1 larger than in Hugging Face's folder: the norms of Gemma."""
+    """Returns whether the values of a tensor are larger by 1 in the file than in Hugging Face's folder.
+
+    This is so for the norms of Gemma."""
     return header.architecture == "gemma3" and entry.name.endswith("norm.weight")
 
 
