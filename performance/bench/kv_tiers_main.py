@@ -124,7 +124,8 @@ def _ask(server: Endpoint, prompt: list[int]) -> Any:
 
 
 def _timed(server: Endpoint, options: argparse.Namespace, number: int, answers: Answers) -> float:
-    """Returns the seconds until a session's response with its only token. Compares it with the session's first one."""
+    """Returns the seconds until the response of one token for a session. Checks that it equals the session's first
+    response."""
     prompt = _prompt(options, number)
     start = time.perf_counter()
     choice = _ask(server, prompt)

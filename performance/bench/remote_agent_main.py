@@ -1,10 +1,10 @@
 """Compares an agent behind a link with one on this machine: tokens per second, in alternating runs.
 
 Starts a node (``llm-serving cluster host``) on the loopback address, so both agents have the same processor and the
-same model. Only the way of the steps differs: shared memory, or TLS to the node and shared memory there. Each round
-generates the same requests with both engines, one after the other. The engine that begins changes with each round. The
-ratio is the median of the rounds' ratios. The processor time of a step is that of the node without its agents. The exit
-code is 1 if a ratio is below --limit.
+same model. Only the transport of the steps differs: shared memory, or TLS to the node and shared memory on the node.
+Each round generates the same requests with both engines, one after the other. The engine that begins changes with each
+round. The ratio is the median of the rounds' ratios. The processor time of a step is that of the node without its
+agents. The exit code is 1 if a ratio is below --limit.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _processor_s(process: psutil.Process) -> float:
 
 @contextmanager
 def _remote_engine(config: Config) -> Iterator[tuple[OfflineEngine, psutil.Process]]:
-    """Starts a node and an engine whose agent is there. Yields the engine and the node's process."""
+    """Starts a node, and an engine whose agent runs on this node. Yields the engine and the node's process."""
     with ExitStack() as owned:
         folder = Path(owned.enter_context(tempfile.TemporaryDirectory(prefix="bench_remote_")))
         key = folder / "cluster.key"

@@ -26,7 +26,7 @@ class ServerCost:
         return cls(difference(CPU_METRIC), difference(ENERGY_METRIC))
 
     def as_dict(self, output_tokens: int) -> dict[str, float | None]:
-        """Returns the sums, and the values for 1000 of the load's ``output_tokens``."""
+        """Returns processor time and energy of the whole load, and both per 1000 output tokens."""
 
         def for_1000(value: float | None) -> float | None:
             return None if value is None or not output_tokens else 1000 * value / output_tokens

@@ -22,7 +22,8 @@ from performance.load.stream import RequestRecord
 
 BUSY_CPU_PERCENT = 70.0
 LATE_MS = 50.0
-"""99th percentile of the delay of sending above which the report warns that the client limited the load test."""
+"""If the 99th percentile of the requests' sending delay exceeds this limit, the report warns that the client was too
+slow."""
 LATENCIES = {
     "ttft_ms": "time to first token (ms)",
     "tbt_ms": "time between tokens (ms)",

@@ -203,9 +203,9 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     # this bias is as large as the differences between router scores, so that it changes which experts are chosen
     if name.endswith("e_score_correction_bias"):
         return 0.2
-    if name.endswith("conv1d.weight"):  # a tap for each token, of which the last decides most
+    if name.endswith("conv1d.weight"):  # a channel has one tap per token; the last one matters most
         return 0.6
-    if name.endswith(("A_log", "dt_bias")):  # so that a state forgets half of a token in about one to thirty tokens
+    if name.endswith(("A_log", "dt_bias")):  # a token's part of a state halves within about one to thirty tokens
         return 1.0
     if name.endswith("sinks"):  # as large as the largest scores of a query, so that they matter
         return 3.0
@@ -251,7 +251,7 @@ def write_model(variant: Variant, folder: Path) -> None:
 def _mxfp4(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
     """Returns random bytes of MXFP4 weights, or random scales of which each is one of three powers of two.
 
-    The weights have about the standard deviation of other layers: random 4-bit floats have one of 2.9.
+    The weights have about the standard deviation of other layers: random 4-bit floats have a standard deviation of 2.9.
     """
     count = math.prod(shape)
     generator = np.random.SFC64(list(f"{variant.seed}/{name}".encode()))

@@ -2,8 +2,8 @@
 
     python -m performance.models.vision /tmp/small_vlm
 
-The folder has the form of SmolVLM: ``config.json`` with parts for text and vision, the weights, how images are prepared
-and a tokenizer of words t0, t1, ... with the tokens of images and a chat template.
+The folder has the form of SmolVLM: ``config.json`` with parts for text and vision, the weights, and the settings for
+preparing images. Its tokenizer has words t0, t1,..., the tokens of images and a chat template.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def _vision_shapes(text_hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def sample_image(number: int) -> npt.NDArray[np.uint8]:
-    """Returns an image of a size of its own, ``uint8`` [height, width, 3]: waves of three colours and some noise."""
+    """Returns a test image, ``uint8`` [height, width, 3]: waves of three colours and some noise. Four sizes alternate.
+    """
     height, width = ((70, 100), (200, 30), (48, 48), (31, 160))[number % 4]
     rows, columns = np.mgrid[:height, :width]
     waves = [np.sin(rows / (5 + number + c)) + np.cos(columns / (7 + 2 * c)) for c in range(3)]
