@@ -71,7 +71,7 @@ class Browser:
         return found
 
     def click(self, selector: str) -> None:
-        """Click an element as a user does. Raises an error if something covers it."""
+        """Click an element as a user does. Raises an error if another element covers it."""
         self._call("POST", f"/element/{self._find(selector)}/click", {})
 
     def type(self, selector: str, text: str) -> None:

@@ -38,7 +38,7 @@ from performance.models.vision import (  # noqa: E402
 
 NUM_TOKENS = 32
 SAMPLED = 97
-"""Interval of the encoder's input values that the file has."""
+"""The file has one of this number of consecutive input values of the encoder."""
 PROMPTS = (("t5 t9 t17", (0,), ""), ("", (1,), "t40 t41"), ("t8", (2, 0), "t3"), ("t100 t7", (3,), "t250"))
 """The text before the images, the numbers of the images, and the text after them."""
 

@@ -195,7 +195,8 @@ class ExpertRules:
             yield "group_list does not come from the counts of MoeInitRoutingV2"
 
     def _chosen(self, numbers: Operand) -> Operand:
-        """Returns the chosen experts, of which ``numbers`` are the numbers among the experts of this agent."""
+        """Returns the numbers of the chosen experts among all experts. ``numbers`` are their numbers among this agent's
+        experts."""
         gather = self._wiring.node_of(numbers)
         is_renumbered = self._is_divided and gather is not None and gather.primitive == "Gather"
         return self._wiring.operands(gather)[1] if gather is not None and is_renumbered else numbers

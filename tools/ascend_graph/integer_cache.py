@@ -1,4 +1,4 @@
-"""Checks the int8 KV cache of a graph: how keys and values are quantised, written, gathered and multiplied out.
+"""Checks the int8 KV cache of a graph: how keys and values are quantised, written, gathered and dequantised.
 
 ``agent.backends.native.integer_cache`` has the chain of primitives. docs/lab/ascend.md names the sources of the rules.
 """
@@ -62,7 +62,8 @@ class IntegerCacheRules:
             yield "slot_mapping is not the graph's input of that name"
 
     def read_problems(self, node: Node) -> Iterator[str]:
-        """Yields the errors in the keys and values that PagedAttention reads: gathered blocks, multiplied out."""
+        """Yields the errors in the keys and values that PagedAttention reads, which must be gathered and dequantised
+        blocks."""
         operands = self._wiring.operands(node)
         for place, name in ((_KEYS, "key_cache"), (_VALUES, "value_cache")):
             given = self._type_of(operands[1 + place])
@@ -139,7 +140,7 @@ class IntegerCacheRules:
             yield f"{name} is {source.type}; it must be {self._caches[name]}"
 
     def _behind(self, operand: Operand, primitive: str) -> Node | None:
-        """Returns the node that computes an operand, without nodes of ``primitive``."""
+        """Returns the node that computes an operand. Skips nodes of ``primitive``."""
         return self._wiring.node_of(self._last_before(operand, primitive))
 
     def _last_before(self, operand: Operand, primitive: str) -> Operand:

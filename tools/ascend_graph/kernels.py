@@ -39,8 +39,9 @@ _PRODUCT_TYPES = (
     (("f32", "bf16"), ("none", "i32", "bf16", "f32"), ("none", "f32"), ("bf16",)),
     (("f32",), ("none", "i32", "f16", "f32"), ("f32",), ("f16",)),
 )
-"""Types of scale, bias, pertoken_scale and result that go together in QuantBatchMatmul, for int8 factors and results of
-floats. Source: hicann/ops-nn, matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulV4.md, the table for Atlas A2."""
+"""Allowed combinations of the types of scale, bias, pertoken_scale and result of QuantBatchMatmul, for int8 factors and
+results of floats. Source: hicann/ops-nn, matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulV4.md, the table for Atlas
+A2."""
 _CACHE_TYPES = {"f16": 2, "bf16": 2, "i8": 1}
 """Types that ReshapeAndCache takes, with their bytes. Source: CANN 8.0, Ascend Transformer Boost,
 ReshapeAndCacheOperation, page 0073 of "ascendtbapi"."""

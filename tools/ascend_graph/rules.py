@@ -59,7 +59,8 @@ PRIMITIVES = frozenset(
 )
 """All allowed primitives. docs/ascend.md has a table of them."""
 SHARING_PRIMITIVES = frozenset({"AllGather", "AllReduce", "Equal", "Maximum", "Minimum", "Sub"})
-"""Primitives of a model that several agents share (docs/parallel.md): sums, gathers, tokens of other agents' rows."""
+"""Primitives of a model that several agents share (docs/parallel.md): sums, gathers, and embeddings whose rows other
+agents have."""
 
 _INPUTS = {
     "token_ids": 1,
