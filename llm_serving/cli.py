@@ -109,7 +109,7 @@ class Launch:
     config: Config
     plan: MemoryPlan
     models: PlannedModels
-    """All models of the server. The first one has ``config``."""
+    """All models of the server. The config of the first model is ``config``."""
 
 
 def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine | None = None) -> Launch:

@@ -35,7 +35,8 @@ class KeyStore:
         self._seen: tuple[int, ...] | None = None
         self._keys: Mapping[bytes, ApiKey] = self._fixed
         self._named: tuple[Mapping[bytes, ApiKey], Mapping[str, ApiKey]] = {}, {}
-        """Keys by name, and the keys by hash from which they were made."""
+        """A copy of ``_keys``, and the keys by name that were made from it. ``named`` makes both again when ``_keys``
+        has changed."""
         if path is not None:
             self._seen = file_signature(path)
             self._keys = self._read(path)

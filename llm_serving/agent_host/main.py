@@ -49,7 +49,7 @@ class AgentHost:
         os.eventfd_write(self._stop_descriptor, 1)
 
     def serve(self) -> None:
-        """Accept links until ``stop``. The agents have then ended."""
+        """Accept links until ``stop``. When this method returns, the agents have ended."""
         self._listener.settimeout(_ACCEPT_PAUSE_S)
         while not self._is_stopping:
             try:
@@ -64,7 +64,7 @@ class AgentHost:
                 plain.close()
                 continue
             threading.Thread(target=self._welcome, args=(plain, peer), name="link", daemon=True).start()
-        with self._is_used:  # the last link has ended
+        with self._is_used:  # waits until the last link has ended
             pass
 
     def _welcome(self, plain: socket.socket, peer: tuple[str, int]) -> None:

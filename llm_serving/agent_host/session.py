@@ -35,7 +35,7 @@ _FORWARDED = (
 
 
 class LinkEndedError(Exception):
-    """The link has ended in order."""
+    """Raised to end a link without a failure. The text has the reason."""
 
 
 class Session:
@@ -56,7 +56,7 @@ class Session:
         self._group: AgentGroup | None = None
         self._contents: list[SlotContents] = []
         self._in_flight: dict[int, int] = {}
-        """The number of agents that still have to reply to the step in a slot, by slot."""
+        """For each slot with a step in flight: the number of agents that have not replied to the step yet."""
         self._last_result = 0.0
         self._longest_s = 0.0
         self._next_beat = 0.0
@@ -101,7 +101,7 @@ class Session:
     def _stop(self) -> None:
         raise LinkEndedError("this process is stopping")
 
-    # From the server
+    # The following methods handle messages from the server.
 
     def _receive(self) -> None:
         self._channel.flush()
@@ -121,7 +121,8 @@ class Session:
         self._watch()
 
     def _begin(self, start: link.Start) -> None:
-        """Check the model in another thread, because that may take long. ``_start`` follows."""
+        """Check the model in another thread, because that may take long. ``_start`` starts the agents after the check.
+        """
         if self._check is not None:
             raise ProtocolError("the server started the agents twice")
         try:
@@ -159,7 +160,9 @@ class Session:
         self._send(link.control(link.Progress(rank, stage, done, total)))
 
     def _forward(self, carried: Carried) -> None:
-        """Give a message to all agents. If it announces a step or masks, write their slot before."""
+        """Send a message of the server to all agents. If it announces a step or masks, first write their contents to
+        the slot.
+        """
         group = self._group
         if group is None or not group.is_ready:
             raise ProtocolError("the server sent a message to agents that are not ready")
@@ -201,7 +204,7 @@ class Session:
             group.shutdown(0)
         raise LinkEndedError("the server has ended it")
 
-    # From the agents
+    # The following methods handle messages from the agents.
 
     def _take(self, receive: Callable[[], list[tuple[int, AgentMessage]]]) -> None:
         group = self._group
@@ -232,20 +235,20 @@ class Session:
                 del self._in_flight[message.slot]
         self._send(link.carry(messages.encode(message), member, contents))
 
-    # The link
+    # The following methods send frames to the server.
 
     def _send(self, frame: bytes) -> None:
         self._channel.send(frame)
         self._watch()
 
     def _watch(self) -> None:
-        """Wait for the socket to take more if frames are left."""
+        """If unsent frames are left, wake this process when the socket accepts more bytes."""
         if self._channel.events != self._events:
             self._events = self._channel.events
             self._selector.modify(self._channel, self._events, self._receive)
 
     def _send_last(self, message: link.LinkMessage) -> None:
-        """Send the last message of the link, and wait until it is sent, but not long."""
+        """Send the last message of the link. Wait at most ``FLUSH_TIMEOUT_S`` until it is sent."""
         until = time.monotonic() + FLUSH_TIMEOUT_S
         with contextlib.suppress(OSError, ProtocolError):
             self._channel.send(link.control(message))
@@ -283,7 +286,7 @@ def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
 
 
 class _Check:
-    """Runs a function in a thread. ``descriptor`` becomes readable when the result is there."""
+    """Runs a function in a thread. ``descriptor`` becomes readable when the function has returned."""
 
     def __init__(self, check: Callable[[], str | None]) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)

@@ -8,7 +8,9 @@ from llm_serving.config.source import RawConfig
 
 
 def check_cluster(raw: RawConfig, config: Config) -> None:
-    """Check that the settings of a cluster are complete, and refuse what works on one machine only."""
+    """Check that the settings of a cluster are complete, and refuse settings that work only if all agents are on this
+    machine.
+    """
     parallel = config.parallel_config
     if not parallel.is_remote:
         if parallel.nodes:

@@ -120,8 +120,8 @@ class Config:
 
     @property
     def dtype_bytes(self) -> int:
-        """Number of bytes of a ``model_config.model_dtype``, the type of activations and of weights that are not
-        quantised.
+        """Number of bytes of one value of ``model_config.model_dtype``. This is the type of activations and of weights
+        that are not quantised.
         """
         return weight_format(self.model_config.model_dtype).bits // 8
 
@@ -346,7 +346,10 @@ class Config:
 
     @property
     def tile_cost(self) -> int:
-        """Tokens of a step's budget that encoding a tile takes: as many as take the same number of multiplications."""
+        """Number of tokens for which a tile counts in a step's token budget.
+
+        Computing this number of tokens takes as many multiplications as encoding a tile.
+        """
         vision = self.shape.vision
         if vision is None:
             return 0
@@ -361,7 +364,7 @@ class Config:
     def tapped_layers(self) -> tuple[int, ...]:
         """Numbers of layers, ascending, after which the agent takes the residual stream of every step.
 
-        For drafts that are made from hidden states of the model. Empty if nothing needs them.
+        Drafts are made from these hidden states. Empty if the method of speculative decoding does not need them.
         """
         return () if self.draft is None else self.draft.tapped_layers
 

@@ -30,7 +30,7 @@ class Head:
     """The head takes the hidden states after these numbers of the model's layers, joined in this order."""
     hidden_size: int
     vocab_size: int
-    """The sizes of the model."""
+    """``hidden_size`` and ``vocab_size`` of the model."""
     shares_output: bool = False
     """Whether the output layer of an MTP layer is the model's embedding."""
 
@@ -43,14 +43,14 @@ class DraftModel:
     """Absolute path of its Hugging Face folder or GGUF file. None for an MTP layer of a model without files."""
     shape: ModelShape
     stored_weight_format: str | None = None
-    """As ``Config.stored_weight_format``."""
+    """Format of the draft model's quantized weights, like ``Config.stored_weight_format`` for the model."""
     stored_weight_group: int = 1
     head: Head | None = None
     """Facts about a head of the model. None: the draft model is a model of its own."""
 
     @property
     def tapped_layers(self) -> tuple[int, ...]:
-        """As ``Config.tapped_layers``."""
+        """The model's layers after which the head takes the residual stream, ascending (``Config.tapped_layers``)."""
         return () if self.head is None else tuple(sorted(set(self.head.layers)))
 
 

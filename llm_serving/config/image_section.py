@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from llm_serving.config.schema import own
 
 DECODING_THREADS = 2
-"""Images that are decoded at the same time."""
+"""Number of images that the server decodes at the same time, each in its own thread."""
 DECODED_PIXEL_BYTES = 16
-"""Memory for each pixel of an image while it is decoded, at most. A WebP takes all of it: its decoder has two images,
-a copy goes to Pillow, and Pillow has its own. PNG and JPEG take 8 to 12 bytes."""
+"""Maximum number of bytes of memory for each pixel of an image while it is decoded. A WebP needs all 16 bytes: its
+decoder has two images, a copy goes to Pillow, and Pillow has its own. PNG and JPEG need 8 to 12 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

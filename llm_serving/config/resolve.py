@@ -214,7 +214,9 @@ class Resolver:
         return read_sampling_defaults(folder)
 
     def _batch_waiting_time(self) -> float:
-        """Return the seconds that a prompt waits for others. Only the quiet mode has a default above 0."""
+        """Return the seconds that a prompt waits for other prompts of the same step. Only the quiet mode has a default
+        above 0.
+        """
         power: PowerConfig = self._sections["power"]
         if power.mode != "quiet" or self._model.batch_waiting_time:
             return self._model.batch_waiting_time

@@ -1,4 +1,5 @@
-"""Turns off what a model with a state of each sequence cannot do: the state exists for the last token only.
+"""Turns off features that a model with linear attention does not support. The state of a sequence exists for its last
+token only.
 
 Layers with linear attention keep a state instead of keys and values. Cached blocks of another request have no state, a
 swapped sequence would lose its state, and a rejected draft could not be taken back.

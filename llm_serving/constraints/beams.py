@@ -1,4 +1,4 @@
-"""Constraints of beams: each beam of a search has the state of its parent plus one token."""
+"""Constraints for the beams of a beam search. The state of a beam is the state of its parent beam plus one token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BeamConstraint:
         """
         self.num_words = state.num_words
         self.error = ""
-        """Why the constraint cannot be followed any further. Empty while it can."""
+        """The reason why the grammar rejects the tokens so far, or allows no next token. Empty if there is none."""
         self._state = state
         self._before = before
         self._token_id = token_id

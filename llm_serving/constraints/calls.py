@@ -168,7 +168,7 @@ def _add_calls(rules: _Rules, tool_format: ToolFormat, tools: Sequence[CallableT
 
 
 def _prefix(tool_format: ToolFormat) -> str:
-    """Return the trigger of a format whose every call begins with the trigger. Empty for all other formats."""
+    """Return the trigger if every call of the format begins with it. Otherwise return an empty text."""
     return tool_format.trigger if tool_format.trigger and tool_format.begin.startswith(tool_format.trigger) else ""
 
 
@@ -197,7 +197,7 @@ def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | 
     if thinking is None or thinking.is_open or rules.is_special(thinking.format.open):
         rules.add("start", f"{_add_thinking(rules, thinking)}tail")
         return
-    # the first text must not begin as the reasoning does, because calls in the reasoning are no calls
+    # The first text must not begin like the reasoning. Otherwise, a call within the reasoning would count as a call.
     opening = re.escape(thinking.format.open).replace("/", r"\/")
     rules.add("FIRST", f"{_TEXT} & ~/\\s*{opening}(.|\\n)*/")
     rules.add("first", _after_trigger(rules, "first", "FIRST", trigger))

@@ -98,7 +98,7 @@ class GrammarConstraint:
         self._end_token_ids = end_token_ids
         self._matcher = matcher
         self.error = ""
-        """Why the grammar cannot be followed any further. Empty while it can."""
+        """The reason why the grammar rejects the tokens so far, or allows no next token. Empty if there is none."""
         self.num_words = num_words
 
     def ends_with(self, token_id: int) -> bool:

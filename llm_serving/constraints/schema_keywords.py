@@ -80,7 +80,11 @@ def _whole_counts(schema: Schema) -> None:
 
 
 def _unevaluated_properties(schema: Schema) -> None:
-    """Without keywords that apply in place, properties are unevaluated if ``additionalProperties`` would apply."""
+    """Write ``unevaluatedProperties`` as ``additionalProperties`` if no other keyword applies a schema to the same
+    value.
+
+    The two keywords then mean the same.
+    """
     key = "unevaluatedProperties"
     if key in schema and schema[key] in _ALLOWS_ALL:
         del schema[key]
@@ -89,7 +93,7 @@ def _unevaluated_properties(schema: Schema) -> None:
 
 
 def _unevaluated_items(schema: Schema) -> None:
-    """The same for items, whose evaluation also depends on ``contains``."""
+    """Write ``unevaluatedItems`` as ``items`` if no other keyword applies a schema to the same value or its items."""
     key = "unevaluatedItems"
     if key in schema and schema[key] in _ALLOWS_ALL:
         del schema[key]
@@ -154,7 +158,7 @@ def _no_effect(schema: Schema) -> None:
 
 
 def _plain_anchors(schema: Schema) -> None:
-    """Without ``$dynamicRef`` in the schema, a dynamic anchor is an anchor."""
+    """Write ``$dynamicAnchor`` as ``$anchor``. Both mean the same in a schema without ``$dynamicRef``."""
     if isinstance(schema.get(_DYNAMIC), str) and "$anchor" not in schema:
         schema["$anchor"] = schema.pop(_DYNAMIC)
 

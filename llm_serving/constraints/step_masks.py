@@ -39,9 +39,11 @@ class StepMasks:
     def __init__(self, publish: Publish) -> None:
         self._publish = publish
         self._free_requests: list[Request] | None = None
-        """The requests of the last step without constraints. Decode steps of one batch share this list."""
+        """The list of requests of the last step without constraints. Decode steps of one batch share this list object.
+        """
         self._prepared: dict[Request, list[Mask]] = {}
-        """The masks of the tokens after each of a request's drafts, until its next token."""
+        """For each request with prepared masks: the mask for the token after each of its drafts. Kept until its next
+        token."""
         self._sampling: dict[int, list[Request]] = {}
         """For each step in flight: its constrained requests."""
         self._newest: dict[Request, int] = {}

@@ -71,7 +71,7 @@ class AdapterSlots:
         self._loading, self._unanswered = None, 0
 
     def take(self, reply: messages.AdapterLoaded) -> AdapterAnswered | None:
-        """Note the reply of one agent. Returns the answer after the last reply to ``load``.
+        """Note the reply of one agent. After the last reply to ``load``, returns the event with the result.
 
         Raises AgentLostError if restarted agents cannot load an adapter that they had before.
         """

@@ -105,7 +105,7 @@ class Group(Protocol):
         """
 
     def describe_loss(self, noticed: AgentError) -> AgentError:
-        """Return the error ``noticed``, extended by what else is known about the loss."""
+        """Return the error ``noticed``, extended by other known facts about the loss."""
 
     def kill(self) -> None:
         """Kill all agents without waiting. The caller must call ``close`` later."""

@@ -1,6 +1,6 @@
 """The log file of a process that the server starts.
 
-A thread copies the process's output there, without control characters.
+A thread copies the process's output into the file, without control characters.
 """
 
 from __future__ import annotations

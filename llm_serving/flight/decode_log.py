@@ -36,9 +36,9 @@ class DecodeRun:
     latest: ScheduledStep
     """The last step that was scheduled."""
     first_result: int
-    """Number of the step of the first result."""
+    """Step number of the first result in the run."""
     first_step: int
-    """Number of the first step that was scheduled."""
+    """Number of the first step that was scheduled in the run."""
     table_lens: list[int]
     """Length of each sequence's block table in the step ``latest``."""
     times: list[float] = field(default_factory=list)
@@ -79,7 +79,7 @@ class DecodeLog:
         self._iteration_results = self._iteration_steps = 0
         self._ending_token_ids: set[int] = set()
         self._positions = 0
-        """Sum of ``starts`` and ``sample_positions`` of the latest step, It shows quickly whether each of them has
+        """Sum of ``starts`` and ``sample_positions`` of the latest step. It shows quickly whether each of them has
         grown by one.
         """
         self._keeps_updates = False

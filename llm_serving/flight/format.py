@@ -55,37 +55,38 @@ class Tag(enum.IntEnum):
     TIME = 0
     """Sets the engine time of the calls in the following records. Field: this time."""
     ADD = 1
-    """``add_request``. Fields: number of the request, its facts (a map), prompt pseudonyms?, name of the error?."""
+    """A call of ``add_request``. Fields: number of the request, its facts (a map), prompt pseudonyms?, name of the
+    error?."""
     SCHEDULE = 2
-    """``schedule``. Fields: encoded step?, wake-up time?, counts after the call?. The counts are None if they are those
-    of the latest step."""
+    """A call of ``schedule``. Fields: encoded step?, wake-up time?, counts after the call?. The counts are None if they
+    are those of the latest step."""
     UPDATE = 3
-    """``update``. Fields: step number, fault?, indices of ended sequences, output pseudonyms?, queue_us, graph_us,
-    sample_us, number of updates or name of the raised error, counts?; then, only if the step has rejected drafts, the
-    indices of the rejected entries."""
+    """A call of ``update``. Fields: step number, fault?, indices of ended sequences, output pseudonyms?, queue_us,
+    graph_us, sample_us, number of updates or name of the raised error, counts?; then, only if the step has rejected
+    drafts, the indices of the rejected entries."""
     FINISH = 4
-    """``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""
+    """A call of ``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""
     AGENT_LOST = 5
-    """``agent_lost``. Fields: counts, and from version 5 whether no request is to blame."""
+    """A call of ``agent_lost``. Fields: counts, and from version 5 whether no request is to blame."""
     FAIL_ALL = 6
-    """``fail_all``. Fields: number of requests that ended, counts."""
+    """A call of ``fail_all``. Fields: number of requests that ended, counts."""
     TAKE_ENDED = 7
-    """``take_ended``. Fields: numbers of the requests that ``schedule`` ended itself."""
+    """A call of ``take_ended``. Fields: numbers of the requests that ``schedule`` ended itself."""
     VOID_STEPS = 8
-    """``void_steps``. Fields: step numbers."""
+    """A call of ``void_steps``. Fields: step numbers."""
     RAISED = 9
     """A call that raised an unexpected error. Fields: tag of the call, name of the error."""
     PLACE = 10
-    """``place_request``, by a router. Fields: those of ``ADD``, with the pseudonyms of prompt and output; then arrival
-    index and number of output tokens."""
+    """A call of ``place_request`` by a router. Fields: those of ``ADD``, with the pseudonyms of prompt and output; then
+    arrival index and number of output tokens."""
     RELEASE = 11
-    """``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""
+    """A call of ``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""
     OFFER = 13
-    """``offer_drafts``. Fields: ``[number of the request, number of drafts]`` of each offer."""
+    """A call of ``offer_drafts``. Fields: ``[number of the request, number of drafts]`` of each offer."""
     STORE = 14
-    """``store_blocks``. Field: the host block of each offered block, or -1."""
+    """A call of ``store_blocks``. Field: the host block of each offered block, or -1."""
     LOAD = 15
-    """``load_blocks``. Fields: number of the request?, number of its first loaded block, host blocks."""
+    """A call of ``load_blocks``. Fields: number of the request?, number of its first loaded block, host blocks."""
     DECODING = 12
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.

@@ -117,7 +117,7 @@ class Journal:
             self.flush()
         self._start_log()
 
-    # Other calls
+    # The following methods record all other calls.
 
     def begin(self) -> None:
         """Starts the first segment. Does nothing if a segment has been started before."""
@@ -170,7 +170,7 @@ class Journal:
         """Forgets the steps in flight, because their agent is lost."""
         self._sent.clear()
 
-    # Writing
+    # The following methods write the records to the files.
 
     def flush(self) -> None:
         """Writes all pending records, then starts the next segment if the present one is full.

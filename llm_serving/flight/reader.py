@@ -197,7 +197,7 @@ _EVENTS: dict[Tag, Callable[..., Event]] = {
     Tag.TAKE_ENDED: TookEnded,
     Tag.VOID_STEPS: VoidSteps,
 }
-"""Classes of the events whose fields, after ``now``, are the fields of the record with this tag."""
+"""The class of the event for each tag. After ``now``, the event has the fields of the record with this tag."""
 
 
 @dataclass(slots=True)

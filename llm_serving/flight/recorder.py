@@ -183,7 +183,7 @@ class FlightRecorder:
         self._journal.close()
         self._ended = True
 
-    # Records
+    # The following methods pass calls on to the journal.
 
     def _record(self, action: Callable[..., None], *details: Any) -> None:
         """Runs ``action`` and adds its duration to ``seconds``. Errors of ``action`` do not reach the engine."""

@@ -22,7 +22,8 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of Llama 3's rotary scaling. A GGUF file has only the divisors that are computed from them."""
 _GEMMA_27B_LAYERS = 62
-"""The model whose scores are divided by the square root of hidden size / heads. The file does not state the number."""
+"""Number of layers of Gemma 3 27B. This model divides scores by the square root of hidden size / heads, which the file
+does not state."""
 _MAX_FACTORS = 4096
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -77,7 +78,8 @@ def _phi3(header: Header) -> dict[str, Any]:
     hidden = metadata.get("phi3.embedding_length")
     if isinstance(rotated, int) and isinstance(heads, int) and isinstance(hidden, int) and 0 < heads <= hidden:
         head_dim = hidden // heads
-        # The half keeps the product with head_dim above the whole number, which the reader rounds down.
+        # The added half keeps fraction x head_dim above the whole number ``rotated``, because the reader rounds the
+        # product down.
         fields["partial_rotary_factor"] = 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim
     if LONG_FACTORS in header.tensors or SHORT_FACTORS in header.tensors:
         fields["rope_scaling"] = {

@@ -19,7 +19,7 @@ class TilePlaces(Protocol):
 
     @property
     def pixels(self) -> Pixels:
-        """[places, height, width, 3]"""
+        """The pixels of all places, [places, height, width, 3]."""
 
 
 class TilesFullError(Exception):
@@ -37,7 +37,8 @@ class TilePool:
         """Number of holds of each taken place."""
         self._digests: dict[int, bytes] = {}
         self._places: dict[bytes, int] = {}
-        # The end of a hold may run inside the other methods, when Python frees a hold that nothing refers to.
+        # The lock is reentrant: while a thread runs another method, Python may free an unused ``Hold``, which then ends
+        # itself.
         self._lock = threading.RLock()
 
     @property

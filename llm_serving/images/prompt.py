@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """The tiles of a prompt's images, and what holds their places."""
+    """The tiles of a prompt's images, and the hold that keeps their places."""
 
     tiles: tuple[PromptTile, ...]
     hold: Hold

@@ -32,7 +32,7 @@ class Tiles:
     num_columns: int
     """Rows and columns of parts. Both are 0 if there is only the tile of the whole image."""
     pixels: tuple[Pixels, ...]
-    """``uint8`` [height, width, 3] each."""
+    """The pixels of each tile, ``uint8`` [height, width, 3]."""
 
 
 def cut(image: Image.Image, processing: ImageProcessing, size: int, *, splits: bool = True) -> Tiles:
@@ -59,7 +59,10 @@ def cut(image: Image.Image, processing: ImageProcessing, size: int, *, splits: b
 
 
 def _first_size(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return width and height after the first resize: ``longest``, and an even number in the image's proportion."""
+    """Return width and height after the first resize. The longer edge becomes ``longest``.
+
+    The other edge becomes an even number that keeps the image's proportion.
+    """
     ratio = width / height
     if width >= height:
         width, height = longest, _even(int(longest / ratio))
@@ -75,7 +78,10 @@ def _first_size(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def _in_tiles(width: int, height: int, size: int) -> tuple[int, int]:
-    """Return width and height as multiples of ``size``. The proportion of the longer edge determines the other."""
+    """Return width and height, rounded up to multiples of ``size``.
+
+    The longer edge is rounded first. The other edge follows from it and the image's proportion, and is then rounded.
+    """
     ratio = width / height
     if width >= height:
         width = ceil(width / size) * size

@@ -54,7 +54,8 @@ class AdapterMemory(NamedSegment):
         All matrices have the same type. Raises OSError if /dev/shm is too small.
         """
         sizes = [(each[2].nbytes, each[3].nbytes) for each in modules]
-        # The offsets are not known before the index has its size. So an index with the largest offsets determines it.
+        # The offsets depend on the size of the index, which depends on the offsets. So the size is that of an index
+        # with the largest offsets.
         room = len(msgspec.msgpack.encode(_index(modules, 1 << 40, sizes)))
         start = _aligned(_LENGTH_BYTES + room)
         index = _index(modules, start, sizes)

@@ -170,7 +170,7 @@ _SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
 _HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks", "num_drafts", "num_wanted",
                    "num_tiles")  # fmt: skip
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
-"""Index of each header entry. ``seq`` is the step's number, With it, the agent detects a step slot that was overwritten
+"""Index of each header entry. ``seq`` is the step's number. With it, the agent detects a step slot that was overwritten
 by another step.
 """
 
@@ -237,8 +237,9 @@ class StepSlot:
             setattr(self, field.name, array)
             self.arrays[field.name] = array
         self.prepared: dict[object, Any] = {}
-        """Data that parts of the agent have derived from the arrays and keep with the slot, by part."""
-        # a memoryview: reading an integer through it is several times faster than through NumPy
+        """Data that parts of the agent have derived from the arrays. Each part keeps its data here, under its own key.
+        """
+        # A memoryview, because it is several times faster than NumPy at reading a single integer.
         self._numbers = self.header.data
 
     @property
@@ -268,22 +269,22 @@ class StepSlot:
 
     @property
     def num_masks(self) -> int:
-        """Number of masks of allowed tokens that the server writes before it sends ``Masks``. Mostly 0."""
+        """Number of masks of allowed tokens that the server writes before it sends ``Masks``. Usually 0."""
         return self._numbers[HEADER["num_masks"]]
 
     @property
     def num_drafts(self) -> int:
-        """Number of entries of a decode step whose input is a draft, see ``llm_serving.ipc.drafts``. Mostly 0."""
+        """Number of entries of a decode step whose input is a draft, see ``llm_serving.ipc.drafts``. Usually 0."""
         return self._numbers[HEADER["num_drafts"]]
 
     @property
     def num_wanted(self) -> int:
-        """Number of drafts that the draft model makes for each sequence after this step. Mostly 0."""
+        """Number of drafts that the draft model makes for each sequence after this step. Usually 0."""
         return self._numbers[HEADER["num_wanted"]]
 
     @property
     def num_tiles(self) -> int:
-        """Number of tiles of images in this step. Mostly 0."""
+        """Number of tiles of images in this step. Usually 0."""
         return self._numbers[HEADER["num_tiles"]]
 
     @property

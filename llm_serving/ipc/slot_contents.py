@@ -121,7 +121,10 @@ class SlotContents:
 
 
 def _fill(parts: list[memoryview], contents: memoryview, what: str) -> None:
-    """Divide ``contents`` among ``parts``."""
+    """Copy ``contents`` into ``parts``, one after the other.
+
+    Raises ProtocolError if the numbers of bytes differ. ``what`` describes the contents in the message.
+    """
     needed = sum(map(len, parts))
     if needed != len(contents):
         raise ProtocolError(f"{what} have {len(contents)} bytes; the header says {needed}")

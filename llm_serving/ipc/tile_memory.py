@@ -47,7 +47,7 @@ class TileMemory(NamedSegment):
         self.layout = layout
         shape = (layout.num_places, layout.image_size, layout.image_size, 3)
         self.pixels: Pixels = np.ndarray(shape, np.uint8, mapping)
-        """[places, height, width, 3]"""
+        """The pixels of all places, [places, height, width, 3]."""
 
     @classmethod
     def create(cls, layout: TileLayout) -> TileMemory:

@@ -165,10 +165,10 @@ class PrefixCache:
             pool.register_tail(block_table[num_full], rest, parent)
 
     def insert(self, chain: PrefixChain, first: int, blocks: list[int]) -> None:
-        """Adds held full blocks to the cache, whose content was loaded from a KV tier. They are the blocks of the chain
-        from number ``first``.
+        """Adds held full blocks, whose content was loaded from a KV tier, to the cache.
 
-        Adds none if a block before them is no longer cached. A block whose content is cached already stays private.
+        They are the blocks of the chain from index ``first`` on. Adds none if a block before them is no longer cached.
+        A block whose content is cached already stays private.
         """
         self._refresh(chain)
         self._find_further(chain, first)

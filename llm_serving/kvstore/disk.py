@@ -95,7 +95,7 @@ class FileTier(ABC):
     """
 
     NAME: ClassVar[str]
-    """The tier in metrics and texts."""
+    """Name of the tier in metrics and texts."""
 
     def __init__(self, on_problem: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.figures = DiskFigures()
@@ -106,7 +106,7 @@ class FileTier(ABC):
         self._records: Records | None = None
         """The records that are in use. None while the namespace is not known."""
         self._last: Records | None = None
-        """The records that were opened last."""
+        """The records that were opened last. They stay open while a new namespace is not known."""
         self._namespace = b""
         self._retry_at = 0.0
         self._read_s = 0.0
@@ -221,7 +221,7 @@ class FileTier(ABC):
                     self._learn(time.perf_counter() - start, len(content))
                 transfer.oks.append(ok)
                 if not ok:
-                    break  # the blocks after it are of no use without it
+                    break  # the following blocks are of no use without this one
         finally:
             transfer.oks += [False] * (len(transfer.keys) - len(transfer.oks))
             transfer.done = True

@@ -26,7 +26,7 @@ class HostBlocks:
     def clear(self) -> None:
         self.by_hash: dict[bytes, int] = {}
         self.keys: dict[int, BlockKey] = {}
-        """The content of each host block that has or gets one."""
+        """The content of each host block that has a content, or whose content is being copied."""
         self._free = list(range(self._first + self.num_blocks - 1, self._first - 1, -1))
         self._holds: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -75,7 +75,7 @@ class HostBlocks:
         self._parked.pop(host, None)
 
     def release(self, host: int) -> None:
-        """Removes a hold. A host block without a content that lookups find becomes free."""
+        """Removes a hold. If lookups cannot find the content of the block, a block without holds becomes free."""
         self._holds[host] -= 1
         if self._holds[host]:
             return
@@ -101,7 +101,7 @@ class HostBlocks:
                 self._parked[host] = None
 
     def expire(self, now: float) -> None:
-        """Makes the blocks idle whose time is over. They are the next ones to be reused."""
+        """Makes kept blocks idle if their time is over. They are the next blocks to be reused."""
         if now < self._kept.next_end:
             return
         for each in self._kept.expire(now):

@@ -1,4 +1,4 @@
-"""Which blocks requests asked to keep in host memory, until when, and within which limits; pure."""
+"""Records which blocks requests asked to keep in host memory, until when, and within which limits. It only computes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable
 
 _SPARE_ENDS = 1024
-"""Entries of ``KeptBlocks`` for old times that may stay, apart from one for each block."""
+"""Outdated entries are removed from the heap of ``KeptBlocks`` if it has this number more of them than kept blocks."""
 
 
 class KeptBlocks:
@@ -48,7 +48,7 @@ class KeptBlocks:
                 continue
             self._until[each] = until
             heapq.heappush(self._ends, (until, each))
-        if len(self._ends) > 2 * len(self._until) + _SPARE_ENDS:  # a longer time leaves the entry of the old one
+        if len(self._ends) > 2 * len(self._until) + _SPARE_ENDS:  # a longer time leaves its old entry
             self._ends = [(end, each) for each, end in self._until.items()]
             heapq.heapify(self._ends)
         return new

@@ -33,7 +33,7 @@ class KvTiers:
         self._shared: SharedTier | None = None
         self._on_problem = on_problem
         self._own_mover: Mover | None = None
-        """Copies blocks if there is no SSD tier, whose mover does it otherwise."""
+        """Copies blocks if there is no SSD tier. Otherwise, the mover of the SSD tier copies them."""
         self._arithmetic = ""
         self._digest: str | None = None
         self._reads_weights = threading.Lock()
@@ -50,7 +50,8 @@ class KvTiers:
 
     @property
     def _behind_host(self) -> BlockTier | None:
-        """The tiers behind host memory, as one."""
+        """The tiers behind host memory: the SSD tier, the shared tier, or both joined to one. None if there are none.
+        """
         if self._disk is not None and self._shared is not None:
             return TierChain(self._disk, self._shared)
         return self._tiers[0] if self._tiers else None
