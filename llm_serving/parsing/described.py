@@ -22,17 +22,16 @@ def describe_tools(
     """Return messages with the roles system, user and assistant only.
 
     The system message describes the tools. Earlier calls are part of the assistant's text. Results of tools are
-    messages of the user.
+    messages of the user, also with images (``parts``).
     """
     plain: list[Message] = []
     in_results = False
     for message in messages:
         if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
             if in_results:
-                plain[-1]["content"] += f"\n{text}"
+                _add_result(plain[-1], _result(message))
             else:
-                plain.append({"role": "user", "content": text})
+                plain.append(_result(message))
             in_results = True
             continue
         in_results = False
@@ -44,6 +43,27 @@ def describe_tools(
     if tools:
         _add_to_system(plain, _description(tools, tool_format))
     return plain
+
+
+def _result(message: Mapping[str, Any]) -> Message:
+    """Return the result of a tool as a message of the user. A result with images has ``parts``."""
+    begin, end = "<tool_response>\n", "\n</tool_response>"
+    result: Message = {"role": "user", "content": f"{begin}{message['content']}{end}"}
+    if "parts" in message:
+        result["parts"] = [_text(begin), *message["parts"], _text(end)]
+    return result
+
+
+def _add_result(results: Message, result: Message) -> None:
+    """Append a result to the results before it."""
+    if "parts" in results or "parts" in result:
+        first, second = (each.get("parts") or [_text(each["content"])] for each in (results, result))
+        results["parts"] = [*first, _text("\n"), *second]
+    results["content"] += f"\n{result['content']}"
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _add_to_system(messages: list[Message], text: str) -> None:

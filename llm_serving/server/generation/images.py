@@ -26,6 +26,7 @@ _FETCHING_THREADS = 8
 _threads = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="images")
 _fetching_threads = ThreadPoolExecutor(_FETCHING_THREADS, thread_name_prefix="image-hosts")
 _DETAILS = ("auto", "low", "high")
+_ROLES = ("user", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,9 @@ def _image_urls(messages: Sequence[Message], settings: ServerSettings) -> Iterat
                     param=param,
                     code="images_not_supported",
                 )
-            if message.role != "user":
-                raise _wrong(param, f"is in a message of role '{message.role}'; only messages of the user have images")
+            if message.role not in _ROLES:
+                raise _wrong(param, f"is in a message of role '{message.role}'; only messages of the user and results "
+                             "of tools have images")  # fmt: skip
             number += 1
             if number > settings.images.max_images:
                 raise _wrong(param, f"is image {number}; the maximum is {settings.images.max_images} images of a "

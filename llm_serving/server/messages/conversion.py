@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
 from llm_serving.errors import RequestError
+from llm_serving.server.fields.images import ImageField, as_parts, image_part, joined, text_part
 from llm_serving.server.fields.renamed import renamed
 from llm_serving.server.fields.validation import request_error, short
 from llm_serving.server.generation.scheduling import SchedulingFields
 from llm_serving.server.messages.fields import (
     ConversationFields,
+    ImageAddress,
+    ImageBlock,
+    ImageData,
     InputMessage,
     MessagesRequest,
     TextBlock,
@@ -73,8 +77,14 @@ def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> 
         raise named_back(request_error(error)) from None
 
 
+_CONTENT = r"(messages\[\d+\]\.content\[\d+\])"
+_TYPE = r"\.(?:text|image|thinking|tool_use|tool_result)"
+_SOURCE = r"\.source(?:\.(?:base64|url))?"
 _TAGS = (
-    (r"messages\[(\d+)\]\.content\[(\d+)\]\.(?:text|thinking|tool_use|tool_result)\b", r"messages[\1].content[\2]"),
+    (rf"{_CONTENT}{_TYPE}(\.content\[\d+\]){_TYPE}{_SOURCE}\b", r"\1\2.source"),
+    (rf"{_CONTENT}{_TYPE}(\.content\[\d+\]){_TYPE}\b", r"\1\2"),
+    (rf"{_CONTENT}{_TYPE}{_SOURCE}\b", r"\1.source"),
+    (rf"{_CONTENT}{_TYPE}\b", r"\1"),
 )
 """Patterns of pydantic's locations in an error, and the locations in the request. Pydantic adds the type of a block."""
 
@@ -87,6 +97,21 @@ def without_tags(error: RequestError) -> RequestError:
 def named_back(error: RequestError) -> RequestError:
     """Return the error of the converted chat request, with its fields renamed to those of Anthropic's API."""
     return renamed(error, _FIELDS)
+
+
+def image_fields(body: ConversationFields) -> list[ImageField]:
+    """Return the names of the fields of all images, in the order of the chat's images."""
+    fields = []
+    for i, message in enumerate(body.messages):
+        for j, block in enumerate(message.content):
+            where = f"messages[{i}].content[{j}]"
+            inner = block.content if isinstance(block, ToolResultBlock) else ()
+            named = [(where, block), *((f"{where}.content[{k}]", each) for k, each in enumerate(inner))]
+            for name, each in named:
+                if isinstance(each, ImageBlock):
+                    member = "data" if isinstance(each.source, ImageData) else "url"
+                    fields.append(ImageField(name, f"{name}.source.{member}"))
+    return fields
 
 
 def chat_messages(body: ConversationFields) -> list[dict[str, Any]]:
@@ -118,19 +143,19 @@ def _converted(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
     if message.role == "assistant":
         yield _assistant(message, where)
         return
-    texts: list[TextBlock] = []
+    blocks: list[TextBlock | ImageBlock] = []
     for i, block in enumerate(message.content):
-        if isinstance(block, TextBlock):
-            texts.append(block)
+        if isinstance(block, TextBlock) or (isinstance(block, ImageBlock) and message.role == "user"):
+            blocks.append(block)
             continue
         if not isinstance(block, ToolResultBlock) or message.role == "system":
             raise _wrong_block(block.type, f"{where}.content[{i}]", message.role)
-        if texts:
-            yield {"role": message.role, "content": _joined(texts)}
-            texts = []
+        if blocks:
+            yield {"role": message.role, "content": _joined(blocks)}
+            blocks = []
         yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
-    if texts or not message.content:
-        yield {"role": message.role, "content": _joined(texts)}
+    if blocks or not message.content:
+        yield {"role": message.role, "content": _joined(blocks)}
 
 
 def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
@@ -156,8 +181,8 @@ def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
 
 def _merge(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Append a message of the same role."""
-    texts = [text for text in (first["content"], second["content"]) if text]
-    first["content"] = ("\n" if first["role"] == "user" else "").join(texts)
+    parts = [*as_parts(first["content"] or ""), *as_parts(second["content"] or "")]
+    first["content"] = joined(parts, "\n" if first["role"] == "user" else "")
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
     if calls:
         first["tool_calls"] = calls
@@ -167,8 +192,16 @@ def _merge(first: dict[str, Any], second: dict[str, Any]) -> None:
         first["reasoning_content"] = thoughts
 
 
-def _joined(texts: list[TextBlock]) -> str:
-    return "\n".join(block.text for block in texts)
+def _joined(blocks: Iterable[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    """Return blocks as the content of a chat's message. Neighbouring texts become lines of one text."""
+    parts = (text_part(block.text) if isinstance(block, TextBlock) else _image(block.source) for block in blocks)
+    return joined(parts, "\n")
+
+
+def _image(source: ImageData | ImageAddress) -> dict[str, Any]:
+    if isinstance(source, ImageAddress):
+        return image_part(source.url)
+    return image_part(f"data:{source.media_type};base64,{source.data}")
 
 
 def _wrong_block(kind: str, param: str, role: str) -> RequestError:

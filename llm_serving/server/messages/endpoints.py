@@ -5,16 +5,17 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
+from llm_serving.server.fields.images import named_images
 from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.generation.sequences import count_items
 from llm_serving.server.http.body import ModelT, json_response, read_request, whole_response
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.sse import EventStream
 from llm_serving.server.messages.answer import MessageStream, message_of
-from llm_serving.server.messages.conversion import chat_request, named_back, without_tags
-from llm_serving.server.messages.fields import CountRequest, MessagesRequest
+from llm_serving.server.messages.conversion import chat_request, image_fields, named_back, without_tags
+from llm_serving.server.messages.fields import ConversationFields, CountRequest, MessagesRequest
 from llm_serving.server.models.lookup import served
-from llm_serving.server.openai.chat import chat_prompt, start_chat
+from llm_serving.server.openai.chat import ChatRequest, chat_prompt, start_chat
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 
@@ -27,7 +28,7 @@ async def _create_message(state: ServerState, request: Request) -> AnyResponse:
     try:
         generation, plan = await start_chat(state, request, chat, "messages", "msg")
     except RequestError as error:
-        raise named_back(error) from None
+        raise _named(error, body, chat) from None
     if body.stream:
         return EventStream(generation, MessageStream(generation, plan))
     [answer] = await run_while_connected(state.active, request.receive, generation.answers())
@@ -45,8 +46,13 @@ async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
     try:
         prompt = await chat_prompt(state, chat)
     except RequestError as error:
-        raise named_back(error) from None
+        raise _named(error, body, chat) from None
     return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+def _named(error: RequestError, body: ConversationFields, chat: ChatRequest) -> RequestError:
+    """Return the error of a chat with the fields of the request from which the chat was made."""
+    return named_back(named_images(error, chat.messages, image_fields(body)))
 
 
 async def _read(model: type[ModelT], state: ServerState, request: Request) -> ModelT:

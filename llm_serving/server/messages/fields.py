@@ -18,7 +18,7 @@ _CACHE = frozenset({"cache_control"})
 """Fields that have no effect. The prefix cache finds equal prefixes by itself, so clients need not mark them."""
 _KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 """The edit that keeps the reasoning of all earlier answers, which is what the server does. Claude Code sends it."""
-_BLOCKS = ("text", "thinking", "tool_use", "tool_result")
+_BLOCKS = ("text", "image", "thinking", "tool_use", "tool_result")
 
 
 class TextBlock(StrictModel):
@@ -28,6 +28,30 @@ class TextBlock(StrictModel):
 
     type: Literal["text"]
     text: str
+
+
+class ImageData(StrictModel):
+    """The file of an image in base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/webp"]
+    data: str
+
+
+class ImageAddress(StrictModel):
+    """The URL of an image: a data URL, or a host or folder that the operator has allowed."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(StrictModel):
+    """An image in a message of the user or in the result of a tool, for models that read images."""
+
+    ignored = _CACHE
+
+    type: Literal["image"]
+    source: Annotated[ImageData | ImageAddress, Field(discriminator="type")]
 
 
 class ThinkingBlock(StrictModel):
@@ -58,6 +82,13 @@ def _only_text(value: object) -> object:
     if isinstance(value, list):
         _check_types(value, ("text",))
     return value
+
+
+def _blocks_of_result(value: object) -> object:
+    """Return the content of a tool's result as blocks. Refuses blocks that are neither texts nor images."""
+    if isinstance(value, list):
+        _check_types(value, ("text", "image"))
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 def _known_blocks(value: object) -> object:
@@ -93,11 +124,14 @@ class ToolResultBlock(StrictModel):
 
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-    content: Texts = Field(default_factory=list, description="Text, or a list of text blocks.")
+    content: Annotated[
+        list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
+        BeforeValidator(_blocks_of_result, json_schema_input_type=str | list[TextBlock | ImageBlock]),
+    ] = Field(default_factory=list, description="Text, or a list of text and image blocks.")
     is_error: bool | None = Field(default=None, description="Has no effect: the model reads the content.")
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class InputMessage(StrictModel):

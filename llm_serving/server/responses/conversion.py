@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
 
 from llm_serving.errors import RequestError
+from llm_serving.server.fields.images import ImageField, as_parts, image_part, joined, text_part
 from llm_serving.server.fields.renamed import renamed
+from llm_serving.server.fields.shared import is_image
 from llm_serving.server.fields.validation import request_error
 from llm_serving.server.generation.scheduling import SchedulingFields
 from llm_serving.server.openai.chat import ChatRequest
 from llm_serving.server.responses.fields import (
     CallItem,
+    ImagePart,
     MessageItem,
     NamedFunction,
+    Part,
     ReasoningItem,
     ResponsesRequest,
+    ResultItem,
     TextPart,
 )
 
@@ -33,8 +39,11 @@ _FIELDS = (
 """Patterns of fields of a chat request, and the fields of ``/v1/responses`` from which they were made."""
 
 
+_ITEM = r"input\[(\d+)\]\.(?:message|function_call_output|function_call|reasoning)"
+_PART = r"\.(content|output)\[(\d+)\]\.(?:input_text|output_text|input_image)"
 _TAGS = (
-    (r"input\[(\d+)\]\.(?:message|function_call_output|function_call|reasoning)\b", r"input[\1]"),
+    (rf"{_ITEM}{_PART}\b", r"input[\1].\2[\3]"),
+    (rf"{_ITEM}\b", r"input[\1]"),
     (r"tool_choice\.(?:literal|NamedFunction).*", "tool_choice"),
 )
 """Patterns of pydantic's locations in an error, and the locations in the request. Where a field has one of several
@@ -51,11 +60,30 @@ def named_back(error: RequestError) -> RequestError:
     return renamed(error, _FIELDS)
 
 
+def image_fields(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[ImageField]:
+    """Return the names of the fields of all images, in the order of the chat's images."""
+    stored = "previous_response_id"
+    parts = chain.from_iterable(as_parts(message["content"] or "") for message in earlier)
+    fields = [ImageField(stored, stored) for part in parts if is_image(part)]
+    for i, item in enumerate(body.input):
+        member, content = ("output", item.output) if isinstance(item, ResultItem) else ("content", ())
+        content = item.content if isinstance(item, MessageItem) else content
+        for j, part in enumerate(content):
+            if isinstance(part, ImagePart):
+                fields.append(ImageField(f"input[{i}].{member}[{j}]", f"input[{i}].{member}[{j}].image_url"))
+    return fields
+
+
 def conversation(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages after which the model answers, without the instructions. ``earlier`` are stored messages."""
+    """Return the messages after which the model answers, without the instructions. ``earlier`` are stored messages.
+
+    Raises RequestError for an image in a message of the assistant.
+    """
     messages = list(earlier)
-    for item in body.input:
+    for i, item in enumerate(body.input):
         if isinstance(item, MessageItem):
+            if item.role == "assistant":
+                _check_text(item.content, f"input[{i}].content")
             _add(messages, {"role": item.role, "content": _joined(item.content)})
         elif isinstance(item, CallItem):
             function = {"name": item.name, "arguments": item.arguments}
@@ -132,5 +160,19 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     messages[-1] = first
 
 
-def _joined(parts: Sequence[TextPart]) -> str:
-    return "".join(part.text for part in parts)
+def _joined(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
+    chat = (
+        text_part(part.text) if isinstance(part, TextPart) else image_part(part.image_url, part.detail)
+        for part in parts
+    )
+    return joined(chat, "")
+
+
+def _check_text(parts: Sequence[Part], param: str) -> None:
+    for i, part in enumerate(parts):
+        if isinstance(part, ImagePart):
+            raise RequestError(
+                f"'{param}[{i}]' is an image in a message of the assistant, which has only text.",
+                param=f"{param}[{i}]",
+                code="invalid_value",
+            )

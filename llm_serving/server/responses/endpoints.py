@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.errors import RequestError
+from llm_serving.server.fields.images import named_images
 from llm_serving.server.fields.validation import short
 from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.generation.sequences import count_items
@@ -18,7 +19,13 @@ from llm_serving.server.http.sse import EventStream
 from llm_serving.server.models.lookup import served
 from llm_serving.server.openai.chat import start_chat
 from llm_serving.server.responses.answer import Responder, ResponseStream
-from llm_serving.server.responses.conversion import chat_request, conversation, named_back, without_tags
+from llm_serving.server.responses.conversion import (
+    chat_request,
+    conversation,
+    image_fields,
+    named_back,
+    without_tags,
+)
 from llm_serving.server.responses.fields import ResponsesRequest
 from llm_serving.server.responses.store import StoredResponse
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
@@ -49,7 +56,7 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
     try:
         generation, plan = await start_chat(state, request, chat, "responses", "resp")
     except RequestError as error:
-        raise named_back(error) from None
+        raise named_back(named_images(error, chat.messages, image_fields(body, earlier))) from None
     responder = Responder(generation, plan, body, messages, tenant)
     if body.stream:
         return EventStream(generation, ResponseStream(responder))

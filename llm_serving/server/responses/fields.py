@@ -18,17 +18,20 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
+_PARTS = ("input_text", "output_text", "input_image")
+
+
 def _parts(value: object) -> object:
-    """Return a content as a list of parts. Only parts with text are supported."""
+    """Return a content as a list of parts. Only texts and images are supported."""
     if isinstance(value, str):
         return [{"type": "input_text", "text": value}]
     for i, part in enumerate(value if isinstance(value, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else part
-        if kind not in ("input_text", "output_text"):
+        if kind not in _PARTS:
             raise PydanticCustomError(
                 "content_part",
-                "holds a part [{index}] of type {kind}, which is not supported; only input_text and output_text are",
-                {"index": i, "kind": short(kind)},
+                "holds a part [{index}] of type {kind}, which is not supported; the types are {kinds}",
+                {"index": i, "kind": short(kind), "kinds": ", ".join(_PARTS)},
             )
     return value
 
@@ -42,7 +45,24 @@ class TextPart(StrictModel):
     text: str
 
 
-Parts = Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
+class ImagePart(StrictModel):
+    """An image in a message of the user or in the result of a tool, for models that read images."""
+
+    ignored = frozenset({"prompt_cache_breakpoint"})
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"file_id": (None,)}
+
+    type: Literal["input_image"]
+    image_url: str = Field(description="A data URL, or a URL of a host or folder that the operator has allowed.")
+    detail: Literal["auto", "low", "high"] | None = Field(
+        default=None, description="`low` takes fewer tokens, see `docs/images.md`."
+    )
+
+
+Part = TextPart | ImagePart
+Parts = Annotated[
+    list[Annotated[Part, Field(discriminator="type")]],
+    BeforeValidator(_parts, json_schema_input_type=str | list[Part]),
+]
 
 
 class MessageItem(StrictModel):

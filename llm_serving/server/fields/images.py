@@ -1,0 +1,71 @@
+"""Images of other APIs as parts of a chat's message, and errors of these images with the fields of the other API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from llm_serving.errors import RequestError
+from llm_serving.server.fields.renamed import renamed
+from llm_serving.server.fields.shared import Message, is_image
+
+_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url(\.url)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageField:
+    """The names of an image's fields in a request that was converted to a chat."""
+
+    image: str
+    url: str
+    """The field with the image's URL or its data."""
+
+
+def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
+    """Return an image as a part of a chat's message."""
+    return {"type": "image_url", "image_url": {"url": url} | ({} if detail is None else {"detail": detail})}
+
+
+def joined(parts: Iterable[dict[str, Any]], between: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message from parts of a chat: a text, or a list of parts if there are images.
+
+    ``between`` separates neighbouring texts.
+    """
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        if found and not is_image(part) and not is_image(found[-1]):
+            found[-1] = text_part(found[-1]["text"] + between + part["text"])
+        else:
+            found.append(part)
+    if any(map(is_image, found)):
+        return found
+    return found[0]["text"] if found else ""
+
+
+def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the content of a message as a list of parts. An empty text has no parts."""
+    if isinstance(content, list):
+        return content
+    return [text_part(content)] if content else []
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def named_images(error: RequestError, messages: Sequence[Message], fields: Sequence[ImageField]) -> RequestError:
+    """Return an error about an image of a chat with the name that the field has in the client's request.
+
+    ``fields`` has the names of all images in ``messages``, in order. Returns other errors as they are.
+    """
+    found = _PART.match(error.param or "")
+    if found is None:
+        return error
+    message, part = int(found[1]), int(found[2])
+    earlier = chain.from_iterable(each.parts for each in messages[:message])
+    number = sum(map(is_image, chain(earlier, messages[message].parts[:part])))
+    name = fields[number].image if found[3] is None else fields[number].url
+    return renamed(error, ((re.escape(found[0]), name.replace("\\", r"\\")),))
