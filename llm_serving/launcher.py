@@ -83,7 +83,7 @@ class _Launcher:
         self._display = ProgressDisplay(num_agents=launch.config.parallel_config.world_size)
         self._stop = asyncio.Event()
         self._seconds: dict[str, float] = {}
-        """When parts of the start were done, in seconds since this process began."""
+        """Time at which each part of the start was complete, in seconds since this process began."""
         self._access: AccessControl | None = None
         self._tls: ServerTls | None = None
 
@@ -103,7 +103,7 @@ class _Launcher:
         config = self._config
         sockets = open_sockets(config.serving_config, owned)
         self._check_packages()
-        # Early, because the agents load the model while this process imports its modules.
+        # The agents start first, because they load the model while this process imports its modules.
         agents = owned.enter_context(ExitStack())
         executors, leftovers = self._start_agents(agents)
         from llm_serving.engine.tokenizer_backends import load_tokenizer
@@ -254,7 +254,7 @@ class _Launcher:
     def _begin_service(
         self, models: ModelRegistry[ServerState], log: EventLog, metrics: Metrics, sockets: Sockets, owned: ExitStack
     ) -> None:
-        """Begin what runs only while the agents are ready, and say that the server is ready."""
+        """Start the tasks that run only while the agents are ready, and report that the server is ready."""
         _freeze_objects()
         models.begin()
         self._report_energy(metrics, log, owned)

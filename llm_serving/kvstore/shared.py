@@ -27,11 +27,11 @@ from llm_serving.scheduler.tier_moves import BlockKey
 
 SUFFIX = ".kv"
 SCAN_S = 5.0
-"""The index learns of files of other machines after this time, if requests look for blocks."""
+"""Seconds after which a lookup lets the index scan the folder again for files of other machines."""
 TRIM_S = 30.0
-"""Minimum time between two looks at the size of the folder."""
+"""Minimum time between two measurements of the folder's size."""
 TEMPORARY_S = 3600.0
-"""A temporary file that is older belongs to a machine that died."""
+"""Age in seconds from which a temporary file counts as left behind by a machine that died."""
 _TOUCH_S = 600.0
 _KEPT_PART = 0.9
 _numbers = itertools.count()
@@ -82,7 +82,8 @@ class SharedFolder:
             for chained_hash in [each for each in self._index if each[:1] == first and each not in found]:
                 del self._index[chained_hash]
             self._index.update(found)
-            # A file that another machine adds within the resolution of the clock would not change the time again.
+            # A file that another machine adds within the resolution of the clock does not change the folder's time
+            # again. So a folder with a recent change is scanned once more.
             if self._clock() - changed / 1e9 > 2.0:
                 self._changed[folder] = changed
 

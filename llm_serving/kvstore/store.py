@@ -23,7 +23,7 @@ from llm_serving.scheduler.tier_moves import NO_HOST_BLOCK, BlockKey, WantedBloc
 MAX_OFFERS = 64
 """Number of blocks that the store takes from the scheduler in one call."""
 PATIENCE = 4.0
-"""A request waits for a read for this many times the time that the read may take. Then it is computed."""
+"""A request waits for a read at most this multiple of the expected read time. Then the request is computed."""
 MIN_PATIENCE_S = 0.2
 _NEVER = float("inf")
 
@@ -53,7 +53,7 @@ class TierFigures:
     stored: int = 0
     """Blocks that were copied to the host."""
     dropped: int = 0
-    """Blocks that were not copied, because they were evicted before."""
+    """Blocks that were not copied, because they were evicted before the copy."""
     hits: dict[str, int] = field(default_factory=lambda: {"host": 0, "ssd": 0, "shared": 0})
     """Blocks of waiting requests that were found and used, by tier."""
     misses: int = 0
@@ -89,7 +89,7 @@ class _Waiting:
 
     wanted: WantedBlocks
     hosts: list[int]
-    """The host blocks of the whole run of blocks, those in memory and those that are read."""
+    """The host blocks of all wanted blocks: those in memory, and those that are being read."""
     transfer: Transfer
     due: float
 
@@ -114,7 +114,7 @@ class BlockStore:
         """``max_kept``: number of blocks that requests of one owner may keep in host memory."""
         self.figures = TierFigures()
         self.version = 0
-        """Changes when blocks that were read before may come from other agents, or may be wrong."""
+        """A number that changes when blocks that were read before may come from other agents, or may be wrong."""
         self._max_writes = max(1, num_hosts // 2)
         self._hosts = HostBlocks(first_host, num_hosts, KeptBlocks(num_hosts // 2, max_kept))
         self._disk = disk
@@ -163,7 +163,9 @@ class BlockStore:
         return min((one.due for one in self._waiting), default=None)
 
     def exchange(self, source: TierSource, now: float) -> bool:
-        """Takes offers and questions of the scheduler and replies. Returns True if a waiting request may start now."""
+        """Takes the scheduler's offers and its requests for blocks, and replies. Returns True if a waiting request may
+        start now.
+        """
         if self._pool is None:
             replied = False
             for wanted in source.take_wanted():
@@ -191,7 +193,7 @@ class BlockStore:
         self._hosts.keep(owner, hashes, until)
         self.figures.kept_blocks = self._hosts.num_kept
 
-    # Copies outside the engine
+    # The following methods lend blocks to copies outside the engine.
 
     def lend(self, key: BlockKey) -> Loan | None:
         """Returns a loan of a block that host memory or the disk has, or None. End it with ``end_loan``."""
@@ -203,7 +205,7 @@ class BlockStore:
             return Loan(key, self._pool, host, None, self._epoch, self.version)
         place = None if self._disk is None else self._disk.find(key)
         if place is not None and place.segment.is_shared:
-            return None  # the other machines find it there
+            return None  # the machines that share the folder find the block there
         return None if place is None else Loan(key, self._pool, None, place, self._epoch, self.version)
 
     def end_loan(self, loan: Loan) -> bool:
@@ -237,7 +239,7 @@ class BlockStore:
                 self._unwritten.append(loan.host)
         self._hosts.release(loan.host)
 
-    # Blocks that are stored
+    # The following methods copy offered blocks to the host and to the disk.
 
     def _take_offers(self, source: TierSource) -> None:
         """Takes offered blocks while there are host blocks for them. Others are offered again at the next exchange."""
@@ -306,10 +308,10 @@ class BlockStore:
                 self._hosts.release(host)
         self._write_behind()
 
-    # Blocks that are loaded
+    # The following methods find blocks for waiting requests and load them.
 
     def _look_up(self, source: TierSource, wanted: WantedBlocks, now: float) -> bool:
-        """Replies to a question, now or after a read. Returns True after a reply."""
+        """Replies to a request for blocks, now or after a read. Returns True after a reply."""
         hosts: list[int] = []
         transfer = Transfer([], [], [], [])
         for key in wanted.keys:
@@ -368,7 +370,7 @@ class BlockStore:
         return hosts[:end]
 
     def _end_reads(self, source: TierSource, now: float) -> bool:
-        """Replies to the questions whose reads have ended or take too long. Returns True after a reply."""
+        """Replies to the requests for blocks whose reads have ended or take too long. Returns True after a reply."""
         replied, waiting = False, self._waiting
         self._waiting = []
         for one in waiting:

@@ -15,7 +15,7 @@ from llm_serving.scheduler.tier_moves import BlockKey
 
 
 class BlockTier(Protocol):
-    """What ``BlockStore`` uses of the tiers behind host memory. ``FileTier`` describes the methods."""
+    """The part of the tiers behind host memory that ``BlockStore`` uses. ``FileTier`` describes the methods."""
 
     @property
     def may_write(self) -> bool: ...
@@ -104,7 +104,7 @@ class TierChain:
 
 
 class _Countdown:
-    """Calls a function when it was called itself a number of times, by any threads."""
+    """Calls ``done`` when this object has been called ``number`` times. Any threads may call it."""
 
     def __init__(self, number: int, done: Callable[[], None]) -> None:
         self._left = number

@@ -78,7 +78,7 @@ class BlockTransfers:
 
         self._use_stores(work)
 
-    # Reads: in the engine thread, in the mover, and in the engine thread again
+    # The following methods do a read: first in the engine thread, then in the mover, then in the engine thread again.
 
     def _lend(self, keys: Sequence[BlockKey], answer: _Answer[ReadBlocks], stores: Stores) -> None:
         loans: list[tuple[BlockStore, Loan]] = []
@@ -122,7 +122,7 @@ class BlockTransfers:
         versions = tuple(store.version for store in stores)
         answer.set(ReadBlocks(contents if all(are_current) else [], versions))
 
-    # Writes: in the engine thread, in the mover, and in the engine thread again
+    # The following methods do a write: first in the engine thread, then in the mover, then in the engine thread again.
 
     def _accept(
         self, keys: Sequence[BlockKey], contents: Sequence[bytes], answer: _Answer[int], stores: Stores

@@ -47,9 +47,9 @@ class LoraModule:
     """Name of the layer in a checkpoint, without ``.weight``."""
     scale: float
     a: Array
-    """[rank, inputs]; the bits of bfloat16 are stored as uint16."""
+    """Matrix A, [rank, inputs]. The bits of bfloat16 are stored as uint16."""
     b: Array
-    """[outputs, rank]"""
+    """Matrix B, [outputs, rank]."""
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Reads ``adapter_config.json`` of the library PEFT, and refuses by name what the kernels do not compute."""
+"""Reads ``adapter_config.json`` of the library PEFT, and refuses settings that the kernels do not support."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class AdapterRegistry:
     def take_slot(self) -> int:
         """Return a slot for a new adapter: a free one, or that of the least recently used adapter without requests.
 
-        The caller must call ``add`` or ``give_back``. Raises AdaptersInUseError if no slot has this number.
+        The caller must call ``add`` or ``give_back``. Raises AdaptersInUseError if all adapters have open requests.
         """
         free = next((slot for slot in range(self.max_adapters) if slot not in self._uses), None)
         if free is not None:

@@ -29,7 +29,7 @@ class GatedDelta:
     """A multiple of ``key_heads``: consecutive value heads share a key head."""
     key_dim: int
     value_dim: int
-    """Sizes of a key head and of a value head."""
+    """``key_dim`` and ``value_dim`` are the sizes of a key head and of a value head."""
     taps: int
     """Number of tokens that the causal convolution of queries, keys and values reads, the present one included."""
     full_layers: tuple[int, ...]

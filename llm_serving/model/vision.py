@@ -106,7 +106,8 @@ class ImageProcessing:
     rescale_factor: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """A pixel value x becomes (x * ``rescale_factor`` - mean) / std. Both have a number for each colour."""
+    """A pixel value x becomes (x * ``rescale_factor`` - mean) / std. ``mean`` and ``std`` have a number for each
+    colour."""
 
     def max_tiles(self, image_size: int) -> int:
         """Return the maximum number of tiles of an image."""

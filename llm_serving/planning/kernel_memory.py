@@ -60,7 +60,7 @@ SLOTS = 16
 RECORDED_LAYER_BYTES = 16 << 10
 RECORDED_FUSED_LAYER_BYTES = 4 << 10
 RECORDED_CACHE_BYTES = 32 << 10
-"""Bytes of the recorded launches that quantise keys and values and multiply them out, for each layer."""
+"""Bytes of the recorded launches that quantise and dequantise keys and values, for each layer."""
 RECORDED_GRAPHS = 3
 """Number of graphs of native operators that are recorded: members of ``GraphKind`` (``agent/step_graph``)."""
 MOST_REPLAYED_TOKENS = 512

@@ -112,9 +112,10 @@ def _gathered_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]
 
 
 def gathered_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the largest step's gathered blocks: int8, as float32 before and after the product, rounded.
+    """Return the bytes of the largest step's gathered blocks: as int8, as float32 before and after the scales, and
+    rounded.
 
-    ``shape`` is the rank's part. While the values are multiplied out, the results of the keys already exist.
+    ``shape`` is the rank's part. While the values are dequantised, the dequantised keys already exist.
     """
     heads, rounded = shape.num_key_value_heads, config.dtype_bytes
     elements = heads * shape.head_dim * (2 + 2 * FLOAT32_BYTES + 2 * rounded)

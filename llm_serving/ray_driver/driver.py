@@ -152,7 +152,10 @@ class RayDriver:
                 self._end(seat, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
     def _advance(self, seat: _Seat, result: object) -> None:
-        """Take the next step of a node: its actor, its address, or its end."""
+        """Continue a node after the result that it has waited for.
+
+        The results are the placement, which lets the actor be made, then the address of the node, then its end.
+        """
         node, placement = seat.node, self._placement
         assert node is not None
         assert placement is not None

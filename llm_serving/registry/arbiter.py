@@ -1,4 +1,4 @@
-"""Decides which models share the memory. Pure: it sees planned bytes, and neither processes nor clocks.
+"""Decides which models share the memory. It only computes with planned bytes, and knows no processes or clocks.
 
 Memory is divided into pools: ``host``, and one pool for each device, such as ``device 0``. A model needs bytes of one
 or more pools.

@@ -45,7 +45,8 @@ MESSAGE_TIMEOUT_S = BODY_TIMEOUT_S + 5.0
 """Maximum time in seconds from a request's headers to the end of its message, also if no handler reads its body."""
 MAX_HEADER_BYTES = 64 * 1024
 MAX_FRAMING_RATIO = 8
-"""Maximum bytes of chunk framing for each byte of a chunked body. A chunk of one byte has five."""
+"""Maximum bytes of chunk framing for each byte of a chunked body. A chunk with one byte of content has five bytes of
+framing."""
 KEEP_ALIVE_S = 75.0
 
 INLINE_ITEMS = 2048

@@ -157,7 +157,7 @@ class _Server(uvicorn.Server):
             self._batches.start()
         await self._tick_until(asyncio.ensure_future(self._stop.wait()))
         if self._batches is not None:
-            await self._batches.stop()  # its lines are computed after the next start, so nothing waits for them
+            await self._batches.stop()  # the stop does not wait for batches, which continue after the next start
         # The socket still listens, so that clients get a 503 with a reason instead of a refused connection.
         drain_s = 0.0 if self._state.has_ended else self._drain_s
         await self._tick_until(asyncio.ensure_future(self._state.active.drain(drain_s)))

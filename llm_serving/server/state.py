@@ -80,7 +80,7 @@ class ServerSettings:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of sampling parameters that a request to OpenAI's endpoints does not set, by name."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
-    """Addresses and networks of the clients whose header ``X-Request-Start`` counts."""
+    """Addresses and networks of the clients whose header ``X-Request-Start`` the server uses."""
     max_keep_s: float = 3600.0
     """Maximum of ``cache_keep_s`` of a request."""
     max_session_bytes: int = 1 << 30
@@ -94,7 +94,7 @@ class ServerSettings:
     processing: ImageProcessing | None = None
     """How images become tiles. None if the model reads only text."""
     tile_cost: int = 0
-    """The work of encoding a tile, in tokens."""
+    """The time of encoding one tile, as the number of prompt tokens whose computation takes as long."""
     images: ImageConfig = field(default_factory=ImageConfig)
     """Limits of images."""
     profile_folder: str = "output/profiles"
@@ -189,10 +189,11 @@ class RunningProfile:
 
 @dataclass(slots=True)
 class ServerState:
-    """The objects and settings of one server, as a version of a model sees them. Every handler receives this object.
+    """The objects and settings of one server, from the view of one version of a model. Every handler receives this
+    object.
 
-    The versions of all models share the objects that are not of the model. A handler receives the state of the main
-    model; ``models.served`` returns the state of the request's model.
+    The versions of all models share the objects that do not depend on the model. A handler receives the state of the
+    main model; ``models.served`` returns the state of the request's model.
     """
 
     engine: AsyncEngine

@@ -1,4 +1,5 @@
-"""The sessions of a server: the tokens of the last request of each conversation, in bounded memory; pure.
+"""The sessions of a server: the tokens of the last request of each conversation, in bounded memory. It does no input or
+output.
 
 A session belongs to a tenant. Another tenant cannot see it, even with its id. Only the event loop uses the book.
 """

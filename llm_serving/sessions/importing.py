@@ -143,7 +143,7 @@ class SessionImport:
         size = manifest.block_size
         self.result = ImportResult(manifest.num_tokens, size)
         ours = self._identity.facts
-        # A wrong file may have the right block size in its facts and divide its tokens by another.
+        # A wrong file may state the right block size in its facts, but divide its tokens by another block size.
         self.result.differences = differences_of(manifest.facts, ours) or differences_of(
             {"block_size": size}, {"block_size": ours.get("block_size")}
         )

@@ -1,4 +1,5 @@
-"""The format of a session file: a manifest, the tokens, and the KV blocks of the first tokens; pure.
+"""The format of a session file: a manifest, the tokens, and the KV blocks of the first tokens. This module opens no
+file.
 
     file = magic, u32 size of the manifest, u32 checksum of the manifest, manifest (JSON),
            u32 checksum of the tokens, tokens (int32),
@@ -122,7 +123,7 @@ def _end_checksum(manifest: bytes, num_blocks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of a file has been read."""
+    """The beginning of a session file, which has been read."""
 
     manifest: Manifest
     tokens: bytes
@@ -145,7 +146,7 @@ class SessionReader:
         self.num_blocks = 0
 
     def feed(self, piece: bytes) -> Iterator[Head | bytes]:
-        """Yield what the next piece of the file completes. Raises InvalidSessionError."""
+        """Yield the head and the records that the next piece of the file completes. Raises InvalidSessionError."""
         self._buffer += piece
         while not self.is_complete and isinstance(self._wanted, int) and len(self._buffer) >= self._wanted:
             data = bytes(self._buffer[: self._wanted])

@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of two models for the same answers, and recommends one of them; pure.
+"""Compares the log-probabilities of two models for the same answers, and recommends one of them. It only computes.
 
 Both models score the tokens of an answer: each predicts every token from the prompt and the answer before it. So a
 difference at one token does not move the others, and answers that were sampled can be compared, too.
@@ -16,7 +16,7 @@ from llm_serving.config.shadow_section import ShadowConfig
 from llm_serving.request import TokenLogits
 
 MAX_RATIOS = 1024
-"""The median of latencies counts this number of the latest answers."""
+"""Number of the latest answers from which the median ratio of latencies is computed."""
 
 
 @dataclass(frozen=True, slots=True)

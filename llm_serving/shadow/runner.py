@@ -24,9 +24,10 @@ from llm_serving.telemetry.log import EventLog
 T = TypeVar("T")
 
 POLL_S = 0.02
-"""Time between two looks whether the engines are idle, while an answer waits or is computed."""
+"""Time between two checks whether the engines are idle, while an answer waits or is computed."""
 MAX_ATTEMPTS = 8
-"""An answer is left out if requests of users have interrupted it so often."""
+"""Maximum number of attempts to score an answer. Requests of users interrupt an attempt. Then the answer is left out.
+"""
 _PROBE_TEXT = "The quick brown fox, 1234567 \u2013 \u00e9\u4e2d\u6587\n\tdef f(x): return x"
 
 Score = Callable[[AsyncEngine, ServedAnswer], Coroutine[Any, Any, ScoredAnswer]]
@@ -56,7 +57,7 @@ class ShadowRunner:
         self.config = config
         self.comparison = Comparison()
         self.counts: Counter[str] = Counter()
-        """Answers by what became of them: ``compared``, or why they were left out."""
+        """Number of answers by outcome: ``compared``, or the reason why they were left out."""
         self._registry: ModelRegistry[Any] = registry
         self._log = log
         self._score = scorer
@@ -131,7 +132,9 @@ class ShadowRunner:
             self._note()
 
     async def _compare(self, answer: ServedAnswer) -> str:
-        """Let both models score an answer. Returns what became of it. Raises _InterruptedError, LLMServingError."""
+        """Let both models score an answer. Returns the outcome, a key of ``counts``. Raises _InterruptedError,
+        LLMServingError.
+        """
         versions = await self._idle_versions()
         if versions is None:
             return "candidate_not_ready"
@@ -152,7 +155,7 @@ class ShadowRunner:
         """Return the versions of both models as soon as users have no requests. None if one is not in memory.
 
         No leases are held meanwhile, so the candidate may be unloaded or replaced. The event loop runs nothing between
-        the last look and the return.
+        the last check and the return.
         """
         main, candidate = self._registry.models[0], self._registry.find(self.config.model)
         assert candidate is not None, "checked at the start"

@@ -43,7 +43,8 @@ async def score(engine: AsyncEngine, answer: ServedAnswer) -> ScoredAnswer:
     Raises EngineFailedError.
     """
     if answer.has_images:
-        # The salt is that of the images: blocks without them would be found by requests with them.
+        # The salt stands for the images. Requests with the images would find the blocks that this call computes without
+        # them.
         raise RequestError("a prompt with images cannot be scored without its images")
     sampling = SamplingParams(
         max_tokens=len(answer.output), temperature=0.0, ignore_eos=True, logprobs=True, top_logits=1

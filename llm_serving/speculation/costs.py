@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 FORCED = 9
-"""Match of a draft that a constraint forces. The matches of other drafts are at most 8 tokens long."""
+"""Stands for a match length: the draft was forced by a constraint. Real matches are at most 8 tokens long."""
 MODEL = 10
-"""Match of a draft that the draft model made."""
+"""Stands for a match length: the draft model made the draft."""
 _NEW = 0.2
 """Weight of a new measurement in a running mean."""
 _OUTLIER = 1.5

@@ -13,7 +13,8 @@ Mask = npt.NDArray[np.uint32]
 
 
 def allowed_drafts(constraint: Constraint, draft: Sequence[int]) -> tuple[list[int], list[Mask]]:
-    """Returns the drafts before the first forbidden one, and the masks of the next token and after each of them.
+    """Returns the drafts before the first forbidden one, and the masks for the next token and for the token after each
+    of these drafts.
 
     Returns no drafts and no masks if the constraint cannot look ahead. The constraint stays unchanged.
     """

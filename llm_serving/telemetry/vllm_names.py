@@ -64,7 +64,7 @@ VLLM_NAMES = (
     VllmName("vllm:prefix_cache_queries_total", "llm_serving_prefix_cache_query_tokens_total"),
     VllmName("vllm:prefix_cache_hits_total", "llm_serving_prefix_cache_hit_tokens_total"),
 )
-"""All names. ``vllm:lora_requests_info`` is missing, because the server has no adapters."""
+"""All names. ``vllm:lora_requests_info`` is missing, because this server has no metric of requests by adapter."""
 
 
 class VllmCollector(Collector):

@@ -63,7 +63,7 @@ class Intake(Stateful):
         for sequence in (*self._preempted, *self.order.waiting()):
             self._shares.enter(sequence.request.tenant)
 
-    # Requests
+    # The following methods add and end requests.
 
     def add(self, request: Request, num_free_rows: int) -> Sequence:
         """Admits a request.
@@ -194,7 +194,7 @@ class Intake(Stateful):
         """
         self._max_starts = num_starts if self._max_starts is None else min(self._max_starts, num_starts)
 
-    # The queue
+    # The following methods read and change the queue.
 
     def __len__(self) -> int:
         """Number of waiting requests."""

@@ -1,4 +1,5 @@
-"""Reads the lines of a batch's input, and makes the lines of its output; pure."""
+"""Reads the lines of a batch's input, and makes the lines of its output. The module itself reads and writes no files.
+"""
 
 from __future__ import annotations
 

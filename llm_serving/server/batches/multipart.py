@@ -1,4 +1,4 @@
-"""Parses a body of the type ``multipart/form-data`` while it arrives, with bounded memory; pure.
+"""Parses a body of the type ``multipart/form-data`` while it arrives, with bounded memory.
 
 The form is that of RFC 7578: parts with a header ``Content-Disposition``, separated by a boundary.
 """
@@ -67,7 +67,10 @@ class FormParser:
         return self._state == "end"
 
     def feed(self, chunk: bytes) -> Iterator[PartBegin | PartData]:
-        """Yield what the next chunk of the body completes. Raises InvalidFormError."""
+        """Yield each part that begins in the next chunk of the body, and the content of parts.
+
+        Raises InvalidFormError.
+        """
         self._buffer += chunk
         while True:
             before = self._state

@@ -1,4 +1,4 @@
-"""The records of files and batches as they are on disk, and their JSON in responses; pure."""
+"""The records of files and batches as they are on disk, and their JSON in responses."""
 
 from __future__ import annotations
 

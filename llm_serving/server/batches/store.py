@@ -102,7 +102,7 @@ class BatchStore:
             os.close(self._lock)
             self._lock = -1
 
-    # Files
+    # The following methods keep files.
 
     def begin_upload(self, owner: str) -> Upload:
         """Begin a new file, whose content then arrives in parts. Raises StorageLimitError."""
@@ -157,7 +157,7 @@ class BatchStore:
             self._count(tenant, _counted(file.num_bytes))
         tenant.files[file.id] = file
 
-    # Batches
+    # The following methods keep batches.
 
     def add_batch(self, batch: Batch) -> None:
         """Add a new batch.
@@ -223,7 +223,7 @@ class BatchStore:
             oldest += sorted(waiting, key=lambda batch: (batch.created_at, batch.id))[:1]
         return sorted(oldest, key=lambda batch: (batch.created_at, batch.id))
 
-    # Results
+    # The following methods write the results of batches.
 
     def open_results(self, batch: Batch) -> tuple[int, int]:
         """Open the output file and the error file for appending after their last complete line.
@@ -267,7 +267,7 @@ class BatchStore:
         self._count(self._tenant(batch.owner), _counted(size) - size)
         return True
 
-    # Parts
+    # The following methods are parts of the methods above.
 
     def _tenant(self, owner: str) -> _Tenant:
         """Return the tenant, with its folder."""

@@ -40,7 +40,8 @@ class Prompt:
     """The images of the prompt. None if it has none."""
 
     def work(self, tile_cost: int) -> int:
-        """Return the number of tokens, and the tiles of images as the tokens that take as long (``tile_cost``)."""
+        """Return the work of the prefill in tokens: the number of tokens, and ``tile_cost`` for each tile of an image.
+        """
         return len(self.token_ids) + (0 if self.images is None else tile_cost * len(self.images.tiles))
 
     def as_text(self, tokenizer: Tokenizer) -> str:

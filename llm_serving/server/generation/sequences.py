@@ -114,7 +114,7 @@ class Generation:
         self.scoring: list[Choice] = []
         """Further sequences of a response that is not streamed. They score prompts and are no choices."""
         self.is_scoring_only = False
-        """Whether only ``scoring`` runs, because the choices have no tokens."""
+        """True if only the sequences of ``scoring`` run, because the choices have no tokens."""
         self._open: list[OpenRequest] = []
         self._is_refused = False
         self._cached_tokens: dict[int, int] = {}
@@ -254,7 +254,7 @@ class Generation:
         self._log_arrival(replace(choice, request_id=name))
         self._searches.append(name)
         prompt = choice.prompt.token_ids
-        # The number that counts against the quota if the search is aborted.
+        # If the search is aborted, this maximum number of tokens counts against the quota.
         num_output_tokens = params.width * params.max_tokens
         try:
             result = await self.state.engine.search(

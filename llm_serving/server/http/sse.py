@@ -113,7 +113,7 @@ class EventStream:
                 self.status_code = reply.status
                 await reply.response(generation.request_id)(scope, receive, send)
         else:
-            # Records the end at the time of the last byte; after an error, ``app.py`` closes the generation.
+            # The end is recorded here, at the time of the last byte. After an error, ``app.py`` closes the generation.
             generation.close()
         finally:
             channel.detach()

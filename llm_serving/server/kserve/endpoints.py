@@ -147,13 +147,13 @@ async def _answers(
 
 
 def _text(generation: Generation, answer: Answer, excludes: bool) -> str:
-    """Return the text of an answer, after its prompt unless ``excludes``."""
+    """Return the text of an answer. The prompt comes before it, unless ``excludes`` is True."""
     prompt = "" if excludes else answer.choice.prompt.as_text(generation.state.engine.tokenizer)
     return prompt + answer.text
 
 
 def _head(request: Request, request_id: str | None) -> dict[str, Any]:
-    """Return the first members of a response."""
+    """Return the members that every response has: the model's name and version, and the id if the client sent one."""
     named = {} if request_id is None else {"id": request_id}
     return {**named, "model_name": request.path_params["name"], "model_version": MODEL_VERSION}
 

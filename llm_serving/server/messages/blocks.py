@@ -1,4 +1,4 @@
-"""Turns the events of a parser into content blocks of Anthropic's API, whole or as events of a stream; pure."""
+"""Turns the events of a parser into content blocks of Anthropic's API, whole or as events of a stream."""
 
 from __future__ import annotations
 

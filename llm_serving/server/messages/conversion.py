@@ -180,7 +180,7 @@ def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
 
 
 def _merge(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Append a message of the same role."""
+    """Append the content, tool calls and reasoning of message ``second`` to ``first``, which has the same role."""
     parts = [*as_parts(first["content"] or ""), *as_parts(second["content"] or "")]
     first["content"] = joined(parts, "\n" if first["role"] == "user" else "")
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]

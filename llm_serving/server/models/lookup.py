@@ -57,7 +57,9 @@ def open_models(
 
 
 def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerState:
-    """Return the view of a version that ``engine`` serves. All that is not of the model is shared with ``state``."""
+    """Return the view of a version that ``engine`` serves. It shares with ``state`` the objects that do not depend on
+    the model.
+    """
     _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
     settings, grammars = ServerSettings.from_config(engine.config), None
     if settings.structured_outputs:

@@ -256,7 +256,7 @@ class ChatStream(OpenAIStream):
         for delta in deltas:
             members = (b',"delta":', delta, b',"logprobs":', logprobs, b',"finish_reason":null', ids)
             events.append(self.event(choice.index, *members))
-            logprobs, ids = b"null", b""  # the first delta has those of the whole piece
+            logprobs, ids = b"null", b""  # only the first delta of a piece has these members
         if piece.finish_reason is not None:
             reason, stop_reason = FINISH[piece.finish_reason], stop_reason_json(piece)
             if writer is not None:

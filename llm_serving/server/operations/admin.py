@@ -87,7 +87,7 @@ async def _health_live(state: ServerState, request: Request) -> Response:
 async def is_ready(state: ServerState) -> tuple[bool, str]:
     """Return whether the server would serve a request now, and the name of its state.
 
-    It would if a step completed recently, or if all agents reply to a status request.
+    The server is ready if a step completed recently, or if all agents reply to a status request.
     """
     status = state.engine.status()
     ready = status.state == "ready" and not state.active.stopping

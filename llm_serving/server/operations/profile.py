@@ -72,7 +72,7 @@ async def _start(state: ServerState, request: Request) -> Response:
 
 async def _stop(state: ServerState, request: Request) -> Response:
     if state.profile.folder is None and state.profile.last is not None:
-        last, state.profile.last = state.profile.last, None  # the timer stopped the profile and left the result here
+        last, state.profile.last = state.profile.last, None  # the timer stopped the profile and stored its result
         return json_response(last)
     return json_response(await _finish(state))
 

@@ -31,7 +31,7 @@ async def _get_timeline(state: ServerState, request: Request) -> Response:
         raise UnknownRequestError("There are no timelines, because log_config.flight_recorder_mib is 0.")
     timeline = b"null"
     if request_id.isprintable() and len(request_id) <= MAX_ID_CHARS:
-        async with state.timeline_lock:  # one process at a time, so that operators take at most one core
+        async with state.timeline_lock:  # one process at a time, so that operators use at most one core
             timeline = await asyncio.get_running_loop().run_in_executor(None, _read, folder, request_id)
     if timeline == b"null":
         raise UnknownRequestError(

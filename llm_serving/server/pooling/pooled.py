@@ -28,7 +28,7 @@ _SHORTEST = np.float32(1e-12)
 
 
 _RESULTS = {"embed": "embeddings", "score": "scores", "classify": "classes"}
-"""What a server computes, by its task."""
+"""The results that a server computes for each task, as error messages name them."""
 
 
 def pooling_of(state: ServerState, *tasks: str) -> Pooling:

@@ -193,7 +193,9 @@ async def _compared(
     names: tuple[str, str],
     before: tuple[str, str],
 ) -> list[float]:
-    """Return the cosines of the embeddings of each pair of texts. ``before`` are the prompts of both kinds of text."""
+    """Return the cosines of the embeddings of each pair of texts. ``before`` has the prompts before the texts of
+    ``first`` and of ``second``.
+    """
     for name in ("instruction", "use_activation"):
         if getattr(body, name) is not None:
             raise RequestError(

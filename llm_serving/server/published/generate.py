@@ -155,8 +155,9 @@ def _top_tokens(generation: Generation, parameters: GenerateParameters, entry: T
 
 
 class _Details:
-    """The lists of tokens in ``details``. Each token is encoded when it is added, so that the last event of a stream
-    takes little time.
+    """The lists of tokens in ``details``.
+
+    Each token is encoded when it is added, so that making the last event of a stream takes little time.
     """
 
     def __init__(self, generation: Generation, parameters: GenerateParameters) -> None:

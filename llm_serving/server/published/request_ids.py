@@ -1,4 +1,4 @@
-"""The ids that clients gave to the requests of ``/chat`` that are being served; pure."""
+"""The ids that clients gave to the requests of ``/chat`` that are being served."""
 
 from __future__ import annotations
 

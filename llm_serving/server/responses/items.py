@@ -1,4 +1,4 @@
-"""Turns the events of a parser into the output items of ``/v1/responses``, and into the events of a stream; pure."""
+"""Turns the events of a parser into the output items of ``/v1/responses``, and into the events of a stream."""
 
 from __future__ import annotations
 

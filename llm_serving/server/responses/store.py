@@ -1,4 +1,4 @@
-"""Keeps the newest responses of each tenant in memory, so that later requests can continue them; pure."""
+"""Keeps the newest responses of each tenant in memory, so that later requests can continue them."""
 
 from __future__ import annotations
 

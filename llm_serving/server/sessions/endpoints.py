@@ -192,7 +192,9 @@ def _tiers_of(state: ServerState) -> tuple[KvTiers, BlockTransfers]:
 
 
 async def _identity(tiers: KvTiers) -> BlockIdentity:
-    """Return what the bits of the blocks depend on. Raises UnavailableError if the weights have changed."""
+    """Return the facts on which the values in the blocks depend: model, weights and kernels. Raises UnavailableError if
+    the weights have changed.
+    """
     try:
         return await asyncio.to_thread(tiers.identity)
     except (CheckpointError, OSError) as error:
