@@ -15,7 +15,7 @@ from llm_serving.errors import ConfigError, LLMServingError, ProtocolError
 
 
 class NodeRefusedError(LLMServingError):
-    """A node does not serve this server, or is not what it should be. The text has the difference."""
+    """A node does not serve this server, or is not what it should be. The error's text names the difference."""
 
 
 class NodeBusyError(LLMServingError):

@@ -58,7 +58,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: ShortText
     """Version of the package."""
     link: UInt
-    """``LINK_VERSION``."""
+    """Version of the link's messages, ``LINK_VERSION``."""
     protocol: UInt
     """Version of the messages between server and agents."""
     code: ShortText

@@ -23,7 +23,8 @@ from llm_serving.errors import ProtocolError, RequestError
 MAX_NODES = 256
 RETRY_S = 0.25
 LONGEST_RETRY_S = 5.0
-"""Seconds until the server connects again to a node that it cannot reach. They double with each attempt."""
+"""Maximum seconds until the server connects again to a node that it cannot reach. The wait begins at ``RETRY_S`` and
+doubles with each attempt."""
 FAILURES_OF_A_LOSS = 2
 """Attempts to connect that must fail in a row before ``NodePool.on_loss`` is called."""
 REFUSED_RETRY_S = 10.0
@@ -35,17 +36,17 @@ class NodeState(enum.Enum):
 
     CONNECTING = "connecting"
     FREE = "free"
-    """The server has a link to it, and no replica uses it."""
+    """The server has a link to the node, and no replica uses the node."""
     USED = "used"
-    """A replica has its agents there."""
+    """A replica has its agents on the node."""
     DRAINING = "draining"
-    """A replica completes its requests there."""
+    """A replica completes its requests on the node, which gets no new ones."""
     DRAINED = "drained"
     """The server does not use the node until it is added again."""
     DOWN = "down"
-    """The server cannot reach it."""
+    """The server cannot reach the node."""
     REFUSED = "refused"
-    """It has another program, model or arithmetic."""
+    """The node has another program, model or arithmetic than the server."""
 
 
 class NodeError(RequestError):
@@ -56,7 +57,7 @@ class NodeError(RequestError):
 
 
 class NodeLog(Protocol):
-    """Where changes of nodes are logged."""
+    """The log that receives the changes of nodes."""
 
     def event(self, name: str, /, *, level: str = "info", **fields: Any) -> None: ...
 
@@ -74,7 +75,7 @@ class Node:
         self.welcome: Welcome | None = None
         self.replica: int | None = None
         self.leave_at: float | None = None
-        """When the requests of a draining node move to other nodes, by ``time.monotonic``."""
+        """The time at which the requests of a draining node move to other nodes, by ``time.monotonic``."""
         self.is_removed = False
         self.num_losses = 0
         """How often the link or the agents were lost."""
@@ -106,7 +107,7 @@ class NodePool:
         """Name and arithmetic of the first node that was ready."""
 
     def on_change(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` whenever a node becomes free or must leave. It must be quick, and safe in any thread."""
+        """Call ``wake`` whenever a node becomes free or must leave. ``wake`` must be quick, and safe in any thread."""
         self._wakers.append(wake)
 
     def no_change(self, wake: Callable[[], None]) -> None:
@@ -114,7 +115,7 @@ class NodePool:
         self._wakers.remove(wake)
 
     def log_to(self, log: NodeLog) -> None:
-        """Log all changes, also those so far."""
+        """Log all changes of nodes, also those that happened before this call."""
         with self._changed:
             self._log, unlogged = log, self._unlogged
             self._unlogged = []
@@ -239,7 +240,7 @@ class NodePool:
             raise NodeError(f"The node {node.name} still drains; add it again when it is drained.")
         self._changed.notify_all()
 
-    # The thread of a node
+    # The following methods run in the thread of a node.
 
     def _keep(self, node: Node) -> None:
         """Connect to a node, keep the link alive while it is free, and connect again, until the node is removed."""
@@ -252,7 +253,7 @@ class NodePool:
                 self._sleep(node, REFUSED_RETRY_S)
                 continue
             except (OSError, ProtocolError, NodeBusyError) as error:
-                if wait_s > RETRY_S or not isinstance(error, NodeBusyError):  # it may still end the last link
+                if wait_s > RETRY_S or not isinstance(error, NodeBusyError):  # the node may still end a link
                     self._note(node, NodeState.DOWN, str(error))
                 num_failures += 1
                 if num_failures == FAILURES_OF_A_LOSS:

@@ -131,7 +131,7 @@ class RayNodes:
 
     def _forget(self, name: str) -> None:
         self._names.discard(name)
-        with contextlib.suppress(NodeError):  # an operator may have removed it
+        with contextlib.suppress(NodeError):  # an operator may have removed the node
             self._pool.remove(name)
 
     def _forget_all(self) -> None:

@@ -151,7 +151,7 @@ class RemoteGroup:
         self.kill()
 
     def _send(self, frame: bytes) -> None:
-        with contextlib.suppress(OSError):  # the next read reports it
+        with contextlib.suppress(OSError):  # the next read reports the broken connection
             self._channel.send(frame)
         self._watch()
 

@@ -24,7 +24,7 @@ ProgressNote = Callable[[int, str, int, int], None]
 
 @dataclass
 class _Shared:
-    """A pool, what places its nodes, and the number of the engines that use it."""
+    """A pool, the Ray nodes that belong to it, and the number of the engines that use it."""
 
     pool: NodePool
     ray: RayNodes | None

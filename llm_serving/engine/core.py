@@ -191,7 +191,7 @@ class EngineCore:
         self._running = True
         self._was_idle = True
 
-    # Any thread
+    # Any thread may call the following methods.
 
     def note_traces(self) -> None:
         """Pass the times of steps to the traces of requests from now on. Any thread may call this method."""
@@ -211,7 +211,7 @@ class EngineCore:
         command = UseStores(work)
         self.submit(command)
         if self.ended:
-            with contextlib.suppress(ValueError, IndexError):  # the engine thread may take it at the same time
+            with contextlib.suppress(ValueError, IndexError):  # the engine thread may take the command, too
                 self._commands.remove(command)
                 work(())
 
@@ -252,7 +252,7 @@ class EngineCore:
             self.stop_reason = "the engine thread ended unexpectedly; the server's error output has the reason"
             self.state = EngineState.STOPPED
 
-    # The following methods run in the engine thread
+    # The following methods run in the engine thread.
 
     def run(self) -> None:
         """Run the loop until a ``Stop`` command.
@@ -400,7 +400,7 @@ class EngineCore:
         except AssertionError as error:
             self._log.error("the scheduler leaks", reason=str(error))
 
-    # Requests
+    # The following methods add and refuse requests.
 
     def _add(self, request: Request, now: float) -> None:
         try:
@@ -422,7 +422,7 @@ class EngineCore:
         self._metrics.request_refused(error.code if isinstance(error, RequestError) else "internal_error")
         self._outputs.append(RequestRefused(request.request_id, error))
 
-    # Agents
+    # The following methods talk to the agents.
 
     def _probe(self) -> None:
         """Ask the agents of all ready replicas for their status. If no replica is ready, ask all agents."""

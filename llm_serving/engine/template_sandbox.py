@@ -122,7 +122,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 if guard is None:
                     raise BudgetError(f"the method {method.__name__!r} of {type(owner).__name__} is not available")
                 args = _materialized(budget, args)
-                named = {name: value for name, value in kwargs.items() if not name.startswith("_")}  # without Jinja's
+                named = {name: value for name, value in kwargs.items() if not name.startswith("_")}  # not Jinja's own
                 budget.take(guard(budget, owner, *args, **named))
             else:
                 budget.take(OBJECT_CHARS)

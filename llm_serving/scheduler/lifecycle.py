@@ -114,7 +114,7 @@ class Lifecycle:
                 updates.append(RequestUpdate(sequence.request, error=error))
         return updates
 
-    # Results
+    # The following methods take the results of steps.
 
     def take_result(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
         """Processes the result of a step. Returns an update for each new token and for each request that ended."""

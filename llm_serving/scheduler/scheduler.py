@@ -360,7 +360,7 @@ class Scheduler:
         """
         self._lifecycle.check_integrity()
 
-    # Snapshots
+    # The following methods save and restore the state of the scheduler.
 
     @property
     def has_ended_updates(self) -> bool:

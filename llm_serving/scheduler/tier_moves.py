@@ -46,7 +46,8 @@ class WantedBlocks:
     first: int
     """Number of the first of these blocks in the sequence."""
     keys: list[BlockKey]
-    """The blocks, in order without a gap. Only a beginning of the list is of use."""
+    """The blocks, in order without a gap. The sequence can use a block only together with all blocks before it in this
+    list."""
     max_block_s: float | None
     """Seconds in which the agent computes a block. A load that takes longer is of no use. None if it is unknown."""
 
@@ -77,7 +78,7 @@ class TierMoves(Stateful):
         self._wanted: list[WantedBlocks] = []
         self._released: list[tuple[int, bool]] = []
 
-    # The interface to the tiers
+    # The following methods are for the KV tiers.
 
     def fresh_blocks(self, limit: int) -> list[BlockKey | None]:
         """Returns the first ``limit`` committed blocks that were not offered yet. None: the block was evicted."""
@@ -113,7 +114,7 @@ class TierMoves(Stateful):
             return
         sequence.waits_for_load = False
         if sequence.state is not SequenceState.WAITING:
-            self._release(hosts)  # it was started alone, as a suspect
+            self._release(hosts)  # the sequence was started alone, as a suspect
             return
         num_found, num_missing = self._supply.num_missing_blocks(sequence)
         skipped = num_found - first
@@ -130,7 +131,7 @@ class TierMoves(Stateful):
         released, self._released = self._released, []
         return released
 
-    # The interface to the scheduler
+    # The following methods are for the scheduler.
 
     def must_wait(self, sequence: Sequence) -> bool:
         """Returns True if a sequence that could start waits for a load. Asks the tiers if it is worth asking."""

@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
         elif transport is not None:
             transport.abort()
 
-    # Callbacks of a plain connection
+    # The following methods are the callbacks of a connection without TLS.
 
     def opened(self, transport: TimedSocket) -> None:
         self._transport = transport
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._now = now
         self._closed(error)
 
-    # Callbacks of asyncio.Protocol, with TLS
+    # The following methods are the callbacks of ``asyncio.Protocol`` for a connection with TLS.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from asyncio's

@@ -155,7 +155,7 @@ class _Replayer:
             "no segment of the stretch begins with the scheduler's state: " + "; ".join(map(_reason, stretch.segments))
         )
 
-    # Segments
+    # The following methods begin a segment of the recording, and store its requests and steps.
 
     def _begin(self, segment: Segment, *, first: bool) -> None:
         self._writer, self._reader = StepWriter(), StepReader()
@@ -315,7 +315,7 @@ class _Replayer:
     def _number_of(self, request: Request) -> int:
         return self._numbers[request.request_id]
 
-    # Comparisons
+    # The following methods compare the recording with the replay.
 
     def _compare(self, call: str, field: str, recorded: object, replayed: object) -> None:
         if recorded != replayed:
