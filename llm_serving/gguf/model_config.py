@@ -13,7 +13,9 @@ from typing import Any
 
 from llm_serving.errors import CheckpointError
 from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.gguf.deepseek2 import deepseek2_fields
 from llm_serving.gguf.header import Header, read_header
+from llm_serving.gguf.hybrid import HYBRIDS, hybrid_fields, partial_rotary_factor
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Name of the tensor with the numbers by which llama.cpp divides the rotary frequencies of Llama 3.1 and later."""
@@ -77,10 +79,7 @@ def _phi3(header: Header) -> dict[str, Any]:
     }
     hidden = metadata.get("phi3.embedding_length")
     if isinstance(rotated, int) and isinstance(heads, int) and isinstance(hidden, int) and 0 < heads <= hidden:
-        head_dim = hidden // heads
-        # The added half keeps fraction x head_dim above the whole number ``rotated``, because the reader rounds the
-        # product down.
-        fields["partial_rotary_factor"] = 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim
+        fields["partial_rotary_factor"] = partial_rotary_factor(rotated, hidden // heads)
     if LONG_FACTORS in header.tensors or SHORT_FACTORS in header.tensors:
         fields["rope_scaling"] = {
             "rope_type": "longrope",
@@ -132,6 +131,8 @@ _ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
     "phi3": _phi3,
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
+    "deepseek2": lambda header: deepseek2_fields(header, _rope_scaling(header)),
+    **dict.fromkeys(HYBRIDS, hybrid_fields),
 }
 """Functions that return the fields of ``config.json`` that only some architectures have, by llama.cpp's name.
 

@@ -270,4 +270,5 @@ def test_a_model_of_every_family_equals_its_folder(tmp_path: Path, name: str) ->
     theirs, ours = found
     assert theirs.keys() == ours.keys()
     for parameter, value in theirs.items():
-        np.testing.assert_array_equal(ours[parameter], value, parameter)
+        # A file has the exponential of a rate of decay. Its logarithm is rounded.
+        np.testing.assert_allclose(ours[parameter], value, 0, 2e-7 if "log_rate" in parameter else 0, err_msg=parameter)

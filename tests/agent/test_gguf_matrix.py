@@ -30,7 +30,7 @@ TYPES = tuple(kind.name for kind in TENSOR_TYPES.values())
 CELLS = tuple(itertools.product(WIDE_FAMILIES, TYPES))
 NEAR = 0.95
 """Minimum fraction of the tokens in the served format among the oracle's best four."""
-TOKEN_CELLS = {("llama", "Q4_K"), ("qwen3moe", "Q6_K"), ("gpt-oss", "MXFP4")}
+TOKEN_CELLS = {("llama", "Q4_K"), ("qwen3moe", "Q6_K"), ("gpt-oss", "MXFP4"), ("deepseek2", "Q5_K")}
 """The cells whose tokens ``make test`` computes."""
 
 

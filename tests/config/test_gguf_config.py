@@ -18,6 +18,8 @@ from llm_serving.config import load_config
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.header import read_header
 from llm_serving.gguf.model_config import model_fields
+from llm_serving.model.deepseek import LatentAttention, Routing
+from llm_serving.model.gated_delta import GatedDelta
 from llm_serving.model.rope import RopeScaling
 from llm_serving.model.shape import ModelShape
 
@@ -33,10 +35,48 @@ SIZES: dict[str, int | float] = {
 }
 
 
-def write(path: Path, entries: dict[str, Any] | None = None, tensors: dict[str, np.ndarray] | None = None) -> Path:
-    writer = gguf.GGUFWriter(str(path), "llama")
-    for key, value in {**SIZES, **(entries or {})}.items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+DEEPSEEK: dict[str, int | float | bool] = {
+    **{key.replace("llama.", "deepseek2."): value for key, value in SIZES.items()},
+    "deepseek2.block_count": 3,
+    "deepseek2.attention.q_lora_rank": 48,
+    "deepseek2.attention.kv_lora_rank": 32,
+    "deepseek2.rope.dimension_count": 8,
+    "deepseek2.leading_dense_block_count": 1,
+    "deepseek2.expert_count": 12,
+    "deepseek2.expert_used_count": 3,
+    "deepseek2.expert_shared_count": 2,
+    "deepseek2.expert_feed_forward_length": 40,
+    "deepseek2.expert_weights_scale": 2.5,
+    "deepseek2.rope.scaling.factor": 40.0,
+    "deepseek2.rope.scaling.original_context_length": 128,
+}
+V2 = {"deepseek2.attention.key_length": 24, "deepseek2.attention.value_length": 12}
+"""Sizes of a head in a file of an older converter."""
+V3 = {
+    "deepseek2.attention.key_length": 40,
+    "deepseek2.attention.value_length": 32,
+    "deepseek2.attention.key_length_mla": 24,
+    "deepseek2.attention.value_length_mla": 12,
+    "deepseek2.attention.head_count_kv": 1,
+    "deepseek2.expert_gating_func": 2,
+    "deepseek2.expert_weights_norm": True,
+    "deepseek2.expert_group_count": 4,
+    "deepseek2.expert_group_used_count": 2,
+    "deepseek2.rope.scaling.yarn_log_multiplier": 0.0707,
+}
+
+
+def write(
+    path: Path,
+    entries: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    architecture: str = "llama",
+) -> Path:
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in {**(SIZES if architecture == "llama" else {}), **(entries or {})}.items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}[
+            type(value)
+        ]
         add(key, value)
     for name, values in {"token_embd.weight": np.zeros((300, 64), np.float32), **(tensors or {})}.items():
         writer.add_tensor(name, values)
@@ -93,6 +133,69 @@ def test_yarn_and_linear_scaling_are_read(tmp_path: Path) -> None:
     assert (scaling.type, scaling.factor, scaling.original_max_position_embeddings) == ("yarn", 4.0, 1024)
     with pytest.raises(CheckpointError, match=r"rope_scaling\.rope_type = 'ntk': is not supported"):
         ModelShape.from_path(write(tmp_path / "c.gguf", {"llama.rope.scaling.type": "ntk"}))
+
+
+def test_deepseek_2_and_3_are_told_apart_by_their_routers(tmp_path: Path) -> None:
+    yarn = {"deepseek2.rope.scaling.type": "yarn"}
+    old = ModelShape.from_path(write(tmp_path / "v2.gguf", {**DEEPSEEK, **V2, **yarn}, architecture="deepseek2"))
+    new = ModelShape.from_path(write(tmp_path / "v3.gguf", {**DEEPSEEK, **V3, **yarn}, architecture="deepseek2"))
+    assert (old.architecture, new.architecture) == ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+    for shape, factor in ((old, 1.0), (new, (0.1 * 0.707 * math.log(40) + 1) ** 2)):
+        assert shape.latent == LatentAttention(48, 32, 16, 8, 12, score_factor=factor)
+        assert shape.rope_scaling == RopeScaling("yarn", 40.0, original_max_position_embeddings=128)
+        assert shape.experts is not None
+        assert (shape.experts.count, shape.experts.per_token, shape.experts.shared_size) == (12, 3, 80)
+        assert shape.experts.dense_layers == (0,)
+    assert old.experts is not None
+    assert new.experts is not None
+    assert (old.experts.normalised, new.experts.normalised) == (False, True)
+    assert old.experts.routing == Routing(factor=2.5)
+    assert new.experts.routing == Routing(True, 4, 2, True, 2.5)
+
+
+def test_the_groups_of_deepseek_2_are_read_if_the_file_states_them(tmp_path: Path) -> None:
+    groups = {"deepseek2.expert_group_count": 4, "deepseek2.expert_group_used_count": 2}
+    shape = ModelShape.from_path(write(tmp_path / "a.gguf", {**DEEPSEEK, **V2, **groups}, architecture="deepseek2"))
+    assert shape.experts is not None
+    assert shape.experts.routing == Routing(groups=4, chosen_groups=2, factor=2.5)
+
+
+REFUSED_DEEPSEEK = {
+    "router": ({"deepseek2.expert_gating_func": 3}, "expert_gating_func = 3: must be 1 (softmax) or 2 (sigmoid)"),
+    "temperature": ({"deepseek2.attention.temperature_scale": 0.1}, "attention scores have no temperature"),
+    "head": ({"deepseek2.rope.dimension_count": 24}, "qk_nope_head_dim = 0: must be from 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_DEEPSEEK)
+def test_a_deepseek_file_of_another_kind_is_refused(tmp_path: Path, case: str) -> None:
+    entries, expected = REFUSED_DEEPSEEK[case]
+    with pytest.raises(CheckpointError) as caught:
+        ModelShape.from_path(write(tmp_path / "a.gguf", {**DEEPSEEK, **V2, **entries}, architecture="deepseek2"))
+    assert expected in str(caught.value)
+
+
+def test_a_hybrid_may_state_the_kind_of_each_layer(tmp_path: Path) -> None:
+    """Converters state an interval. The other key of llama.cpp names the layers one by one."""
+    file = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(str(file), "qwen35")
+    sizes = {key.replace("llama.", "qwen35."): value for key, value in SIZES.items()} | {"qwen35.block_count": 4}
+    for key, value in sizes.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+    for key, value in (("inner_size", 64), ("time_step_rank", 2), ("group_count", 1), ("state_size", 16)):
+        writer.add_uint32(f"qwen35.ssm.{key}", value)
+    writer.add_uint32("qwen35.ssm.conv_kernel", 4)
+    writer.add_uint32("qwen35.rope.dimension_count", 8)
+    writer.add_key_length(16)
+    writer.add_array("qwen35.attention.recurrent_layers", [True, False, True, True])
+    writer.add_tensor("token_embd.weight", np.zeros((300, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shape = ModelShape.from_path(file)
+    assert shape.delta == GatedDelta(1, 2, 16, 32, 4, full_layers=(1,))
+    assert shape.rotary_dim == 8
 
 
 BROKEN = {

@@ -94,6 +94,9 @@ WORDS = {
         ["It's", " Hello", "WORLD'LL", " ", "123", "45", "é", "$a", "?\n/", "b", "\n\n", " ", " x"],
     ),
     "tekken": ("HelloWorld 12", ["Hello", "World", " ", "1", "2"]),
+    "qwen35": ("we'Ll ne\u0301e 12\n", ["we", "'Ll", " ne\u0301e", " ", "1", "2", "\n"]),
+    "deepseek-llm": ("Hi 42 !你好的 x\u05d0\n ", ["Hi", " ", "4", "2", " !", "你好的", " x", "\u05d0", "\n", " "]),
+    "deepseek-coder": ("Hi 42 !你好 x\u05d0\n", ["Hi", " ", "4", "2", " !", "你好", " x\u05d0", "\n"]),
     "deepseek-v3": ("ab 1234你好 !x", ["ab", " ", "123", "4", "你好", " !", "x"]),
 }
 """Texts with their words, by llama.cpp's name of the pre-tokenizer. The words follow the publishers' tokenizer.json."""
@@ -132,7 +135,7 @@ def test_the_chat_template_comes_from_the_file(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"tokens": None}, "tokenizer.ggml.tokens = 'NoneType': must be a list of text"),
     "other kind": ({"model": "bert"}, "tokenizer.ggml.model = 'bert': is not supported; only gpt2, llama, t5"),
-    "other words": ({"pre": "viking"}, "tokenizer.ggml.pre = 'viking': is not supported; only dbrx, deepseek-r1-qwen"),
+    "other words": ({"pre": "viking"}, "tokenizer.ggml.pre = 'viking': is not supported; only dbrx, deepseek-coder"),
     "no merges": ({"merges": None}, "tokenizer.ggml.merges = 'NoneType': must be a list of text"),
     "few types": ({"token_type": [1, 1]}, "tokenizer.ggml.token_type = 'list': must be a list of 341 numbers"),
     "far token": ({"eos_token_id": 4000}, "tokenizer.ggml.eos_token_id = 4000: must be below 341"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from safetensors import safe_open
 
 from performance.models.variants import FAMILY_VARIANTS, Variant
+from support.gguf_forms import HYBRIDS, Tensors, has_larger_norm, other_form, write_deepseek2, write_hybrid
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -24,6 +26,10 @@ _ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Gemma3ForCausalLM": "gemma3",
     "GptOssForCausalLM": "gpt-oss",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "Qwen3NextForCausalLM": "qwen3next",
+    "Qwen3_5ForCausalLM": "qwen35",
 }
 
 
@@ -37,7 +43,8 @@ def _without(name: str, *keys: str) -> Variant:
     return replace(variant, dtype="float32", config=config)
 
 
-ROUTER = "ffn_gate_inp"
+UNQUANTISED = ("ffn_gate_inp", "ssm_conv1d")
+"""Parts of the names of matrices that llama.cpp never quantises: routers and convolutions."""
 RANDOM_BLOCKS = {
     "Q2_K": {80: 1.0, 82: 1.5},
     "Q3_K": {108: 1.0},
@@ -54,6 +61,11 @@ def _with(variant: Variant, **changes: Any) -> Variant:
     return replace(variant, config={**variant.config, **changes})
 
 
+_ALTERNATE = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+}
 GGUF_FAMILIES = {
     "llama": _without("llama_linear_mqa"),
     "mixtral": _without("mixtral", "sliding_window"),
@@ -63,6 +75,10 @@ GGUF_FAMILIES = {
     "gemma3": _with(_without("gemma3", "layer_types"), query_pre_attn_scalar=32, num_hidden_layers=6),
     "gpt-oss": _with(_without("gpt_oss"), layer_types=None, num_hidden_layers=4),
     "phi3": _without("phi4_mini"),  # its divisors are numbers of float32, as those of a GGUF file
+    "deepseek2-lite": _without("deepseek_v2_lite"),
+    "deepseek2": _without("deepseek_v3"),
+    "qwen3next": _with(_without("qwen3_next", "mlp_only_layers"), **_ALTERNATE),
+    "qwen35": _with(_without("qwen3_5"), linear_num_value_heads=4, **_ALTERNATE),
 }
 """A seeded model of each architecture that is read from GGUF files."""
 
@@ -75,6 +91,13 @@ def _wide(variant: Variant) -> Variant:
     config = variant.config
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     sizes = {"num_attention_heads": 256 // head_dim}
+    if "kv_lora_rank" in config:
+        sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 32, "kv_lora_rank": 256}
+        sizes |= {"q_lora_rank": 256} if config["q_lora_rank"] else {}
+    if "linear_value_head_dim" in config:
+        sizes |= {"linear_value_head_dim": 256 // config["linear_num_value_heads"]}
+    if "shared_expert_intermediate_size" in config:
+        sizes["shared_expert_intermediate_size"] = 256
     if "moe_intermediate_size" in config:
         sizes["moe_intermediate_size"] = 256
     return replace(variant, config={**config, **_WIDE, **sizes}, num_shards=1)
@@ -98,11 +121,17 @@ def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> dict[str, n
     names = gguf.get_tensor_name_map(numbers[name], config["num_hidden_layers"])
     stored_values: dict[str, np.ndarray] = {}
     for tensor, values in _joined_experts(folder):
-        found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        if (form := other_form(name, config, tensor)) is not None:
+            stored_values[tensor] = _write_other_form(writer, tensor, values, form, kind)
+            continue
+        if tensor.endswith(".e_score_correction_bias"):
+            found = names.get_name(tensor.replace("_bias", ".bias"), try_suffixes=(".bias",))
+        else:
+            found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert found is not None, tensor
         found += ".weight" if tensor.endswith(".sinks") else ""
-        stored = gguf.GGMLQuantizationType[kind if _is_matrix(found, values) else "F32"]
-        one = np.float32(name == "gemma3" and tensor.endswith("norm.weight"))  # llama.cpp's converter adds 1
+        stored = _stored_type(found, values, kind)
+        one = np.float32(has_larger_norm(name, tensor))  # llama.cpp's converter adds 1
         data = encode(values + one, stored)
         stored_values[tensor] = gguf.dequantize(data, stored).reshape(values.shape) - one
         if name == "llama" and (heads := _heads(tensor, config)):
@@ -115,8 +144,31 @@ def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> dict[str, n
     return stored_values
 
 
-def _is_matrix(name: str, values: np.ndarray) -> bool:
-    return values.ndim > 1 and ROUTER not in name and not name.endswith(".bias")
+def _write_other_form(
+    writer: gguf.GGUFWriter, tensor: str, values: np.ndarray, form: Callable[[np.ndarray], Tensors], kind: str
+) -> np.ndarray:
+    """Writes the tensors that a converter makes of one tensor. Returns the values that they store.
+
+    The form of an array of places shows to which place each stored value belongs.
+    """
+    places, stored_values = form(np.arange(values.size).reshape(values.shape)), np.empty(values.shape, np.float32)
+    for name, moved in form(values).items():
+        moved = -np.exp(moved) if name.endswith("ssm_a") else moved
+        stored = _stored_type(name, moved, kind)
+        data = encode(np.ascontiguousarray(moved), stored)
+        writer.add_tensor(name, data, raw_dtype=stored)
+        read = gguf.dequantize(data, stored).reshape(moved.shape)
+        stored_values.flat[places[name]] = np.log(-read.astype(np.float64)) if name.endswith("ssm_a") else read
+    return stored_values
+
+
+def _stored_type(name: str, values: np.ndarray, kind: str) -> gguf.GGMLQuantizationType:
+    """Returns the type of a tensor. As in llama.cpp, rows that are no whole blocks of ``kind`` get another type."""
+    if values.ndim < 2 or name.endswith(".bias") or any(part in name for part in UNQUANTISED):
+        kind = "F32"
+    wanted = gguf.GGMLQuantizationType[kind]
+    fits = values.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
+    return wanted if fits else gguf.GGMLQuantizationType["Q8_0" if values.shape[-1] % 32 == 0 else "F32"]
 
 
 def encode(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
@@ -149,7 +201,8 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if name != "deepseek2":
+        writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     if "head_dim" in config:
@@ -160,6 +213,10 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
     if name == "gemma3":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_rope_freq_base_swa(config["rope_local_base_freq"])
+    if name == "deepseek2":
+        write_deepseek2(writer, config)
+    if name in HYBRIDS:
+        write_hybrid(writer, config)
     if name == "phi3":
         _write_phi3(writer, config)
     elif scaling := config.get("rope_scaling"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,16 @@ import numpy.typing as npt
 
 from agent.weights.cuts import TensorCut, copy_cut
 from agent.weights.gguf.blocks import scheme_of, to_floats, to_integers
-from agent.weights.gguf.names import IGNORED, OUTPUT, adds_one, joined_with, name_table, row_heads
+from agent.weights.gguf.names import (
+    IGNORED,
+    OUTPUT,
+    adds_one,
+    joined_with,
+    name_table,
+    predicts_further,
+    row_heads,
+)
+from agent.weights.gguf.recipes import Floats, Recipe
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, convert_into, from_float32, to_float32
@@ -35,12 +46,13 @@ class GGUFFile:
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
         """Raises CheckpointError unless the file has exactly the ``expected`` tensors with their shapes."""
         tensors = self._header.tensors
-        places = {part.name: self._place(part.name).name for part in expected}
-        missing = [f"{name} ({theirs})" for theirs, name in places.items() if name not in tensors]
+        places = {part.name: self._place(part.name).names for part in expected}
+        missing = [f"{name} ({theirs})" for theirs, names in places.items() for name in names if name not in tensors]
         if missing:
             raise CheckpointError(f"{self.path}: {listed(missing)} missing from the weights")
-        known = {*places.values(), *IGNORED, *([OUTPUT] if "lm_head.weight" in tuple(ignorable) else [])}
-        unexpected = [name for name in tensors if name not in known]
+        known = {*chain.from_iterable(places.values()), *IGNORED}
+        known |= {OUTPUT} if "lm_head.weight" in tuple(ignorable) else set()
+        unexpected = [name for name in tensors if name not in known and not predicts_further(self._header, name)]
         if unexpected:
             raise CheckpointError(f"{self.path}: {listed(unexpected)} in the weights but not in a model of its sizes")
         for part in expected:
@@ -52,13 +64,16 @@ class GGUFFile:
 
         Tensors that this project joins to one weight, such as q, k and v, get the same format.
         """
-        tensors = self._header.tensors
-        names = joined_with(self._place(part.name).name)
+        tensors, place = self._header.tensors, self._place(part.name)
+        if place.recipe is not None and place.recipe.combine is not None:
+            return None
+        names = {name for each in place.names for name in joined_with(each)}
         return scheme_of({tensors[name].type.name for name in names if name in tensors})
 
     def float_dtype(self, name: str) -> str | None:
         """Returns the type of a tensor that is read as floats."""
-        return GGUF_FLOATS.get(self._entry(name).type.name, "float32")
+        kinds = {self._header.tensors[each].type.name for each in self._place(name).names}
+        return GGUF_FLOATS.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
         """Reads a tensor that has a ``scheme``, or one part of the tensor, into new memory.
@@ -67,29 +82,30 @@ class GGUFFile:
         """
         if cut is not None:
             return cut.of_quantised(self.read_quantised(WeightPart(part.name, cut.whole)))
-        entry, scheme = self._entry(part.name), self.scheme(part)
+        place, scheme = self._place(part.name), self.scheme(part)
         assert scheme is not None, "only tensors with a scheme are read as integers"
         try:
-            return to_integers(self._rows(part)[self._row_order(part)], entry.type, scheme)
+            if place.recipe is not None:
+                return self._integers_of(place.recipe, scheme)
+            return to_integers(self._rows(part)[self._row_order(part)], self._entry(part.name).type, scheme)
         except CheckpointError as reason:
-            raise CheckpointError(f"{self.path}: tensor {entry.name}: {reason}") from reason
+            raise CheckpointError(f"{self.path}: tensor {', '.join(place.names)}: {reason}") from reason
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
         """Copies a tensor, or one part of the tensor, to ``out`` as elements of ``dtype``.
 
         Raises CheckpointError if a value does not fit ``dtype``.
         """
-        part, entry = WeightPart(name, out.shape if cut is None else cut.whole), self._entry(name)
+        part, place = WeightPart(name, out.shape if cut is None else cut.whole), self._place(name)
         try:
-            if entry.type.name in GGUF_FLOATS:
-                self._copy_floats(part, entry, out, dtype, cut)
+            if place.recipe is not None:
+                floats = self._floats_of(place.recipe).reshape(part.shape)
+                out[...] = from_float32(np.ascontiguousarray(floats if cut is None else cut.of(floats)), dtype)
             else:
-                self._dequantise(part, entry, out, dtype, cut)
-            if adds_one(self._header, entry):
-                out[:] = from_float32(to_float32(out, dtype) - np.float32(1), dtype)
+                self._read_stored(part, self._entry(name), out, dtype, cut)
         except (OverflowError, CheckpointError) as reason:
             advice = "; use model_config.model_dtype bfloat16 or float32" if isinstance(reason, OverflowError) else ""
-            raise CheckpointError(f"{self.path}: tensor {entry.name}: {reason}{advice}") from reason
+            raise CheckpointError(f"{self.path}: tensor {', '.join(place.names)}: {reason}{advice}") from reason
 
     def close(self) -> None:
         """Releases the file. The file stays mapped until the last view of a tensor is deleted."""
@@ -115,6 +131,34 @@ class GGUFFile:
             return slice(None)
         return np.arange(part.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
+    def _read_stored(self, part: WeightPart, entry: TensorEntry, out: Array, dtype: str, cut: TensorCut | None) -> None:
+        """Copies a tensor that the file has in the usual form."""
+        if entry.type.name in GGUF_FLOATS:
+            self._copy_floats(part, entry, out, dtype, cut)
+        else:
+            self._dequantise(part, entry, out, dtype, cut)
+        if adds_one(self._header, entry):
+            out[:] = from_float32(to_float32(out, dtype) - np.float32(1), dtype)
+
+    def _integers_of(self, recipe: Recipe, scheme: Scheme) -> QuantizedTensor:
+        """Returns the integers of a tensor that the file has in another form."""
+        entries = [self._header.tensors[name] for name in recipe.names]
+        return recipe.of_integers([to_integers(self._stored_rows(each), each.type, scheme) for each in entries])
+
+    def _floats_of(self, recipe: Recipe) -> Floats:
+        """Returns the floats of a tensor that the file has in another form."""
+        entries = [self._header.tensors[name] for name in recipe.names]
+        tensors = [
+            to_floats(self._stored_rows(each), each.type).reshape(shape)
+            for each, shape in zip(entries, recipe.shapes, strict=True)
+        ]
+        return recipe.of_floats(tensors)
+
+    def _stored_rows(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
+        """Returns the stored bytes of a tensor, uint8 [rows, bytes of a row]."""
+        rows = math.prod(entry.shape[:-1])
+        return self._data[entry.begin : entry.begin + entry.size].reshape(rows, -1)
+
     def _copy_floats(self, part: WeightPart, entry: TensorEntry, out: Array, dtype: str, cut: TensorCut | None) -> None:
         stored = GGUF_FLOATS[entry.type.name]
         form = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[stored]
@@ -137,15 +181,43 @@ class GGUFFile:
             out[begin:end] = from_float32(np.ascontiguousarray(to_floats(rows, entry.type)[:, columns]), dtype)
 
     def _check_shape(self, part: WeightPart) -> None:
-        place, entry = self._place(part.name), self._entry(part.name)
+        place = self._place(part.name)
+        if place.recipe is not None:
+            self._check_recipe(part, place.recipe)
+            return
+        entry = self._entry(part.name)
         shape = entry.shape if place.expert is None else entry.shape[1:]
-        if shape != part.shape or (place.expert is not None and place.expert >= entry.shape[0]):
+        is_beyond = place.expert is not None and place.expert >= entry.shape[0]
+        if _significant(shape) != _significant(part.shape) or is_beyond:
             raise CheckpointError(
                 f"{self.path}: tensor {entry.name} has shape {list(entry.shape)}; the model requires "
                 f"{list(part.shape)}{'' if place.expert is None else ' for each expert'}"
             )
-        if entry.type.name not in GGUF_FLOATS and len(part.shape) == 1:
+        self._check_vector(entry, part.shape)
+
+    def _check_recipe(self, part: WeightPart, recipe: Recipe) -> None:
+        """Checks the shapes of the file's tensors, and that together they have as many values as ``part``."""
+        for name, shape in zip(recipe.names, recipe.shapes, strict=True):
+            entry = self._header.tensors[name]
+            if _significant(entry.shape) != _significant(shape):
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} has shape {list(entry.shape)}; the model requires {list(shape)}"
+                )
+            self._check_vector(entry, shape)
+        if sum(map(math.prod, recipe.shapes)) != math.prod(part.shape):
+            raise CheckpointError(
+                f"{self.path}: tensor {', '.join(recipe.names)}: the sizes in the metadata do not agree with each other"
+            )
+
+    def _check_vector(self, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+        if entry.type.name not in GGUF_FLOATS and len(shape) == 1:
             raise CheckpointError(
                 f"{self.path}: tensor {entry.name} has type {entry.type.name}; a vector must have one of "
                 f"{', '.join(GGUF_FLOATS)}"
             )
+
+
+def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape without its first dimensions of 1, which llama.cpp does not store."""
+    first = next((index for index, size in enumerate(shape) if size != 1), len(shape) - 1)
+    return shape[first:]

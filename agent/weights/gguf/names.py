@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
+from agent.weights.gguf.recipes import Recipe, recipe_of
 from agent.weights.layout import WeightPart
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.header import Header, TensorEntry
+from llm_serving.gguf.hybrid import HYBRIDS, num_model_layers
 from llm_serving.gguf.model_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, check_architecture
 from llm_serving.model.shape import MAX_LAYERS
 
@@ -18,8 +21,16 @@ IGNORED = frozenset((ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SINKS = ".sinks"
 """End of Hugging Face's name of attention sinks. In a GGUF file, their name ends in ``.weight``."""
-_JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))
-"""Tensors of a layer that this project joins to one weight."""
+_CORRECTION = ".e_score_correction_bias"
+"""End of Hugging Face's name of the correction of DeepSeek's router."""
+_JOINED = (
+    ("attn_q", "attn_q_a", "attn_k", "attn_v", "attn_kv_a_mqa"),
+    ("attn_qkv", "attn_gate", "ssm_in", "ssm_ba", "ssm_beta", "ssm_alpha"),
+    ("ffn_gate", "ffn_up"),
+    ("ffn_gate_exps", "ffn_up_exps"),
+    ("ffn_gate_shexp", "ffn_up_shexp"),
+)
+"""Tensors of a layer that this project joins to one weight. A layer has only some of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,13 @@ class Place:
 
     name: str
     expert: int | None = None
+    recipe: Recipe | None = None
+    """If stated, the file has the tensor in another form."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the file's tensors."""
+        return (self.name,) if self.recipe is None else self.recipe.names
 
 
 def name_table(header: Header) -> Callable[[str], Place]:
@@ -45,7 +63,13 @@ def name_table(header: Header) -> Callable[[str], Place]:
     architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     table = get_tensor_name_map(architectures[header.architecture], min(_num_blocks(header), MAX_LAYERS))
 
+    @cache
     def place(name: str) -> Place:
+        recipe = recipe_of(header, name)
+        if recipe is not None:
+            return Place(name, recipe=recipe)
+        if name.endswith(_CORRECTION):
+            name = name.removesuffix(_CORRECTION) + ".e_score_correction.bias"
         found = _EXPERT.search(name)
         whole = table.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
         if whole is not None and name.endswith(_SINKS):
@@ -76,8 +100,16 @@ def joined_with(name: str) -> tuple[str, ...]:
 def adds_one(header: Header, entry: TensorEntry) -> bool:
     """Returns whether the values of a tensor are larger by 1 in the file than in Hugging Face's folder.
 
-    This is so for the norms of Gemma."""
-    return header.architecture == "gemma3" and entry.name.endswith("norm.weight")
+    This is so for the norms of Gemma and of hybrids. The norm of linear attention (``ssm_norm``) has the same values.
+    """
+    is_norm = entry.name.endswith("norm.weight") and not entry.name.endswith("ssm_norm.weight")
+    return is_norm and header.architecture in ("gemma3", *HYBRIDS)
+
+
+def predicts_further(header: Header, name: str) -> bool:
+    """Returns whether a tensor belongs to a layer that predicts further tokens. These layers are not loaded."""
+    layers, found = num_model_layers(header), re.match(r"blk\.(\d{1,5})\.", name)
+    return header.architecture in HYBRIDS and layers is not None and found is not None and int(found[1]) >= layers
 
 
 def row_heads(header: Header, part: WeightPart) -> int | None:

@@ -1,0 +1,97 @@
+"""Converts the metadata of DeepSeek's GGUF files (architecture ``deepseek2``) to the fields of a ``config.json``.
+
+Source: ``conversion/deepseek.py`` and ``src/models/deepseek2.cpp`` of https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llm_serving.errors import CheckpointError
+from llm_serving.gguf.header import Header
+
+_PREFIX = "deepseek2."
+_SOFTMAX, _SIGMOID = 1, 2
+"""llama.cpp's numbers of the functions that turn a router's logits into scores."""
+_GATING_FUNCTION = "expert_gating_func"
+_TEMPERATURE = "attention.temperature_scale"
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+_DECIMALS = 6
+"""A file has a tenth of ``mscale_all_dim`` as float32. This number of decimals gives the number of ``config.json``."""
+
+
+def deepseek2_fields(header: Header, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of ``config.json`` that only DeepSeek V2 and V3 have. ``scaling`` is ``rope_scaling``.
+
+    In V3, the router's scores are sigmoids. In V2, they are a softmax. Raises CheckpointError for an unknown function
+    of the router, and for a temperature of attention scores (Mistral Large 3).
+    """
+    get = _values(header)
+    gating = get.get(_GATING_FUNCTION, _SOFTMAX)
+    if gating not in (0, _SOFTMAX, _SIGMOID):
+        problem = f"must be {_SOFTMAX} (softmax) or {_SIGMOID} (sigmoid)"
+        raise CheckpointError(f"{header.path}: {_PREFIX}{_GATING_FUNCTION} = {gating!r}: {problem}")
+    if get.get(_TEMPERATURE):
+        problem = "is not supported; attention scores have no temperature"
+        raise CheckpointError(f"{header.path}: {_PREFIX}{_TEMPERATURE} = {get[_TEMPERATURE]!r}: {problem}")
+    is_v3 = gating == _SIGMOID
+    return {
+        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+        "num_key_value_heads": get.get("attention.head_count"),
+        "head_dim": None,
+        "q_lora_rank": get.get("attention.q_lora_rank"),
+        "kv_lora_rank": get.get("attention.kv_lora_rank"),
+        **_head_sizes(get),
+        **_experts(get, is_v3=is_v3),
+        "rope_scaling": _with_score_factor(get, scaling),
+    }
+
+
+def _values(header: Header) -> dict[str, Any]:
+    return {key.removeprefix(_PREFIX): value for key, value in header.metadata.items() if key.startswith(_PREFIX)}
+
+
+def _head_sizes(get: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a head. In newer files, the old keys have the sizes of the cache."""
+    key, rotated = get.get("attention.key_length_mla", get.get("attention.key_length")), get.get("rope.dimension_count")
+    return {
+        "qk_nope_head_dim": key - rotated if isinstance(key, int) and isinstance(rotated, int) else None,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": get.get("attention.value_length_mla", get.get("attention.value_length")),
+    }
+
+
+def _experts(get: dict[str, Any], *, is_v3: bool) -> dict[str, Any]:
+    """Return the fields about experts.
+
+    Older files do not state the groups of experts. Then all experts are one group, as in llama.cpp.
+    """
+    groups = get.get("expert_group_count") or 1
+    method = "group_limited_greedy" if groups != 1 else "greedy"
+    return {
+        "moe_intermediate_size": get.get("expert_feed_forward_length"),
+        "n_routed_experts": get.get("expert_count"),
+        "num_experts_per_tok": get.get("expert_used_count"),
+        "n_shared_experts": get.get("expert_shared_count"),
+        "first_k_dense_replace": get.get("leading_dense_block_count"),
+        "routed_scaling_factor": get.get("expert_weights_scale") or None,
+        "norm_topk_prob": get.get("expert_weights_norm", False),
+        "n_group": groups,
+        "topk_group": get.get("expert_group_used_count") or 1,
+        "topk_method": "noaux_tc" if is_v3 else method,
+        "scoring_func": "sigmoid" if is_v3 else "softmax",
+    }
+
+
+def _with_score_factor(get: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return DeepSeek's ``rope_scaling``. YaRN scales the attention scores, and not the cosines and sines.
+
+    A file has only ``mscale_all_dim``. The published models have the same number as ``mscale``.
+    """
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return scaling
+    multiplier = get.get(_LOG_MULTIPLIER)
+    if not isinstance(multiplier, float):
+        return {**scaling, "attention_factor": 1.0}
+    factor = round(10 * multiplier, _DECIMALS)
+    return {**scaling, "mscale": factor, "mscale_all_dim": factor}
