@@ -136,9 +136,13 @@ class BlockPool:
 
         Reference counts do not change.
         """
+        observer, self.index.observer = self.index.observer, None  # it gets one call for all blocks
         for block, entry in enumerate(self.index.entries):
             if entry:
                 self._forget(block)
+        self.index.observer = observer
+        if observer is not None:
+            observer.cleared()
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the reference counts and both queues of free blocks.

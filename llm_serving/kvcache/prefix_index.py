@@ -11,7 +11,7 @@ each block from the first, so two different prefixes with the same hash are neve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from llm_serving.kvcache.block_hash import TOKEN_BYTES, BlockHash
 
@@ -25,10 +25,28 @@ MAX_TAIL_CANDIDATES = 8
 """Maximum number of blocks after one prefix that ``find_tail`` compares. The oldest are dropped."""
 
 
+class IndexObserver(Protocol):
+    """Learns which full blocks are in the index. To observe the prefix cache, write a class with these methods.
+
+    The engine thread calls the methods, so they must be quick, and must not raise. They only observe: no decision may
+    depend on them.
+    """
+
+    def stored(self, entry: int, block_hash: bytes, content: bytes, parent: Parent) -> None:
+        """Learns that a full block was added. ``content`` has its tokens, ``parent`` is the entry before it."""
+
+    def removed(self, entry: int) -> None:
+        """Learns that the full block with this entry was removed."""
+
+    def cleared(self) -> None:
+        """Learns that all blocks were removed. ``removed`` is not called for them."""
+
+
 class PrefixIndex:
     """The index entries of the blocks ``0 .. num_blocks - 1``. ``BlockPool`` has their reference counts."""
 
     def __init__(self, num_blocks: int) -> None:
+        self.observer: IndexObserver | None = None
         self.entries = [NO_ENTRY] * num_blocks
         """The number of each block's entry."""
         self._parents: list[Parent] = [NO_ENTRY] * num_blocks
@@ -84,6 +102,8 @@ class PrefixIndex:
         self._hashes[block] = block_hash
         if block_hash:
             self._blocks[block_hash] = block
+            if self.observer is not None:
+                self.observer.stored(self._num_entries, block_hash, content, parent)
         siblings = self._children.setdefault(parent, [])
         siblings.append(block)
         if len(siblings) > MAX_TAIL_CANDIDATES:
@@ -94,11 +114,13 @@ class PrefixIndex:
 
         Lookups can then no longer find the blocks that follow this block in a sequence.
         """
-        self.entries[block] = NO_ENTRY
         block_hash, parent = self._hashes[block], self._parents[block]
         if block_hash:
             del self._blocks[block_hash]
             self._hashes[block] = b""
+            if self.observer is not None:
+                self.observer.removed(self.entries[block])
+        self.entries[block] = NO_ENTRY
         self._contents[block] = b""
         siblings = self._children.get(parent)
         if siblings is not None and block in siblings:

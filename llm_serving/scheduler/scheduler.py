@@ -23,6 +23,7 @@ from typing import Any
 
 from llm_serving.errors import AgentLostTwiceError, ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
+from llm_serving.kvcache.prefix_index import IndexObserver
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.admission import make_admission
 from llm_serving.scheduler.batching import make_batching_mode
@@ -327,6 +328,11 @@ class Scheduler:
         if culprit is not None:
             self._lifecycle.finish(culprit, FinishReason.ERROR, now)
             self._intake.note_ended([RequestUpdate(culprit.request, error=AgentLostTwiceError.TEXT)])
+
+    def observe_cache(self, observer: IndexObserver) -> None:
+        """Reports each change of the prefix cache to ``observer`` from now on. Without a prefix cache, there is none.
+        """
+        self._kv_cache.prefix_index.observer = observer
 
     # The following methods are for the KV tiers. ``TierMoves`` describes them. Without tiers, nothing is offered.
 
