@@ -42,6 +42,7 @@ from llm_serving.version import __version__
 if TYPE_CHECKING:
     from llm_serving.access.control import AccessControl
     from llm_serving.access.tls import ServerTls
+    from llm_serving.engine.async_engine import ObserveCache
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.registry.registry import ModelRegistry
     from llm_serving.server.app import ServerApp
@@ -116,7 +117,8 @@ class _Launcher:
         metrics = self._make_metrics(owned)
         self._open_access(log, metrics, owned)
         tracing, batches = self._open_tracing(metrics, owned), self._open_batches(log, owned)
-        engine = make_engine(with_fingerprint(config), tokenizer, executors, log, metrics)
+        observe = self._open_events(metrics, log, owned)
+        engine = make_engine(with_fingerprint(config), tokenizer, executors, log, metrics, observe=observe)
         engine.start()
         app = create_app(engine, log, metrics, config, self._access, tracing, batches)
         models = open_models(app.state, self._models, config.models_config, agents)
@@ -146,9 +148,13 @@ class _Launcher:
             await models.close()
 
     def _check_packages(self) -> None:
-        """Raise ConfigError if the config asks for traces and their packages are missing. Call it before the agents
-        start.
+        """Raise ConfigError if the config asks for traces or events of the prefix cache, and their packages are
+        missing. Call it before the agents start.
         """
+        if self._config.kv_events_config.enabled:
+            from llm_serving.kvevents.setup import check_package
+
+            check_package()
         if self._config.telemetry_config.traces_endpoint is not None:
             from llm_serving.tracing.export import check_packages
 
@@ -223,6 +229,17 @@ class _Launcher:
         tracing = Tracing(endpoint, ratio, self._config.model_name, __version__, metrics.trace_spans)
         owned.callback(tracing.close)
         return tracing
+
+    def _open_events(self, metrics: Metrics, log: EventLog, owned: ExitStack) -> ObserveCache | None:
+        """Open the sockets for events of the prefix cache. Returns what observes it, or None without events."""
+        if not self._config.kv_events_config.enabled:
+            return None
+        from llm_serving.kvevents.publisher import EventPublisher
+
+        events = EventPublisher(self._config.kv_events_config, metrics.kv_events_dropped)
+        owned.callback(events.close)
+        log.event("kv_events_open", endpoints=events.endpoints)
+        return events.observer
 
     def _open_batches(self, log: EventLog, owned: ExitStack) -> BatchStore | None:
         """Open the folder of files and batches. Returns None if the config names no folder."""

@@ -122,6 +122,17 @@ def test_only_the_ray_driver_imports_ray():
     assert (f"{driver}driver.py", "ray") in found
 
 
+def test_only_the_publisher_of_events_imports_zeromq():
+    """Nothing imports the publisher when a module is imported, so a server without events never imports ZeroMQ."""
+    publisher = REPOSITORY / "llm_serving/kvevents/publisher.py"
+    found = imports_inside("llm_serving", ("zmq",)) + imports_inside("agent", ("zmq",))
+    assert {path for path, _ in found} == {"llm_serving/kvevents/publisher.py"}
+    for path in python_files("llm_serving"):
+        outside = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert "llm_serving.kvevents.publisher" not in [getattr(node, "module", None) for node in outside], path
+    assert publisher.is_file()
+
+
 def test_a_forbidden_import_is_found():
     assert ("agent/server.py", "llm_serving.ipc") in [
         (path, name.rpartition(".")[0]) for path, name in imports_inside("agent", ("llm_serving",))

@@ -50,7 +50,7 @@ def declared(name: str) -> set[str]:
 @pytest.mark.parametrize("name", FILES)
 def test_the_lock_files_hold_what_the_project_declares(name: str) -> None:
     extras, base, _ = FILES[name]
-    lists = ["dependencies", *extras, *(("tools",) if "test" in extras else ())]
+    lists = ["dependencies", *extras, *(("tools", "tracing", "events") if "test" in extras else ())]
     locked = {entry.split()[0].lower() for each in (name, *base) for entry in LOCKS[each].values()}
     assert {each for one in lists for each in declared(one)} | set(BUILD) <= locked
 

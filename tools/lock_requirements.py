@@ -12,6 +12,7 @@ All files come from one resolution, so that they can be installed together. Each
     requirements-docs.lock          packages for `make docs-site`, in addition to serving, tests and lint
     requirements-audit.lock         packages for `make audit` and `make sbom`, in addition to serving, tests and lint
     requirements-mindformers.lock   packages for MindFormers, in addition to serving
+    requirements-ray.lock           packages for nodes that Ray places, in addition to serving
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ FILES = {
                                 "Packages of `make audit` and `make sbom`."),
     "requirements-mindformers.lock": (("mindformers",), ("requirements.lock",),
                                       "Packages of `make setup-mindformers`."),
+    "requirements-ray.lock": (("ray",), ("requirements.lock",), "Packages for parallel_config.executor: ray."),
 }  # fmt: skip
 """For each lock file: its extras of pyproject.toml, the lock files that must be installed first, and its purpose."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from llm_serving.config.batch_section import BatchConfig
 from llm_serving.config.convert import build_dataclass
 from llm_serving.config.draft_model import DraftModel
+from llm_serving.config.events_section import KvEventsConfig
 from llm_serving.config.image_section import ImageConfig
 from llm_serving.config.kv_tier_section import KvTierConfig
 from llm_serving.config.mindformers import MindSporeContext
@@ -77,6 +78,7 @@ class Config:
     batch_config: BatchConfig = field(default_factory=BatchConfig)
     models_config: ModelsConfig = field(default_factory=ModelsConfig)
     kv_tier_config: KvTierConfig = field(default_factory=KvTierConfig)
+    kv_events_config: KvEventsConfig = field(default_factory=KvEventsConfig)
     shadow_config: ShadowConfig = field(default_factory=ShadowConfig)
     power: PowerConfig = field(default_factory=PowerConfig)
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)

@@ -11,6 +11,7 @@ from typing import Any
 from llm_serving.config.cluster_checks import check_cluster
 from llm_serving.config.config import Config
 from llm_serving.config.draft_model import MTP, DraftModel, read_draft_model
+from llm_serving.config.events_checks import check_events
 from llm_serving.config.head_model import read_eagle_head, read_mtp_layer
 from llm_serving.config.image_validation import check_vision
 from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
@@ -163,6 +164,7 @@ class Resolver:
         check_kv_tiers(self._raw, config)
         check_shadow(self._raw, config)
         check_cluster(self._raw, config)
+        check_events(self._raw, config)
         check_vision(self._raw, config)
         return config
 

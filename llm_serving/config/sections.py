@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config.batch_section import BatchConfig
+from llm_serving.config.events_section import KvEventsConfig
 from llm_serving.config.image_section import ImageConfig
 from llm_serving.config.kv_tier_section import KvTierConfig
 from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
@@ -582,6 +583,7 @@ SECTIONS: dict[str, type] = {
     "batch_config": BatchConfig,
     "models_config": ModelsConfig,
     "kv_tier_config": KvTierConfig,
+    "kv_events_config": KvEventsConfig,
     "shadow_config": ShadowConfig,
     "power": PowerConfig,
     "speculative_config": SpeculativeConfig,

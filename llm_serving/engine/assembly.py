@@ -19,7 +19,7 @@ from llm_serving.model.parallel import group_ranks
 
 if TYPE_CHECKING:
     from llm_serving.cluster.nodes import NodePool
-    from llm_serving.engine.async_engine import AsyncEngine
+    from llm_serving.engine.async_engine import AsyncEngine, ObserveCache
     from llm_serving.engine.tokenizer import Tokenizer
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder
@@ -60,12 +60,18 @@ def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list
 
 
 def make_engine(
-    config: Config, tokenizer: Tokenizer, executors: Sequence[AgentExecutor], log: EventLog, metrics: Metrics
+    config: Config,
+    tokenizer: Tokenizer,
+    executors: Sequence[AgentExecutor],
+    log: EventLog,
+    metrics: Metrics,
+    *,
+    observe: ObserveCache | None = None,
 ) -> AsyncEngine:
     """Return an engine for these executors, not started, with the flight recorder that the config asks for.
 
-    Reads the LoRA adapters of the config. Raises ConfigError if one of them is wrong, or if the folder of the KV tiers
-    cannot be used.
+    ``observe`` returns the observer of a replica's prefix cache. None: nothing observes. Reads the LoRA adapters of the
+    config. Raises ConfigError if one of them is wrong, or if the folder of the KV tiers cannot be used.
     """
     from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.engine.detokenizer import IncrementalDetokenizer
@@ -84,6 +90,7 @@ def make_engine(
         tiers=_tiers_of(config, log),
         nodes=nodes,
         images=_image_places(executors),
+        observe=observe,
     )
     if config.lora_config.adapters:
         from llm_serving.lora.loading import read_configured

@@ -42,6 +42,7 @@ from llm_serving.flight.setup import recording_folder
 from llm_serving.images.pool import TilePool
 from llm_serving.images.prompt import PromptImages
 from llm_serving.ipc.adapters import AdapterMemory
+from llm_serving.kvcache.prefix_index import IndexObserver
 from llm_serving.kvstore.setup import KvTiers
 from llm_serving.kvstore.transfers import BlockTransfers
 from llm_serving.lora.registry import Adapter, AdapterRegistry, adapted_salt
@@ -65,6 +66,8 @@ from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.receipt import Receipt
 from llm_serving.telemetry.status import EngineStatus
 
+ObserveCache = Callable[[int], IndexObserver]
+"""Returns the observer of a replica's prefix cache, which is empty."""
 _TIERS_END_S = 5.0
 _TIERS_POLL_S = 0.01
 
@@ -89,6 +92,7 @@ class AsyncEngine:
         tiers: KvTiers | None = None,
         nodes: NodePool | None = None,
         images: TilePool | None = None,
+        observe: ObserveCache | None = None,
     ) -> None:
         """Create the engine. ``executors`` has one executor for each replica of the model.
 
@@ -96,9 +100,10 @@ class AsyncEngine:
         scheduler, or None. The engine calls the recorder instead of the scheduler and closes it at the end. ``tiers``
         are the KV tiers, or None. The engine closes them at the end, too. ``nodes`` are the machines of the agents, or
         None if the agents are on this machine. The engine is then ready with its first replica. ``images`` are the
-        places of the tiles of images, or None.
+        places of the tiles of images, or None. ``observe`` returns the observer of a replica's prefix cache.
         """
         self.nodes = nodes
+        self.observe = observe
         self.config = config
         self.tokenizer = tokenizer
         self.model_name = config.model_name
@@ -129,7 +134,7 @@ class AsyncEngine:
         self.tiles = images
         """The places of the tiles of images. None if the model reads only text."""
         limits = SchedulerLimits.from_config(config)
-        schedulers = [self._recorded(Scheduler(limits), index, record) for index in range(len(executors))]
+        schedulers = [self._new_scheduler(limits, index, record) for index in range(len(executors))]
         self._core = self._made_core(schedulers, executors, detokenizer, log)
         self.canary_wanted = asyncio.Event()
         """Set on the event loop when the canary must run soon."""
@@ -446,13 +451,16 @@ class AsyncEngine:
         finally:
             opened.close()
 
-    def _recorded(
+    def _new_scheduler(
         self,
-        scheduler: Scheduler,
+        limits: SchedulerLimits,
         index: int,
         record: Callable[[Scheduler, int], FlightRecorder | None] | None,
     ) -> Scheduler:
-        """Return the scheduler of a replica, wrapped by its flight recorder if there is one."""
+        """Return a scheduler for a replica, with an observer and wrapped by a flight recorder if there are any."""
+        scheduler = Scheduler(limits)
+        if self.observe is not None:
+            scheduler.observe_cache(self.observe(index))
         recorder = None if record is None else record(scheduler, index)
         if recorder is None:
             return scheduler

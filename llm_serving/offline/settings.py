@@ -37,6 +37,8 @@ def config_of(
     overrides = [*own, *short_overrides(options), *overrides_of(settings)]
     machine = Machine.detect()
     loaded = load_for_model(config or DEFAULT_CONFIG, model, overrides, machine, offline=offline)
+    if loaded.kv_events_config.enabled:
+        raise ConfigError("LLM: kv_events_config.enabled = true: only a server publishes events; remove the setting")
     plan_memory(loaded, machine)
     return loaded
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from llm_serving.config import Config
 from llm_serving.engine.assembly import make_engine, make_executors, wait_ready
-from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.async_engine import AsyncEngine, ObserveCache
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import AgentStartError
@@ -34,7 +34,11 @@ MakeView = Callable[[AsyncEngine, EventLog], V]
 class VersionStarter(Generic[V]):
     """Starts versions. All of them share the event log and the metrics of the server."""
 
-    def __init__(self, log: EventLog, metrics: Metrics, make_view: MakeView[V]) -> None:
+    def __init__(
+        self, log: EventLog, metrics: Metrics, make_view: MakeView[V], observe: ObserveCache | None = None
+    ) -> None:
+        """``observe`` returns the observer of a replica's prefix cache. It is used for the main model only."""
+        self._observe = observe
         self._log = log
         self._metrics = metrics
         self._make_view = make_view
@@ -59,7 +63,8 @@ class VersionStarter(Generic[V]):
         log = self._log if is_main else ModelLog(self._log, config.model_name)
         owned, engine, is_started = ExitStack(), None, False
         try:
-            engine = await asyncio.to_thread(self._make_engine, with_log_folder(config, number), tokenizer, log, owned)
+            observe, config = self._observe if is_main else None, with_log_folder(config, number)
+            engine = await asyncio.to_thread(self._make_engine, config, tokenizer, log, owned, observe)
             if adapters_of is not None:
                 await asyncio.to_thread(_copy_adapters, adapters_of, engine)
             view = await asyncio.to_thread(self._make_view, engine, log)
@@ -85,12 +90,20 @@ class VersionStarter(Generic[V]):
             canary = Canary(version.engine, self._log, self._metrics, config.serving_config.canary_interval_s)
             version.checks = asyncio.get_running_loop().create_task(canary.run())
 
-    def _make_engine(self, config: Config, tokenizer: Tokenizer | None, log: EventLog, owned: ExitStack) -> AsyncEngine:
+    def _make_engine(
+        self,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        log: EventLog,
+        owned: ExitStack,
+        observe: ObserveCache | None,
+    ) -> AsyncEngine:
         config = with_fingerprint(config)
         executors = make_executors(config, lambda rank, stage, done, total: None, owned)
         for executor in executors:
             executor.start()
-        return make_engine(config, tokenizer or load_tokenizer(config), executors, log, self._metrics)
+        tokenizer = tokenizer or load_tokenizer(config)
+        return make_engine(config, tokenizer, executors, log, self._metrics, observe=observe)
 
 
 def with_fingerprint(config: Config) -> Config:

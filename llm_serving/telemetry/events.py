@@ -50,6 +50,9 @@ EVENTS: Mapping[str, LogEvent] = {
             "start_seconds": "seconds since the process started",
         },
     ),
+    "kv_events_open": LogEvent(
+        "The server publishes events of its prefix cache.", {"endpoints": "addresses of the sockets"}
+    ),
     "server_stop": LogEvent("The server stops: after a signal, or because a part of it ended."),
     "leftovers_removed": LogEvent(
         "Shared memory of a server that was killed has been removed.", {"names": "names in /dev/shm"}

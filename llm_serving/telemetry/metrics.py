@@ -69,6 +69,10 @@ class Metrics:
         spans = self._counter(
             "llm_serving_trace_spans", "Spans of traces that were exported, or dropped (collector away).", "result"
         )
+        self._dropped_events = self._counter(
+            "llm_serving_kv_events_dropped",
+            "Changes of the prefix cache that were not published, because kv_events_config.max_waiting_events waited.",
+        )
         self._spans = {result: spans.labels(result) for result in ("exported", "dropped")}
         self.registry.register(DroppedLinesCollector())
         self._present = StatusCollector()
@@ -294,6 +298,10 @@ class Metrics:
         """
         self._stall.set(seconds)
         self._busy_stall.set(busy_seconds)
+
+    def kv_events_dropped(self, count: int) -> None:
+        """Count changes of the prefix cache that were not published."""
+        self._dropped_events.inc(count)
 
     def trace_spans(self, result: str, count: int) -> None:
         """Count spans that were ``exported`` or ``dropped``. Any thread may call this method."""

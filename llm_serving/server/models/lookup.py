@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -39,7 +40,8 @@ def open_models(
 ) -> ModelRegistry[ServerState]:
     """Return the registry of a server whose main model ``state`` serves. ``agents`` ends the main model's agents."""
     main = RunningVersion(0, state.engine, state, models.models[0].need, agents)
-    starter = VersionStarter(state.log, state.metrics, lambda engine, log: view_of(state, engine, log))
+    make_view = partial(view_of, state)
+    starter = VersionStarter(state.log, state.metrics, make_view, state.engine.observe)
     registry = ModelRegistry(
         *(models.models, main, starter, models.arbiter, state.log),
         max_wait_s=settings.max_wait_s,

@@ -1,0 +1,164 @@
+"""Observes the prefix cache of a replica, and puts its changes into the bounded queue of the publisher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+from llm_serving.kvcache.block_hash import TOKEN_BYTES
+from llm_serving.kvcache.prefix_index import Parent
+from llm_serving.kvevents.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, published_hash
+
+_SALT_BYTES = 16
+
+Stored = tuple[bytes, bytes, bytes | None, bytes]
+"""Hash of a block, its packed tokens, the hash of the block before it or None, and the salt of the first block."""
+Change = Stored | bytes | None
+"""One change: a stored block, the hash of a removed block, or None after a clear."""
+
+
+class ChangeQueue:
+    """The changes of all replicas that wait for the publisher. Its size is bounded, and ``put`` never waits.
+
+    The engine threads put, and one thread takes. After a lost change, ``take`` returns a marker in its place.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self.num_dropped = 0
+        self._max_waiting = max_waiting
+        self._changes: deque[tuple[int, Change] | None] = deque()
+        self._has_gap = False
+        self._is_asleep = False
+        self.wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """A descriptor that becomes readable when changes wait and the publisher sleeps."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._changes
+
+    def put(self, replica: int, change: Change) -> None:
+        """Adds a change. If the queue is full, drops and counts the change."""
+        if len(self._changes) >= self._max_waiting:
+            self.num_dropped += 1
+            self._has_gap = True
+            return
+        if self._has_gap:
+            self._has_gap = False
+            self._changes.append(None)
+        self._changes.append((replica, change))
+        if self._is_asleep:
+            self._is_asleep = False
+            self.wake()
+
+    def wake(self) -> None:
+        """Wakes the publisher if it sleeps."""
+        os.eventfd_write(self.wakes, 1)
+
+    def note_sleep(self) -> bool:
+        """Says that the publisher will sleep until ``wakes`` is readable. Returns False if changes wait already."""
+        self._is_asleep = True
+        return not self._changes
+
+    def note_awake(self) -> None:
+        """Says that the publisher takes changes now."""
+        self._is_asleep = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wakes)
+
+    def take(self, limit: int) -> Iterator[tuple[int, Change] | None]:
+        """Yields and removes at most ``limit`` changes, each with its replica. None stands for lost changes."""
+        for _ in range(min(limit, len(self._changes))):
+            yield self._changes.popleft()
+
+    def close(self) -> None:
+        """Closes ``wakes``. No engine thread may put any more."""
+        os.close(self.wakes)
+
+
+class ReplicaObserver:
+    """Observes the prefix cache of a replica. It is an ``IndexObserver``.
+
+    A block whose parent is not cached can never be found, so it is not published.
+    """
+
+    def __init__(self, queue: ChangeQueue, replica: int) -> None:
+        self.is_current = True
+        """False after another engine has taken over the replica. Its changes are then ignored."""
+        self._queue = queue
+        self._replica = replica
+        self._hashes: dict[int, bytes] = {}
+        """The hash of each published block by its entry."""
+        self._put(None)
+
+    def stored(self, entry: int, block_hash: bytes, content: bytes, parent: Parent) -> None:
+        before, salt = None, b""
+        if isinstance(parent, bytes):
+            salt = parent
+        else:
+            before = self._hashes.get(parent)
+            if before is None:
+                return
+        self._hashes[entry] = block_hash
+        self._put((block_hash, content, before, salt))
+
+    def removed(self, entry: int) -> None:
+        block_hash = self._hashes.pop(entry, None)
+        if block_hash is not None:
+            self._put(block_hash)
+
+    def cleared(self) -> None:
+        self._hashes.clear()
+        self._put(None)
+
+    def _put(self, change: Change) -> None:
+        if self.is_current:
+            self._queue.put(self._replica, change)
+
+
+def events_of(changes: Sequence[Change]) -> list[Event]:
+    """Returns the events of consecutive changes of a replica. Blocks that follow each other share an event."""
+    events: list[Event] = []
+    chain: list[Stored] = []
+    removed: list[bytes] = []
+
+    def complete(change: Change) -> None:
+        """Adds the event that collects changes, unless ``change`` belongs to it."""
+        if chain and not (isinstance(change, tuple) and change[2] == chain[-1][0]):
+            events.append(_stored(chain))
+            chain.clear()
+        if removed and not isinstance(change, bytes):
+            events.append(BlockRemoved([published_hash(each) for each in removed]))
+            removed.clear()
+
+    for change in changes:
+        complete(change)
+        if isinstance(change, tuple):
+            chain.append(change)
+        elif isinstance(change, bytes):
+            removed.append(change)
+        else:
+            events.append(AllBlocksCleared())
+    complete(None)
+    return events
+
+
+def _stored(chain: Sequence[Stored]) -> BlockStored:
+    content = b"".join(each[1] for each in chain)
+    num_tokens, before = len(content) // TOKEN_BYTES, chain[0][2]
+    extra = [[salt_name(each[3])] if each[3] else None for each in chain]
+    return BlockStored(
+        block_hashes=[published_hash(each[0]) for each in chain],
+        parent_block_hash=None if before is None else published_hash(before),
+        token_ids=list(struct.unpack(f"<{num_tokens}i", content)),
+        block_size=num_tokens // len(chain),
+        extra_keys=extra if any(extra) else None,
+    )
+
+
+def salt_name(salt: bytes) -> str:
+    """Returns a name for a salt. Equal salts have equal names, and the name does not reveal the salt."""
+    return blake2b(salt, digest_size=_SALT_BYTES, person=b"llm-kv-events").hexdigest()

@@ -1,0 +1,88 @@
+"""The bytes of events: MessagePack, as vLLM publishes them.
+
+A batch is an array ``[time, events, replica]``. An event of the format ``array`` is an array that begins with its name,
+as vLLM published until June 2026. An event of the format ``map`` is a map with its name under ``type``, as vLLM has
+published since then (vllm-project/vllm, pull request 42892).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+ARRAY, MAP = "array", "map"
+FORMATS = (ARRAY, MAP)
+"""Values of ``kv_events_config.format``."""
+MEDIUM = "GPU"
+"""The memory of the device, in the words of the published format, whatever the device is."""
+HASH_BYTES = 8
+"""A hash is published as an integer of its last bytes, which is vLLM's default, too."""
+
+
+class Event(msgspec.Struct, gc=False):
+    """A change of the cached blocks of a replica."""
+
+
+class BlockStored(Event):
+    """Blocks that follow each other in a sequence are cached now."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    """Hash of the block before the first one. None if there is none."""
+    token_ids: list[int]
+    """Tokens of all blocks."""
+    block_size: int
+    extra_keys: list[list[str] | None] | None
+    """For each block, what its hash depends on in addition to the tokens and the model. None if there is nothing."""
+
+
+class BlockRemoved(Event):
+    """Blocks are no longer cached."""
+
+    block_hashes: list[int]
+
+
+class AllBlocksCleared(Event):
+    """No block is cached any more."""
+
+
+def published_hash(block_hash: bytes) -> int:
+    """Returns the integer that stands for the hash of a block."""
+    return int.from_bytes(block_hash[-HASH_BYTES:], "big")
+
+
+def encoder(layout: str) -> Callable[[float, Sequence[Event], int], bytes]:
+    """Returns a function that encodes a batch of a format: a UNIX time in seconds, events, and the replica's number."""
+    pack, described = msgspec.msgpack.Encoder().encode, _as_map if layout == MAP else _as_array
+
+    def encode(seconds: float, events: Sequence[Event], replica: int) -> bytes:
+        return pack([seconds, [described(event) for event in events], replica])
+
+    return encode
+
+
+def _fields(event: Event) -> dict[str, Any]:
+    """Returns the fields of an event in the order of the format. An empty last field is left out."""
+    if isinstance(event, BlockStored):
+        extra = {} if event.extra_keys is None else {"extra_keys": event.extra_keys}
+        return {
+            "block_hashes": event.block_hashes,
+            "parent_block_hash": event.parent_block_hash,
+            "token_ids": event.token_ids,
+            "block_size": event.block_size,
+            "lora_id": None,
+            "medium": MEDIUM,
+            "lora_name": None,
+            **extra,
+        }
+    return {"block_hashes": event.block_hashes, "medium": MEDIUM} if isinstance(event, BlockRemoved) else {}
+
+
+def _as_array(event: Event) -> list[Any]:
+    return [type(event).__name__, *_fields(event).values()]
+
+
+def _as_map(event: Event) -> dict[str, Any]:
+    return {"type": type(event).__name__, **_fields(event)}
