@@ -272,7 +272,7 @@ def _chosen_sets(compiler: Compiler, build: str, known: list[str]) -> list[str]:
 
 
 def _compile_all(compiler: Compiler, units: list[Unit], quiet: bool) -> None:
-    """Compiles the units with all processors, and prints the progress if ``quiet``."""
+    """Compiles the units with all processors, and with ``quiet`` prints one line for each compiled file."""
     ranks = {name: rank for rank, name in enumerate(SLOW_FILES)}
     ordered = sorted(units, key=lambda unit: ranks.get(unit.source.stem, len(ranks)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -41,7 +41,7 @@ class LoadedModel:
     moves: BlockMoves
     """Moves blocks of ``kv_cache``."""
     adapters: AdapterSlots | None
-    """None if the server has no LoRA adapters."""
+    """The slots of the LoRA adapters. None if the server has no LoRA adapters."""
 
 
 def load_model(

@@ -24,7 +24,7 @@ QueuedMessage = Step | ProfileStart | ProfileStop | AdapterLoad | Shutdown
 
 
 class StepComputed:
-    """Not a message: it shows the device thread that the device has computed a step (``TaskQueue.step_computed``)."""
+    """The object that ``TaskQueue.get`` returns instead of a message if the device has computed a step."""
 
 
 _LAST_CLASS = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass.PREFILL}

@@ -22,7 +22,7 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
-    """The keys and values are in host memory. The request waits for blocks on the device."""
+    """State of a request whose keys and values are in host memory. The request waits for blocks on the device."""
     FINISHED = "finished"
 
 
@@ -30,14 +30,14 @@ class FinishReason(enum.Enum):
     """Why a request ended."""
 
     STOP = "stop"
-    """An end token, a stop token id or a stop string was generated."""
+    """The request ended because an end token, a stop token id or a stop string was generated."""
     LENGTH = "length"
-    """``max_tokens`` or the end of the model's context was reached."""
+    """The request ended because ``max_tokens`` or the end of the model's context was reached."""
     ABORT = "abort"
-    """The client closed the connection or asked to stop. If ``RequestOutput.error`` is set, the deadline passed before
-    the request started."""
+    """The request ended because the client closed the connection or asked to stop. If ``RequestOutput.error`` is set,
+    the deadline passed before the request started."""
     ERROR = "error"
-    """The server could not continue. ``RequestOutput.error`` has the reason."""
+    """The request ended because the server could not continue. ``RequestOutput.error`` has the reason."""
 
 
 class TraceSource(Protocol):
@@ -154,7 +154,7 @@ class Request:
     """The batch row of the sequence: its place in the agent's state (last token, token history). -1 if it has none."""
     num_preemptions: int = 0
     num_losses: int = 0
-    """How often an agent was lost while a step with this request was in flight."""
+    """Number of times that an agent was lost while a step with this request was in flight."""
     alone_until: int = 0
     """The request is a suspect until it has this number of output tokens, see ``llm_serving.scheduler.quarantine``."""
     finish_reason: FinishReason | None = None

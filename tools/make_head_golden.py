@@ -149,7 +149,10 @@ def eagle_guess(folder: Path, target: Target) -> Guess:
 
 
 def guesses(states: torch.Tensor, tokens: list[int], count: int, guess: Guess) -> list[int]:
-    """Returns the guesses behind the first ``count`` tokens. ``states`` [tokens, width] are those of the model."""
+    """Returns the head's guesses of the tokens that follow the first ``count`` tokens.
+
+    ``states`` [tokens, width] are the hidden states of the main model.
+    """
     known, following, found = states[: count - 1], tokens[1:count], []
     for _ in range(GUESSES):
         logits, own = guess(known, torch.tensor(following))

@@ -288,7 +288,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0; 1 if a format differs too much from bf16; 2 if nothing could be measured."""
+    """Returns the exit code. 0 means success.
+
+    1 means that a format differs too much from bf16. 2 means that nothing could be measured.
+    """
     options = parse_arguments(arguments)
     try:
         if load_config(options.config).model_config.load_format == "dummy":

@@ -15,7 +15,7 @@ from llm_serving.ipc.segment import SHM_DIRECTORY
 
 READ = Right.READ_FILE | Right.READ_DIR
 MAP = Right.READ_FILE | Right.WRITE_FILE
-"""For shared memory and devices: existing files can be read and written, but no file can be made or removed."""
+"""Rights for shared memory and devices: existing files can be read and written, but no file can be made or removed."""
 # MAKE_SOCK is for MindSpore's profiler, which makes a UNIX socket for its own processes.
 _MAKE = Right.MAKE_DIR | Right.MAKE_REG | Right.MAKE_SOCK
 WRITE = READ | MAP | _MAKE | Right.REMOVE_DIR | Right.REMOVE_FILE | Right.REFER | Right.TRUNCATE

@@ -73,7 +73,8 @@ class _Launched:
     needs_logits: bool
     start: int
     computed: int = 0
-    """When the device had computed the step. Like all times here, this is ``time.perf_counter_ns``."""
+    """The time at which the device had computed the step. All times of this module are those of
+    ``time.perf_counter_ns``."""
     is_computed: threading.Event = field(default_factory=threading.Event)
 
     def note_computed(self) -> None:
@@ -95,7 +96,8 @@ class StepsAhead:
         """
         self._last_computed = 0
         self.on_computed: Callable[[], None] = lambda: None
-        """Called in any thread when the device has computed a step. ``finish_computed`` then samples it."""
+        """A function that is called in any thread when the device has computed a step. The device thread must then call
+        ``finish_computed``, which samples the step."""
 
     def start(self, slot: StepSlot, *, is_decode: bool, done: Done) -> None:
         """Launches a step. When the step has been sampled, ``done`` is called with its cost or its error.

@@ -23,11 +23,12 @@ class GraphKind(enum.Enum):
     """The kinds of dynamic graphs. Each kind uses the attention primitives in a different way."""
 
     PREFILL = "prefill"
-    """Whole prompts: attention among the tokens of the step."""
+    """The graph for whole prompts, with attention among the tokens of the step."""
     CHUNKED = "chunked"
-    """Any mix of prompts, chunks and decoding sequences: attention over the cache, with a mask."""
+    """The graph for any mix of prompts, chunks and decoding sequences, with attention over the cache and with a mask.
+    """
     DECODE = "decode"
-    """One token for each sequence: attention over the cache, without a mask."""
+    """The graph for one token of each sequence, with attention over the cache and without a mask."""
 
 
 def graph_kinds(ops: OpTable) -> tuple[GraphKind, ...]:

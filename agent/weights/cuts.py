@@ -23,7 +23,7 @@ class TensorCut:
     """Shape of the whole tensor."""
     rows: Span
     columns: Span | None = None
-    """None means all columns."""
+    """The range of columns. None means all columns."""
 
     @property
     def shape(self) -> tuple[int, ...]:

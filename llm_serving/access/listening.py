@@ -26,9 +26,9 @@ class Sockets(NamedTuple):
 
     http: socket.socket
     admin: socket.socket | None
-    """For administration."""
+    """The socket for administration."""
     unix: socket.socket | None
-    """For programs on the same machine."""
+    """The socket for programs on the same machine."""
 
 
 def open_sockets(settings: ServingConfig, owned: ExitStack) -> Sockets:

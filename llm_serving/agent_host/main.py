@@ -38,7 +38,7 @@ class AgentHost:
         self._key = key
         self._settings = settings
         self._is_used = threading.Lock()
-        """Held while a link is served."""
+        """The lock that is held while the node serves a link."""
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._stop_descriptor = os.eventfd(0, os.EFD_CLOEXEC)
         self._is_stopping = False

@@ -32,7 +32,7 @@ class SecureChannel:
         self._early: list[bytes] = []
         """Frames that came together with the last one of the handshake."""
         self.last_received = time.monotonic()
-        """When the peer was last heard, by ``time.monotonic``."""
+        """The time at which the last data came from the peer, by ``time.monotonic``."""
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -26,9 +26,9 @@ class ClusterKey:
     def __init__(self, path: str) -> None:
         _check_file(path)
         self.server = _context(path, ssl.PROTOCOL_TLS_SERVER)
-        """For the end that accepts connections: ``agent_host``."""
+        """TLS settings of the end that accepts connections: ``agent_host``."""
         self.client = _context(path, ssl.PROTOCOL_TLS_CLIENT)
-        """For the end that connects: the server."""
+        """TLS settings of the end that connects: the server."""
 
 
 def make_key(path: Path) -> None:

@@ -36,17 +36,17 @@ class NodeState(enum.Enum):
 
     CONNECTING = "connecting"
     FREE = "free"
-    """The server has a link to the node, and no replica uses the node."""
+    """State of a free node: the server has a link to the node, and no replica uses the node."""
     USED = "used"
-    """A replica has its agents on the node."""
+    """State of a node on which a replica has its agents."""
     DRAINING = "draining"
-    """A replica completes its requests on the node, which gets no new ones."""
+    """State of a node on which a replica completes its requests. The replica gets no new requests."""
     DRAINED = "drained"
-    """The server does not use the node until it is added again."""
+    """State of a node that the server does not use until the node is added again."""
     DOWN = "down"
-    """The server cannot reach the node."""
+    """State of a node that the server cannot reach."""
     REFUSED = "refused"
-    """The node has another program, model or arithmetic than the server."""
+    """State of a node that has another program, model or arithmetic than the server."""
 
 
 class NodeError(RequestError):
@@ -70,7 +70,7 @@ class Node:
         self.address = address
         self.state = NodeState.CONNECTING
         self.reason = ""
-        """Why the node is down or refused."""
+        """The reason why the node is down or refused."""
         self.channel: SecureChannel | None = None
         self.welcome: Welcome | None = None
         self.replica: int | None = None
@@ -78,7 +78,7 @@ class Node:
         """The time at which the requests of a draining node move to other nodes, by ``time.monotonic``."""
         self.is_removed = False
         self.num_losses = 0
-        """How often the link or the agents were lost."""
+        """Number of times that the link or the agents were lost."""
 
     def describe(self) -> dict[str, object]:
         """Return the facts for the status page."""
@@ -102,7 +102,8 @@ class NodePool:
         self._wakers: list[Callable[[], None]] = []
         self._is_closed = False
         self.on_loss: Callable[[str], None] = lambda name: None
-        """Called with the name of a node to which no link succeeds. Another thread may then replace it."""
+        """A function that is called with the name of a node to which no link succeeds. Another thread may then replace
+        it."""
         self._arithmetic: tuple[str, str] | None = None
         """Name and arithmetic of the first node that was ready."""
 

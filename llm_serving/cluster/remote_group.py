@@ -66,10 +66,10 @@ class RemoteGroup:
         self._channel: SecureChannel = node.channel
         self._is_closed = False
         self._refusal = ""
-        """Why the node does not serve this model. Empty if it does."""
+        """The reason why the node does not serve this model. Empty if the node serves it."""
         self._problem = ""
         self._broken = ""
-        """Why the selector cannot watch the link any more. Empty while it can."""
+        """The reason why the selector cannot watch the link any more. Empty while the selector can watch it."""
         layout = SlotLayout.of(config.slot_limits())
         self.slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
         self._contents = [SlotContents(slot) for slot in self.slots]

@@ -137,9 +137,9 @@ class AsyncEngine:
         schedulers = [self._new_scheduler(limits, index, record) for index in range(len(executors))]
         self._core = self._made_core(schedulers, executors, detokenizer, log)
         self.canary_wanted = asyncio.Event()
-        """Set on the event loop when the canary must run soon."""
+        """An event that is set on the event loop when the canary must run soon."""
         self.ended = asyncio.Event()
-        """Set on the event loop when the engine thread has ended, even after an error."""
+        """An event that is set on the event loop when the engine thread has ended, even after an error."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _made_core(

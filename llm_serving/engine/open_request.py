@@ -88,7 +88,7 @@ class OpenRequest:
         self.adapter = adapter
         """The LoRA adapter that the request uses, or None."""
         self.ended: asyncio.Event | None = None
-        """Set when the request ends, if its reader closed it before."""
+        """An event that is set when the request ends. None unless the reader closes the request before its end."""
         self.is_closed = False
         self.is_ended = False
         """True after the last piece, or the refusal, has arrived."""

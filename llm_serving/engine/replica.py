@@ -70,7 +70,7 @@ class Replica:
         self.wants_canary = False
         """True if the canary must run soon, because all logits of a step were not finite."""
         self.last_result: float | None = None
-        """When the last step without an error completed."""
+        """The time at which the last step without an error completed."""
         self._texts = texts
         self._state_line = state_line
         self._log = log

@@ -36,7 +36,7 @@ class Restarts:
         self.in_a_row = 0
         """Number of restarts since the group was last stable."""
         self.due_at: float | None = None
-        """When to start the agents again. None while they run, and when they are given up."""
+        """The time at which the agents must be started again. None while they run, and after they were given up."""
         self.is_given_up = False
         self.has_been_ready = from_the_start
         self._ready_at: float | None = None

@@ -84,7 +84,7 @@ class AdapterAnswered:
 
     slot: int
     error: str = ""
-    """Why the adapter could not be loaded. Empty on success."""
+    """The reason why the adapter could not be loaded. Empty on success."""
 
 
 ExecutorEvent = StepResult | AgentReady | AgentLost | AgentLeaving | AgentStatus | AgentProfiled | AdapterAnswered

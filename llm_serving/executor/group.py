@@ -46,7 +46,7 @@ class Member(Protocol):
 
     @property
     def address(self) -> str:
-        """Where the agent is, for status pages."""
+        """The address of the agent, or of the node on which it runs, for status pages."""
 
 
 class Group(Protocol):
@@ -58,7 +58,7 @@ class Group(Protocol):
 
     @property
     def started_at(self) -> float:
-        """When the start began, by ``time.monotonic``."""
+        """The time at which the start began, by ``time.monotonic``."""
 
     @property
     def is_ready(self) -> bool:

@@ -63,7 +63,8 @@ class StepJoin:
 
     @property
     def overdue_at(self) -> float | None:
-        """When the replies to a failed step are overdue, by ``time.monotonic``. None if no step failed."""
+        """The time from which the replies to a failed step are overdue, by ``time.monotonic``. None if no step failed.
+        """
         return min(self._failed.values()) + self.GRACE_S if self._failed else None
 
     def check_overdue(self, now: float) -> None:

@@ -56,11 +56,11 @@ class MoveKind(enum.IntEnum):
     """Kind of a block copy: the memory of its source and destination. It is the first of a move's three numbers."""
 
     COPY = 0
-    """Device to device: copy-on-write of the tail, the partly matching block at the end of a cached prefix."""
+    """A copy within the device: copy-on-write of the tail, the partly matching block at the end of a cached prefix."""
     SWAP_OUT = 1
-    """Device to host."""
+    """A copy from the device to the host."""
     SWAP_IN = 2
-    """Host to device."""
+    """A copy from the host to the device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class KeptBlocks:
 
     @property
     def next_end(self) -> float:
-        """When ``expire`` may end a block next. Infinity without kept blocks."""
+        """The earliest time at which ``expire`` may end a block. Infinity without kept blocks."""
         return self._ends[0][0] if self._ends else float("inf")
 
     def keep(self, owner: str, hashes: Iterable[bytes], until: float) -> list[bytes]:

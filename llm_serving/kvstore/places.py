@@ -1,4 +1,4 @@
-"""Where a tier in a folder has a block."""
+"""The place of a block in a tier whose blocks are in a folder."""
 
 from __future__ import annotations
 

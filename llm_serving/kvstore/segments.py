@@ -42,7 +42,7 @@ class FolderLock:
     """
 
     _held: ClassVar[dict[str, tuple[int, int]]] = {}
-    """By folder: the descriptor that holds the lock, and the number of users in this process."""
+    """For each locked folder: the descriptor that holds the lock, and the number of users in this process."""
     _changes: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, folder: Path) -> None:

@@ -159,7 +159,9 @@ class BlockStore:
 
     @property
     def next_due(self) -> float | None:
-        """When ``exchange`` must be called even without an event, by the engine's clock. None if nothing is due."""
+        """The time at which ``exchange`` must be called even without an event, by the engine's clock. None if nothing
+        is due.
+        """
         return min((one.due for one in self._waiting), default=None)
 
     def exchange(self, source: TierSource, now: float) -> bool:

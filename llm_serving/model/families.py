@@ -62,7 +62,7 @@ class Family:
     head_dim: int | None = None
     """Default size of a head. None: hidden size / heads."""
     experts: ExpertKeys | None = None
-    """Keys about experts. None if the family has no experts."""
+    """The keys of ``config.json`` about experts. None if the family has no experts."""
     gemma: bool = False
     """If True, the model has the parts that ``llm_serving.model.gemma.Gemma`` describes."""
     gpt_oss: bool = False

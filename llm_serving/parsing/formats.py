@@ -134,9 +134,9 @@ class OutputFormat:
     """How one model writes reasoning and tool calls, and which parts of a request its chat template can render."""
 
     tools: ToolFormat | None
-    """None if tools are turned off."""
+    """The format of tool calls. None if tools are turned off."""
     reasoning: ReasoningFormat | None
-    """None for a model without reasoning."""
+    """The format of the reasoning. None for a model without reasoning."""
     template_has_tools: bool
     """Whether the template renders tools and the messages that belong to them."""
     arguments_are_text: bool = False

@@ -56,7 +56,7 @@ class _Seat:
         self._pause_s = FIRST_PAUSE_S
         self.node: _Node | None = None
         self.due_at = 0.0
-        """When to place the next node, by ``time.monotonic``."""
+        """The time at which the next node is placed, by ``time.monotonic``."""
 
     def next_name(self) -> str:
         self._number += 1

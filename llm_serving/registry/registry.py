@@ -76,7 +76,7 @@ class ModelRegistry(Generic[V]):
 
     @property
     def end_reason(self) -> str:
-        """Why the main model has ended."""
+        """The reason why the main model has ended."""
         return self.models[0].error
 
     def find(self, name: str | None) -> ServedModel[V] | None:

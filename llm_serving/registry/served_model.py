@@ -69,7 +69,7 @@ class ServedModel(Generic[V]):
         self.last_used = 0.0
         self.failed_at: float | None = None
         self.error = ""
-        """Why the last start failed. Empty after a start without an error."""
+        """The reason why the last start failed. Empty after a start without an error."""
         self.costs = StartCosts()
         self.num_versions = 0
         self.num_starts = 0

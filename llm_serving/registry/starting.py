@@ -43,7 +43,7 @@ class VersionStarter(Generic[V]):
         self._metrics = metrics
         self._make_view = make_view
         self.is_closing = False
-        """Set to True to end starts that are in progress. They then raise AgentStartError."""
+        """True if starts that are in progress must end. They then raise AgentStartError."""
 
     async def start(
         self,

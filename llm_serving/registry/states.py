@@ -11,15 +11,16 @@ class ModelState(enum.Enum):
     """Whether a model can serve now."""
 
     COLD = "cold"
-    """Nothing of the model is in memory."""
+    """State of a model of which nothing is in memory."""
     LOADING = "loading"
     READY = "ready"
     SLEEPING = "sleeping"
-    """The agents have ended. The server process keeps the tokenizer."""
+    """State of a model whose agents have ended, while the server process keeps the tokenizer."""
     UNLOADING = "unloading"
-    """The model completes its requests. Then its agents end."""
+    """State of a model that completes its requests. Then its agents end."""
     FAILED = "failed"
-    """The last start failed, or the engine ended by itself. The next request or command starts the model again."""
+    """State of a model whose last start failed, or whose engine ended by itself. The next request or command starts the
+    model again."""
 
 
 class StartCosts:

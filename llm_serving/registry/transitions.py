@@ -36,9 +36,10 @@ class Transitions(Generic[V]):
         self.log = log
         self.clock = clock
         self.room = asyncio.Event()
-        """Set when a model has become idle, has started or has ended, so that the memory may suffice for another."""
+        """An event that is set when a model has become idle, has started or has ended. Then the memory may suffice for
+        another model."""
         self.ended = asyncio.Event()
-        """Set when the engine of the main model has ended by itself."""
+        """An event that is set when the engine of the main model has ended by itself."""
         self.starting: dict[str, Need] = {}
         """Memory of the versions that are being started, by the model's name."""
         self._arbiter = arbiter

@@ -43,7 +43,7 @@ class RunningVersion(Generic[V]):
         self.num_leases = 0
         self.is_stopping = False
         self.on_idle: Callable[[], None] = lambda: None
-        """Called when the last lease was given back."""
+        """A function that is called when the last lease was given back."""
         self.checks: asyncio.Task[None] | None = None
         """The canary of this version."""
         self._owned = owned

@@ -92,7 +92,7 @@ class Slo(MixedPolicy):
         self._num_steps = 0
         self._starts = SloStarts(state, state.intake.order)
         self._runs_until = 0.0
-        """When the agent is expected to have run all steps in flight."""
+        """The time at which the agent is expected to have run all steps in flight."""
         self._seconds_of_step = 0.0
         """The expected duration of the last step that was sent."""
         self._has_completed = False

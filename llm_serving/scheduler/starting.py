@@ -80,13 +80,15 @@ class Admission(Stateful):
         return True
 
     def step_completed(self) -> None:
-        """Called when a step has completed."""
+        """The scheduler calls this method when a step has completed."""
 
     def preempted(self) -> None:
-        """Called when a running sequence has been preempted."""
+        """The scheduler calls this method when a running sequence has been preempted."""
 
     def finished(self, sequence: Sequence) -> None:
-        """Called when a sequence has ended with an end token, a stop string or its maximum length."""
+        """The scheduler calls this method when a sequence has ended with an end token, a stop string or its maximum
+        length.
+        """
 
 
 class Starter:

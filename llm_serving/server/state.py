@@ -210,9 +210,9 @@ class ServerState:
     active: ActiveRequests = field(default_factory=ActiveRequests)
     profile: RunningProfile = field(default_factory=RunningProfile)
     timeline_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a process reads the flight recording."""
+    """The lock that is held while a process reads the flight recording."""
     adapters_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while an adapter is loaded or unloaded."""
+    """The lock that is held while an adapter is loaded or unloaded."""
     loop_watch: LoopWatch = field(default_factory=LoopWatch)
     body_bytes: int = 0
     """Bytes of all request bodies that are being read or parsed."""

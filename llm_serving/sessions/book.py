@@ -35,7 +35,7 @@ class Session:
     adapter: bytes
     """Digest of the LoRA adapter. Empty without an adapter."""
     updated: float
-    """When the last request ended, in seconds since 1970."""
+    """The time at which the last request of the session ended, in seconds since 1970."""
     nonce: bytes = b""
     """Part of the salt of an imported session, so that no other request finds its blocks. Empty if not imported."""
 

@@ -54,7 +54,7 @@ class ImportResult:
     num_blocks: int = 0
     """Blocks that the tiers have now. Only these tokens need not be computed."""
     differences: list[str] = field(default_factory=list)
-    """Why blocks of the file were not used. Empty if all were."""
+    """The reasons why blocks of the file were not used. Empty if all blocks were used."""
 
     @property
     def num_resumed_tokens(self) -> int:

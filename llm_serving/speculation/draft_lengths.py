@@ -75,9 +75,9 @@ class DraftLengths:
         return 1 if self._num_trials_left else self._best(num_seqs, most, chance)
 
     def _best(self, num_seqs: int, most: int, chance: float) -> int:
-        """Returns the number of drafts with the most tokens per second. 0 if they gain too little.
+        """Returns the number of drafts that gives the most tokens per second. Returns 0 if drafts gain too little.
 
-        ``chance`` is the chance of each draft if those before it are right.
+        ``chance`` is the probability that a draft is right if all drafts before it are right.
         """
         plain_s = self._costs.seconds(num_seqs)
         if plain_s is None:

@@ -31,7 +31,7 @@ class Chip:
     used_mib: int
     total_mib: int
     temperature_c: float | None = None
-    """None if the table has no number."""
+    """Temperature of the chip in degrees Celsius. None if the table has no number."""
     power_w: float | None = None
     ai_core_percent: int | None = None
     """Use of the matrix and vector cores in the last sampling interval."""

@@ -58,7 +58,7 @@ class ProgressDisplay:
         """Seconds that each agent needed, by stage and rank. A stage is removed when all agents have completed it."""
         self._closed = threading.Event()
         self._shown_at = clock()
-        """When something was last written or drawn."""
+        """The last time at which a line was written or the progress bar was drawn."""
         self._noted_at = self._shown_at
 
     def watch(self) -> None:

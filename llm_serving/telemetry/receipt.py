@@ -18,18 +18,19 @@ class Phase(enum.IntEnum):
     """The phases of a request."""
 
     QUEUED = 0
-    """From the arrival in the queue to the first scheduled step."""
+    """The phase from the arrival in the queue to the first scheduled step."""
     PREFILL = 1
-    """From the first scheduled step to the first token."""
+    """The phase from the first scheduled step to the first token."""
     DECODE = 2
-    """From the first token to the last token, without the phases that follow."""
+    """The phase from the first token to the last token, without the phases that follow in this list."""
     PREEMPTED = 3
-    """From a preemption with recompute to the next token. The request waits, and its tokens are computed again."""
+    """The phase from a preemption with recompute to the next token. The request waits, and its tokens are computed
+    again."""
     SWAPPED = 4
-    """From a preemption with swap, which moves blocks to host memory, to the next token."""
+    """The phase from a preemption with swap, which moves blocks to host memory, to the next token."""
     RESTARTED = 5
-    """From the loss of computed tokens to the next token, because an agent was lost or a step never ran. The request
-    waits for the agent's restart, waits again, and is computed again."""
+    """The phase from the loss of computed tokens to the next token, because an agent was lost or a step never ran. The
+    request waits for the agent's restart, waits again, and is computed again."""
     DONE = 6
 
 
@@ -37,21 +38,22 @@ class BlockReason(enum.Enum):
     """Reasons why the first request of the queue could not start."""
 
     ROWS = "rows"
-    """Every batch row is in use."""
+    """The request waits because every batch row is in use."""
     BLOCKS = "blocks"
-    """The KV cache has too few free blocks."""
+    """The request waits because the KV cache has too few free blocks."""
     ADMISSION = "admission"
-    """The running requests are expected to need the free blocks."""
+    """The request waits because the running requests are expected to need the free blocks."""
     BATCH = "batch"
-    """The next step is full, or the batch waits for more requests."""
+    """The request waits because the next step is full, or because the batch waits for more requests."""
     POLICY = "policy"
-    """The policy chose another kind of step."""
+    """The request waits because the policy chose another kind of step."""
     PREFIX = "prefix"
-    """A step computes the request's prefix for another request. The request waits to share the blocks."""
+    """The request waits for a step that computes its prefix for another request. Both requests then share the blocks.
+    """
     LOAD = "load"
-    """Blocks of the request come from a KV tier, in less time than computing them takes."""
+    """The request waits for its blocks from a KV tier. Loading them takes less time than computing them."""
     PREEMPTED_FIRST = "preempted_first"
-    """A request that was preempted or restarted starts first."""
+    """The request waits because a request that was preempted or restarted starts first."""
 
 
 class WaitingLine:
@@ -105,9 +107,9 @@ class Receipt:
         # Phase, its start and the times of phases. One tuple, so that other threads read a consistent state.
         self._state = (Phase.QUEUED, self.start_us, (0,) * len(Phase))
         self.preemptions = 0
-        """How often the request lost its blocks and had to be computed again."""
+        """Number of times that the request lost its blocks and had to be computed again."""
         self.swaps = 0
-        """How often the request moved to host memory."""
+        """Number of times that the request moved to host memory."""
         self.chunks = 0
         """Number of prefill steps of the request."""
         self.cached_tokens = 0

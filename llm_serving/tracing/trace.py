@@ -59,7 +59,7 @@ class SpanRecord:
     is_server: bool = False
     """True for the span of an HTTP request, whose parent is the client's span."""
     error: str = ""
-    """Why the request failed. Empty if the request did not fail."""
+    """The reason why the request failed. Empty if the request did not fail."""
 
 
 Sink = Callable[[Sequence[SpanRecord]], None]

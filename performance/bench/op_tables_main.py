@@ -33,7 +33,10 @@ FIGURES = ("step_ms", "graph_ms", "sample_ms", "decode_tokens_per_s", "prefill_t
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if a ratio exceeds the limit; 2 if a config is wrong or an engine does not start."""
+    """Returns the exit code. 0 means success.
+
+    1 means that a ratio exceeds the limit. 2 means that a config is wrong or an engine does not start.
+    """
     parsed = build_parser().parse_args(arguments)
     results = [
         compare(name, weights, fused_weights, parsed)

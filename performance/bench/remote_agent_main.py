@@ -46,7 +46,10 @@ class Rates:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if a ratio is below the limit; 2 if a config is wrong or an agent does not start."""
+    """Returns the exit code. 0 means success.
+
+    1 means that a ratio is below the limit. 2 means that a config is wrong or an agent does not start.
+    """
     parsed = _parse(arguments)
     overrides = [*short_overrides({"dtype": parsed.dtype, "quantize": parsed.quantize}), *parsed.overrides]
     config = load_for_model(

@@ -33,7 +33,7 @@ VOCAB_SIZE = 32_000
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if requests failed; 2 if there is no server; 130 if interrupted."""
+    """Returns the exit code: 0 for success; 1 if requests failed; 2 if there is no server; 130 if interrupted."""
     parsed = serving_parser().parse_args(arguments)
     options = options_of(parsed)
     meter = _meter(options, parsed.server_pid)

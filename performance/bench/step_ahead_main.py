@@ -43,7 +43,10 @@ Span = tuple[float, float, str]
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if the period with steps ahead exceeds the limit; 2 if a config is wrong."""
+    """Returns the exit code. 0 means success.
+
+    1 means that the period with steps ahead exceeds the limit. 2 means that a config is wrong.
+    """
     parsed = _parse(arguments)
     config = load_config(parsed.config, ["model_config.op_table=native", "model_config.model_dtype=bfloat16"])
     start_runtime(config)

@@ -105,7 +105,10 @@ class Keys:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns 0; 1 if a goal is missed; 2 if the server did not start, or if a request failed without being refused."""
+    """Returns the exit code. 0 means success.
+
+    1 means that a goal is missed. 2 means that the server did not start, or that a request failed without being refused.
+    """
     parsed = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
         keys = Keys.new(Path(folder) / "keys.txt")

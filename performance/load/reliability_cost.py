@@ -39,7 +39,10 @@ KEY_RIGHTS = "requests_in_flight=100000 requests_per_minute=1000000 tokens_per_m
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns 0; 1 if the cost exceeds the limit or requests failed; 2 if a server did not start."""
+    """Returns the exit code. 0 means success.
+
+    1 means that the cost exceeds the limit or requests failed. 2 means that a server did not start.
+    """
     parsed = _parser().parse_args(arguments)
     base = replace(options_of(parsed), plot=False)
     pairs = [_pair(parsed, base, number, program) for number in range(parsed.pairs)]

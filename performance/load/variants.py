@@ -100,7 +100,10 @@ class Measurement:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns 0; 1 if a request failed or texts differ; 2 if a server did not start or an option is wrong."""
+    """Returns the exit code. 0 means success.
+
+    1 means that a request failed or texts differ. 2 means that a server did not start or an option is wrong.
+    """
     parsed = _parser().parse_args(arguments)
     base = replace(options_of(parsed), keep_text=True, plot=False)
     measurements = _measure_all(parsed, base, program)

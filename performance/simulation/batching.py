@@ -84,7 +84,10 @@ class Measured:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns 0; 1 if requests failed or texts differ between modes; 2 if a server did not start."""
+    """Returns the exit code. 0 means success.
+
+    1 means that requests failed or texts differ between modes. 2 means that a server did not start.
+    """
     parsed = _parser().parse_args(arguments)
     _check(parsed)
     requests = study_workload(parsed.requests, parsed.seed, PROMPT_LEN, OUTPUTS, VOCAB)

@@ -55,9 +55,9 @@ class Kernel(enum.Enum):
     """The kernels that MindSpore's library for inference has for an attention primitive."""
 
     CUSTOM = "the custom kernel"
-    """``Internal...Op`` of the library."""
+    """A custom kernel of the library with the name ``Internal...Op``."""
     ATB = "the kernel of the Ascend Transformer Boost library"
-    """``Asd...Op`` of the library."""
+    """A custom kernel of the library with the name ``Asd...Op``."""
 
 
 @dataclass(frozen=True, slots=True)

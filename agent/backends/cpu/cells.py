@@ -32,7 +32,9 @@ class Embedding(nn.Cell):
 
 
 class ShardedEmbedding(nn.Cell):
-    """Like ``Embedding``, for a table whose rows are divided among agents. The operator also sums over the agents."""
+    """A variant of ``Embedding`` for a table whose rows are divided among agents. The operator also sums over the
+    agents.
+    """
 
     def __init__(self, embed: Operator, vocabulary: tuple[int, ...]) -> None:
         super().__init__()
@@ -200,7 +202,8 @@ class ExpertMLP(nn.Cell):
 
 
 class RoutedExpertMLP(nn.Cell):
-    """Like ``ExpertMLP``, for DeepSeek's router, for shared experts, or for an agent that has only some experts."""
+    """A variant of ``ExpertMLP`` for DeepSeek's router, for shared experts, or for an agent that has only some experts.
+    """
 
     def __init__(self, mlp: Operator, experts: Experts, epsilon: float) -> None:
         super().__init__()

@@ -149,7 +149,8 @@ class BatchRun:
         self._outputs: tuple[int, int] | None = None
         self._failure: Exception | None = None
         self._is_cut = asyncio.Event()
-        """Set when no further line may begin: the batch is cancelled or expired, or a result could not be written."""
+        """An event that is set when no further line may begin: the batch is cancelled or expired, or a result could not
+        be written."""
         self._saved_at = 0.0
         self.task: asyncio.Task[None]
 

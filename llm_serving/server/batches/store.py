@@ -84,7 +84,7 @@ class BatchStore:
         self._num_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self.changed = asyncio.Event()
-        """Set on the event loop when a batch was added or must be cancelled."""
+        """An event that is set on the event loop when a batch was added or must be cancelled."""
         try:
             self._lock = _locked(self._root)
             self._scan()

@@ -47,7 +47,7 @@ class AnswerPlan:
     """How the text of each choice becomes reasoning, content and tool calls."""
 
     tools: ToolFormat | None
-    """None if the request has no tools."""
+    """The format of tool calls. None if the request has no tools."""
     reasoning: ReasoningFormat | None
     options: CallOptions
     is_thinking: bool

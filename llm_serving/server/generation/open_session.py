@@ -24,7 +24,7 @@ class OpenSession:
     session_id: str
     model: str
     nonce: bytes
-    """Not empty if the session was imported for this model."""
+    """The nonce of the import if the session was imported for this model. Empty for other sessions."""
 
     @classmethod
     def of(cls, state: ServerState, fields: RequestModel, request: HttpRequest) -> OpenSession | None:

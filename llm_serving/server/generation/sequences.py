@@ -121,7 +121,7 @@ class Generation:
         self._searches: list[str] = []
         self._watches: dict[int, ThinkingWatch] = {}
         self.on_close: Callable[[], None] | None = None
-        """Called when the generation is closed."""
+        """A function that is called when the generation is closed."""
         request.scope[GENERATION] = self
 
     @property

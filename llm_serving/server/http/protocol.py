@@ -50,12 +50,12 @@ class ConnectionRules:
     """Settings of all connections."""
 
     proxies: TrustedProxies
-    """Only these clients may state an earlier start of a request in ``X-Request-Start``."""
+    """The clients that may state an earlier start of a request in ``X-Request-Start``."""
     max_connections: int
     refused: Callable[[], None]
-    """Called for each connection beyond ``max_connections``."""
+    """A function that is called for each connection beyond ``max_connections``."""
     received: Callable[[], None] = field(default=lambda: None)
-    """Called when a client sends bytes, before they are parsed."""
+    """A function that is called when a client sends bytes, before they are parsed."""
     handshakes: set[asyncio.Task[None]] = field(default_factory=set)
     """Tasks of connections whose TLS handshake is not complete. These connections count like the others."""
 
@@ -77,10 +77,11 @@ class ChannelUser(Protocol):
     """The receiver of a ``StreamChannel``'s events: the object that writes the response."""
 
     def drained(self) -> None:
-        """Called when the socket has accepted all written data, after ``is_full`` was True."""
+        """The connection calls this method when the socket has accepted all written data, after ``is_full`` was True.
+        """
 
     def lost(self) -> None:
-        """Called when the client has closed the connection."""
+        """The connection calls this method when the client has closed the connection."""
 
 
 class StreamChannel:
