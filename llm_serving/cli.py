@@ -91,7 +91,7 @@ _AUTO_SIZES = (
     "pa_config.decode_seq_length=auto",
     f"{_NUM_BLOCKS}=auto",
 )
-"""Settings of a model of ``--model``. Values of ``--set`` take precedence."""
+"""Settings of a model that ``--model`` names. Values of ``--set`` take precedence over them."""
 
 _SHORT_OPTIONS = {
     "host": "serving_config.server_ip",

@@ -150,7 +150,7 @@ class QuotaExceededError(TryLaterError):
 
 
 class ModelUnavailableError(TryLaterError):
-    """The model of the request is not in memory now, and the request does not wait until it is."""
+    """The model of the request is not in memory now, and the request does not wait until the model is in memory."""
 
     status = 503
     code = "model_unavailable"

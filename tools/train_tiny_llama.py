@@ -72,7 +72,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_shape(options: argparse.Namespace) -> ModelShape:
-    """Returns the requested model."""
+    """Returns the sizes of the model that the options request."""
     return ModelShape(
         vocab_size=options.vocab_size,
         hidden_size=options.hidden_size,
@@ -84,7 +84,7 @@ def make_shape(options: argparse.Namespace) -> ModelShape:
 
 
 def make_plan(options: argparse.Namespace) -> TrainingPlan:
-    """Returns the requested training plan."""
+    """Returns the training plan that the options request."""
     return TrainingPlan(
         steps=options.steps,
         minutes=options.minutes,

@@ -176,7 +176,7 @@ class OpTable(ABC):
 
     def __init__(self, dtype: str, part: ModelPart | None = None, hooks: DeviceHooks | None = None) -> None:
         self.dtype = dtype
-        """``float16``, ``bfloat16`` or ``float32``."""
+        """Type of the activations: ``float16``, ``bfloat16`` or ``float32``."""
         self.part = part
         """The part of the model that this agent has. None means the whole model."""
         self.hooks = hooks or DeviceHooks()
@@ -417,8 +417,8 @@ class OpTable(ABC):
 
         ``layers`` has a tuple for each layer. The tuple has the gammas of the norms before attention and before the
         MLP, then the weights qkv, output, gate_up and down. The key cache and the value cache follow, then
-        ``of_heads`` as in ``attention``. With ``result_norms``, the gammas of two more norms follow: those of the
-        results of attention and of the MLP, before they are added to the residual stream.
+        ``of_heads`` as in ``attention``. With ``result_norms``, the gammas of two more norms follow. These norms are
+        applied to the results of attention and of the MLP, before the results are added to the residual stream.
         """
         return None
 

@@ -47,7 +47,7 @@ class _Known:
     places: Int32Array
     """The slots of the KV cache to which the tokens' keys and values were written."""
     states: Array
-    """[tokens, width]: as ``HeadNetwork.states_of`` returns them."""
+    """The hidden states [tokens, width], as ``HeadNetwork.states_of`` returns them."""
     sampled_rows: Int32Array
     contexts: Int32Array
     sampled_ids: Int32Array

@@ -45,7 +45,7 @@ class PrimitiveWeight:
 
     values: Array
     type: str
-    """One of ``VALUE_TYPES``."""
+    """Type of the values, one of ``VALUE_TYPES``."""
     transposed: bool = True
     """True: [out, in] with scales [out] or [out, groups]. False: [in, out] with scales [out] or [groups, out]."""
     scales: Array | None = None

@@ -65,7 +65,7 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the packed matrices."""
+        """Bytes of the packed matrices."""
         return sum(array.nbytes for array in self._arrays.values())
 
 

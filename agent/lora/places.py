@@ -34,7 +34,7 @@ class Place:
     rows: slice
     outputs: int
     inputs: int
-    """The size of the whole tensor."""
+    """``outputs`` and ``inputs`` are the size of the whole tensor."""
     order: _Order
     """For each of ``rows``, the number of the tensor's row."""
     columns: slice

@@ -25,7 +25,7 @@ class StepBlocks:
 
     @property
     def most(self) -> int:
-        """Maximum length of a step's list."""
+        """Maximum number of blocks in the list of a step."""
         return self._places.size
 
     def of(self, block_tables: Int32Array, context_lens: Int32Array) -> tuple[Int32Array, Int32Array]:

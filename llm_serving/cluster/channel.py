@@ -79,7 +79,7 @@ class SecureChannel:
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return frames
             if not data:
-                return frames or None  # a later call reports the end
+                return frames or None  # the next call returns None
             self.last_received = time.monotonic()
             frames += self._buffer.feed(data)
             if not self._socket.pending():  # another read would mostly find nothing, which costs an exception

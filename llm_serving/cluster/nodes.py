@@ -96,7 +96,7 @@ class NodePool:
         self._key = key
         self._log: NodeLog | None = None
         self._unlogged: list[tuple[str, str, dict[str, Any]]] = []
-        """Events from before ``log_to``."""
+        """Events that happened before the first call of ``log_to``, which logs them."""
         self._changed = threading.Condition()
         self._nodes: dict[str, Node] = {}
         self._wakers: list[Callable[[], None]] = []
@@ -112,7 +112,7 @@ class NodePool:
         self._wakers.append(wake)
 
     def no_change(self, wake: Callable[[], None]) -> None:
-        """End the calls of ``wake``."""
+        """Do not call ``wake`` any more."""
         self._wakers.remove(wake)
 
     def log_to(self, log: NodeLog) -> None:

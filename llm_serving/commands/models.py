@@ -38,7 +38,7 @@ ModelScope (MODELSCOPE_CACHE)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the list and return 0."""
+    """Print the list of models and return 0."""
     arguments = build_parser().parse_args(argv)
     machine = Machine.detect()
     rows = [(found, verdict(found, machine)) for found in _all_models()]

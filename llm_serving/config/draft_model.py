@@ -25,7 +25,7 @@ class Head:
     """
 
     kind: str
-    """``EAGLE`` or ``MTP``, as ``speculative_config.method``."""
+    """Kind of the head: ``EAGLE`` or ``MTP``, as ``speculative_config.method``."""
     layers: tuple[int, ...]
     """The head takes the hidden states after these numbers of the model's layers, joined in this order."""
     hidden_size: int

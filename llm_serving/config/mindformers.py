@@ -96,7 +96,7 @@ class MindFormersFile:
     """Sizes of the model. None if the file has no ``model.model_config``, or one without sizes."""
     compute_dtype: str | None = None
     model_folder: str | None = None
-    """``pretrained_model_dir``, as stated."""
+    """Value of the key ``pretrained_model_dir``."""
     unused: tuple[UnusedSetting, ...] = ()
 
 

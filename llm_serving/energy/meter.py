@@ -29,7 +29,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The difference of two readings."""
+    """The tokens, processor time and energy between two readings."""
 
     tokens: int
     cpu_seconds: float
@@ -67,7 +67,7 @@ class EnergyMeter(Collector):
         self._interval: Interval | None = None
 
     def read(self) -> Reading:
-        """Return the sums until now."""
+        """Return the sums since the start."""
         joules = sum(zone.joules() for zone in self._zones) if self._zones else None
         return Reading(self._tokens(), self._times.seconds() - self._start_s, joules)
 

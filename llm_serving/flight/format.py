@@ -112,7 +112,7 @@ class SegmentHeader:
     """Digest of the source code of scheduler and KV cache manager, which decide. A replay needs the same code."""
     config_digest: str
     limits: dict[str, Any]
-    """``SchedulerLimits``."""
+    """The fields of ``SchedulerLimits`` with their values."""
     unix_time: float
     """Start of the segment on the wall clock, in seconds."""
     engine_time: float

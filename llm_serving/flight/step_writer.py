@@ -203,7 +203,7 @@ class StepWriter:
         if self._has_grown and latest is not None:
             known_tables = self._tables
             for number, table, length in zip(latest.numbers, latest.block_tables, latest.table_lens, strict=True):
-                if number in known_tables:  # not forgotten
+                if number in known_tables:  # else the request has ended
                     known_tables[number] = (table, length)
         self._has_grown = False
 

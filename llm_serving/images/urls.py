@@ -89,7 +89,7 @@ def _read_file(url: str, settings: ImageConfig, param: str) -> bytes:
     try:
         parts = urlsplit(url)
         path = os.path.realpath(os.fsdecode(unquote_to_bytes(parts.path)))
-    except ValueError as problem:  # for example, a zero byte or a single bracket
+    except ValueError as problem:  # the URL has a zero byte or a single bracket, for example
         raise ImageError(f"'{param}' is no valid file: URL: {problem}.", param=param) from None
     allowed = [os.path.realpath(folder) for folder in folders]
     if parts.netloc not in ("", "localhost") or not any(Path(path).is_relative_to(folder) for folder in allowed):
@@ -153,8 +153,8 @@ def _fetch(url: str, settings: ImageConfig, param: str, left: FetchTime) -> byte
 def _prepared(url: str) -> tuple[requests.PreparedRequest | None, str]:
     """Return the request that will be sent and the host that it will reach. (None, "") for a URL that is refused.
 
-    Readers of URLs disagree about the host of ``http://a\\@b/``. So such characters are refused, and the host is that
-    of the prepared URL, not that of the text from the client.
+    Readers of URLs disagree about the host of ``http://a\\@b/``. So a URL with a backslash, white space or a character
+    that cannot be printed is refused. The host comes from the prepared URL and not from the text of the client.
     """
     if "\\" in url or any(char.isspace() or not char.isprintable() for char in url):
         return None, ""

@@ -60,7 +60,7 @@ class HostBlocks:
             self.by_hash.setdefault(key.chained_hash, host)
 
     def distrust(self) -> None:
-        """Makes all contents unknown."""
+        """Marks the contents of all host blocks as unknown, so that lookups find none."""
         self.by_hash.clear()
         for host in (*self._idle, *self._parked):
             del self.keys[host]

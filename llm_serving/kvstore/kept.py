@@ -59,7 +59,7 @@ class KeptBlocks:
         while self._ends and self._ends[0][0] <= now:
             end, each = heapq.heappop(self._ends)
             if self._until.get(each) != end:
-                continue  # its time was made longer
+                continue  # a later time has replaced this one
             del self._until[each]
             owner = self._owners.pop(each)
             self._counts[owner] -= 1

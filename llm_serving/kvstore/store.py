@@ -80,7 +80,7 @@ class Loan:
     epoch: int
     """Number of losses of agents before the loan."""
     version: int
-    """``BlockStore.version`` when the loan began."""
+    """Value of ``BlockStore.version`` when the loan began."""
 
 
 @dataclass(slots=True)

@@ -68,7 +68,8 @@ class Family:
     gpt_oss: bool = False
     """If True, attention has sinks, and ``llm_serving.model.gpt_oss`` has the defaults of ``config.json``."""
     beside_encoder: str = ""
-    """Architecture of folders that have this model as ``text_config`` next to an encoder of images. "": none."""
+    """Architecture of folders that have this model as ``text_config`` next to an encoder of images. "": no folders of
+    this kind."""
     hybrid: bool = False
     """If True, most layers have Gated DeltaNet (``llm_serving.model.gated_delta``). The others have an output gate."""
     deepseek: Literal["", "v2", "v3"] = ""

@@ -51,7 +51,7 @@ class DenseLayer:
     out_features: int
     bias: bool
     activation: str
-    """``identity`` or ``tanh``."""
+    """Activation of the layer: ``identity`` or ``tanh``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ _WEIGHT_OF_LATEST = 0.5
 
 
 class ModelState(enum.Enum):
-    """Whether a model can serve now."""
+    """The state of a model, which shows whether the model can serve now."""
 
     COLD = "cold"
     """State of a model of which nothing is in memory."""

@@ -45,7 +45,7 @@ class RunningVersion(Generic[V]):
         self.on_idle: Callable[[], None] = lambda: None
         """A function that is called when the last lease was given back."""
         self.checks: asyncio.Task[None] | None = None
-        """The canary of this version."""
+        """The task that runs the canary of this version."""
         self._owned = owned
         self._end: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()

@@ -35,7 +35,7 @@ class BlockKey:
 
     chained_hash: bytes
     tokens: bytes
-    """Packed as little-endian int32."""
+    """The tokens of the block, packed as little-endian int32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Session:
     model: str
     """Name of the model, as the server knows it."""
     tokens: bytes
-    """Packed as little-endian int32."""
+    """The tokens of the session, packed as little-endian int32."""
     salt: bytes
     """The prefix cache's salt of the last request."""
     adapter: bytes
@@ -93,7 +93,7 @@ class SessionBook:
         self._sessions[tenant, session.session_id] = session
         self._counts[tenant] = self._counts.get(tenant, 0) + 1
         self._num_bytes += len(session.tokens)
-        if self._counts[tenant] > self._max_per_tenant:  # never more than one above
+        if self._counts[tenant] > self._max_per_tenant:  # at most one session too many
             self.remove(*next(key for key in self._sessions if key[0] == tenant))
         while self._num_bytes > self._max_bytes:
             self.remove(*next(iter(self._sessions)))

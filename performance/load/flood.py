@@ -68,7 +68,7 @@ class Result:
     code: str = ""
     """The code of an error, for example ``queue_full``."""
     first: float | None = None
-    """Arrival of the first event."""
+    """Time at which the first event arrived."""
     end: float | None = None
 
     @property

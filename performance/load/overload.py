@@ -107,7 +107,7 @@ class Keys:
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """Returns the exit code. 0 means success.
 
-    1 means that a goal is missed. 2 means that the server did not start, or that a request failed without being refused.
+    1 means that a goal is missed. 2 means that the server did not start, or that a request failed and was not refused.
     """
     parsed = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:

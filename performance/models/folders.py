@@ -207,11 +207,11 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
         return 0.6
     if name.endswith(("A_log", "dt_bias")):  # a token's part of a state halves within about one to thirty tokens
         return 1.0
-    if name.endswith("sinks"):  # as large as the largest scores of a query, so that they matter
+    if name.endswith("sinks"):  # as large as the largest scores of a query, so that sinks matter
         return 3.0
     if name.endswith((".router.bias", "_proj_bias")):
         return 0.5
-    if name.endswith(".bias"):  # so small that the input still decides the outputs
+    if name.endswith(".bias"):  # small biases, so that the input still decides the outputs
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
     outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight", "experts.down_proj")
     gain = 2.0 if name.endswith(outputs) else 1.2

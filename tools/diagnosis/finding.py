@@ -22,9 +22,9 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
-    """The remedy, or empty."""
+    """The remedy, or an empty text."""
     source: str = ""
-    """Public documentation, or empty."""
+    """Public documentation about the problem, or an empty text."""
 
 
 def ok(subject: str, text: str) -> Finding:

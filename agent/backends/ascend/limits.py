@@ -13,11 +13,11 @@ BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_ELEMENTS = 128 * 128
 """Maximum of block size times head size in PagedAttention."""
 MAX_HEAD_GROUP = 128
-"""PagedAttention: maximum number of query heads that share a key-value head."""
+"""Maximum number of query heads that share a key-value head in PagedAttention."""
 MAX_LATENT_DIM = 576
-"""PagedAttention over latent vectors: maximum elements of a token's row in the cache."""
+"""Maximum number of elements of a token's row in the cache of PagedAttention over latent vectors."""
 MAX_EXPERTS = 1024
-"""GroupedMatmulV4: maximum number of weights in one call."""
+"""Maximum number of weights in one call of GroupedMatmulV4."""
 
 
 def check_limits(config: Config) -> None:

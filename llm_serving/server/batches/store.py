@@ -390,7 +390,7 @@ class Upload:
         return file
 
     def abort(self) -> None:
-        """Remove the content."""
+        """Remove the content of the upload."""
         self._close()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 PERIOD_S = 0.01
-"""Time between two measurements in seconds. The measured length of a block is too short by at most one period."""
+"""Time between two measurements in seconds. The measured time for which the loop was blocked is too short by at most
+one period."""
 
 AWAKE_S = 1.0
 """Seconds after the last bytes of a client in which the loop is still measured. An idle server needs no processor."""

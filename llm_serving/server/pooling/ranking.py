@@ -38,7 +38,7 @@ _QUERY_PROMPT, _DOCUMENT_PROMPTS = "query", ("document", "passage")
 
 
 class DocumentText(StrictModel):
-    """A document as an object."""
+    """A document that the request gives as a JSON object."""
 
     text: str
 

@@ -159,14 +159,14 @@ class ResponseTool(StrictModel):
 
 
 class NamedFunction(StrictModel):
-    """The choice of one function."""
+    """The value of ``tool_choice`` that names one function."""
 
     type: Literal["function"]
     name: _Id
 
 
 class TextForm(StrictModel):
-    """The form of the text."""
+    """The form of the response's text: any text, any JSON object, or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(default=None, max_length=MAX_NAME_CHARS, description="Name of the schema; has no effect.")
