@@ -160,7 +160,9 @@ def _packing(config: Config) -> Packing:
 
 
 def _forms(config: Config, specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource) -> LinearForms | None:
-    """Returns the forms in which the native op table takes weights, or None if another table takes packed weights."""
+    """Returns the forms in which the native op table takes weights, or None if the op table takes packed weights
+    instead.
+    """
     return part_forms(specs, part, source, _packing(config)) if config.op_table == "native" else None
 
 

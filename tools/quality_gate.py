@@ -222,7 +222,10 @@ class Model:
 
 
 def is_available(each: Format, model: Model) -> bool:
-    """Returns True if this version has the settings that the format overrides, and the model has a file if needed."""
+    """Returns True if this version has the settings that the format overrides.
+
+    A format ``as_stored`` also needs a model with a GGUF file.
+    """
     wanted = {item for item in each.overrides if not item.endswith(("=bf16", "=auto"))}
     return all(item.split("=")[0] in known_keys() for item in wanted) and (model.file is not None or not each.as_stored)
 

@@ -69,7 +69,8 @@ class Drafter:
         self._is_off = False
 
     def load(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
-        """Loads and compiles the draft model for ``model``. ``report`` gets the loaded tensors and their number.
+        """Loads and compiles the draft model for ``model``. ``report`` gets the numbers of loaded and of all
+        tensors.
 
         Raises CheckpointError or AgentStartError.
         """

@@ -48,7 +48,8 @@ class DraftNetwork:
         return self._model
 
     def load(self, report: Callable[[int, int], None]) -> None:
-        """Loads the weights and allocates the KV cache. ``report`` gets the loaded tensors and their number.
+        """Loads the weights and allocates the KV cache. ``report`` gets the numbers of loaded and of
+        all tensors.
 
         Raises CheckpointError or AgentStartError.
         """

@@ -50,9 +50,10 @@ def local_rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32A
 
 
 def _widened(table: Float32Array, shape: ModelShape, filler: float) -> Float32Array:
-    """Returns a table with ``filler`` for the elements of a head that are not rotated.
+    """Returns a rotary table with further columns, for the elements of a head that are not rotated.
 
-    Each half of a row gets half of these elements at its end."""
+    These columns have the value ``filler``. Half of them are at the end of each half of a row.
+    """
     missing = (shape.rotary_width - shape.rotary_dim) // 2
     if missing == 0:
         return table

@@ -102,7 +102,7 @@ class MtpHead(_Head):
         step: tuple[Tensor, ...],
         are_fused: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of ``outputs``. ``states`` [tokens, hidden_size] are normalised hidden states.
+        """Returns the arrays that ``outputs`` returns. ``states`` [tokens, hidden_size] are normalised hidden states.
 
         ``token_ids`` [tokens] are the tokens after ``positions`` [tokens]. ``OpTable`` describes ``step``.
         """

@@ -116,7 +116,7 @@ class Products:
         self._counts = np.zeros(4, np.int32)
 
     def packed(self, weight: Floats) -> Array:
-        """Returns a matrix [outputs, inputs] as the kernels take it."""
+        """Returns a matrix [outputs, inputs] in the packed form of the kernels."""
         values = np.ascontiguousarray(weight)
         blob = weight_blob(packed_weight_bytes(self._dtype, *values.shape))
         pack_weight(self._dtype, values, blob)

@@ -31,7 +31,7 @@ _ACCEPT_PAUSE_S = 0.2
 
 
 class AgentHost:
-    """The process of a node. ``serve`` runs until ``stop``."""
+    """The process of a node. ``serve`` runs until ``stop`` is called."""
 
     def __init__(self, listener: socket.socket, key: ClusterKey, settings: NodeSettings) -> None:
         self._listener = listener

@@ -39,7 +39,7 @@ class UnsupportedToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool as far as its grammar needs it. Without ``is_strict``, the arguments are any JSON object."""
+    """The facts about a tool that its grammar needs. Without ``is_strict``, the arguments are any JSON object."""
 
     name: str
     parameters: Mapping[str, Any] | None

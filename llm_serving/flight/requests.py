@@ -73,8 +73,7 @@ class KnownRequests:
     def __init__(self, names: TokenNames | None, on_forget: Callable[[int], None]) -> None:
         self.names = names
         self.endings: set[int] = set()
-        """Token ids that end a request: those of requests that were not forgotten before the last
-        ``settle_endings``."""
+        """Token ids that end a known request. Ids of forgotten requests stay until ``settle_endings`` removes them."""
         self._on_forget = on_forget
         self._requests: dict[str, tuple[int, Request]] = {}
         self._num_requests = 0

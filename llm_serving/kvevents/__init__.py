@@ -1,4 +1,5 @@
 """Events of the prefix cache for other systems, over ZeroMQ: which blocks are cached, with their tokens.
 
-A router in front of several servers can follow the events and send a request to the server that has its prefix.
+A router in front of several servers can follow the events. It can then send a request to the server that has the
+prefix of the request.
 """

@@ -49,7 +49,7 @@ class DiskFigures:
     written_bytes: int = 0
     read_bytes: int = 0
     rejected: int = 0
-    """Records that were damaged, cut off or not the wanted block. Each counts as a miss."""
+    """Number of records that were damaged, cut off or of another block. Each of them counts as a miss."""
     failed_writes: int = 0
     is_full: bool = False
     """True while the tier writes nothing, because a write has failed."""

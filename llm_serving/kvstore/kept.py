@@ -10,9 +10,9 @@ _SPARE_ENDS = 1024
 
 
 class KeptBlocks:
-    """The kept blocks of all owners by chained hash. There are at most ``max_blocks``, and ``max_per_owner`` of each.
+    """The kept blocks of all owners by chained hash: at most ``max_blocks``, and ``max_per_owner`` of each owner.
 
-    A block has one owner: the first that asked. Another owner can make its time longer.
+    The owner of a block is the first one that asked to keep it. Another owner can keep the block for a longer time.
     """
 
     def __init__(self, max_blocks: int, max_per_owner: int) -> None:

@@ -33,7 +33,7 @@ class KvTiers:
         self._shared: SharedTier | None = None
         self._on_problem = on_problem
         self._own_mover: Mover | None = None
-        """Copies blocks if there is no SSD tier. Otherwise, the mover of the SSD tier copies them."""
+        """The mover that copies blocks if there is no SSD tier. Otherwise, the mover of the SSD tier copies them."""
         self._arithmetic = ""
         self._digest: str | None = None
         self._reads_weights = threading.Lock()

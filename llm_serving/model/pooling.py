@@ -56,7 +56,7 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text that is put before a text of the client. ``name`` is its name in ``prompt_name``."""
+    """A text that is put before a text of the client. A request selects it by ``name`` in the field ``prompt_name``."""
 
     name: str
     text: str
@@ -77,7 +77,7 @@ class Pooling:
     """Numbers of dimensions to which a client may shorten an embedding. Empty if the model declares none."""
     prompts: tuple[Prompt, ...] = ()
     default_prompt: str = ""
-    """Name of the prompt of texts without ``prompt_name``. Empty for none."""
+    """Name of the prompt of texts without ``prompt_name``. Empty if there is none."""
     score_tokens: tuple[int, ...] = ()
     """Token ids whose logits give a score: the token for no, and the token for yes. Empty for embeddings."""
 

@@ -1,4 +1,4 @@
-"""``python -m llm_serving.ray_driver``. Only a server starts it."""
+"""The program ``python -m llm_serving.ray_driver``, which only a server starts."""
 
 from __future__ import annotations
 

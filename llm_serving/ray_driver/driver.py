@@ -72,7 +72,8 @@ class _Seat:
 
 
 class RayDriver:
-    """Keeps the nodes of a server placed. ``connection`` leads to the server."""
+    """Places the nodes of a server, and places another node instead of a lost one. ``connection`` leads to the server.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
@@ -148,7 +149,7 @@ class RayDriver:
             seat = seats[reference]
             try:
                 self._advance(seat, ray.get(reference))
-            except Exception as error:  # Ray raises errors of many kinds, also those of the actor
+            except Exception as error:  # Ray raises many kinds of errors, also errors of the actor
                 self._end(seat, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
     def _advance(self, seat: _Seat, result: object) -> None:

@@ -96,9 +96,10 @@ class _Reload(Generic[V]):
         self._began = transitions.clock()
 
     def victims(self, *, drain_first: bool) -> list[ServedModel[V]] | None:
-        """Return the models that must end for a second version. None: the old version must end first.
+        """Return the models that must end, so that a second version of this model fits into memory.
 
-        Raises ModelStateError if the memory is too small.
+        None means that the old version must end before the new one starts. Raises ModelStateError if the
+        memory is too small.
         """
         hint = ' Send {"drain_first": true} to end the old version before the new one starts.'
         try:

@@ -177,7 +177,7 @@ class Transitions(Generic[V]):
     def _claims(self) -> list[Claim]:
         """Return the memory of all versions that run, start or end.
 
-        A model that ends for another one is left out: its memory is reserved for the other one.
+        A model that ends for another model is left out, because its memory is reserved for the other model.
         """
         claims = [Claim(name, need, 0.0, may_sleep=False) for name, need in self.starting.items()]
         for model in self.models:

@@ -99,7 +99,7 @@ class Capacity:
     num_free_blocks: int
     """Free blocks minus the number of blocks that must stay free when a sequence starts."""
     num_waiting_blocks: int
-    """Blocks for the tokens of all waiting requests."""
+    """Number of blocks that the tokens of all waiting requests need."""
     is_held_up: bool
     """True if no new request can start yet. Either a preempted sequence must come back first, or the first waiting
     request found no capacity and none became free since."""

@@ -33,7 +33,8 @@ from llm_serving.sessions.session_file import (
 from llm_serving.version import __version__
 
 MAX_TOKENS = 1 << 20
-"""Maximum number of tokens of a session that is read to the end of its tokens, so that the error names the model."""
+"""A session with at most this number of tokens is read, even if the sequences of this model are shorter. So the error
+can name another reason, for example another model."""
 _SHOWN_CHARS = 80
 _FACTS_OF_THE_MODEL = ("shape", "model_type")
 

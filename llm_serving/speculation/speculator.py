@@ -1,7 +1,7 @@
 """Decides which drafts a replica's scheduler is offered, so that steps with drafts give more tokens per second.
 
-The text never depends on these decisions, because a step verifies each draft. The scheduler gets them as an input, and
-a flight recording contains their number.
+The text never depends on these decisions, because a step verifies each draft. The scheduler gets the drafts as an
+input, and a flight recording contains their number.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ _REPLICA_COUNTERS = {
 
 
 class StatusCollector(Collector):
-    """Collects metrics from the engine's status, which ``status`` returns. While ``status`` is None, there are none."""
+    """Collects metrics from the engine's status, which ``status`` returns. While ``status`` is None, there are no
+    metrics.
+    """
 
     def __init__(self) -> None:
         self.status: Callable[[], EngineStatus] | None = None

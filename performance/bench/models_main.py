@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")  # the server inherits it: no cached weights
         settings = [
             f"models_config.models=[{{name: {NAME}, config: {options.config}}}]",
-            "serving_config.canary_interval_s=0",  # the canary would let the main model take more memory meanwhile
+            "serving_config.canary_interval_s=0",  # the canary's requests would take memory
         ]
         with configured_server("several models", "llama_tiny_cpu.yaml", settings, Path(folder), START_TIMEOUT_S) as at:
             figures = _measure(at, options.rounds)

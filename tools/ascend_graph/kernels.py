@@ -55,9 +55,9 @@ class Kernel(enum.Enum):
     """The kernels that MindSpore's library for inference has for an attention primitive."""
 
     CUSTOM = "the custom kernel"
-    """A custom kernel of the library with the name ``Internal...Op``."""
+    """The kernel that the library names ``Internal...Op``."""
     ATB = "the kernel of the Ascend Transformer Boost library"
-    """A custom kernel of the library with the name ``Asd...Op``."""
+    """The kernel that the library names ``Asd...Op``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class LineRequest:
     number: int
     custom_id: str
     body: bytes
-    """JSON body of the request, with the lowest priority."""
+    """JSON body of the request, in which the priority is the lowest."""
 
 
 @dataclass(frozen=True, slots=True)
