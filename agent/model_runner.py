@@ -123,7 +123,7 @@ class ModelRunner:
         self._adapters: AdapterStore | None = None
         self._drafter = make_drafter(config, rank)
         self.ahead: StepsAhead | None = None
-        """Launches steps ahead if the device does so. None otherwise, and before ``load``."""
+        """The object that launches steps ahead, if the device does this. None otherwise, and before ``load``."""
         self._images: ImageRows | None = None
         self.tiles: TileMemory | None = None
         """The tiles of images in shared memory. None if the model reads no images. Set it before ``load``."""

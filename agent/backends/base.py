@@ -53,11 +53,11 @@ class LinearParameters:
     weight: Any
     scale: Any = None
     offset: Any = None
-    """Added to the weight's integers before they are scaled."""
+    """The offsets that are added to the weight's integers before these are multiplied by the scales."""
     input_scale: Any = None
     input_offset: Any = None
     sum_offset: Any = None
-    """Added to the integer sums of the products."""
+    """The numbers that are added to the integer sums of the products."""
 
 
 Operator = Any

@@ -67,8 +67,8 @@ def _projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart
 def _grouped_projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart, ...]:
     """Returns the parts of Qwen3-Next's first linear layer: queries, keys, values, output gates z, b and a.
 
-    The checkpoint's two tensors are grouped by key head. A group of the first one has the rows of the query, the key,
-    the values and z. A group of the second one has b and a of its value heads.
+    The checkpoint's two tensors are grouped by key head. A group of the first tensor has the rows of the query, the
+    key, the values and z. A group of the second tensor has b and a of its value heads.
     """
     shared = delta.value_heads // delta.key_heads
     values = shared * delta.value_dim

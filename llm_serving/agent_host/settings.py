@@ -15,7 +15,7 @@ from llm_serving.planning.memory_plan import plan_memory
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """The settings of a node. ``log_folder`` gets the logs of the agents."""
+    """The settings of a node. The agents write their logs to ``log_folder``."""
 
     log_folder: Path
     model_path: str | None = None

@@ -34,7 +34,10 @@ class Vitals:
         self._asleep_since: float | None = None
 
     def next_look(self, last_result: float) -> float:
-        """Return the time of the next call of ``look``, by the clock of ``last_result``, the time of a result."""
+        """Return the time of the next call of ``look``.
+
+        ``last_result`` is the time of the last result, by the same clock.
+        """
         return max(self._looked_at, last_result) + LOOK_EVERY_S
 
     def look(self, now: float, last_result: float, longest_step_s: float) -> str | None:

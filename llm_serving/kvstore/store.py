@@ -365,7 +365,7 @@ class BlockStore:
         return 10 * MIN_PATIENCE_S if block_s is None else max(MIN_PATIENCE_S, PATIENCE * block_s * len(transfer.keys))
 
     def _without_reads(self, hosts: list[int], transfer: Transfer) -> list[int]:
-        """Returns the host blocks before the first that would have to be read. Releases the others."""
+        """Returns the host blocks before the first one whose content must still be read. Releases the others."""
         end = hosts.index(transfer.hosts[0])
         for host in hosts[end:]:
             self._hosts.release(host)

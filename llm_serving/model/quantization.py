@@ -42,7 +42,7 @@ class Quantization:
     """
 
     layout: str
-    """``gptq``, ``awq``, ``int-quantized``, ``pack-quantized`` or ``model-slim``."""
+    """Layout of the tensors: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized`` or ``model-slim``."""
     bits: int
     group: int
     """Number of inputs that share a scale. 0: all inputs of an output share one."""

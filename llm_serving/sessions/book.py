@@ -88,7 +88,11 @@ class SessionBook:
         return [session for (owner, _), session in reversed(self._sessions.items()) if owner == tenant]
 
     def put(self, tenant: str, session: Session) -> None:
-        """Add or replace a session. Drops the oldest sessions of the tenant, then those of all, above the limits."""
+        """Add or replace a session.
+
+        If the tenant has too many sessions, drops the tenant's oldest one. Then drops the oldest sessions of all
+        tenants until their tokens are within the limit.
+        """
         self.remove(tenant, session.session_id)
         self._sessions[tenant, session.session_id] = session
         self._counts[tenant] = self._counts.get(tenant, 0) + 1

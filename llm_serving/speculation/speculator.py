@@ -177,7 +177,8 @@ class Speculator:
     def _free_draft(self, track: _Track) -> Draft:
         """Returns the draft of a request without a constraint: the draft model's, or one from earlier tokens.
 
-        If there are both, takes the one with the most expected right drafts. A trial compares the draft model's.
+        If there are both, takes the one with the most expected right drafts. During a trial of the draft model, or with
+        ``always``, takes only the draft of this model.
         """
         drafts = [Draft(track.from_model, [MODEL] * len(track.from_model))] if track.from_model else []
         lengths = self._lengths

@@ -88,7 +88,7 @@ class SuffixIndex:
         return length
 
     def _following(self, place: int, num_tokens: int) -> list[int]:
-        """Returns the tokens after ``place``. Beyond the end, they continue with the tokens that were returned."""
+        """Returns ``num_tokens`` tokens after ``place``. Behind the last known token, repeats the found tokens."""
         found = self._tokens[place + 1 : place + 1 + num_tokens]
         for index in range(num_tokens - len(found)):
             found.append(found[index])

@@ -73,7 +73,7 @@ def copies_of(num_bytes: int) -> int:
 
 
 def linear_shapes(names: Sequence[str]) -> dict[tuple[int, int], list[str]]:
-    """Maps each size (columns, depth) to the names of the models' linear layers that have it."""
+    """Maps each size (columns, depth) to the names of the models' linear layers that have this size."""
     sizes: dict[tuple[int, int], list[str]] = {}
     for name in names:
         shape = load_shape(name)

@@ -42,7 +42,7 @@ MAX_ITERATIONS = 1000
 ended with an error.
 """
 WASTE_SAMPLES = 8
-"""The empty fraction of KV blocks is measured in every eighth decode step."""
+"""Number of decode steps after which the empty fraction of KV blocks is measured again."""
 
 
 @dataclass(slots=True)

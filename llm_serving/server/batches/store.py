@@ -150,7 +150,10 @@ class BatchStore:
         self._count(tenant, -_counted(file.num_bytes))
 
     def keep_file(self, file: StoredFile, *, is_counted: bool = False) -> None:
-        """Add a file to its tenant's files. Its content is on disk. ``is_counted``: its bytes count already."""
+        """Add a file to its tenant's files. Its content is on disk.
+
+        ``is_counted`` is True if the bytes of the file are already counted.
+        """
         tenant = self._tenant(file.owner)
         replace_file(tenant.folder / "files" / f"{file.id}.json", encoded(file))
         if file.id not in tenant.files and not is_counted:
@@ -216,7 +219,7 @@ class BatchStore:
         return batch
 
     def waiting_batches(self) -> list[Batch]:
-        """Return the batches that have not ended: the oldest of each tenant, oldest first."""
+        """Return the oldest batch of each tenant that has not ended. The oldest batch of all tenants comes first."""
         oldest = []
         for tenant in self._tenants.values():
             waiting = [batch for batch in tenant.batches.values() if not batch.has_ended]

@@ -35,7 +35,7 @@ from llm_serving.server.limits import (
 
 
 def _strings(value: object, info: ValidationInfo) -> object:
-    """Return a field that is a string or a list of strings as a tuple. The table limits number and lengths."""
+    """Return a field that is a string or a list of strings as a tuple. ``PARAMETERS`` has the limits."""
     if value is None:
         return ()
     parameter = PARAMETERS[info.field_name or ""]

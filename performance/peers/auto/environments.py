@@ -31,7 +31,7 @@ PACKAGES = {
 """Packages of each peer. OpenVINO's environment also converts the model for all peers."""
 
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that may come with others, and that stop transformers if they were built for another torch."""
+"""Packages that other packages may install. If they were built for another version of torch, transformers fails."""
 
 _NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 BUILD = {"llama_cpp": {"CMAKE_ARGS": f"-DCMAKE_C_FLAGS='{_NO_AMX}' -DCMAKE_CXX_FLAGS='{_NO_AMX}'"}}
