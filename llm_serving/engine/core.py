@@ -291,6 +291,8 @@ class EngineCore:
             # deliver outputs before sending new steps: the device is still busy with a queued step
             self._hand_over()
         self._send_steps(replicas, now)
+        if self._waits_for_agents and self._router is not None:
+            self._router.expire(now)  # no replica is asked for a step, which would do it
         self._outputs += self._texts.outputs(self._front.take_ended(), None, now)
         for replica in replicas:
             replica.note_host_overhead(now, self._clock)
@@ -309,12 +311,19 @@ class EngineCore:
         indices = {index for index, _ in events}
         return [one for one in replicas if one.index in indices or (one.wakeup is not None and one.wakeup <= now)]
 
+    @property
+    def _waits_for_agents(self) -> bool:
+        """Whether no replica has ready agents."""
+        return not any(replica.is_ready for replica in self._replicas)
+
     def _poll_timeout(self) -> float | None:
         if self._commands:
             return 0.0
         times = [replica.wakeup for replica in self._replicas if replica.wakeup is not None]
         if (due := self._state_line.due) is not None:
             times.append(due)
+        if self._waits_for_agents and self._router is not None and self._router.next_deadline is not None:
+            times.append(self._router.next_deadline)
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _take_commands(self, now: float) -> None:
@@ -505,7 +514,7 @@ class EngineCore:
         self._outputs += self._adapters.lose(replica.index)
 
     def _note_recovering(self) -> None:
-        if self.state is EngineState.READY and not any(other.is_ready for other in self._replicas):
+        if self.state is EngineState.READY and self._waits_for_agents:
             self.state = EngineState.RECOVERING
 
     def _leave(self, replica: Replica) -> None:

@@ -136,10 +136,19 @@ class Router:
         self._placer.placed.clear()
         return placed
 
-    def schedule(self, replica: RoutedReplica, now: float) -> ScheduledStep | None:
-        """Places waiting requests at replicas that can start them, then returns the next step of ``replica``."""
+    @property
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a request in the router's queue."""
+        return self._intake.next_deadline
+
+    def expire(self, now: float) -> None:
+        """Ends the requests in the router's queue whose deadline has passed. ``schedule`` calls it, too."""
         for sequence in self._intake.expire(now):
             del self._entries[sequence.request.request_id]
+
+    def schedule(self, replica: RoutedReplica, now: float) -> ScheduledStep | None:
+        """Places waiting requests at replicas that can start them, then returns the next step of ``replica``."""
+        self.expire(now)
         self._placer.place(now)
         self._placer.placed.discard(replica.index)
         step = replica.scheduler.schedule(now)

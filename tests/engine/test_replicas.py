@@ -257,6 +257,26 @@ def test_a_step_that_cannot_be_sent_ends_its_requests_only() -> None:
     assert {line["replica"] for line in engine.log.named("error")} == {0}
 
 
+def test_waiting_requests_expire_while_no_replica_is_ready() -> None:
+    engine = ReplicatedEngine(2)
+    engine.step(2)
+    for executor in engine.executors:
+        executor.lose_agent(ready=False)
+    engine.step(6)
+    assert engine.core.status().state == "recovering"
+    engine.request("urgent", 5, 8, deadline=engine.now + 0.01)
+    engine.request("patient", 5, 8)
+    engine.step(3)
+    assert "urgent" not in engine.outputs
+    assert engine.core._poll_timeout() == pytest.approx(0.007), "the loop wakes at the deadline"
+    engine.step(12)
+    assert "deadline passed" in engine.whole("urgent").error
+    engine.executors[1].push(AgentReady())
+    engine.step(40)
+    assert engine.router.is_idle
+    assert list(engine.whole("patient").token_ids) == expected_tokens(engine.asked["patient"], 64)
+
+
 def test_a_drained_replica_completes_its_requests_and_gets_no_others() -> None:
     engine = ReplicatedEngine(2)
     drained, other = engine.executors
