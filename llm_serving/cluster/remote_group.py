@@ -12,6 +12,7 @@ from llm_serving.cluster import messages as link
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.messages import BEAT, BEAT_S, SERVER_PATIENCE_S, Carried, GroupLost, GroupReady, Progress
 from llm_serving.cluster.nodes import Node, NodePool
+from llm_serving.cluster.standby import Standby, is_wanted
 from llm_serving.config import Config
 from llm_serving.errors import (
     AgentError,
@@ -52,7 +53,14 @@ class RemoteGroup:
     pools: Sequence[HostPoolMemory] = ()
 
     def __init__(
-        self, config: Config, replica: int, node: Node, pool: NodePool, model: dict[str, str], report: ProgressReport
+        self,
+        config: Config,
+        replica: int,
+        node: Node,
+        pool: NodePool,
+        model: dict[str, str],
+        report: ProgressReport,
+        standby: Standby | None = None,
     ) -> None:
         assert node.channel is not None, "a node that is taken has a link"
         ranks = group_ranks(replica, config.parallel_config)
@@ -62,6 +70,7 @@ class RemoteGroup:
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
         self._node = node
         self._pool = pool
+        self._standby = standby
         self._report = report
         self._channel: SecureChannel = node.channel
         self._is_closed = False
@@ -82,7 +91,7 @@ class RemoteGroup:
 
     @property
     def is_leaving(self) -> bool:
-        return self._node.leave_at is not None
+        return self._node.leave_at is not None or not is_wanted(self._standby)
 
     @property
     def summary(self) -> dict[str, object]:
@@ -237,24 +246,29 @@ class RemoteStarter:
         pool: NodePool,
         model: Callable[[], dict[str, str]],
         report: ProgressReport,
+        standby: Standby | None = None,
     ) -> None:
+        """``standby``: use a node only while it wants nodes. None: always."""
         self._config = config
         self._replica = replica
         self.pool = pool
+        self.standby = standby
         self._model = model
         self._report = report
 
     def __call__(self) -> RemoteGroup | None:
-        """Start the agents. Returns None if no node is free.
+        """Start the agents. Returns None if no node is free, or if none is wanted.
 
         Raises AgentStartError if the model's files cannot be read, or the agents could not be started.
         """
+        if not is_wanted(self.standby):
+            return None
         model = self._model()
         node = self.pool.take(self._replica)
         if node is None:
             return None
         try:
-            return RemoteGroup(self._config, self._replica, node, self.pool, model, self._report)
+            return RemoteGroup(self._config, self._replica, node, self.pool, model, self._report, self.standby)
         except (OSError, LLMServingError) as error:
             if node.channel is not None:
                 node.channel.close()

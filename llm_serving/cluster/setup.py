@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from llm_serving.cluster.dialling import read_address
 from llm_serving.cluster.key import ClusterKey
+from llm_serving.cluster.named_nodes import PREFIX, NamedNodes
 from llm_serving.cluster.nodes import NodePool
 from llm_serving.cluster.program import model_files, own_program
 from llm_serving.cluster.ray_nodes import RayNodes, placement_of
 from llm_serving.cluster.remote_group import RemoteStarter
+from llm_serving.cluster.standby import Standby
 from llm_serving.config import Config
 from llm_serving.config.parallel_section import RAY
 from llm_serving.errors import AgentStartError
@@ -24,10 +27,10 @@ ProgressNote = Callable[[int, str, int, int], None]
 
 @dataclass
 class _Shared:
-    """A pool, the Ray nodes that belong to it, and the number of the engines that use it."""
+    """A pool, what adds nodes to it, and the number of the engines that use it."""
 
     pool: NodePool
-    ray: RayNodes | None
+    sources: list[RayNodes | NamedNodes]
     num_users: int = 0
 
 
@@ -45,13 +48,17 @@ def remote_executors(config: Config, note: ProgressNote, owned: ExitStack) -> li
     Raises ConfigError if the cluster key or the address of a node is wrong.
     """
     pool = _open_pool(config, owned)
+    idle_s = config.parallel_config.idle_s
+    standby = None if idle_s is None else Standby(idle_s)
     own_program()  # reads the program's files now, and not in the first handshake
     read_files = cache(lambda: _read_files(config))
     log_folder, executors = Path(config.log_config.path).parent, []
     for replica in range(config.parallel_config.data_parallel):
-        starter = RemoteStarter(config, replica, pool, read_files, note)
+        starter = RemoteStarter(config, replica, pool, read_files, note, standby)
         executor = AgentExecutor(config, (), log_folder, replica=replica, start_group=starter)
         pool.on_change(executor.wake)
+        if standby is not None:
+            standby.on_change(executor.wake)
         owned.callback(pool.no_change, executor.wake)
         owned.callback(executor.close)
         executors.append(executor)
@@ -60,8 +67,14 @@ def remote_executors(config: Config, note: ProgressNote, owned: ExitStack) -> li
 
 def pool_of(executors: Sequence[AgentExecutor]) -> NodePool | None:
     """Return the pool of nodes that the executors use. None if their agents are on this machine."""
-    starters = [executor.start_group for executor in executors]
-    return next((each.pool for each in starters if isinstance(each, RemoteStarter)), None)
+    starter = executors[0].start_group
+    return starter.pool if isinstance(starter, RemoteStarter) else None
+
+
+def standby_of(executors: Sequence[AgentExecutor]) -> Standby | None:
+    """Return what decides whether the executors use nodes. None if they always do."""
+    starter = executors[0].start_group
+    return starter.standby if isinstance(starter, RemoteStarter) else None
 
 
 def _read_files(config: Config) -> dict[str, str]:
@@ -86,17 +99,20 @@ def _open_pool(config: Config, owned: ExitStack) -> NodePool:
     return shared.pool
 
 
-def _new_pool(config: Config) -> tuple[NodePool, RayNodes | None]:
+def _new_pool(config: Config) -> tuple[NodePool, list[RayNodes | NamedNodes]]:
     parallel = config.parallel_config
     assert parallel.cluster_key_file is not None, "the config is checked"
     pool = NodePool(ClusterKey(parallel.cluster_key_file))
     try:
-        for address in parallel.nodes or ():
-            pool.add(address)
+        nodes = parallel.nodes or ()
+        names = [read_address(each[len(PREFIX) :]) for each in nodes if each.startswith(PREFIX)]
+        for address in nodes:
+            if not address.startswith(PREFIX):
+                pool.add(address)
         if parallel.executor != RAY:
-            return pool, None
+            return pool, [NamedNodes(name, pool) for name in names]
         log_path = Path(config.log_config.path).absolute().parent / "ray_driver.log"
-        return pool, RayNodes(placement_of(config), pool, log_path)
+        return pool, [RayNodes(placement_of(config), pool, log_path)]
     except BaseException:
         pool.close()
         raise
@@ -109,6 +125,6 @@ def _close_pool(name: tuple[object, ...]) -> None:
         if shared.num_users:
             return
         del _SHARED[name]
-    if shared.ray is not None:
-        shared.ray.close()
+    for source in shared.sources:
+        source.close()
     shared.pool.close()

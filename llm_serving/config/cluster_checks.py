@@ -12,6 +12,9 @@ def check_cluster(raw: RawConfig, config: Config) -> None:
     machine.
     """
     parallel = config.parallel_config
+    if parallel.idle_s is not None and parallel.executor != NODES:
+        problem = f"is for executor: nodes; executor: {parallel.executor} keeps its agents; remove it"
+        raise raw.error("parallel_config.idle_s", parallel.idle_s, problem)
     if not parallel.is_remote:
         if parallel.nodes:
             problem = "has no effect with executor: local; set parallel_config.executor: nodes"

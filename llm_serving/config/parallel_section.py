@@ -62,8 +62,19 @@ class ParallelConfig:
     nodes: tuple[str, ...] | None = own(
         None,
         "With `executor: nodes`: the addresses of the nodes, each `HOST:PORT`. On each, `llm-serving cluster host` "
-        "runs. `data_parallel` is the highest number of nodes that are used at a time.",
+        "runs. `data_parallel` is the highest number of nodes that are used at a time. `dns:HOST:PORT` stands for all "
+        "addresses that the name has in DNS, now and later.",
         null="none",
+    )
+    idle_s: float | None = own(
+        None,
+        "With `executor: nodes`: time without requests after which the agents on the nodes end, so that the machines "
+        "can be used otherwise. The server is then ready without a node, also at its start. Requests wait until a node "
+        "has ready agents.",
+        unit="seconds",
+        low=0.1,
+        high=31_536_000.0,
+        null="the agents keep running, and the server starts only with a node",
     )
     cluster_key_file: str | None = own(
         None,

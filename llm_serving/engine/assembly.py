@@ -19,6 +19,7 @@ from llm_serving.model.parallel import group_ranks
 
 if TYPE_CHECKING:
     from llm_serving.cluster.nodes import NodePool
+    from llm_serving.cluster.standby import Standby
     from llm_serving.engine.async_engine import AsyncEngine, ObserveCache
     from llm_serving.engine.tokenizer import Tokenizer
     from llm_serving.executor.agent_executor import AgentExecutor
@@ -83,12 +84,13 @@ def make_engine(
     def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
         return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
 
-    nodes = _nodes_of(config, executors, log)
+    nodes, standby = _nodes_of(config, executors, log)
     engine = AsyncEngine(
         *(config, tokenizer, executors, new_detokenizer, log, metrics),
         record=record,
         tiers=_tiers_of(config, log),
         nodes=nodes,
+        standby=standby,
         images=_image_places(executors),
         observe=observe,
     )
@@ -118,16 +120,21 @@ def _tiers_of(config: Config, log: EventLog) -> KvTiers | None:
     return KvTiers(config, partial(log.warning, event="kv_tiers"))
 
 
-def _nodes_of(config: Config, executors: Sequence[AgentExecutor], log: EventLog) -> NodePool | None:
-    """Return the nodes of the executors, which log their changes from now on. None if the agents are here."""
+def _nodes_of(
+    config: Config, executors: Sequence[AgentExecutor], log: EventLog
+) -> tuple[NodePool | None, Standby | None]:
+    """Return the nodes of the executors, which log their changes from now on, and what decides whether they are used.
+
+    Both are None if the agents are here.
+    """
     if not config.parallel_config.is_remote:
-        return None
-    from llm_serving.cluster.setup import pool_of
+        return None, None
+    from llm_serving.cluster.setup import pool_of, standby_of
 
     nodes = pool_of(executors)
     if nodes is not None:
         nodes.log_to(log)
-    return nodes
+    return nodes, standby_of(executors)
 
 
 async def wait_ready(engine: AsyncEngine, is_given_up: Callable[[], bool]) -> bool:

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from llm_serving.cluster.nodes import NodePool
+from llm_serving.cluster.standby import Standby
 from llm_serving.config import Config
 from llm_serving.constraints.token_rules import TokenRules
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
@@ -34,7 +35,14 @@ from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, in_ms, rece
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.text_streams import DetokenizerFactory
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.errors import AgentError, AgentLostError, DeadlineExceededError, QueueFullError, RequestError
+from llm_serving.errors import (
+    AgentError,
+    AgentLostError,
+    DeadlineExceededError,
+    ModelUnavailableError,
+    QueueFullError,
+    RequestError,
+)
 from llm_serving.executor.base import Executor
 from llm_serving.flight.keeping import keep_recording
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
@@ -93,6 +101,7 @@ class AsyncEngine:
         nodes: NodePool | None = None,
         images: TilePool | None = None,
         observe: ObserveCache | None = None,
+        standby: Standby | None = None,
     ) -> None:
         """Create the engine. ``executors`` has one executor for each replica of the model.
 
@@ -101,8 +110,10 @@ class AsyncEngine:
         are the KV tiers, or None. The engine closes them at the end, too. ``nodes`` are the machines of the agents, or
         None if the agents are on this machine. The engine is then ready with its first replica. ``images`` are the
         places of the tiles of images, or None. ``observe`` returns the observer of a replica's prefix cache.
+        ``standby`` decides whether nodes are used, or is None.
         """
         self.nodes = nodes
+        self.standby = standby
         self.observe = observe
         self.config = config
         self.tokenizer = tokenizer
@@ -167,6 +178,7 @@ class AsyncEngine:
             make_speculator=speculator_maker(config),
             tiers=self.tiers,
             num_needed=1 if is_clustered else None,
+            standby=self.standby,
         )
 
     def start(self) -> None:
@@ -214,6 +226,24 @@ class AsyncEngine:
     def stop_reason(self) -> str:
         """The reason why the engine no longer serves requests. The text is empty while the engine serves requests."""
         return self._core.stop_reason
+
+    @property
+    def wake_s(self) -> float | None:
+        """Expected seconds until agents are ready. 0 if they are, None if it is not known. Any thread may read it."""
+        return 0.0 if self.standby is None else self.standby.expected_s(self._clock())
+
+    def check_wait(self, left_s: float | None) -> None:
+        """Raise ModelUnavailableError if no agents are ready, and will not be for a request with ``left_s`` seconds.
+
+        None stands for a request without a deadline.
+        """
+        expected_s = self.wake_s
+        if left_s is not None and expected_s is not None and expected_s > left_s:
+            raise ModelUnavailableError(
+                f"No node has agents of the model now. Until one is ready, it takes about {expected_s:.1f} s; the "
+                f"request may wait {max(0.0, left_s):.1f} s. Try again later.",
+                retry_after_s=expected_s,
+            )
 
     def nodes_text(self) -> str:
         """Return the state of each node in a few words, for error messages."""

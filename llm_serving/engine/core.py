@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_serving.cluster.standby import Standby
 from llm_serving.engine.adapters import AgentAdapters
 from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer, RequestRefused
 from llm_serving.engine.replica import Replica
@@ -147,14 +148,16 @@ class EngineCore:
         make_speculator: MakeSpeculator | None = None,
         tiers: KvTiers | None = None,
         num_needed: int | None = None,
+        standby: Standby | None = None,
     ) -> None:
         """Create the engine loop.
 
         ``keep_recording`` saves the flight recording of a replica that failed a self-check, and returns the folder.
         ``make_speculator`` creates the source of drafts of each replica. None: there are no drafts. ``tiers`` are the
         KV tiers of all replicas, or None. The engine becomes ready with ``num_needed`` replicas; None: with all.
+        With ``standby``, the engine is ready without agents: requests wait until a node has some.
         """
-        self.state = EngineState.STARTING
+        self.state = EngineState.STARTING if standby is None else EngineState.READY
         self.stop_reason = ""
         self.ended = False
         """True if the loop has ended and may ignore new commands. Check this attribute after ``submit``."""
@@ -166,6 +169,7 @@ class EngineCore:
         self._clock = clock
         self._keep_recording = keep_recording
         self._tiers = tiers
+        self._standby = standby
         self._detokenizer = detokenizer
         self._texts = TextStreams(front, log)
         self._state_line = StateLine(front, state_interval_s)
@@ -324,6 +328,8 @@ class EngineCore:
             times.append(due)
         if self._waits_for_agents and self._router is not None and self._router.next_deadline is not None:
             times.append(self._router.next_deadline)
+        if self._standby is not None and self._standby.due is not None:
+            times.append(self._standby.due)
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _take_commands(self, now: float) -> None:
@@ -399,6 +405,8 @@ class EngineCore:
         if idle and not self._was_idle:
             self._check_integrity()
         self._was_idle = idle
+        if self._standby is not None:
+            self._standby.note(is_idle=idle, is_ready=not self._waits_for_agents, now=now)
         due = self._state_line.due
         if due is not None and due <= now:
             self._log.event("engine_state", **self._state_line.take(now))
@@ -434,7 +442,13 @@ class EngineCore:
     # The following methods talk to the agents.
 
     def _probe(self) -> None:
-        """Ask the agents of all ready replicas for their status. If no replica is ready, ask all agents."""
+        """Ask the agents of all ready replicas for their status. If no replica is ready, ask all agents.
+
+        An engine that works without agents has replied itself.
+        """
+        if self._standby is not None and self._waits_for_agents:
+            self._outputs.append(ProbeAnswer())
+            return
         asked = [replica for replica in self._replicas if replica.is_ready] or self._replicas
         self._probed = {replica.index for replica in asked}
         for replica in asked:
@@ -476,7 +490,7 @@ class EngineCore:
 
         The engine is ready when enough replicas have been ready once.
         """
-        if replica.was_ready:
+        if replica.was_ready or self._standby is not None:
             self._outputs.append(CanaryWanted())
         replica.is_ready = replica.was_ready = True
         if self._tiers is not None:
@@ -514,17 +528,17 @@ class EngineCore:
         self._outputs += self._adapters.lose(replica.index)
 
     def _note_recovering(self) -> None:
-        if self.state is EngineState.READY and self._waits_for_agents:
+        if self.state is EngineState.READY and self._waits_for_agents and self._standby is None:
             self.state = EngineState.RECOVERING
 
     def _leave(self, replica: Replica) -> None:
-        """Give the agents of a replica no new request, because their machine is drained."""
+        """Give the agents of a replica no new request, because their machine is drained or no longer needed."""
         replica.is_leaving = True
         if self._router is not None:
             self._router.drain(replica.index, self._clock())
 
     def _release_if_idle(self, replica: Replica, now: float) -> None:
-        """End the agents of a drained machine if they have no request any more."""
+        """End the agents of a machine that must leave if they have no request any more."""
         if replica.has_steps or (self._router is not None and self._router.replicas[replica.index].entries):
             return
         replica.lose(now, final=False, blameless=True)
@@ -533,7 +547,7 @@ class EngineCore:
         self._note_recovering()
         if replica.index in self._probed:
             self._answer_probe(replica)
-        self._note_profile(replica, [{"replica": replica.index, "error": "the agents' machine was drained"}])
+        self._note_profile(replica, [{"replica": replica.index, "error": "the agents' machine was given back"}])
         self._outputs += self._adapters.lose(replica.index)
 
     def _note_failed_check(self, replica: Replica, event: AgentLost) -> None:

@@ -155,7 +155,7 @@ class AgentExecutor:
         return events + self._check_leaving()
 
     def release(self) -> None:
-        if self._group is None or not self._group.is_leaving:
+        if self._group is None or not self._has_said_leaving:
             return
         group, self._group = self._group, None
         self._unregister(group)
@@ -167,14 +167,14 @@ class AgentExecutor:
         self.wake()
 
     def _check_leaving(self) -> list[ExecutorEvent]:
-        """Return the event for the engine if the machine of the agents is drained."""
+        """Return the event for the engine if the agents must leave their machine."""
         group = self._group
         if group is None or not group.is_leaving or self._has_said_leaving:
             return []
+        self._has_said_leaving = True
         if not group.is_ready:
             self.release()
             return []
-        self._has_said_leaving = True
         return [AgentLeaving()]
 
     def fileno(self) -> int:

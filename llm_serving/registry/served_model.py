@@ -112,11 +112,16 @@ class ServedModel(Generic[V]):
         state = self.state.value
         if self.version is not None and is_serving and self.version.engine.state == "starting":
             state, is_serving = ModelState.LOADING.value, False
+        wake_s = self.expected_s
+        if self.version is not None and is_serving and (standby := self.version.engine.standby) is not None:
+            wake_s, is_serving = self.version.engine.wake_s, standby.is_ready
+            if not is_serving:
+                state = (ModelState.LOADING if standby.is_wanted else ModelState.SLEEPING).value
         return ModelStatus(
             name=self.name,
             state=state,
             pinned=self.is_pinned,
-            wake_seconds=0.0 if is_serving else self.expected_s,
+            wake_seconds=0.0 if is_serving else wake_s,
             memory_bytes=sum(sum(version.need.values()) for version in versions),
             requests=sum(version.num_leases for version in versions),
             starts=self.num_starts,

@@ -43,10 +43,15 @@ class Canary:
         self._expected: tuple[int, ...] | None = None
 
     async def run(self) -> None:
-        """Run the prompt now, and then after each interval or when the engine asks for it. Never returns."""
+        """Run the prompt now, and then after each interval or when the engine asks for it. Never returns.
+
+        If the server gives nodes back while it is idle, only runs the prompt when the engine asks for it, which is
+        after each start of agents. Otherwise, the prompt would keep the nodes.
+        """
         wanted = self._engine.canary_wanted
         while True:
-            await self.check()
+            if self._engine.standby is None or wanted.is_set():
+                await self.check()
             wanted.clear()
             try:
                 await asyncio.wait_for(wanted.wait(), self._interval_s)

@@ -137,7 +137,7 @@ class FakeEngine:
         self.model_name = MODEL_NAME
         self.max_model_len = 128
         self.adapters = AdapterRegistry(0)
-        self.tiers = self.transfers = self.nodes = None
+        self.tiers = self.transfers = self.nodes = self.standby = None
         self.tiles: TilePool | None = None
         self.reset()
 

@@ -94,6 +94,7 @@ async def served(
     lease: Lease[ServerState] = await models.acquire(model, _time_left(request, fields))
     release_lease(request.scope)
     request.scope[LEASE] = lease
+    lease.view.engine.check_wait(_time_left(request, fields))
     if models.has_several:
         lease.view.refuse_if_full(tenant_of(request))
     return lease.view

@@ -33,7 +33,8 @@ def _entry(state: ServerState, name: str, max_model_len: int) -> dict[str, Any]:
 
 def _state_members(state: ServerState, model: ServedModel[ServerState]) -> dict[str, Any]:
     """Return the members about a model's state. There are none if the server has one model, which always serves."""
-    return model.status().as_json() if state.models is not None and state.models.has_several else {}
+    has_states = state.models is not None and (state.models.has_several or state.engine.standby is not None)
+    return model.status().as_json() if has_states else {}
 
 
 def _adapters(view: ServerState) -> list[dict[str, Any]]:

@@ -1,0 +1,70 @@
+"""Finds nodes by a DNS name: each address that the name has is a node. Kubernetes has such names for pods."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+from llm_serving.cluster.dialling import Address
+from llm_serving.cluster.nodes import NodeError, NodePool, NodeState
+
+PREFIX = "dns:"
+"""Begins an entry of ``parallel_config.nodes`` that names all nodes of a DNS name."""
+LOOK_S = 2.0
+"""Time between two look-ups."""
+_LEFT = (NodeState.CONNECTING.value, NodeState.DOWN.value, NodeState.REFUSED.value, NodeState.FREE.value)
+"""States in which a node is forgotten after its address has disappeared."""
+
+Resolve = Callable[[Address], set[str]]
+
+
+def resolve(name: Address) -> set[str]:
+    """Return the IP addresses of a host. Empty if the name has none now."""
+    try:
+        found = socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {str(each[4][0]) for each in found}
+
+
+class NamedNodes:
+    """Adds the nodes of a DNS name to a pool, and removes nodes whose address has disappeared.
+
+    A node with running requests stays until its link is lost. ``close`` ends the thread.
+    """
+
+    def __init__(self, name: Address, pool: NodePool, find: Resolve = resolve) -> None:
+        self._name = name
+        self._pool = pool
+        self._find = find
+        self._added: set[str] = set()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"nodes of {name.host}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. The pool keeps the nodes."""
+        self._is_closed.set()
+
+    def _run(self) -> None:
+        while True:
+            self.look()
+            if self._is_closed.wait(LOOK_S):
+                return
+
+    def look(self) -> None:
+        """Look the name up once, and change the nodes accordingly."""
+        now = {str(Address(host, self._name.port)) for host in self._find(self._name)}
+        for address in sorted(now - self._added):
+            with contextlib.suppress(NodeError):  # too many nodes: the next look tries again
+                self._pool.add(address)
+                self._added.add(address)
+        states = {str(node["name"]): node["state"] for node in self._pool.status()}
+        for address in sorted(self._added - now):
+            if states.get(address) in _LEFT:
+                with contextlib.suppress(NodeError):  # an operator has removed it
+                    self._pool.remove(address)
+            if address not in states or states[address] in _LEFT:
+                self._added.discard(address)

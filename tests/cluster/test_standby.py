@@ -1,0 +1,105 @@
+"""Tests when a server uses its nodes, what it learns about starts, and how it finds nodes by a DNS name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llm_serving.cluster.dialling import Address
+from llm_serving.cluster.key import ClusterKey, make_key
+from llm_serving.cluster.named_nodes import NamedNodes, resolve
+from llm_serving.cluster.nodes import NodePool
+from llm_serving.cluster.standby import Standby
+
+
+class Clocked:
+    """A standby with a clock, as an engine thread uses it."""
+
+    def __init__(self, idle_s: float) -> None:
+        self.standby = Standby(idle_s)
+        self.now = 50.0
+        self.changes: list[bool] = []
+        self.standby.on_change(lambda: self.changes.append(self.standby.is_wanted))
+
+    def after(self, seconds: float, *, idle: bool, ready: bool) -> Standby:
+        self.now += seconds
+        self.standby.note(is_idle=idle, is_ready=ready, now=self.now)
+        return self.standby
+
+
+def test_nodes_are_wanted_from_the_first_request_until_some_time_after_the_last_one() -> None:
+    engine = Clocked(10.0)
+    assert not engine.after(0, idle=True, ready=False).is_wanted
+    assert not engine.after(100, idle=True, ready=False).is_wanted
+    assert engine.standby.due is None, "an idle server sleeps"
+    assert engine.after(1, idle=False, ready=False).is_wanted
+    assert engine.after(3, idle=False, ready=True).is_wanted
+    assert engine.after(1, idle=True, ready=True).due == engine.now + 10.0
+    assert engine.after(9, idle=True, ready=True).is_wanted
+    assert engine.after(0.5, idle=False, ready=True).due is None, "a request begins the time anew"
+    engine.after(1, idle=True, ready=True)
+    assert engine.after(9.5, idle=True, ready=True).is_wanted
+    assert not engine.after(0.5, idle=True, ready=True).is_wanted
+    assert engine.changes == [True, False]
+
+
+def test_the_time_until_nodes_are_ready_is_learnt() -> None:
+    engine = Clocked(1.0)
+    assert engine.after(0, idle=True, ready=False).expected_s(engine.now) is None
+    engine.after(0, idle=False, ready=False)
+    assert engine.after(3, idle=False, ready=False).expected_s(engine.now) is None
+    assert engine.after(5, idle=False, ready=True).expected_s(engine.now) == 0.0
+    assert engine.standby.wake_s == 8.0
+    engine.after(1, idle=True, ready=True)
+    engine.after(1, idle=True, ready=True)
+    assert engine.after(1, idle=True, ready=False).expected_s(engine.now) == 8.0
+    engine.after(100, idle=False, ready=False)
+    assert engine.after(2, idle=False, ready=False).expected_s(engine.now) == 6.0, "two seconds have passed"
+    assert engine.after(20, idle=False, ready=False).expected_s(engine.now) == 0.0
+    engine.after(2, idle=False, ready=True)
+    assert engine.standby.wake_s == 16.0, "the latest start has half of the weight"
+
+
+def test_a_request_that_ends_before_a_node_joins_teaches_nothing() -> None:
+    engine = Clocked(1.0)
+    engine.after(0, idle=False, ready=False)
+    engine.after(5, idle=True, ready=False)
+    engine.after(1, idle=True, ready=False)
+    assert not engine.standby.is_wanted
+    engine.after(60, idle=False, ready=False)
+    engine.after(4, idle=False, ready=True)
+    assert engine.standby.wake_s == 4.0
+
+
+@pytest.fixture
+def pool(tmp_path: Path):
+    make_key(tmp_path / "key")
+    pool = NodePool(ClusterKey(tmp_path / "key"))
+    yield pool
+    pool.close()
+
+
+def test_nodes_follow_the_addresses_of_a_name(pool: NodePool) -> None:
+    found = {"127.0.0.1", "::1"}
+    nodes = NamedNodes(Address("agents", 9), pool, lambda name: set(found))
+    nodes.close()
+
+    def names() -> list[str]:
+        nodes.look()
+        return sorted(str(node["name"]) for node in pool.status())
+
+    assert names() == ["127.0.0.1:9", "[::1]:9"]
+    found.remove("::1")
+    assert names() == ["127.0.0.1:9"]
+    found.clear()
+    assert names() == [], "a name without addresses, as a pool of no pods has it"
+    found.add("127.0.0.1")
+    assert names() == ["127.0.0.1:9"]
+    pool.remove("127.0.0.1:9")
+    assert names() == [], "an operator has removed it"
+
+
+def test_a_name_is_looked_up() -> None:
+    assert "127.0.0.1" in resolve(Address("localhost", 80))
+    assert resolve(Address("no-such-host.invalid", 80)) == set()
