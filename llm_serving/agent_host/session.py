@@ -24,6 +24,7 @@ from llm_serving.ipc.channel import MAX_FRAME_BYTES
 from llm_serving.ipc.messages import AgentMessage, StepDone, StepFailed, Unhealthy
 from llm_serving.ipc.shm import SlotLayout
 from llm_serving.ipc.slot_contents import SlotContents
+from llm_serving.planning.machine import Machine
 
 FLUSH_TIMEOUT_S = 1.0
 """Maximum seconds to send the last frame of a link."""
@@ -281,7 +282,9 @@ def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
     if is_busy:
         channel.send(link.control(link.Refused("the node serves another link", is_busy=True)))
         return False
-    channel.send(link.control(link.Welcome(own_program(), host, os.getpid())))
+    machine = Machine.detect()
+    memory = machine.available_bytes, machine.available_from, machine.num_cores
+    channel.send(link.control(link.Welcome(own_program(), host, os.getpid(), *memory)))
     return True
 
 

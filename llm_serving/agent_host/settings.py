@@ -36,6 +36,7 @@ def config_of_node(config: Config, settings: NodeSettings) -> Config:
         cluster_key_file=None,
         ray_address=own.ray_address,
         ray_cpus=own.ray_cpus,
+        idle_s=None,
     )
     serving = replace(config.serving_config, agent_ip="127.0.0.1", agent_ports=(0,) * parallel.group_size)
     if settings.first_device is not None:

@@ -31,7 +31,7 @@ import msgspec
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import LongText, ShortText, UInt
 
-LINK_VERSION = 1
+LINK_VERSION = 2
 BEAT_S = 0.5
 """Seconds between two signs of life."""
 SERVER_PATIENCE_S = 2.4
@@ -78,6 +78,11 @@ class Welcome(LinkMessage, frozen=True, tag="welcome"):
     host: ShortText
     """Name of the machine."""
     pid: UInt
+    memory_bytes: UInt
+    """Host memory that new processes may take there."""
+    memory_from: ShortText
+    """The limit of this memory, in words."""
+    cores: UInt
 
 
 class Refused(LinkMessage, frozen=True, tag="refused"):

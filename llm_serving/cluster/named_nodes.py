@@ -1,4 +1,7 @@
-"""Finds nodes by a DNS name: each address that the name has is a node. Kubernetes has such names for pods."""
+"""Finds nodes by a DNS name: each address that the name has is a node.
+
+In Kubernetes, a headless service has a name of this kind.
+"""
 
 from __future__ import annotations
 

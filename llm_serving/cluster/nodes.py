@@ -86,6 +86,7 @@ class Node:
         facts |= {"replica": self.replica, "losses": self.num_losses, "reason": self.reason}
         if self.welcome is not None:
             facts |= {"host": self.welcome.host, "pid": self.welcome.pid, "version": self.welcome.program.version}
+            facts |= {"memory_bytes": self.welcome.memory_bytes, "cores": self.welcome.cores}
         return facts
 
 

@@ -19,6 +19,7 @@ from llm_serving.errors import (
     AgentLostError,
     AgentStartError,
     LLMServingError,
+    MemoryPlanError,
     NodeDrainedError,
     ProtocolError,
 )
@@ -31,6 +32,8 @@ from llm_serving.ipc.messages import ServerMessage, StepDone
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, StepSlot
 from llm_serving.ipc.slot_contents import SlotContents
 from llm_serving.model.parallel import answering_rank, group_ranks
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import plan_node
 
 
 @dataclass(slots=True)
@@ -264,7 +267,7 @@ class RemoteStarter:
         if not is_wanted(self.standby):
             return None
         model = self._model()
-        node = self.pool.take(self._replica)
+        node = self._take_node()
         if node is None:
             return None
         try:
@@ -274,3 +277,18 @@ class RemoteStarter:
                 node.channel.close()
             self.pool.give_back(node, f"the agents could not be started there: {error}")
             raise AgentStartError(f"node {node.name}: the agents could not be started there: {error}") from error
+
+    def _take_node(self) -> Node | None:
+        """Return a free node with enough memory for the agents. A node with too little memory is refused."""
+        while (node := self.pool.take(self._replica)) is not None:
+            assert node.welcome is not None, "a node that is taken has a link"
+            report = node.welcome
+            try:
+                plan_node(self._config, Machine(report.memory_bytes, f"{report.memory_from} of the node", report.cores))
+            except MemoryPlanError as error:
+                if node.channel is not None:
+                    node.channel.close()
+                self.pool.give_back(node, f"the model does not fit the node: {error}", is_refused=True)
+                continue
+            return node
+        return None

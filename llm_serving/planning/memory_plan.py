@@ -164,11 +164,21 @@ class MemoryPlan:
 def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
     """Return the memory plan. If it does not fit, raises MemoryPlanError with the largest setting that fits.
 
-    If the agents are on other machines, the plan is that of one of them, which checks it before its agents start.
+    If the agents are on other machines, the plan is that of each of them. ``plan_node`` compares it with the memory
+    that a machine reports.
+    """
+    if config.parallel_config.is_remote:
+        plan = estimate_memory(config, machine)
+        return replace(plan, available_bytes=None, available_from="each node reports its own")
+    return plan_node(config, machine)
+
+
+def plan_node(config: Config, machine: Machine) -> MemoryPlan:
+    """Return the memory plan of one machine with agents.
+
+    If it does not fit, raises MemoryPlanError with the largest setting that fits.
     """
     plan = estimate_memory(config, machine)
-    if config.parallel_config.is_remote:
-        return replace(plan, available_bytes=None)
     if config.device != "CPU":
         _check_host_memory(config, machine)
         problem = too_little_host_memory(plan.host_items, machine)

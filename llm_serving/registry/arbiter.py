@@ -15,6 +15,7 @@ from llm_serving.planning.rank_memory import format_bytes
 Need = Mapping[str, int]
 """Planned bytes of a model in each pool, by the pool's name."""
 HOST = "host"
+NODES = "nodes"
 
 
 @dataclass(frozen=True, slots=True)

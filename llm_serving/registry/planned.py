@@ -10,7 +10,7 @@ from llm_serving.config import Config
 from llm_serving.errors import ConfigError, ModelMemoryError
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import SERVER_PROCESS_BYTES, estimate_memory
-from llm_serving.registry.arbiter import HOST, Arbiter, Claim, Need
+from llm_serving.registry.arbiter import HOST, NODES, Arbiter, Claim, Need
 
 LoadConfig = Callable[[str | None, Config], tuple[Config, Need]]
 """Reads a model's config again, and plans its memory. Takes a model folder, or None for the same one, and the present
@@ -38,8 +38,13 @@ class PlannedModel:
 
 
 def need_of(config: Config, machine: Machine) -> dict[str, int]:
-    """Return the bytes that a model needs in each pool by its memory plan. The server process itself does not count."""
+    """Return the bytes that a model needs in each pool by its memory plan. The server process itself does not count.
+
+    Agents on other machines need no memory here. Each node compares the plan of a replica with its own memory.
+    """
     plan = estimate_memory(config, machine)
+    if config.parallel_config.is_remote:
+        return {HOST: 0, NODES: config.parallel_config.data_parallel * (plan.total_bytes - SERVER_PROCESS_BYTES)}
     if config.device == "CPU":
         return {HOST: plan.total_bytes - SERVER_PROCESS_BYTES}
     ranks = plan.ranks or (plan.items,)
@@ -62,7 +67,7 @@ def limits_of(models: Sequence[PlannedModel], machine: Machine, memory_limit: in
         stated = model.config.context.max_device_memory_bytes
         size = stated if memory_limit is None else memory_limit
         for pool in model.need:
-            if pool != HOST and size is not None:
+            if pool not in (HOST, NODES) and size is not None:
                 limits.setdefault(pool, size)
     return limits
 

@@ -197,7 +197,9 @@ EVENTS: Mapping[str, LogEvent] = {
         {"message": "how it ended, and its log"},
     ),
     "agent_released": LogEvent(
-        "The agents of a drained machine have no request any more and are ended.", {**_REPLICA}
+        "The agents of a machine that is drained, or not needed while the server is idle, have no request any more and "
+        "are ended.",
+        {**_REPLICA},
     ),
     "logits_not_finite": LogEvent(
         "Sequences of a step had logits that were NaN or infinite. Their requests ended with an error.",

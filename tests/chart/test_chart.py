@@ -41,6 +41,10 @@ EVERYTHING = {
     "autoscaling": {"enabled": True},
     "inferencePool": {"enabled": True, "endpointPicker": "picker"},
 }
+POOL = {
+    **{key: value for key, value in EVERYTHING.items() if key not in ("autoscaling", "inferencePool")},
+    "agentPool": {"enabled": True, "maxReplicas": 3, "idleSeconds": 120},
+}
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
@@ -74,13 +78,13 @@ def manifests(folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module", params=[{}, EVERYTHING], ids=["defaults", "everything"])
+@pytest.fixture(scope="module", params=[{}, EVERYTHING, POOL], ids=["defaults", "everything", "pool of agents"])
 def rendered(request, tmp_path_factory):
     return manifests(tmp_path_factory.mktemp("chart"), request.param)
 
 
-def by_kind(rendered: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    return next(one for one in rendered if one["kind"] == kind)
+def by_kind(rendered: list[dict[str, Any]], kind: str, name: str = "chat") -> dict[str, Any]:
+    return next(one for one in rendered if one["kind"] == kind and one["metadata"]["name"] == name)
 
 
 def test_kubernetes_accepts_every_manifest(rendered):
@@ -90,31 +94,36 @@ def test_kubernetes_accepts_every_manifest(rendered):
 
 
 def test_selectors_find_the_pods(rendered):
-    labels = by_kind(rendered, "StatefulSet")["spec"]["template"]["metadata"]["labels"]
-    assert labels == {"app.kubernetes.io/name": "llm-serving", "app.kubernetes.io/instance": "chat"}
-    for manifest in rendered:
-        spec = manifest["spec"]
-        if manifest["kind"] == "Service":
-            assert spec["selector"] == labels
-        elif "selector" in spec or "podSelector" in spec:
-            assert spec.get("selector", spec.get("podSelector"))["matchLabels"] == labels
-    headless = next(one for one in rendered if one["kind"] == "Service" and one["spec"].get("clusterIP") == "None")
-    assert by_kind(rendered, "StatefulSet")["spec"]["serviceName"] == headless["metadata"]["name"]
+    for name, pods, headless in (("chat", "llm-serving", "chat-pods"), ("chat-agents", "llm-serving-agents", None)):
+        labels = {"app.kubernetes.io/name": pods, "app.kubernetes.io/instance": "chat"}
+        own = [one for one in rendered if one["metadata"]["name"] in (name, headless)]
+        for manifest in own:
+            spec = manifest["spec"]
+            if manifest["kind"] == "StatefulSet":
+                assert spec["template"]["metadata"]["labels"] == spec["selector"]["matchLabels"] == labels
+                assert spec["serviceName"] == (headless or name)
+            elif manifest["kind"] == "Service":
+                assert spec["selector"] == labels
+            elif "selector" in spec or "podSelector" in spec:
+                assert spec.get("selector", spec.get("podSelector"))["matchLabels"] == labels
+        services = [one for one in own if one["kind"] == "Service" and one["spec"].get("clusterIP") == "None"]
+        assert len(services) == len([one for one in own if one["kind"] == "StatefulSet"])
 
 
 def test_pods_have_few_rights_and_enough_time_to_drain(rendered):
-    pod = by_kind(rendered, "StatefulSet")["spec"]["template"]["spec"]
-    [container] = pod["containers"]
-    assert pod["securityContext"]["runAsNonRoot"]
-    assert pod["automountServiceAccountToken"] is False
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert pod["terminationGracePeriodSeconds"] >= 40
-    volumes = {volume["name"] for volume in pod["volumes"]} | {"cache"}
-    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    for pod in [one["spec"]["template"]["spec"] for one in rendered if one["kind"] == "StatefulSet"]:
+        containers = [*pod["containers"], *pod.get("initContainers", [])]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["automountServiceAccountToken"] is False
+        for container in containers:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+        assert pod["terminationGracePeriodSeconds"] >= 40
+        volumes = {volume["name"] for volume in pod["volumes"]} | {"cache"}
+        assert {mount["name"] for each in containers for mount in each["volumeMounts"]} == volumes
 
 
 def test_the_defaults_render_only_what_every_cluster_knows(tmp_path):
@@ -145,6 +154,33 @@ def test_values_reach_the_manifests(tmp_path):
     assert by_kind(found, "NetworkPolicy")["spec"]["egress"] == []
 
 
+def test_a_pool_of_agents_goes_down_to_none_while_the_server_stays(tmp_path):
+    found = manifests(tmp_path, POOL)
+    server, agents = by_kind(found, "StatefulSet"), by_kind(found, "StatefulSet", "chat-agents")
+    [container] = server["spec"]["template"]["spec"]["containers"]
+    [host] = agents["spec"]["template"]["spec"]["containers"]
+    assert server["spec"]["replicas"] == 1
+    assert "replicas" not in agents["spec"], "KEDA sets the number of pods"
+    assert container["resources"]["limits"] == {"memory": "1Gi"}, "the server needs no device"
+    assert host["resources"]["limits"]["huawei.com/Ascend910"] == 2
+    service = by_kind(found, "Service", "chat-agents")
+    assert service["spec"]["clusterIP"] == "None"
+    assert '--set=parallel_config.nodes=["dns:chat-agents:7450"]' in container["args"]
+    assert "--set=parallel_config.idle_s=120" in container["args"]
+    assert "--listen=0.0.0.0:7450" in host["command"]
+    scaled = by_kind(found, "ScaledObject", "chat-agents")["spec"]
+    assert scaled["scaleTargetRef"] == {"kind": "StatefulSet", "name": "chat-agents"}
+    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"], scaled["cooldownPeriod"]) == (0, 3, 120)
+    [trigger] = scaled["triggers"]
+    assert "llm_serving_requests_(waiting|running)" in trigger["metadata"]["query"]
+    assert trigger["metadata"]["activationThreshold"] == "0", "one waiting request starts a pod"
+    [secrets] = [each for each in agents["spec"]["template"]["spec"]["volumes"] if each["name"] == "secrets"]
+    assert [each["path"] for each in secrets["secret"]["items"]] == ["cluster.key"], "the agents get no API keys"
+    outgoing = by_kind(found, "NetworkPolicy")["spec"]["egress"]
+    assert [rule["ports"][0]["port"] for rule in outgoing] == [7450, 53]
+    assert by_kind(found, "NetworkPolicy", "chat-agents")["spec"]["egress"] == []
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -158,6 +194,11 @@ def test_values_reach_the_manifests(tmp_path):
         ({"settings": {"model_config.seq_length": 4096}}, "settings"),
         ({"autoscaling": {"minReplicas": 0}}, "minReplicas"),
         ({"inferencePool": {"enabled": True}}, "endpointPicker"),
+        ({"agentPool": {"minReplicas": -1}}, "minReplicas"),
+        ({"agentPool": {"enabled": True, "maxReplicas": 0}}, "maxReplicas"),
+        ({"agentPool": {"enabled": True}, "replicas": 2}, "replicas"),
+        ({"agentPool": {"enabled": True}, "autoscaling": {"enabled": True}}, "autoscaling"),
+        ({"settings": {"parallel_config.nodes": "[a:1]"}}, "settings"),
     ],
 )
 def test_wrong_values_are_refused_by_name(tmp_path, changes, named):

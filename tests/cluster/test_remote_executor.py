@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 
+import msgspec
 import pytest
 
 from llm_serving.cluster import messages as link
+from llm_serving.cluster.dialling import dial
 from llm_serving.executor.base import AgentLeaving, AgentLost, AgentReady, AgentStatus
 from llm_serving.ipc import messages
 from llm_serving.ipc.shm import NUM_SLOTS
@@ -14,6 +17,7 @@ from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, Ste
 from support.cluster import LinkProxy
 from support.executor_steps import events_until, prefill, results, submit_decode_before_prefill
 from support.stub_agent import DIE, HANG, REFUSE, SLOW, stub_token
+from support.time_limits import time_limit
 
 
 @pytest.fixture
@@ -239,3 +243,34 @@ def test_a_node_without_the_model_is_refused(make_node, make_executor, pool, tmp
     executor = make_executor()
     [*_, lost] = events_until(executor, AgentLost)
     assert "the node's model lacks config.json" in lost.error
+
+
+def test_each_node_is_compared_with_the_memory_that_it_reports(make_node, make_executor, pool, monkeypatch):
+    small, large = make_node().address, make_node().address
+
+    def dial_small(address, key):
+        channel, welcome = dial(address, key)
+        assert welcome.memory_bytes > 1 << 28
+        assert welcome.cores > 0
+        is_small = str(address) == small
+        return channel, msgspec.structs.replace(welcome, memory_bytes=1 << 20) if is_small else welcome
+
+    monkeypatch.setattr("llm_serving.cluster.nodes.dial", dial_small)
+    pool.add(small)
+    executor = make_executor()
+    wait_until(lambda: pool.status()[0]["state"] == "refused", executor)
+    [node] = pool.status()
+    assert node["memory_bytes"] == 1 << 20
+    assert "the model does not fit the node: the memory plan needs" in node["reason"]
+    assert "of 1.0 MiB (free memory of the machine of the node)" in node["reason"]
+    pool.add(large)
+    [*_, ready] = events_until(executor, AgentReady)
+    assert ready.summary["node"] == large
+    assert {each["name"]: each["state"] for each in pool.status()} == {small: "refused", large: "used"}
+
+
+def wait_until(condition, executor):
+    until = time.monotonic() + time_limit(20)
+    while not condition():
+        assert time.monotonic() < until
+        executor.poll(0.05)

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from llm_serving.config import Config
-from llm_serving.errors import ConfigError
+from llm_serving.errors import ConfigError, MemoryPlanError
 from llm_serving.planning.machine import Machine
-from llm_serving.planning.memory_plan import estimate_memory, plan_memory
+from llm_serving.planning.memory_plan import estimate_memory, plan_memory, plan_node
+from llm_serving.registry.arbiter import HOST, NODES
+from llm_serving.registry.planned import PlannedModel, limits_of, need_of
 from support.small_configs import small_config
 
 REMOTE = ("parallel_config.executor=nodes", "parallel_config.cluster_key_file=/etc/cluster.key")
@@ -42,3 +44,23 @@ def test_a_config_of_nodes_counts_the_memory_of_one_node(tmp_path: Path) -> None
     assert plan_memory(config, machine).total_bytes == alone.total_bytes
     assert config.agent_threads(8) == 8
     assert Config.from_json(config.to_json()) == config
+
+
+def test_agents_on_nodes_need_no_memory_of_the_server(tmp_path: Path) -> None:
+    config = small_config(tmp_path, [*REMOTE, "parallel_config.data_parallel=3"])
+    machine = Machine(1 << 30, "a small machine")
+    need = need_of(config, machine)
+    alone = need_of(small_config(tmp_path), machine)[HOST]
+    assert need == {HOST: 0, NODES: 3 * alone}
+    limits = limits_of([PlannedModel(config, need)], machine, memory_limit=1 << 20)
+    assert NODES not in limits, "models_config.memory_limit is about this machine"
+    with pytest.raises(MemoryPlanError, match=r"of 1\.0 MiB \(a node\): .*the largest|not even the weights"):
+        plan_node(config, Machine(1 << 20, "a node"))
+    assert "each node reports its own" in plan_memory(config, machine).table()
+
+
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_only_nodes_can_be_given_back(tmp_path: Path, executor: str) -> None:
+    settings = ["parallel_config.idle_s=5", f"parallel_config.executor={executor}", REMOTE[1]]
+    with pytest.raises(ConfigError, match=f"idle_s = 5.0: is for executor: nodes; executor: {executor} keeps"):
+        small_config(tmp_path, settings)
