@@ -28,6 +28,7 @@ class FakeEngine:
         self.state = "ready"
         self.ended = asyncio.Event()
         self.stop_reason = "the agents were lost too often"
+        self.standby = None
         self.adapters = SimpleNamespace(find=lambda name: None, adapters=[])
         self.is_stopped = False
 
