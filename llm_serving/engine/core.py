@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from llm_serving.cluster.standby import Standby
@@ -287,8 +288,8 @@ class EngineCore:
         """Run one loop iteration: wait for events, process all events, and send new steps to the agents."""
         events = self._poll(self._poll_timeout())
         now = self._clock()
-        replicas = self._replicas if self._commands else self._concerned(events, now)
-        self._take_commands(now)
+        has_only_added = self._take_commands(now)
+        replicas = self._concerned(events, now, has_only_added=has_only_added)
         for index, event in events:
             self._take_event(self._replicas[index], event, now)
         if any(replica.has_steps for replica in self._replicas):
@@ -303,16 +304,23 @@ class EngineCore:
         self._hand_over()
         self._look_after(now)
 
-    def _concerned(self, events: list[tuple[int, ExecutorEvent]], now: float) -> list[Replica]:
+    def _concerned(
+        self, events: list[tuple[int, ExecutorEvent]], now: float, *, has_only_added: bool | None
+    ) -> list[Replica]:
         """Return the replicas that may be able to schedule a new step.
 
-        These are the replicas with an event or a due wakeup. After the loss or the drain of a replica, returns all
-        replicas, because any of them may receive its requests.
+        These are the replicas with an event or a due wakeup. After new requests, one with a free slot is enough: its
+        next step makes the router place them, and ``_send_steps`` asks the replicas that got some. After the loss or
+        the drain of a replica and after other commands, returns all replicas, because any of them may receive requests.
         """
         replicas = self._replicas
-        if len(replicas) == 1 or any(isinstance(event, AgentLost | AgentLeaving) for _, event in events):
+        is_any = has_only_added is False or any(isinstance(event, AgentLost | AgentLeaving) for _, event in events)
+        if len(replicas) == 1 or is_any:
             return replicas
         indices = {index for index, _ in events}
+        if has_only_added:
+            able = (one.index for one in replicas if one.is_ready and one.executor.num_free_slots)
+            indices.update(islice(able, 1))
         return [one for one in replicas if one.index in indices or (one.wakeup is not None and one.wakeup <= now)]
 
     @property
@@ -332,13 +340,18 @@ class EngineCore:
             times.append(self._standby.due)
         return max(0.0, min(times) - self._clock()) if times else None
 
-    def _take_commands(self, now: float) -> None:
+    def _take_commands(self, now: float) -> bool | None:
+        """Carry out all commands. Returns whether all of them have added requests. None: there were no commands."""
         has_aborts = False
+        has_only_added: bool | None = None
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Add):
                 self._add(command.request, now)
-            elif isinstance(command, Abort):
+                has_only_added = has_only_added is not False
+                continue
+            has_only_added = False
+            if isinstance(command, Abort):
                 update = self._front.abort_request(command.request_id, now)
                 self._outputs += self._texts.outputs([] if update is None else [update], None, now)
                 has_aborts = True
@@ -360,6 +373,7 @@ class EngineCore:
         if has_aborts:
             for replica in self._replicas:
                 replica.drop_void_steps()
+        return has_only_added
 
     def _take_event(self, replica: Replica, event: ExecutorEvent, now: float) -> None:
         if isinstance(event, StepResult):
