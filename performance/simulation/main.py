@@ -68,7 +68,7 @@ def _simulate_all(options: SimulationOptions, fit: StepFit | None) -> int:
 
 def _run(variant: Variant, setup: Setup, options: SimulationOptions, load: LoadOptions) -> SimulatedRun:
     arrivals = _arrivals(options, load, setup)
-    return simulate(variant.name, setup, OpenLoop(arrivals.requests, arrivals.times), load)
+    return simulate(variant.name, setup, OpenLoop(arrivals.requests, arrivals.times), load, options.cluster)
 
 
 def _arrivals(options: SimulationOptions, load: LoadOptions, setup: Setup) -> Arrivals:

@@ -17,6 +17,7 @@ from performance.load.options import (
     workload_options,
 )
 from performance.program import UsageError, parse_values
+from performance.simulation.cluster import ClusterModel, Loss
 from performance.simulation.presets import PRESETS
 from performance.simulation.runs import NOWHERE
 
@@ -71,6 +72,8 @@ class SimulationOptions:
     trace: Path | None
     validate: Path | None
     find_rate: bool
+    cluster: ClusterModel | None
+    """The nodes of the replicas. None: all agents are on the server's machine."""
     json_path: Path | None
     plot_dir: Path | None
 
@@ -110,6 +113,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
         policies=tuple(parsed.policy.split(",")) if parsed.policy else (),
         sweeps=tuple(parsed.sweep),
         load=load,
+        cluster=_cluster(parsed),
         json_path=parsed.json,
         plot_dir=parsed.plots,
         **{name: getattr(parsed, name) for name in SAME_NAMES},
@@ -136,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(token_ids=True, vocab_size=32_000, prompt_len=(32, 64), output_len=(64, 504), ignore_eos=True)
     parser.add_argument("--text-prompts", dest="token_ids", action="store_false", help="words instead of token ids")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests and their times, see below")
+    _add_cluster_options(parser)
     result = parser.add_argument_group("result")
     result.add_argument("--find-rate", action="store_true", help="find the highest rate with p99 in the objectives")
     result.add_argument("--validate", type=Path, metavar="LOADTEST.json", help="compare with the JSON of a load test")
@@ -143,6 +148,51 @@ def build_parser() -> argparse.ArgumentParser:
     result.add_argument("--plots", type=Path, metavar="FOLDER", help="write a picture of each run to this folder")
     add_objective_options(result)
     return parser
+
+
+def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    nodes = parser.add_argument_group("several machines")
+    nodes.add_argument("--nodes", type=int, metavar="N", help="machines with the replicas (default: one machine)")
+    nodes.add_argument("--replicas", type=int, metavar="N", help="replicas on all nodes (default: data_parallel)")
+    nodes.add_argument("--link-ms", type=float, default=0.1, help="latency of a link (default %(default)s)")
+    nodes.add_argument("--link-gbit", type=float, default=10.0, help="bandwidth of a node's link (default %(default)s)")
+    nodes.add_argument(
+        "--lose", action="append", default=[], type=_loss, metavar="NODE@S", help="this node stops at this time"
+    )
+    nodes.add_argument("--restart-s", type=float, default=10.0, help="time until its agents run again (default 10)")
+    nodes.add_argument(
+        "--measure-engine",
+        action="store_true",
+        help="the engine thread takes the processor time of the real router and scheduler",
+    )
+
+
+def _loss(text: str) -> Loss:
+    node, _, moment = text.partition("@")
+    try:
+        return Loss(int(node), float(moment))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NODE@SECONDS, as in 3@2.5") from None
+
+
+def _cluster(parsed: argparse.Namespace) -> ClusterModel | None:
+    if parsed.nodes is None:
+        if parsed.lose or parsed.replicas is not None or parsed.measure_engine:
+            raise UsageError("--replicas, --lose and --measure-engine need --nodes")
+        return None
+    if not 1 <= parsed.nodes <= 100_000 or parsed.link_gbit <= 0 or parsed.link_ms < 0 or parsed.restart_s < 0:
+        raise UsageError("--nodes must be from 1 to 100000, --link-gbit above 0, --link-ms and --restart-s at least 0")
+    if wrong := [loss for loss in parsed.lose if not 0 <= loss.node < parsed.nodes or loss.at_s < 0]:
+        raise UsageError(f"--lose {wrong[0].node}@{wrong[0].at_s:g}: the nodes are 0 to {parsed.nodes - 1}")
+    return ClusterModel(
+        num_nodes=parsed.nodes,
+        num_replicas=parsed.replicas or 0,
+        latency_s=parsed.link_ms / 1000,
+        bytes_per_s=parsed.link_gbit * 125e6,
+        losses=tuple(parsed.lose),
+        restart_s=parsed.restart_s,
+        measures=parsed.measure_engine,
+    )
 
 
 def _rate(text: str) -> float:

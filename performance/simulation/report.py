@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from performance.load.report import COLUMNS, figure_tables, goodput_text, objective_text
+from performance.simulation.cluster import ClusterOutcome
 from performance.simulation.options import SimulationOptions
 from performance.simulation.runs import SimulatedRun
 from performance.terminal import format_number, format_table
 
 __all__ = ["comparison_table", "result_json", "run_text", "run_title"]
 
+MAX_SHOWN = 16
+"""Maximum number of replicas in the report of a run."""
 SHOWN = ("total s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "TBT p50 ms", "TBT p99 ms", "goodput %", "failed")
 SERVER_COLUMNS: dict[str, Callable[[SimulatedRun], float]] = {
     "preempted": lambda run: run.outcome.preemptions,
@@ -44,11 +47,12 @@ def run_text(simulated: SimulatedRun) -> str:
         f"cache    {outcome.preemptions} preemptions ({outcome.swaps} by swap); {outcome.prefix_hit_tokens} prompt "
         f"tokens found; {100 * outcome.kv_waste:.1f} % of the running sequences' token positions "
         f"were empty; maximum {outcome.peak_running} running, {outcome.peak_waiting} waiting",
+        *(outcome.lines() if isinstance(outcome, ClusterOutcome) else ()),
         *(
             f"replica {index}: {sum(placed.values())} requests placed ("
             + ", ".join(f"{number} by {why}" for why, number in placed.items())
             + ")"
-            for index, placed in enumerate(outcome.placed)
+            for index, placed in enumerate(outcome.placed[:MAX_SHOWN])
         ),
     ]
     parts = [

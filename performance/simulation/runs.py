@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llm_serving.routing.placement import Routing
@@ -12,6 +12,7 @@ from performance.load.endpoint import Endpoint
 from performance.load.options import LoadOptions
 from performance.load.report import report_json
 from performance.load.statistics import LoadFigures, measure
+from performance.simulation.cluster import ClusterModel, ClusterOutcome, VirtualCluster
 from performance.simulation.server import Outcome, VirtualServer
 from performance.simulation.setup import Setup
 from performance.simulation.workload import Source
@@ -61,24 +62,29 @@ class SimulatedRun:
             "steps": outcome.steps,
             "step_seconds": outcome.step_s,
             "simulation_cpu_s": self.cpu_s,
+            **(outcome.as_json() if isinstance(outcome, ClusterOutcome) else {}),
         }
 
 
-def simulate(name: str, setup: Setup, source: Source, options: LoadOptions) -> SimulatedRun:
-    """Simulates the requests of ``source`` until every request has ended."""
+def simulate(
+    name: str, setup: Setup, source: Source, options: LoadOptions, cluster: ClusterModel | None = None
+) -> SimulatedRun:
+    """Simulates the requests of ``source`` until every request has ended. ``cluster``: the nodes of the replicas."""
     start = time.process_time()
-    parallel = setup.config.parallel_config
-    server = VirtualServer(
-        setup.limits,
-        setup.device,
-        source,
-        setup.host,
-        setup.spread,
-        options.seed,
-        parallel.data_parallel,
-        Routing(parallel.routing),
-    )
-    outcome = server.run()
+    outcome = _server(setup, source, options, cluster).run()
     run = LoadRun(options, setup.config.model_name, outcome.records, 0.0, 0.0, 0.0, interrupted=False)
     figures = measure(run)
     return SimulatedRun(name, run, figures, outcome, setup.device.name, time.process_time() - start)
+
+
+def _server(setup: Setup, source: Source, options: LoadOptions, cluster: ClusterModel | None) -> VirtualServer:
+    parallel, routing = setup.config.parallel_config, Routing(setup.config.parallel_config.routing)
+    common = setup.limits, setup.device, source
+    if cluster is None:
+        return VirtualServer(*common, setup.host, setup.spread, options.seed, parallel.data_parallel, routing)
+    cluster = replace(
+        cluster,
+        num_replicas=cluster.num_replicas or parallel.data_parallel,
+        tier_blocks=setup.config.kv_tier_config.host_blocks,
+    )
+    return VirtualCluster(*common, cluster, setup.host, setup.spread, options.seed, routing)
