@@ -37,10 +37,11 @@ class ProgramStore(ArrayCache):
         """Returns whether programs of this config can be stored.
 
         The config must have fused operators and groups of one agent, must not save graphs, must generate text, and
-        must have no draft model.
+        must have no draft model. The rows of rotary tables must not change between steps.
         """
         is_alone = config.parallel_config.group_size == 1 and config.pooling is None and config.draft is None
-        return config.op_table == "fused" and is_alone and not config.context.save_graphs
+        is_constant = not config.context.save_graphs and not config.shape.rotary_sections
+        return config.op_table == "fused" and is_alone and is_constant
 
     def find(self) -> tuple[StoredProgram, dict[str, Array]] | None:
         """Returns the stored program, and the graph's constants by name. None if there is no valid file."""

@@ -344,6 +344,7 @@ class Config:
             max_adapters=self.lora_config.max_adapters,
             max_draft_ids=self.max_draft_ids,
             tile_rows=0 if self.shape.vision is None else self.shape.vision.tile_rows,
+            shifts_positions=bool(self.shape.rotary_sections),
         )
 
     @property

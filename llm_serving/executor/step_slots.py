@@ -18,7 +18,7 @@ from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import StepDone, StepFailed
 from llm_serving.ipc.shm import MOVE_WIDTH, NO_DRAFT, NO_LOGSUMEXP, SlotLimits, StepSlot
-from llm_serving.ipc.tiles import write_tiles
+from llm_serving.ipc.tiles import write_shifts, write_tiles
 from llm_serving.request import Request
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
@@ -209,6 +209,8 @@ class StepSlots:
         slot.block_tables[: num_seqs * width] = tables.ravel()
         self._write_positions(step, slot, tables, starts, query_lens)
         history_len = self._write_columns(step, slot, rows)
+        if self._limits.shifts_positions:
+            _write_shifts(step, slot)
         if step.tiles:
             write_tiles(slot.tiles, step.tiles)
         num_masks = len(step.constrained)
@@ -245,6 +247,8 @@ class StepSlots:
         slot.token_ids[:num_seqs] = step.token_ids
         slot.positions[:num_seqs] = positions
         np.add(positions, 1, out=slot.context_lens[:num_seqs])
+        if self._limits.shifts_positions:
+            _write_shifts(step, slot)
         slot.sample_position[:num_seqs] = step.sample_positions
         blocks, offsets = np.divmod(positions, self._block_size)
         slot.slot_mapping[:num_seqs] = self._block_tables[batch.row_array, blocks] * self._block_size + offsets
@@ -344,6 +348,13 @@ def _write_sizes(
         num_wanted=step.num_wanted,
         num_tiles=len(step.tiles),
     )
+
+
+def _write_shifts(step: ScheduledStep, slot: StepSlot) -> None:
+    end = 0
+    for request, start, query_len in zip(step.requests, step.starts, step.query_lens, strict=True):
+        begin, end = end, end + query_len
+        write_shifts(slot.position_shifts[begin:end], request.tiles, start)
 
 
 def _num_top_logits(sampling: SamplingParams) -> int:

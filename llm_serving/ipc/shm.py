@@ -88,6 +88,8 @@ class SlotLimits:
     """Maximum number of drafts that the agent returns for a sequence. 0: the agent has no draft model."""
     tile_rows: int = 0
     """Number of rows of an image's tile. 0: the model reads no images."""
+    shifts_positions: bool = False
+    """If True, the rotary positions of tokens after images differ from their positions."""
 
     @property
     def max_tiles(self) -> int:
@@ -133,6 +135,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("query_lens", "int32", seqs, "[S] tokens of each sequence in this step; they sum to T"),
         Field("context_lens", "int32", seqs, "[S] tokens of each sequence in the cache once this step has written"),
         Field("block_tables", "int32", seqs * limits.max_blocks_per_seq, "[S, W] block ids, padded with 0"),
+        Field("position_shifts", "int32", tokens if limits.shifts_positions else 0, "[T] position minus rotary"
+              " position; a token of an image has the number of the token before the image"),
         Field("adapters", "int32", seqs if limits.max_adapters else 0, "[S] adapter slot, or NO_ADAPTER"),
         Field("restarts", "int32", seqs if limits.max_draft_ids else 0, "[S] 1: first step of the sequence on its row"),
         # Inputs of the sampler, one entry for each sequence.
@@ -204,6 +208,7 @@ class StepSlot:
     query_lens: npt.NDArray[np.int32]
     context_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
+    position_shifts: npt.NDArray[np.int32]
     adapters: npt.NDArray[np.int32]
     rows: npt.NDArray[np.int32]
     do_sample: npt.NDArray[np.int32]

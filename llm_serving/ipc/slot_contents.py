@@ -16,7 +16,7 @@ from llm_serving.ipc.shm import MOVE_WIDTH, StepSlot
 from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
-_PER_TOKEN = ("token_ids", "positions", "slot_mapping")
+_PER_TOKEN = ("token_ids", "positions", "slot_mapping", "position_shifts")
 _PER_SEQUENCE = (
     *("query_lens", "context_lens", "adapters", "restarts", "rows", "do_sample", "sample_position"),
     *("num_top_logits", "top_allowed", "mask_number", "history_lens", "history_prompt_lens"),
@@ -55,7 +55,7 @@ class SlotContents:
         names += ("block_tables", "history", "moves", "tiles", "masks", "pooled", "draft_ids")
         self._columns = {name: _Column.of(slot, name) for name in names}
         self._header = slot.header.data.cast("B")
-        self._tokens = [self._columns[name] for name in _PER_TOKEN]
+        self._tokens = [column for name in _PER_TOKEN if len((column := self._columns[name]).data)]
         self._seqs = [column for name in _PER_SEQUENCE if len((column := self._columns[name]).data)]
 
     def inputs(self) -> bytes:

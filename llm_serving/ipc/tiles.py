@@ -32,6 +32,13 @@ class PromptTile:
     rows: int
     place: int
     digest: bytes
+    shift: int = 0
+    """The rotary positions of the tokens after this tile are lower than their positions by this number."""
+
+    @property
+    def end(self) -> int:
+        """The position after the tile's last token."""
+        return self.begin + self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +64,23 @@ def tiles_between(tiles: Sequence[PromptTile], start: int, end: int, token: int)
     """
     found = []
     for tile in tiles:
-        first, last = max(tile.begin, start), min(tile.begin + tile.rows, end)
+        first, last = max(tile.begin, start), min(tile.end, end)
         if first < last:
             found.append(StepTile(tile.place, token + first - start, first - tile.begin, last - first, tile.digest))
     return found
+
+
+def write_shifts(column: npt.NDArray[np.int32], tiles: Sequence[PromptTile], start: int) -> None:
+    """Writes the shift of each token of a sequence into its part of the column ``position_shifts``.
+
+    ``start`` is the position of the first token. Tokens of a tile have the shift of the token before the tile.
+    """
+    if not tiles or start >= tiles[-1].end:
+        column[:] = tiles[-1].shift if tiles else 0
+        return
+    column[:] = 0
+    for tile in tiles:
+        column[max(tile.end - start, 0) :] = tile.shift
 
 
 def write_tiles(column: npt.NDArray[np.int32], tiles: Sequence[StepTile]) -> None:

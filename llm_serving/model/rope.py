@@ -78,6 +78,23 @@ def read_rope_scaling(
     return _llama3(rope, factor) if kind == "llama3" else _yarn(rope, factor, max_position_embeddings)
 
 
+def read_rotary_sections(rope: TypedFields, head_dim: int) -> tuple[int, ...]:
+    """Return ``mrope_section``: how many frequencies belong to time, height and width (arXiv:2409.12191, section 2.1).
+
+    ``rope`` and its errors are as in ``read_rope_scaling``. Three-dimensional positions need this key.
+    """
+    key = "mrope_section"
+    sections = rope.value(key)
+    if (
+        not isinstance(sections, list)
+        or len(sections) != 3
+        or not all(type(each) is int and each >= 0 for each in sections)
+        or sum(sections) != head_dim // 2
+    ):
+        raise rope.fail(key, f"must be three numbers that sum to half of the head size, which is {head_dim // 2}")
+    return tuple(sections)
+
+
 def _llama3(rope: TypedFields, factor: float) -> RopeScaling:
     scaling = RopeScaling(
         "llama3",

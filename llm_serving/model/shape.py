@@ -84,6 +84,8 @@ class ModelShape:
     """Number of the checkpoint's layers that only predict further tokens, after the last one. Not loaded."""
     vision: VisionShape | None = None
     """The vision encoder. None for a model that reads only text."""
+    rotary_sections: tuple[int, ...] = ()
+    """Numbers of rotary frequencies for time, height and width, if positions have three dimensions. Else empty."""
 
     @property
     def rotary_dim(self) -> int:

@@ -15,7 +15,7 @@ from llm_serving.sampling_params import MAX_TOP_LOGITS
 
 LIMITS = SlotLimits(
     max_tokens=40, max_seqs=6, max_blocks_per_seq=5, max_context=80, mask_words=3, pooled_width=4, max_adapters=2,
-    max_draft_ids=3, tile_rows=8,
+    max_draft_ids=3, tile_rows=8, shifts_positions=True,
 )  # fmt: skip
 _RESULTS = {"sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits", "pooled", "draft_ids"}
 
@@ -46,7 +46,8 @@ def used(slot: StepSlot) -> dict[str, int]:
     """Returns the number of used elements of each array, written down a second time for this test."""
     tokens, seqs = slot.num_tokens, slot.num_seqs
     counts = dict.fromkeys(slot.arrays, seqs)
-    counts |= {"header": 16, "token_ids": tokens, "positions": tokens, "slot_mapping": tokens}
+    counts |= {"header": 16, "token_ids": tokens, "positions": tokens, "slot_mapping": tokens,
+               "position_shifts": tokens}
     counts |= {"block_tables": seqs * slot.table_width, "history": slot.history_len}
     counts["tiles"] = slot.num_tiles * TILE_WIDTH
     counts |= {"moves": slot.num_moves * MOVE_WIDTH, "masks": slot.num_masks * LIMITS.mask_words}

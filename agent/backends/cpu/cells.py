@@ -281,6 +281,21 @@ class RotaryTables(nn.Cell):
         return positions, self.cos, self.sin
 
 
+class RotaryRows(nn.Cell):
+    """Returns the cosines and sines of a step's tokens, which the agent has gathered, with the number of each row."""
+
+    def __init__(self, cos: Array, sin: Array) -> None:
+        super().__init__()
+        self.cos, self.sin = (unbound_parameter(each.shape, "float32") for each in (cos, sin))
+        bind(self.cos, cos)
+        bind(self.sin, sin)
+        numbers = np.arange(len(cos), dtype=np.int32)
+        self.numbers = Parameter(as_tensor(numbers), name="numbers", requires_grad=False)
+
+    def construct(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.numbers, self.cos, self.sin
+
+
 class Attention(nn.Cell):
     """Runs norms of heads, rotary, cache write and attention in one operator.
 

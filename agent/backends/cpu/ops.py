@@ -44,7 +44,8 @@ class FusedCpuOps(OpTable):
     In the last stage, a run of the graph fills ``logits`` [sequences, vocabulary] and ``best_ids`` [sequences + 1].
     ``best_ids`` has the id of each sequence's best token, then the step's number (``counts[3]``). In the other stages,
     a run fills ``stream`` [tokens, hidden_size], which the next stage takes as its input. If the model reads images,
-    the graph's first input is ``rows`` [tokens, hidden_size].
+    the graph's first input is ``rows`` [tokens, hidden_size]. If positions have three dimensions, the graph reads
+    ``rotary_rows``.
     """
 
     traits: ClassVar[DeviceTraits] = DeviceTraits("fused", packs_weights=True)
@@ -64,6 +65,12 @@ class FusedCpuOps(OpTable):
         self.states = None if config.shape.delta is None else SequenceStates(self._max_seqs)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
         self.rows: Array = allocate((self._max_tokens * self.takes_rows, self._hidden_size), self.dtype)
+        is_gathered, width = bool(config.shape.rotary_sections), config.shape.rotary_width
+        self.rotary_rows: tuple[Array, Array] | None = None
+        """Cosines and sines of the tokens of a step, [tokens, rotary width] each, if the agent gathers them itself."""
+        if is_gathered:
+            shape = (self._max_tokens, width)
+            self.rotary_rows = allocate(shape, "float32"), allocate(shape, "float32")
         self.taps: list[Array] = []
         """One array [tokens, width] for each operator of ``tap``. A run of the graph fills it."""
 
@@ -145,6 +152,8 @@ class FusedCpuOps(OpTable):
         return _cells().LMHead(custom_operator("LmHead", [[1]], ["int32"]), epsilon, self.logits, self.best_ids, None)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
+        if self.rotary_rows is not None:
+            return _cells().RotaryRows(*self.rotary_rows)
         return _cells().RotaryTables(cos, sin)
 
     def attention(self, form: AttentionForm) -> Operator:

@@ -1,0 +1,60 @@
+"""Rotary embedding of positions with three dimensions: time, height and width (M-RoPE, arXiv:2409.12191, section 2.1).
+
+A token of a text has the same number in all three. A token of an image has the time of the image, and a row and a
+column of its own. The token after an image continues with the largest number of the image plus one. So the rotary
+position of a token is its position minus a shift, which the server sends with each step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.layers.rotary import rotary_tables
+from agent.step_inputs import StepInputs, check_range
+from agent.weights.storage import Array
+from llm_serving.config import Config
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.shm import StepSlot
+
+
+class RotaryRows:
+    """Gathers the cosines and sines of the tokens of each step from the tables of all positions."""
+
+    def __init__(self, config: Config, out: tuple[Array, Array]) -> None:
+        """``out`` has two arrays [tokens of the largest step, rotary width], which the graph reads."""
+        self._num_positions = config.max_model_len
+        self._tables = rotary_tables(config.shape, self._num_positions)
+        self._out = out
+        sections = np.repeat(np.arange(3), config.shape.rotary_sections)
+        self._dimensions = np.concatenate([sections, sections])
+        """The dimension of positions to which each element of a head belongs."""
+
+    def shift(self, slot: StepSlot, inputs: StepInputs) -> None:
+        """Replaces the positions of a step by rotary positions. Raises ProtocolError if one would be negative.
+
+        The tokens of an image get the positions that they would have as text. ``place`` replaces their rows.
+        """
+        shifts = slot.position_shifts[: inputs.positions.size]
+        check_range("position_shifts", shifts, 0, self._num_positions)
+        if (shifts > inputs.positions).any():
+            raise ProtocolError("a step's position_shifts holds a number above the position of its token")
+        np.subtract(inputs.positions, shifts, out=inputs.positions)
+
+    def gather(self, inputs: StepInputs) -> None:
+        """Fills the rows of all tokens of a step, whose positions ``shift`` has replaced."""
+        for table, out in zip(self._tables, self._out, strict=True):
+            # The positions are checked. NumPy would copy the result with another mode.
+            np.take(table, inputs.positions, axis=0, out=out[: inputs.positions.size], mode="clip")
+
+    def place(self, token: int, time: int, cells: npt.NDArray[np.int32]) -> None:
+        """Fills the rows of an image's tokens from index ``token`` on.
+
+        ``time`` is the rotary position of the image. ``cells`` [tokens, 2] has the row and the column of each token in
+        the image. Raises ProtocolError if a position exceeds the tables.
+        """
+        positions = np.concatenate([np.full((len(cells), 1), time, np.int32), time + cells], axis=1)
+        check_range("positions of images", positions, 0, self._num_positions)
+        numbers = positions[:, self._dimensions]
+        for table, out in zip(self._tables, self._out, strict=True):
+            out[token : token + len(cells)] = np.take_along_axis(table, numbers, axis=0)
