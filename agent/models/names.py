@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from agent.models.delta_names import ENCODER, beside_encoder, delta_specs, prediction_names
-from agent.vision.names import TEXT_PREFIX, vision_tensors
+from agent.vision.names import text_prefix, vision_tensors
 from agent.weights import WeightPart, WeightSpec
 from agent.weights.layout import HeadRows, RowsOf, StackedIn, rows_of
 from llm_serving.model.families import FAMILIES, Experts
@@ -59,7 +59,7 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     output = WeightPart("model.embed_tokens.weight" if tied else "lm_head.weight", (vocab, hidden))
     specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=tied))
     if shape.vision is not None:
-        return [_of_text_model(spec) for spec in specs]
+        return [_of_text_model(spec, text_prefix(shape.vision)) for spec in specs]
     return [beside_encoder(spec) for spec in specs] if shape.beside_encoder else specs
 
 
@@ -79,10 +79,13 @@ def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
     return (*names, "lm_head.weight") if shape.tie_word_embeddings else names
 
 
-def _of_text_model(spec: WeightSpec) -> WeightSpec:
-    """Returns a parameter with the names of a checkpoint that has the text model next to a vision encoder."""
+def _of_text_model(spec: WeightSpec, prefix: str) -> WeightSpec:
+    """Returns a parameter with the names of a checkpoint that has the text model next to a vision encoder.
+
+    ``prefix`` is the beginning of the names of the text model.
+    """
     parts = tuple(
-        replace(part, name=part.name.replace("model.", TEXT_PREFIX, 1)) if part.name.startswith("model.") else part
+        replace(part, name=part.name.replace("model.", prefix, 1)) if part.name.startswith("model.") else part
         for part in spec.parts
     )
     return replace(spec, parts=parts)

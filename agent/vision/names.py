@@ -1,4 +1,7 @@
-"""Lists the parameters of a vision encoder, and the tensors of an Idefics3 or SmolVLM checkpoint of each one."""
+"""Lists the parameters of a vision encoder, and the tensors of a checkpoint of each one.
+
+Checkpoints of Idefics3 and SmolVLM have other names than those of Qwen2.5-VL.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,19 @@ from agent.weights.layout import WeightPart, WeightSpec
 from llm_serving.model.vision import VisionShape
 
 _MODEL = "model.vision_model"
-TEXT_PREFIX = "model.text_model."
-"""Beginning of the names of the text model's tensors, instead of ``model.``."""
+
+
+def text_prefix(vision: VisionShape) -> str:
+    """Returns the beginning of the names of the text model's tensors, which is ``model.`` in other checkpoints."""
+    return "model.text_model." if vision.windows is None else "model."
 
 
 def vision_specs(vision: VisionShape, text_hidden: int) -> list[WeightSpec]:
     """Returns all parameters of the encoder and its connector. ``text_hidden`` is the text model's hidden size."""
+    return _siglip_specs(vision, text_hidden) if vision.windows is None else _qwen_specs(vision, text_hidden)
+
+
+def _siglip_specs(vision: VisionShape, text_hidden: int) -> list[WeightSpec]:
     hidden, inner = vision.hidden_size, vision.intermediate_size
     patch = (hidden, 3, vision.patch_size, vision.patch_size)
     specs = [
@@ -21,7 +31,7 @@ def vision_specs(vision: VisionShape, text_hidden: int) -> list[WeightSpec]:
         _vector("patches.bias", f"{_MODEL}.embeddings.patch_embedding.bias", hidden),
         WeightSpec(
             "positions",
-            (WeightPart(f"{_MODEL}.embeddings.position_embedding.weight", (vision.num_patches, hidden)),),
+            (WeightPart(f"{_MODEL}.embeddings.position_embedding.weight", (vision.patches_per_side**2, hidden)),),
             float32=True,
         ),
     ]
@@ -37,6 +47,26 @@ def vision_specs(vision: VisionShape, text_hidden: int) -> list[WeightSpec]:
     specs += _norm("norm", f"{_MODEL}.post_layernorm", hidden)
     connector = WeightPart("model.connector.modality_projection.proj.weight", (text_hidden, vision.connector_inputs))
     specs.append(WeightSpec("connector", (connector,), "linear"))
+    return specs
+
+
+def _qwen_specs(vision: VisionShape, text_hidden: int) -> list[WeightSpec]:
+    assert vision.windows is not None, "the encoder of Qwen2.5-VL has windows"
+    hidden, inner, joined = vision.hidden_size, vision.intermediate_size, vision.connector_inputs
+    patch = (hidden, 3, vision.windows.frames, vision.patch_size, vision.patch_size)
+    specs = [WeightSpec("patches.weight", (WeightPart("visual.patch_embed.proj.weight", patch),))]
+    for layer in range(vision.num_layers):
+        theirs = f"visual.blocks.{layer}"
+        specs.append(_vector(f"{layer}.norm1.weight", f"{theirs}.norm1.weight", hidden))
+        specs.append(_linear(f"{layer}.qkv", [f"{theirs}.attn.qkv"], 3 * hidden, hidden))
+        specs.append(_linear(f"{layer}.output", [f"{theirs}.attn.proj"], hidden, hidden))
+        specs.append(_vector(f"{layer}.norm2.weight", f"{theirs}.norm2.weight", hidden))
+        gate_up = [f"{theirs}.mlp.{name}_proj" for name in ("gate", "up")]
+        specs.append(_linear(f"{layer}.gate_up", gate_up, inner, hidden))
+        specs.append(_linear(f"{layer}.down", [f"{theirs}.mlp.down_proj"], hidden, inner))
+    specs.append(_vector("norm.weight", "visual.merger.ln_q.weight", hidden))
+    specs.append(_linear("join", ["visual.merger.mlp.0"], joined, joined))
+    specs.append(_linear("connector", ["visual.merger.mlp.2"], text_hidden, joined))
     return specs
 
 

@@ -9,8 +9,11 @@ import numpy as np
 
 from agent.model_loading import LoadedModel
 from agent.step_inputs import StepInputs, check_range
-from agent.vision.encoder import Encoder, rounded
+from agent.vision.arithmetic import rounded
+from agent.vision.encoder import Encoder
 from agent.vision.names import vision_specs
+from agent.vision.qwen_encoder import QwenEncoder
+from agent.vision.rotary_rows import RotaryRows
 from agent.weights import Packing, load_weights, open_weights
 from agent.weights.storage import Array
 from llm_serving.config import Config
@@ -23,32 +26,39 @@ from llm_serving.ipc.tiles import StepTile, digest_of, read_tiles
 class ImageRows:
     """Embeds the tokens of each step and replaces the embeddings of image tokens by the rows of their tiles.
 
-    Keeps the rows of the tiles that were used last, by the digest of their pixels. So a prompt whose chunks have parts
-    of a tile encodes it once.
+    Keeps the rows of the tiles that were used last, by the digest and the size of their pixels. So a prompt whose
+    chunks have parts of a tile encodes it once.
     """
 
     def __init__(
         self,
         config: Config,
-        encoder: Encoder,
+        encoder: Encoder | QwenEncoder,
         table: Array,
         out: Array,
         tiles: TileMemory,
+        rotary: RotaryRows | None = None,
     ) -> None:
         """``table`` [vocabulary, hidden size] has the embeddings of the tokens.
 
-        ``out`` [tokens of the largest step, hidden size] is the memory of the graph's first input.
+        ``out`` [tokens of the largest step, hidden size] is the memory of the graph's first input. ``rotary`` makes the
+        rows of rotary tables if positions have three dimensions.
         """
-        vision = config.shape.vision
+        vision, processing = config.shape.vision, config.processing
         assert vision is not None, "only a model with a vision encoder has rows of images"
+        assert processing is not None, "only a model with a vision encoder has rows of images"
         self._vision = vision
+        self._smallest = processing.fewest_rows(vision)
+        self._rotary = rotary
         self._dtype = config.model_config.model_dtype
-        self._max_cached = config.image_config.cached_tiles
+        self._max_cached = config.cached_rows
+        self._num_cached = 0
+        """Number of rows in ``_cached``."""
         self._encoder = encoder
         self._table = table
         self._out = out
         self._tiles = tiles
-        self._cached: OrderedDict[bytes, Array] = OrderedDict()
+        self._cached: OrderedDict[tuple[bytes, int, int], Array] = OrderedDict()
         self.num_encoded = 0
         """Number of tiles that the encoder has computed."""
 
@@ -73,26 +83,41 @@ class ImageRows:
             weights = load_weights(specs, source, dtype, lambda done, total: None, Packing(dtype))
         finally:
             source.close()
-        encoder = Encoder(vision, processing, hidden, dtype, weights)
-        return cls(config, encoder, model.weights["embedding.weight"], model.ops.rows, tiles)
+        encoder_class = Encoder if vision.windows is None else QwenEncoder
+        encoder = encoder_class(vision, processing, hidden, dtype, weights)
+        rotary = None if model.ops.rotary_rows is None else RotaryRows(config, model.ops.rotary_rows)
+        return cls(config, encoder, model.weights["embedding.weight"], model.ops.rows, tiles, rotary)
 
     def warm_up(self) -> None:
-        """Encodes a tile, which proves that the memory suffices."""
-        self._encoder.rows(np.zeros((self._vision.image_size, self._vision.image_size, 3), np.uint8))
+        """Encodes a tile of the smallest size, so that all code has run once."""
+        height = self._vision.image_size or self._vision.row_edge
+        width = self._vision.image_size or self._vision.row_edge * self._smallest
+        self._encoder.rows(np.zeros((height, width, 3), np.uint8))
 
     def entry(self, slot: StepSlot, inputs: StepInputs) -> Array:
         """Returns the first input of the graph for a step, [tokens, hidden size].
 
         Encodes the tiles that are not cached. Raises ProtocolError if a tile of ``slot`` is not valid.
         """
+        if self._rotary is not None:
+            self._rotary.shift(slot, inputs)
         out = self.embedded(inputs)
         for tile in read_tiles(slot.tiles, slot.num_tiles):
             self._check(tile, inputs)
             out[tile.token : tile.token + tile.rows] = self._rows(tile)[tile.first : tile.first + tile.rows]
+            if self._rotary is not None:
+                numbers = np.arange(tile.first, tile.first + tile.rows, dtype=np.int32)
+                cells = np.stack(np.divmod(numbers, np.int32(tile.width // self._vision.row_edge)), axis=1)
+                self._rotary.place(tile.token, int(inputs.positions[tile.token]) - tile.first, cells)
         return out
 
     def embedded(self, inputs: StepInputs) -> Array:
-        """Returns the embeddings of the tokens of a step without images, [tokens, hidden size]."""
+        """Returns the embeddings of the tokens of a step without images, [tokens, hidden size].
+
+        The positions of ``inputs`` are rotary positions.
+        """
+        if self._rotary is not None:
+            self._rotary.gather(inputs)
         out = self._out[: inputs.token_ids.size]
         # The reader has checked the ids. NumPy would check them again, and copy the result, with another mode.
         np.take(self._table, inputs.token_ids, axis=0, out=out, mode="clip")
@@ -101,7 +126,13 @@ class ImageRows:
     def _check(self, tile: StepTile, inputs: StepInputs) -> None:
         """Raises ProtocolError if the numbers of a tile exceed a limit, or if its tokens are not image tokens."""
         values = np.array([tile.place, tile.token, tile.first, tile.rows], np.int32)
-        tokens, rows = inputs.token_ids.size, self._vision.tile_rows
+        most = self._tiles.layout.tile_pixels
+        if not self._vision.is_tile(tile.height, tile.width) or tile.height * tile.width > most:
+            raise ProtocolError(
+                f"a step has a tile of {tile.width} x {tile.height} pixels; the largest has {most} pixels, and the "
+                f"edges are multiples of {self._vision.image_size or self._vision.row_edge}"
+            )
+        tokens, rows = inputs.token_ids.size, self._vision.rows_of(tile.height * tile.width)
         for name, value, low, high in (
             ("tile places", values[:1], 0, self._tiles.layout.num_places),
             ("tokens of tiles", values[1:2], 0, tokens),
@@ -113,16 +144,19 @@ class ImageRows:
             raise ProtocolError(f"the tile at token {tile.token} of a step replaces a token that is no image token")
 
     def _rows(self, tile: StepTile) -> Array:
-        cached = self._cached.get(tile.digest)
+        key = (tile.digest, tile.height, tile.width)
+        cached = self._cached.get(key)
         if cached is not None:
-            self._cached.move_to_end(tile.digest)
+            self._cached.move_to_end(key)
             return cached
-        pixels = self._tiles.pixels[tile.place].copy()
+        count = tile.height * tile.width
+        pixels = self._tiles.pixels[tile.place, :count].reshape(tile.height, tile.width, 3).copy()
         if digest_of(pixels) != tile.digest:
             raise ProtocolError(f"place {tile.place} of the tiles has other pixels than the step expects")
         rows = rounded(self._encoder.rows(pixels), self._dtype)
         self.num_encoded += 1
-        self._cached[tile.digest] = rows
-        if len(self._cached) > self._max_cached:
-            self._cached.popitem(last=False)
+        self._cached[key] = rows
+        self._num_cached += len(rows)
+        while self._num_cached > self._max_cached and len(self._cached) > 1:
+            self._num_cached -= len(self._cached.popitem(last=False)[1])
         return rows

@@ -10,7 +10,7 @@ from llm_serving.config.batch_section import BatchConfig
 from llm_serving.config.convert import build_dataclass
 from llm_serving.config.draft_model import DraftModel
 from llm_serving.config.events_section import KvEventsConfig
-from llm_serving.config.image_section import ImageConfig
+from llm_serving.config.image_section import CACHED_ROWS_OF_ANY_SIZE, ImageConfig
 from llm_serving.config.kv_tier_section import KvTierConfig
 from llm_serving.config.mindformers import MindSporeContext
 from llm_serving.config.model_section import ModelConfig
@@ -334,6 +334,7 @@ class Config:
         """Return the maximum sizes of a step, which determine the size of a step slot."""
         from llm_serving.ipc.shm import SlotLimits  # imported here, because it imports numpy, which takes long
 
+        vision, processing = self.shape.vision, self.processing
         return SlotLimits(
             max_tokens=self.max_num_batched_tokens,
             max_seqs=self.max_num_seqs,
@@ -343,20 +344,36 @@ class Config:
             pooled_width=0 if self.pooling is None else self.pooling.width,
             max_adapters=self.lora_config.max_adapters,
             max_draft_ids=self.max_draft_ids,
-            tile_rows=0 if self.shape.vision is None else self.shape.vision.tile_rows,
+            tile_rows=0 if vision is None or processing is None else processing.fewest_rows(vision),
             shifts_positions=bool(self.shape.rotary_sections),
         )
 
     @property
+    def tile_pixels(self) -> int:
+        """Number of pixels of the largest tile of an image. 0 if the model reads no images."""
+        vision, processing = self.shape.vision, self.processing
+        return 0 if vision is None or processing is None else processing.tile_pixels(vision)
+
+    @property
+    def cached_rows(self) -> int:
+        """Maximum number of rows of encoded tiles that an agent keeps. 0 if the model reads no images."""
+        vision = self.shape.vision
+        if vision is None:
+            return 0
+        rows = vision.rows_of(vision.image_size**2) if vision.image_size else CACHED_ROWS_OF_ANY_SIZE
+        return self.image_config.cached_tiles * rows
+
+    @property
     def tile_cost(self) -> int:
-        """Number of tokens for which a tile counts in a step's token budget.
+        """Number of tokens for which the largest tile counts in a step's token budget.
 
         Computing this number of tokens takes as many multiplications as encoding a tile.
         """
         vision = self.shape.vision
         if vision is None:
             return 0
-        return max(1, vision.operations(self.shape.hidden_size) // self.shape.num_linear_parameters)
+        work = vision.operations(self.shape.hidden_size, self.tile_pixels)
+        return max(1, work // self.shape.num_linear_parameters)
 
     @property
     def max_draft_ids(self) -> int:

@@ -13,6 +13,10 @@ DECODED_PIXEL_BYTES = 16
 decoder has two images, a copy goes to Pillow, and Pillow has its own. PNG and JPEG need 8 to 12 bytes."""
 
 
+CACHED_ROWS_OF_ANY_SIZE = 64
+"""Rows for which a tile counts in ``cached_tiles`` if tiles have any size: the rows of a tile of SmolVLM."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
     """Images in chats, for models that read them, see `docs/images.md`. Other models ignore this section."""
@@ -33,17 +37,26 @@ class ImageConfig:
         low=1024,
         high=128 * 1024 * 1024,
     )
+    max_tile_pixels: int = own(
+        1280 * 28 * 28,
+        "Maximum width times height to which an image is resized, for models that take images of any size "
+        "(Qwen2.5-VL). Such an image is one tile. Qwen2.5-VL makes a token of 28 x 28 pixels.",
+        unit="pixels",
+        low=1024,
+        high=16 * 1024 * 1024,
+    )
     max_tiles: int = own(
         128,
-        "Number of tiles (square parts of images) that all requests together may have. Their pixels are in `/dev/shm`, "
-        "768 KiB for each tile of 512 x 512 pixels.",
+        "Number of tiles (square parts of images, or whole images) that all requests together may have. Their pixels "
+        "are in `/dev/shm`, 768 KiB for each tile of 512 x 512 pixels.",
         unit="tiles",
         low=1,
         high=65_536,
     )
     cached_tiles: int = own(
         512,
-        "Maximum number of encoded tiles that an agent keeps, so that an image that comes again is not encoded again.",
+        "Maximum number of encoded tiles that an agent keeps, so that an image that comes again is not encoded again. "
+        "If tiles have any size (Qwen2.5-VL), 64 rows (tokens) count as a tile.",
         unit="tiles",
         low=1,
         high=1_048_576,

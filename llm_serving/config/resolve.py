@@ -170,7 +170,9 @@ class Resolver:
 
     def _processing(self, folder: Path | None, shape: ModelShape) -> ImageProcessing | None:
         """Return how the model folder prepares images, or None if the model reads none."""
-        return None if folder is None or shape.vision is None else read_processing(folder, shape.vision)
+        if folder is None or shape.vision is None:
+            return None
+        return read_processing(folder, shape.vision, self._sections["image_config"].max_tile_pixels)
 
     def _pooling(self, folder: Path | None, shape: ModelShape, tokenizer: TokenizerConfig) -> Pooling | None:
         """Return how embeddings, scores or classes are computed, or None if the server generates text."""

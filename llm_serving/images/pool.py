@@ -19,7 +19,7 @@ class TilePlaces(Protocol):
 
     @property
     def pixels(self) -> Pixels:
-        """The pixels of all places, [places, height, width, 3]."""
+        """The pixels of all places, [places, pixels of the largest tile, 3]."""
 
 
 class TilesFullError(Exception):
@@ -27,7 +27,7 @@ class TilesFullError(Exception):
 
 
 class TilePool:
-    """The places of all tiles. Equal tiles share a place. Threads may call all methods at the same time."""
+    """The places of all tiles. Tiles with equal bytes share a place. Threads may call all methods at the same time."""
 
     def __init__(self, memory: TilePlaces) -> None:
         self._memory = memory
@@ -71,7 +71,8 @@ class TilePool:
                 if not self._free:
                     raise TilesFullError
                 place = self._free.pop()
-                self._memory.pixels[place] = pixels
+                count = pixels.shape[0] * pixels.shape[1]
+                self._memory.pixels[place, :count] = pixels.reshape(count, 3)
                 self._places[digest], self._digests[place] = place, digest
                 self._holds[place] = 0
             self._holds[place] += 1

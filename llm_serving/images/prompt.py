@@ -1,6 +1,6 @@
-"""The tokens of images in a prompt, as the processors of Idefics3 and SmolVLM write them.
+"""The tokens of images in a prompt, as the processors of Idefics3, SmolVLM and Qwen2.5-VL write them.
 
-A chat template writes ``<image>`` for each image. This text is replaced by the tokens of the image's tiles.
+A chat template writes a text for each image, for example ``<image>``. The tokens of the image's tiles replace it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
+from struct import pack
 from typing import TYPE_CHECKING
 
 from llm_serving.errors import RequestError
@@ -16,6 +18,8 @@ from llm_serving.ipc.tiles import PromptTile
 
 if TYPE_CHECKING:
     from llm_serving.images.tiling import Tiles
+    from llm_serving.model.vision import VisionShape
+
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
@@ -29,18 +33,21 @@ class PromptImages:
 
         Only requests with the same ``salt`` and the same tiles in the same order share blocks.
         """
-        digests = b"".join(tile.digest for tile in self.tiles)
+        digests = b"".join(tile.digest + pack("<2i", tile.height, tile.width) for tile in self.tiles)
         return blake2b(digests + salt, digest_size=16, person=b"llm-image-salt").digest()
 
 
-IMAGE = "<image>"
-"""The text that a chat template writes for an image, and the token of each row of a tile."""
+IMAGE, QWEN_IMAGE = "<image>", "<|image_pad|>"
+"""The texts that chat templates write for an image, and the token of each row of a tile: SmolVLM's and Qwen2.5-VL's."""
 _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"
 
 
-def image_text(tiles: Tiles, rows: int) -> str:
-    """Return the text of the tokens of an image. ``rows`` is the number of tokens of a tile."""
+def image_text(tiles: Tiles, vision: VisionShape) -> str:
+    """Return the text of the tokens of an image."""
+    rows = vision.rows_of(tiles.pixels[-1].size // 3)
+    if vision.windows is not None:
+        return QWEN_IMAGE * rows
     whole = f"{_AROUND}{_WHOLE}{IMAGE * rows}{_AROUND}"
     if not tiles.num_rows:
         return whole
@@ -51,39 +58,57 @@ def image_text(tiles: Tiles, rows: int) -> str:
     return "".join(lines) + "\n" + whole
 
 
-def expanded(text: str, images: Sequence[Tiles], rows: int) -> str:
+def expanded(text: str, images: Sequence[Tiles], vision: VisionShape) -> str:
     """Return a prompt with the tokens of its images. Raises RequestError if it names another number of images.
 
-    The text of a message may contain ``<image>``, too. The prompt then names too many images.
+    The text of a message may contain the text of an image, too. The prompt then names too many images.
     """
-    pieces = text.split(IMAGE)
+    image_token = IMAGE if vision.windows is None else QWEN_IMAGE
+    pieces = text.split(image_token)
     if len(pieces) != len(images) + 1:
         raise RequestError(
-            f"The prompt names {len(pieces) - 1} images ({IMAGE}), and the messages have {len(images)}; the text of a "
-            f"message must not contain {IMAGE}.",
+            f"The prompt names {len(pieces) - 1} images ({image_token}), and the messages have {len(images)}; the text "
+            f"of a message must not contain {image_token}.",
             param="messages",
             code="invalid_value",
         )
-    texts = [*(image_text(tiles, rows) for tiles in images), ""]
+    texts = [*(image_text(tiles, vision) for tiles in images), ""]
     return "".join(piece + image for piece, image in zip(pieces, texts, strict=True))
 
 
-def tile_positions(token_ids: Sequence[int], image_token: int, num_tiles: int, rows: int) -> list[int]:
-    """Return the position of the first token of each tile. Raises RequestError unless each tile has ``rows`` tokens."""
+def tile_positions(token_ids: Sequence[int], image_token: int, rows: Sequence[int]) -> list[int]:
+    """Return the position of the first token of each tile. ``rows`` has the number of tokens of each tile.
+
+    Raises RequestError unless the image tokens are those of the tiles.
+    """
     positions = [position for position, token in enumerate(token_ids) if token == image_token]
-    begins = positions[::rows]
-    expected = [position for begin in begins for position in range(begin, begin + rows)]
-    if len(positions) != num_tiles * rows or positions != expected:
-        raise RequestError(
-            f"The prompt has {len(positions)} image tokens in its text; {num_tiles} tiles of images have "
-            f"{num_tiles * rows}. The text of a message must not contain special tokens of images.",
-            param="messages",
-            code="invalid_value",
-        )
-    return begins
+    firsts = list(accumulate(rows[:-1], initial=0))
+    if len(positions) == sum(rows):
+        begins = [positions[first] for first in firsts]
+        if positions == [position for begin, count in zip(begins, rows, strict=True) for position in
+                         range(begin, begin + count)]:  # fmt: skip
+            return begins
+    raise RequestError(
+        f"The prompt has {len(positions)} image tokens in its text; {len(rows)} tiles of images have {sum(rows)}. The "
+        "text of a message must not contain special tokens of images.",
+        param="messages",
+        code="invalid_value",
+    )
 
 
-def placed_tiles(begins: Sequence[int], rows: int, hold: Hold) -> tuple[PromptTile, ...]:
-    """Return the tiles of a prompt, whose tokens begin at the positions ``begins``, with their places."""
-    triples = zip(begins, hold.places, hold.digests, strict=True)
-    return tuple(PromptTile(begin, rows, place, digest) for begin, place, digest in triples)
+def placed_tiles(
+    begins: Sequence[int], sizes: Sequence[tuple[int, int]], hold: Hold, vision: VisionShape, pixels_per_token: float
+) -> tuple[PromptTile, ...]:
+    """Return the tiles of a prompt, whose tokens begin at the positions ``begins``, with their places.
+
+    ``sizes`` has the height and the width of each tile. Encoding ``pixels_per_token`` pixels takes as long as a token.
+    """
+    tiles, shift = [], 0
+    for begin, (height, width), place, digest in zip(begins, sizes, hold.places, hold.digests, strict=True):
+        rows = vision.rows_of(height * width)
+        if vision.windows is not None:
+            # The next token has the largest row or column of the image plus one.
+            shift += rows - max(height, width) // vision.row_edge
+        work = max(1, round(height * width / pixels_per_token))
+        tiles.append(PromptTile(begin, rows, place, digest, height, width, work, shift))
+    return tuple(tiles)

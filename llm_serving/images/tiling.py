@@ -17,7 +17,7 @@ from llm_serving.model.vision import MAX_EDGE, ImageProcessing
 
 Pixels = npt.NDArray[np.uint8]
 
-_FILTERS = {
+FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
@@ -40,7 +40,7 @@ def cut(image: Image.Image, processing: ImageProcessing, size: int, *, splits: b
 
     With ``splits=False``, only the tile of the whole image is made.
     """
-    resample = _FILTERS[processing.resample]
+    resample = FILTERS[processing.resample]
     image = image.resize(_first_size(*image.size, processing.longest_edge), resample)
     if not (splits and processing.splits):
         return Tiles(0, 0, (_pixels(image.resize((size, size), resample)),))

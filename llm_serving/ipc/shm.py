@@ -87,7 +87,7 @@ class SlotLimits:
     max_draft_ids: int = 0
     """Maximum number of drafts that the agent returns for a sequence. 0: the agent has no draft model."""
     tile_rows: int = 0
-    """Number of rows of an image's tile. 0: the model reads no images."""
+    """Number of rows of the smallest tile of an image. 0: the model reads no images."""
     shifts_positions: bool = False
     """If True, the rotary positions of tokens after images differ from their positions."""
 

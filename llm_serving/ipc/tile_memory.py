@@ -1,6 +1,6 @@
 """Shared memory with the pixels of tiles: the server writes them, and the agents encode them.
 
-It has a fixed number of places for one tile each, ``uint8`` [height, width, 3]. A place belongs to a tile while a
+It has a fixed number of places for one tile each, ``uint8`` [pixels, 3], row by row. A place belongs to a tile while a
 request has this tile. The memory keeps its name as long as the server runs, because restarted agents map it again.
 """
 
@@ -23,20 +23,19 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TileLayout:
-    """The number of places, and the width and height of a tile in pixels."""
+    """The number of places, and the number of pixels of the largest tile."""
 
     num_places: int
-    image_size: int
+    tile_pixels: int
 
     @classmethod
     def of(cls, config: Config) -> TileLayout | None:
         """Returns the layout for a model. None if the model reads no images."""
-        vision = config.shape.vision
-        return None if vision is None else cls(config.image_config.max_tiles, vision.image_size)
+        return None if config.tile_pixels == 0 else cls(config.image_config.max_tiles, config.tile_pixels)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_places * self.image_size**2 * 3
+        return self.num_places * self.tile_pixels * 3
 
 
 class TileMemory(NamedSegment):
@@ -45,9 +44,9 @@ class TileMemory(NamedSegment):
     def __init__(self, name: str, layout: TileLayout, mapping: mmap.mmap) -> None:
         super().__init__(name)
         self.layout = layout
-        shape = (layout.num_places, layout.image_size, layout.image_size, 3)
+        shape = (layout.num_places, layout.tile_pixels, 3)
         self.pixels: Pixels = np.ndarray(shape, np.uint8, mapping)
-        """The pixels of all places, [places, height, width, 3]."""
+        """The pixels of all places, [places, pixels of the largest tile, 3]."""
 
     @classmethod
     def create(cls, layout: TileLayout) -> TileMemory:

@@ -3,7 +3,7 @@ as small as a tile.
 
 A step names the tiles whose rows it needs. Each is TILE_WIDTH integers of its slot: the place of its pixels in the
 shared memory (``tile_memory``), the index of the first token in the step, the first row of the tile, the number of
-rows, and the digest of the pixels.
+rows, the height and the width in pixels, and the digest of the pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DIGEST_BYTES = 16
-_FORM = struct.Struct(f"<4i{DIGEST_BYTES}s")
+_FORM = struct.Struct(f"<6i{DIGEST_BYTES}s")
 TILE_WIDTH = _FORM.size // 4
 """Number of integers that describe one tile in a step slot."""
 
@@ -32,6 +32,11 @@ class PromptTile:
     rows: int
     place: int
     digest: bytes
+    height: int = 0
+    width: int = 0
+    """Height and width of the tile in pixels."""
+    cost: int = 0
+    """Tokens of a step's budget that encoding the tile takes."""
     shift: int = 0
     """The rotary positions of the tokens after this tile are lower than their positions by this number."""
 
@@ -49,11 +54,15 @@ class StepTile:
     token: int
     first: int
     rows: int
+    height: int
+    width: int
     digest: bytes
 
 
 def digest_of(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Returns the digest of a tile's pixels, which are contiguous. Equal digests mean equal pixels."""
+    """Returns the digest of a tile's pixels, which are contiguous. Equal digests of tiles of the same height and width
+    mean equal pixels.
+    """
     return blake2b(pixels.data, digest_size=DIGEST_BYTES).digest()
 
 
@@ -66,7 +75,8 @@ def tiles_between(tiles: Sequence[PromptTile], start: int, end: int, token: int)
     for tile in tiles:
         first, last = max(tile.begin, start), min(tile.end, end)
         if first < last:
-            found.append(StepTile(tile.place, token + first - start, first - tile.begin, last - first, tile.digest))
+            numbers = (token + first - start, first - tile.begin, last - first, tile.height, tile.width)
+            found.append(StepTile(tile.place, *numbers, tile.digest))
     return found
 
 
@@ -85,7 +95,10 @@ def write_shifts(column: npt.NDArray[np.int32], tiles: Sequence[PromptTile], sta
 
 def write_tiles(column: npt.NDArray[np.int32], tiles: Sequence[StepTile]) -> None:
     """Writes the tiles of a step into the column ``tiles`` of its slot. They must fit."""
-    packed = b"".join(_FORM.pack(tile.place, tile.token, tile.first, tile.rows, tile.digest) for tile in tiles)
+    packed = b"".join(
+        _FORM.pack(tile.place, tile.token, tile.first, tile.rows, tile.height, tile.width, tile.digest)
+        for tile in tiles
+    )
     column.view("uint8")[: len(packed)] = memoryview(packed)
 
 

@@ -74,8 +74,8 @@ class Family:
     """If True, most layers have Gated DeltaNet (``llm_serving.model.gated_delta``). The others have an output gate."""
     deepseek: Literal["", "v2", "v3"] = ""
     """If stated, the model has latent attention, and experts as DeepSeek's V2 or V3 has them."""
-    vision: bool = False
-    """If True, the model reads images. ``config.json`` has parts for text and vision (``llm_serving.model.vision``)."""
+    vision: str = ""
+    """If stated, the model reads images (``llm_serving.model.vision``). It is the ``model_type`` of the text model."""
 
 
 FAMILIES = {
@@ -141,8 +141,15 @@ FAMILIES = {
             ),
             gpt_oss=True,
         ),
-        Family("Idefics3ForConditionalGeneration", "idefics3", vision=True),
-        Family("SmolVLMForConditionalGeneration", "smolvlm", vision=True),
+        Family("Idefics3ForConditionalGeneration", "idefics3", vision="llama"),
+        Family("SmolVLMForConditionalGeneration", "smolvlm", vision="llama"),
+        Family(
+            "Qwen2_5_VLForConditionalGeneration",
+            "qwen2_5_vl",
+            biases="query_key_value",
+            window="switched",
+            vision="qwen2_5_vl_text",
+        ),
     )
 }
 

@@ -25,8 +25,8 @@ from llm_serving.model.gated_delta import GatedDelta, read_gated_delta, with_del
 from llm_serving.model.gemma import Gemma, as_llama, read_gemma
 from llm_serving.model.gpt_oss import with_defaults
 from llm_serving.model.quantization import read_quantization
-from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
-from llm_serving.model.vision import VisionShape, read_vision, text_fields
+from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling, read_rotary_sections
+from llm_serving.model.vision import QWEN_TEXT, VisionShape, read_vision, text_fields
 
 MAX_CONFIG_JSON_BYTES = 1024 * 1024
 MAX_HIDDEN_SIZE = 65_536
@@ -316,7 +316,7 @@ def shape_of_fields(
     read_quantization(fields)
     whole = fields
     if family.vision:
-        fields = text_fields(fields)
+        fields = text_fields(fields, family.vision)
     if family.gemma:
         fields = as_llama(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
         activations = ("gelu_pytorch_tanh",)
@@ -331,6 +331,8 @@ def shape_of_fields(
     positions = fields.integer("max_position_embeddings", 2048, 1, MAX_POSITIONS)
     vocab_size = fields.integer("vocab_size", None, 1, MAX_VOCAB_SIZE)
     rope = fields.mapping("rope_parameters") if "rope_parameters" in fields else fields.mapping("rope_scaling")
+    is_grid = family.vision == QWEN_TEXT
+    rope = rope.with_value("type", "default") if is_grid and rope.value("type") == "mrope" else rope
     theta_fields = rope if "rope_theta" in rope else fields
     end_fields = generation if "eos_token_id" in generation else fields
     first = fields.token_ids("bos_token_id", vocab_size)
@@ -372,7 +374,8 @@ def shape_of_fields(
         sinks=family.gpt_oss,
         partial_rotary_dim=_partial_rotary_dim(fields, rope, family, head_dim),
         num_extra_layers=fields.integer("num_nextn_predict_layers", 0, 0, MAX_EXTRA_LAYERS) if family.deepseek else 0,
-        vision=read_vision(whole, vocab_size) if family.vision else None,
+        vision=read_vision(whole, vocab_size, hidden, family.vision) if family.vision else None,
+        rotary_sections=read_rotary_sections(rope, head_dim) if is_grid else (),
     )
     check_head_sizes(fields, shape, "num_attention_heads", "num_key_value_heads")
     return shape

@@ -157,12 +157,12 @@ def _image_items(config: Config) -> tuple[MemoryItem, ...]:
     vision, settings = config.shape.vision, config.image_config
     if vision is None:
         return ()
-    hidden, patches = config.shape.hidden_size, vision.num_patches
+    hidden = config.shape.hidden_size
     weights = vision.num_parameters(hidden) * config.dtype_bytes
     # The scores of a head and their exponentials, and the largest activations of a layer, with rounded copies.
-    activations = 3 * patches * (patches + 3 * vision.hidden_size + vision.intermediate_size) * FLOAT32_BYTES
-    cached = settings.cached_tiles * vision.tile_rows * hidden * config.dtype_bytes
-    pixels = settings.max_tiles * vision.tile_bytes
+    activations = vision.activation_floats(config.tile_pixels) * FLOAT32_BYTES
+    cached = config.cached_rows * hidden * config.dtype_bytes
+    pixels = settings.max_tiles * config.tile_pixels * 3
     return (
         MemoryItem("image encoder", weights + activations, f"{format_count(vision.num_parameters(hidden))}, one tile"),
         MemoryItem(

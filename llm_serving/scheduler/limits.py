@@ -122,8 +122,6 @@ class SchedulerLimits:
     """Time from arrival to first token, for requests without an own objective."""
     tbt_objective: float = 0.2
     """Time between two tokens, for requests without an own objective."""
-    tile_cost: int = 0
-    """Tokens of a step's budget that encoding one tile of an image takes. 0 if the model reads no images."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -176,7 +174,6 @@ class SchedulerLimits:
             max_waiting_tokens=scheduler.max_waiting_tokens,
             num_host_blocks=config.num_host_blocks,
             has_tiers=config.kv_tier_config.host_blocks > 0,
-            tile_cost=config.tile_cost,
         )
 
     @property

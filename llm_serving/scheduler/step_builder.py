@@ -28,7 +28,6 @@ class ChunkPlan:
         self.query_lens: list[int] = []
         self.num_free_tokens = num_tokens
         self._max_sequences = limits.prefill_batch_size
-        self._tile_cost = limits.tile_cost
         self._num_free_history = limits.max_step_history - num_history_tokens
 
     def __bool__(self) -> bool:
@@ -73,16 +72,15 @@ class ChunkPlan:
         start = request.num_tokens - num_uncomputed_tokens
         free, cost = self.num_free_tokens, 0
         for tile in request.tiles:
-            if tile.begin + tile.rows <= start:
+            if tile.end <= start:
                 continue
             if tile.begin >= start + min(num_uncomputed_tokens, free):
                 break
             before = max(tile.begin - start, 0)
-            if before + self._tile_cost >= free and (before or cost or self.sequences):
+            if before + tile.cost >= free and (before or cost or self.sequences):
                 return before, cost
-            cost += self._tile_cost
-            rest = tile.begin + tile.rows - start
-            free = min(max(free - self._tile_cost, rest), self.num_free_tokens)
+            cost += tile.cost
+            free = min(max(free - tile.cost, tile.end - start), self.num_free_tokens)
         return min(num_uncomputed_tokens, free), cost
 
 

@@ -94,7 +94,7 @@ class ServerSettings:
     processing: ImageProcessing | None = None
     """How images become tiles. None if the model reads only text."""
     tile_cost: int = 0
-    """The time of encoding one tile, as the number of prompt tokens whose computation takes as long."""
+    """The work of encoding the largest tile, in tokens."""
     images: ImageConfig = field(default_factory=ImageConfig)
     """Limits of images."""
     profile_folder: str = "output/profiles"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,25 @@ def config_json(architecture: str = "SmolVLMForConditionalGeneration") -> dict[s
 def write_vision_model(folder: Path, dtype: str = "float32") -> None:
     """Writes the model. ``dtype`` is the type of the stored weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = [*_NAMED, *(f"▁t{i}" for i in range(int(TEXT["vocab_size"]) - len(_NAMED)))]  # type: ignore[call-overload]
-    _write_json(folder / "config.json", config_json())
-    _write_json(folder / "preprocessor_config.json", PREPROCESSOR)
-    _write_json(folder / "tokenizer.json", _tokenizer(tokens))
-    _write_json(folder / "tokenizer_config.json", {"chat_template": CHAT_TEMPLATE, "eos_token": "<end_of_utterance>"})
+    write_json(folder / "config.json", config_json())
+    write_json(folder / "preprocessor_config.json", PREPROCESSOR)
+    write_tokenizer(folder, _NAMED, int(TEXT["vocab_size"]), CHAT_TEMPLATE)  # type: ignore[call-overload]
+    write_weights(folder, tensor_shapes(), dtype)
+
+
+def write_tokenizer(folder: Path, named: tuple[str, ...], vocab_size: int, chat_template: str) -> None:
+    """Writes a tokenizer of the tokens ``named`` and of words. The second of ``named`` ends an answer."""
+    tokens = [*named, *(f"▁t{i}" for i in range(vocab_size - len(named)))]
+    write_json(folder / "tokenizer.json", _tokenizer(tokens, named))
+    write_json(folder / "tokenizer_config.json", {"chat_template": chat_template, "eos_token": named[1]})
+
+
+def write_weights(folder: Path, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: str) -> None:
+    """Writes seeded weights. ``shapes`` has the name and the shape of each tensor."""
     tensors: dict[str, Array] = {}
-    for name, shape in tensor_shapes():
+    for name, shape in shapes:
         tensors[name] = allocate(shape, dtype)
-        if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
+        if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")):
             _fill_norm(name, tensors[name], dtype)
         else:
             fill_seeded(name, tensors[name], dtype, seed=SEED, std=_std(name, shape))
@@ -193,9 +203,10 @@ def _std(name: str, shape: tuple[int, ...]) -> float:
         return 0.5
     if name.endswith(".bias"):
         return 0.15
-    gain = 2.0 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight")) else 1.2
-    gain = 3.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else gain
-    gain = 0.4 if name.endswith("modality_projection.proj.weight") else gain
+    outputs = ("o_proj.weight", "out_proj.weight", "attn.proj.weight", "down_proj.weight", "fc2.weight")
+    gain = 2.0 if name.endswith(outputs) else 1.2
+    gain = 3.0 if name.endswith(("q_proj.weight", "k_proj.weight", "attn.qkv.weight")) else gain
+    gain = 0.4 if name.endswith(("modality_projection.proj.weight", "merger.mlp.2.weight")) else gain
     return gain * float(np.prod(shape[1:])) ** -0.5
 
 
@@ -207,12 +218,12 @@ def _fill_norm(name: str, out: Array, dtype: str) -> None:
     out[...] = from_float32(values + np.float32(1), dtype)
 
 
-def _tokenizer(tokens: list[str]) -> dict[str, Any]:
+def _tokenizer(tokens: list[str], named: tuple[str, ...]) -> dict[str, Any]:
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     added = [
         {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": text.startswith("<")}
-        for i, text in enumerate(_NAMED)
+        for i, text in enumerate(named)
     ]  # fmt: skip
     return {
         "version": "1.0",
@@ -227,7 +238,7 @@ def _tokenizer(tokens: list[str]) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

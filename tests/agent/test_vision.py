@@ -109,7 +109,7 @@ def rows(config: Config) -> ImageRows:
     memory = TileMemory.create(replace(layout, num_places=3))
     memory.close()  # only the name is removed
     for place, tile in enumerate(tiles_of(config, 0)[:3]):
-        memory.pixels[place] = tile
+        memory.pixels[place] = tile.reshape(-1, 3)
     table = np.random.default_rng(1).normal(size=(320, 96)).astype(np.float32)
     return ImageRows(config, encoder_of(config), table, np.zeros((64, 96), np.float32), memory)
 
@@ -129,7 +129,7 @@ def test_rows_replace_the_embeddings_of_their_tokens_and_are_kept(config: Config
     expected = [rows._encoder.rows(tile) for tile in tiles]
     digests = [digest_of(tile) for tile in tiles]
     ids = [5, *[IMAGE_TOKEN] * 4, 6, *[IMAGE_TOKEN] * 9]
-    parts = [StepTile(1, 1, 5, 4, digests[1]), StepTile(0, 6, 0, 9, digests[0])]
+    parts = [StepTile(1, 1, 5, 4, 48, 48, digests[1]), StepTile(0, 6, 0, 9, 48, 48, digests[0])]
     out = rows.entry(*step_of(config, ids, parts))
     np.testing.assert_array_equal(out[[0, 5]], rows._table[[5, 6]])
     np.testing.assert_array_equal(out[1:5], expected[1][5:])
@@ -137,8 +137,8 @@ def test_rows_replace_the_embeddings_of_their_tokens_and_are_kept(config: Config
     assert rows.num_encoded == 2
     rows.entry(*step_of(config, ids, parts))
     assert rows.num_encoded == 2
-    rows.entry(*step_of(config, [IMAGE_TOKEN], [StepTile(2, 0, 0, 1, digests[2])]))
-    assert list(rows._cached) == [digests[0], digests[2]], "the least recently used tile leaves"
+    rows.entry(*step_of(config, [IMAGE_TOKEN], [StepTile(2, 0, 0, 1, 48, 48, digests[2])]))
+    assert [key[0] for key in rows._cached] == [digests[0], digests[2]], "the least recently used tile leaves"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,7 @@ def test_rows_replace_the_embeddings_of_their_tokens_and_are_kept(config: Config
         ({"rows": 4}, "numbers of rows holds 4; it must be at least 1 and below 4"),
         ({"first": 8, "rows": 2}, "numbers of rows holds 2; it must be at least 1 and below 2"),
         ({"rows": 0}, "numbers of rows holds 0"),
+        ({"width": 96}, "a tile of 96 x 48 pixels; the largest has 2304 pixels"),
         ({"token": 0}, "replaces a token that is no image token"),
         ({"digest": bytes(16)}, "place 0 of the tiles has other pixels than the step expects"),
     ],
@@ -158,7 +159,7 @@ def test_rows_replace_the_embeddings_of_their_tokens_and_are_kept(config: Config
 def test_a_tile_that_is_not_valid_is_refused(
     config: Config, rows: ImageRows, changes: dict[str, Any], phrase: str
 ) -> None:
-    good = StepTile(0, 1, 0, 3, digest_of(tiles_of(config, 0)[0]))
+    good = StepTile(0, 1, 0, 3, 48, 48, digest_of(tiles_of(config, 0)[0]))
     rows.entry(*step_of(config, [5, IMAGE_TOKEN, IMAGE_TOKEN, IMAGE_TOKEN], [good]))
     rows._cached = OrderedDict()
     with pytest.raises(ProtocolError) as refused:
@@ -168,7 +169,7 @@ def test_a_tile_that_is_not_valid_is_refused(
 
 def test_a_slot_has_a_limit_of_tiles(config: Config) -> None:
     most = config.slot_limits().max_tiles
-    step_of(config, [5], [StepTile(0, 0, 0, 1, bytes(16))] * most)
+    step_of(config, [5], [StepTile(0, 0, 0, 1, 48, 48, bytes(16))] * most)
     slot, _ = step_of(config, [5], [])
     with pytest.raises(ProtocolError, match=f"num_tiles is {most + 1}"):
         slot.write_header(7, num_tokens=1, num_seqs=1, table_width=1, history_len=0, num_tiles=most + 1)

@@ -22,9 +22,9 @@ class Hold:
         self.has_ended = True
 
 
-def with_tiles(name: str, length: int, *begins: int) -> tuple[Request, Hold]:
+def with_tiles(name: str, length: int, *begins: int, cost: int = 1) -> tuple[Request, Hold]:
     request, hold = make_request(name, length, 2), Hold()
-    request.tiles = tuple(PromptTile(begin, ROWS, place, bytes(16)) for place, begin in enumerate(begins))
+    request.tiles = tuple(PromptTile(begin, ROWS, place, bytes(16), cost=cost) for place, begin in enumerate(begins))
     request.tile_hold = hold
     return request, hold
 
@@ -42,8 +42,8 @@ def chunks(simulation: Simulation) -> list[tuple[list[int], list[tuple[int, int,
 
 
 def test_a_chunk_ends_before_a_tile_that_does_not_fit_the_step() -> None:
-    simulation = Simulation(make_limits(max_num_batched_tokens=24, tile_cost=10))
-    request, hold = with_tiles("a", 40, 3, 9, 20)
+    simulation = Simulation(make_limits(max_num_batched_tokens=24))
+    request, hold = with_tiles("a", 40, 3, 9, 20, cost=10)
     simulation.add(request)
     # 24 tokens: 3 before the tile, 10 for it, and 6 more up to the next tile, of which the first 4 are the tile's.
     assert chunks(simulation) == [
@@ -57,17 +57,17 @@ def test_a_chunk_ends_before_a_tile_that_does_not_fit_the_step() -> None:
 
 
 def test_a_tile_that_costs_more_than_a_step_is_computed_alone() -> None:
-    simulation = Simulation(make_limits(max_num_batched_tokens=8, tile_cost=50))
-    simulation.add(with_tiles("a", 14, 2, 6)[0])
+    simulation = Simulation(make_limits(max_num_batched_tokens=8))
+    simulation.add(with_tiles("a", 14, 2, 6, cost=50)[0])
     found = chunks(simulation)
     assert found == [([2], []), ([4], [(0, 0, 0, 4)]), ([4], [(1, 0, 0, 4)]), ([4], [])]
 
 
 @pytest.mark.parametrize("policy", [Policy.PREFILL_FIRST, Policy.CHUNKED])
 def test_tiles_of_two_prompts_are_counted_together(policy: Policy) -> None:
-    limits = make_limits(max_num_batched_tokens=32, chunk_tokens=32, tile_cost=15, policy=policy)
+    limits = make_limits(max_num_batched_tokens=32, chunk_tokens=32, policy=policy)
     simulation = Simulation(limits)
-    requests = [with_tiles(name, 8, 0)[0] for name in "ab"]
+    requests = [with_tiles(name, 8, 0, cost=15)[0] for name in "ab"]
     for request in requests:
         simulation.add(request)
     found = chunks(simulation)
@@ -75,7 +75,7 @@ def test_tiles_of_two_prompts_are_counted_together(policy: Policy) -> None:
 
 
 def test_the_places_stay_until_no_step_in_flight_reads_them() -> None:
-    simulation = Simulation(make_limits(tile_cost=1))
+    simulation = Simulation(make_limits())
     request, hold = with_tiles("a", 8, 0)
     simulation.add(request)
     simulation.schedule()

@@ -33,7 +33,7 @@ TEXT = {"type": "text", "text": "t1"}
 
 class Places:
     def __init__(self, count: int) -> None:
-        self.pixels = np.zeros((count, 48, 48, 3), np.uint8)
+        self.pixels = np.zeros((count, 48 * 48, 3), np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,8 @@ def server(folder: Path) -> Iterator[HttpServer]:
     assert vision is not None
     engine.script = lambda prompt, sampling: [30, 31]
     engine.tiles = TilePool(Places(LIMITS.max_tiles))
-    settings: dict[str, Any] = {"vision": vision, "processing": read_processing(folder, vision), "tile_cost": 100}
+    processing = read_processing(folder, vision, LIMITS.max_tile_pixels)
+    settings: dict[str, Any] = {"vision": vision, "processing": processing, "tile_cost": 100}
     more = {"images": LIMITS, "max_prompt_tokens": 120, "max_request_tokens": 1400, "max_body_bytes": 200_000}
     with running(engine, **settings, **more) as server:
         yield server
@@ -84,7 +85,7 @@ PARAM = "messages[0].content[1].image_url"
         (
             chat(TEXT, sample_part(0), sample_part(0)),
             "messages[0].content[2].image_url.url",
-            "20 tiles of 9 tokens = 180 tokens; the maximum of a prompt is 120",
+            "20 tiles with 180 tokens; the maximum of a prompt is 120",
         ),
         (chat({"type": "text", "text": "<image>"}, sample_part(1)), "messages", "must not contain <image>"),
         (chat(TEXT, sample_part(1), use_beam_search=True, n=2), "use_beam_search", "not supported for messages with"),

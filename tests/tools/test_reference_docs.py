@@ -20,7 +20,8 @@ from tools.reference.command_line import PROGRAMS
 DOCS = REPOSITORY / "docs"
 DEVELOPMENT = {
     "count_schema_tests.py",
-    "make_golden.py", "make_head_golden.py", "make_image_golden.py", "make_lora_golden.py", "make_smollm2_golden.py",
+    "make_golden.py", "make_head_golden.py", "make_image_golden.py", "make_lora_golden.py",
+    "make_qwen_image_golden.py", "make_smollm2_golden.py",
     "check_aarch64.py",
     "shape_tokenizer.py",
     "try_chat_page.py", "vendor_page_libraries.py", "show_progress.py",

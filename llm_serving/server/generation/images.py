@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llm_serving.images.pool import TilePool
     from llm_serving.images.prompt import PromptImages
     from llm_serving.images.tiling import Tiles
+    from llm_serving.model.vision import VisionShape
     from llm_serving.server.fields.shared import Message
     from llm_serving.server.state import ServerSettings, ServerState
 
@@ -32,7 +33,7 @@ _ROLES = ("user", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ImageURL:
-    """An image of a request: its URL, the field of the URL, and whether it is cut into several tiles."""
+    """An image of a request: its URL, the field of the URL, and whether it may have many tiles or rows."""
 
     url: str
     param: str
@@ -44,15 +45,16 @@ class ReadImages:
     """The decoded images of a conversation, in order."""
 
     images: Sequence[Tiles]
-    image_token: int
-    tile_rows: int
+    vision: VisionShape
+    pixels_per_token: float
+    """Encoding this number of pixels takes as long as a token."""
     pool: TilePool
 
     def in_text(self, text: str) -> str:
         """Return a prompt with the tokens of its images. Raises RequestError if it names another number of images."""
         from llm_serving.images.prompt import expanded
 
-        return expanded(text, self.images, self.tile_rows)
+        return expanded(text, self.images, self.vision)
 
     async def placed(self, token_ids: Sequence[int]) -> PromptImages:
         """Return the tiles at their positions in the prompt, in the memory of the agents.
@@ -63,12 +65,14 @@ class ReadImages:
         from llm_serving.images.prompt import PromptImages, placed_tiles, tile_positions
 
         tiles = [pixels for image in self.images for pixels in image.pixels]
-        begins = tile_positions(token_ids, self.image_token, len(tiles), self.tile_rows)
+        sizes = [(pixels.shape[0], pixels.shape[1]) for pixels in tiles]
+        rows = [self.vision.rows_of(height * width) for height, width in sizes]
+        begins = tile_positions(token_ids, self.vision.image_token_id, rows)
         try:
             hold = await asyncio.get_running_loop().run_in_executor(_threads, self.pool.put, tiles)
         except TilesFullError as problem:
             raise UnavailableError(f"The {problem}; try again when other requests have ended.", "overloaded") from None
-        return PromptImages(placed_tiles(begins, self.tile_rows, hold), hold)
+        return PromptImages(placed_tiles(begins, sizes, hold, self.vision, self.pixels_per_token), hold)
 
 
 async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadImages | None:
@@ -79,11 +83,12 @@ async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadIm
     urls = list(_image_urls(messages, state.settings))
     if not urls:
         return None
-    vision, pool = state.settings.vision, state.engine.tiles
+    vision, processing, pool = state.settings.vision, state.settings.processing, state.engine.tiles
     assert vision is not None, "images are refused if the model reads none"
+    assert processing is not None, "images are refused if the model reads none"
     assert pool is not None, "an engine of a model that reads images has a pool"
     images = await _read_all(urls, state.settings, pool.num_places)
-    return ReadImages(images, vision.image_token_id, vision.tile_rows, pool)
+    return ReadImages(images, vision, processing.tile_pixels(vision) / state.settings.tile_cost, pool)
 
 
 def _image_urls(messages: Sequence[Message], settings: ServerSettings) -> Iterator[ImageURL]:
@@ -134,7 +139,7 @@ async def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_plac
 
     loop, left = asyncio.get_running_loop(), FetchTime()
     found: list[Tiles] = []
-    num_tiles = 0
+    num_tiles = num_rows = 0
     for each in urls:
         if is_remote(each.url):
             fetch = partial(read_url, each.url, settings.images, each.param, left)
@@ -144,13 +149,16 @@ async def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_plac
             read = partial(_cut, each, settings)
         found.append(await loop.run_in_executor(_threads, read))
         num_tiles += len(found[-1].pixels)
-        _check_tiles(each, num_tiles, settings, num_places)
+        assert settings.vision is not None, "only a model that reads images has images"
+        num_rows += sum(settings.vision.rows_of(pixels.size // 3) for pixels in found[-1].pixels)
+        _check_tiles(each, num_tiles, num_rows, settings, num_places)
     return found
 
 
 def _cut(each: ImageURL, settings: ServerSettings, data: bytes | None = None) -> Tiles:
     """Return the tiles of an image. ``data`` is its file, or None if its URL is not that of another host."""
     from llm_serving.images.decoding import decode
+    from llm_serving.images.resizing import resized
     from llm_serving.images.tiling import cut
     from llm_serving.images.urls import read_url
 
@@ -159,19 +167,19 @@ def _cut(each: ImageURL, settings: ServerSettings, data: bytes | None = None) ->
     assert processing is not None, "only a model that reads images has images"
     if data is None:
         data = read_url(each.url, settings.images, each.param)
+    if vision.windows is not None:
+        image = decode(data, settings.images, each.param)
+        return resized(image, vision, processing, each.param, is_small=not each.splits)
     # No variable holds the decoded image, so that ``cut`` frees it as soon as it is resized.
     return cut(decode(data, settings.images, each.param), processing, vision.image_size, splits=each.splits)
 
 
-def _check_tiles(each: ImageURL, num_tiles: int, settings: ServerSettings, num_places: int) -> None:
+def _check_tiles(each: ImageURL, num_tiles: int, num_rows: int, settings: ServerSettings, num_places: int) -> None:
     """Raise RequestError if the tiles of the images up to ``each`` cannot fit a prompt or the memory."""
-    vision = settings.vision
-    assert vision is not None, "only a model that reads images has images"
-    if num_tiles * vision.tile_rows > settings.max_prompt_tokens:
+    if num_rows > settings.max_prompt_tokens:
         raise ContextLengthError(
-            f"The images up to '{each.param}' have {num_tiles} tiles of {vision.tile_rows} tokens = "
-            f"{num_tiles * vision.tile_rows} tokens; the maximum of a prompt is {settings.max_prompt_tokens}. Send "
-            "fewer images, or 'detail': 'low'.",
+            f"The images up to '{each.param}' have {num_tiles} tiles with {num_rows} tokens; the maximum of a prompt "
+            f"is {settings.max_prompt_tokens}. Send fewer images, or 'detail': 'low'.",
             param=each.param,
         )
     if num_tiles > num_places:

@@ -39,10 +39,9 @@ class Prompt:
     images: PromptImages | None = None
     """The images of the prompt. None if it has none."""
 
-    def work(self, tile_cost: int) -> int:
-        """Return the work of the prefill in tokens: the number of tokens, and ``tile_cost`` for each tile of an image.
-        """
-        return len(self.token_ids) + (0 if self.images is None else tile_cost * len(self.images.tiles))
+    def work(self) -> int:
+        """Return the work of the prefill in tokens: the number of tokens, and the cost of each tile of an image."""
+        return len(self.token_ids) + (0 if self.images is None else sum(tile.cost for tile in self.images.tiles))
 
     def as_text(self, tokenizer: Tokenizer) -> str:
         """Return the text of the prompt, which ``echo`` puts before the output."""

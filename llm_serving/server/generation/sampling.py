@@ -117,8 +117,7 @@ def make_choices(
     The seed of a choice follows from the request's seed and the choice's number for its prompt. Other prompts of the
     request do not change it.
     """
-    cost = settings.tile_cost
-    lengths = [(prompt.work(cost), most) for prompt, (_, most) in zip(prompts, sampling, strict=True)]
+    lengths = [(prompt.work(), most) for prompt, (_, most) in zip(prompts, sampling, strict=True)]
     check_work(settings, lengths, n, max(_entries_per_token(params) for params, _ in sampling))
     choices: list[Choice] = []
     for prompt, (params, max_tokens) in zip(prompts, sampling, strict=True):
