@@ -34,7 +34,7 @@ class StoredTensor:
     types: tuple[str, ...]
     """The allowed types, spelled as in a safetensors file."""
     shapes: tuple[tuple[int, ...], ...]
-    """The allowed shapes."""
+    """The shapes that the tensor may have."""
     optional: bool = False
 
 

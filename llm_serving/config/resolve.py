@@ -192,7 +192,7 @@ class Resolver:
     def _draft_model(self, folder: Path | None, shape: ModelShape) -> DraftModel | None:
         """Return the draft model or head that ``speculative_config`` names, or None if its method needs none.
 
-        ``folder`` is the model's.
+        ``folder`` is the folder of the model.
         """
         section: SpeculativeConfig = self._sections["speculative_config"]
         key = "speculative_config.model"

@@ -14,7 +14,7 @@ from llm_serving.model.gated_delta import MAX_DELTA_DIM, MAX_DELTA_HEADS, MAX_TA
 
 QWEN3_NEXT, QWEN35 = "qwen3next", "qwen35"
 HYBRIDS = (QWEN3_NEXT, QWEN35)
-"""llama.cpp's names of the architectures."""
+"""llama.cpp's names of the hybrid architectures."""
 _DEFAULT_INTERVAL = 4
 
 

@@ -14,7 +14,7 @@ ADAPTED_FAMILIES = frozenset(
         *("Gemma3ForCausalLM", "GptOssForCausalLM"),
     }
 )
-"""Architectures whose operators add adapters. A new family belongs here once its linear layers do."""
+"""Architectures whose operators add adapters. A new family can be added when its linear layers add adapters."""
 
 
 @dataclass(frozen=True, slots=True)

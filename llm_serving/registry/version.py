@@ -23,7 +23,7 @@ class Lease(Generic[V]):
         self._version: RunningVersion[V] | None = version
 
     def release(self) -> None:
-        """Give the right back. May be called twice."""
+        """Give the right to use the version back. May be called twice."""
         version, self._version = self._version, None
         if version is not None:
             version.give_back()

@@ -26,7 +26,7 @@ class ScoredAnswer:
     logits: Sequence[TokenLogits]
     """One entry for each token of the answer, with the best token at this position."""
     seconds: float
-    """Time in which the engine computed it, without waiting."""
+    """Time in which the engine computed the answer, without the time in which the request waited."""
 
 
 @dataclass(slots=True)

@@ -241,7 +241,7 @@ class FairQueue(Stateful):
         return self._tenants[self._counters.first()].first()
 
     def first_of(self, tenants: Iterable[str]) -> Sequence | None:
-        """Returns the first sequence of those of ``tenants`` that are at most ``LIGHT_CREDIT`` ahead of the others.
+        """Returns the first sequence of those ``tenants`` whose counter is within ``LIGHT_CREDIT`` of the least one.
 
         Returns None if none of these tenants waits. Costs O(n) for n tenants.
         """
