@@ -81,7 +81,8 @@ bool collect(const SampleArgs& args, const CandidateArgs& from, int64_t row, Row
 }
 
 // Returns the sum of e^((x - top) / divisor) over all logits x of a row, for the denominator of a softmax.
-// sums[part][row] is the same sum over one part of the vocabulary, with that part's largest logit instead of `top`.
+// The value sums[part][row] is the same sum over one part of the vocabulary, with the largest logit of this part
+// instead of `top`.
 double mass(const CandidateArgs& from, const float* sums, int64_t row, float top, float divisor) {
   double total = 0;
   for (int64_t part = 0; part < from.parts; ++part) {
@@ -95,7 +96,7 @@ double mass(const CandidateArgs& from, const float* sums, int64_t row, float top
 }
 
 // Sorts the candidates by logit_of(token), largest first, the smaller id first on a tie. Returns how many of the first
-// candidates certainly have the same rank among all tokens of the row.
+// candidates certainly have the same rank among all tokens of the row as among the candidates.
 template <class LogitOf>
 size_t rank(Row* row, float threshold, const LogitOf& logit_of) {
   row->sorted.clear();
@@ -136,8 +137,8 @@ bool penalize(const SampleArgs& args, int64_t row, Row* found) {
   return true;
 }
 
-// Draws a token of the row with the random number `u`, or returns -1 if the drawn token is not certain. Only the first
-// `certain` ranks are known exactly. The sum `whole` over the row is known only within an error.
+// Draws a token of the row with the random number `u`, or returns -1 if the drawn token is not certain. Only the tokens
+// of the first `certain` ranks are known. The sum of the weights of all tokens, `whole`, has a rounding error.
 int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u, size_t certain, Row* found) {
   const float top = found->sorted[0].logit;
   found->weights.resize(certain);

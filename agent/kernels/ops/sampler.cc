@@ -145,7 +145,7 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   const int32_t* history = args.history[row];
   const int32_t total = args.history_lens[row], prompt = args.history_prompt_lens[row];
   work->penalized.assign(logits, logits + args.vocab_size);
-  // -1: the token is not in the history; otherwise its count in the output.
+  // counts[id] is -1 if the token is not in the history. Otherwise it is the token's count in the output.
   work->counts.resize(static_cast<size_t>(args.vocab_size), -1);
   for (int32_t i = 0; i < total; ++i) {
     int32_t& count = work->counts[static_cast<size_t>(history[i])];

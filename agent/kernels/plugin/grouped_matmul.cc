@@ -6,11 +6,13 @@
 //
 // Supported types:
 //
-// x and weight of one type other than int8, no scales:   x @ weight x and weight int8, scale [groups, columns],
-// per_token_scale float32 [rows]:   (x @ weight) * scale * per_token_scale x of a float type, weight int8 or int4,
-// antiquant_scale and antiquant_offset of x's type:
-//      x @ ((weight + antiquant_offset) * antiquant_scale), where both are [groups, columns], or for int4 also
-//      [groups, n, columns] for n equal parts of the depth
+//   x and weight of one type other than int8, without scales:
+//       x @ weight
+//   x and weight int8, scale [groups, columns], per_token_scale float32 [rows]:
+//       (x @ weight) * scale * per_token_scale
+//   x of a float type, weight int8 or int4, antiquant_scale and antiquant_offset of x's type:
+//       x @ ((weight + antiquant_offset) * antiquant_scale)
+//       Both are [groups, columns]. For int4, they may also be [groups, n, columns] for n equal parts of the depth.
 //
 // The input split_item must be 3 (one output) and group_type 0 (rows). The input group_list has the ends of the groups
 // if group_list_type is 0, and the sizes of the groups if it is 1.
