@@ -46,7 +46,7 @@ class _Batch:
     rows: list[int]
     row_array: npt.NDArray[np.int32]
     table_lens: list[int]
-    """Number of blocks of each sequence that ``StepSlots`` has copied."""
+    """Length of the block table of each sequence in the last step."""
     slots: dict[StepSlot, int]
     """Step slots that already contain this batch's constant columns. The value is the width of their block tables, or 0
     if those are out of date.

@@ -25,7 +25,7 @@ from llm_serving.scheduler.output import StepKind
 __all__ = ["MAX_CHUNKS", "MAX_SPANS", "find_timeline"]
 
 MAX_SPANS = 200
-"""Maximum number of phases in a timeline. A request that is preempted often has more."""
+"""Maximum number of phases in a timeline. A request with many preemptions has more."""
 MAX_CHUNKS = 200
 """Maximum number of prompt chunks in a timeline."""
 

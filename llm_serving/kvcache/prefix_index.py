@@ -134,10 +134,10 @@ class PrefixIndex:
             yield entry, block, self._parents[block], self._contents[block]
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
-        """Returns the entries as plain data, and for each entry the order of the blocks that have it as parent.
+        """Returns the entries as plain data. For each parent, the data have the blocks that follow it, in order.
 
-        ``contents`` replaces the tokens of each block. Hashes depend on the tokens. So a snapshot has only a flag for
-        each block that has a hash.
+        The data have ``contents`` instead of the tokens of each block. Hashes can be computed from the tokens, so the
+        data only state which blocks have a hash.
         """
         return {
             "entries": self.entries.copy(),

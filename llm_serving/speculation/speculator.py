@@ -141,7 +141,7 @@ class Speculator:
         self._offers.pop(request.request_id, None)
         track = self._tracks.get(request)
         if isinstance(request.constraint, ForcedTokens):
-            return None  # it scores a prompt, and ``forced_offers`` has its drafts
+            return None  # the request scores a prompt; ``forced_offers`` has its drafts
         if request.is_finished:
             self._tracks.pop(request, None)
             return None
