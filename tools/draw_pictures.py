@@ -8,14 +8,13 @@ that folder are written by hand.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from performance.peers.auto.picture import COLOURS, draw_spans, svg_document, svg_text
+from performance.peers.auto.picture import COLOURS, draw, read_comparisons, svg_document, svg_text
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 
@@ -101,7 +100,7 @@ def batching_picture() -> str:
 
 def peers_picture() -> str:
     """Returns the bars of peers.json as SVG."""
-    return draw_spans(json.loads((FOLDER / "peers.json").read_text(encoding="utf-8")))
+    return draw(read_comparisons((FOLDER / "peers.json").read_text(encoding="utf-8")))
 
 
 def main() -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from performance.peers.auto import environments, main, model_files
-from performance.peers.auto.picture import draw_spans, write_picture
+from performance.peers.auto.picture import draw, read_comparisons, write_picture
 from performance.peers.auto.programs import PROGRAMS, Program, chosen_programs
-from performance.peers.auto.results import ratios_to_fastest, spans, table
+from performance.peers.auto.results import Comparison, Span, comparisons, ratios_to_fastest, table
 from performance.program import LoadTestError
 
 OURS = Program("ours int8", "int8", "ours")
@@ -29,7 +29,33 @@ ROUNDS = [
 
 def test_a_ratio_compares_runs_of_one_round_and_one_precision() -> None:
     assert ratios_to_fastest(ROUNDS, [OURS, SLOW, FAST, OTHER], OURS, "batch 1") == [1.5, 0.75]
-    assert spans(ROUNDS, [OURS, SLOW, FAST, OTHER]) == {"int8": {"1": (0.75, 1.5)}}
+    assert comparisons(ROUNDS, [OURS, SLOW, FAST, OTHER]) == {
+        "int8": Comparison({"1": Span(0.75, 1.5, 2, ("slow", "fast"))}, (), 3)
+    }
+
+
+def test_a_round_without_the_fastest_peer_does_not_count() -> None:
+    """In the second round, only the slow peer has a rate. The ratio of 3 would look better than the server is."""
+    rounds = [{"ours int8": {"batch 1": 30.0}, "slow": {"batch 1": 10.0}, "fast": {"batch 1": 20.0}},
+              {"ours int8": {"batch 1": 30.0}, "slow": {"batch 1": 10.0}}]  # fmt: skip
+    assert ratios_to_fastest(rounds, [OURS, SLOW, FAST], OURS, "batch 1") == [1.5]
+    assert comparisons(rounds, [OURS, SLOW, FAST])["int8"].spans["1"] == Span(1.5, 1.5, 1, ("slow", "fast"))
+
+
+def test_the_picture_names_the_peers_that_are_missing() -> None:
+    gone = Program("gone", "int8", "openvino")
+    rounds = [{"ours int8": {"batch 1": 30.0, "batch 8": 90.0}, "slow": {"batch 1": 10.0}, "fast": {"batch 1": 20.0}},
+              {"ours int8": {"batch 1": 30.0, "batch 8": 90.0}, "fast": {"batch 8": 60.0}}]  # fmt: skip
+    found = comparisons(rounds, [OURS, SLOW, FAST, gone, Program("ours bfloat16", "bfloat16", "ours"), OTHER])
+    assert found["int8"].missing == ("gone",)
+    assert found["bfloat16"] == Comparison({}, ("other",), 2)
+    picture = draw(found)
+    assert ">peers: slow, fast<" in picture
+    assert ">not measured: gone<" in picture
+    assert ">1.5 to 1.5; 1 of 2 rounds<" in picture
+    assert ">1.5 to 1.5; without slow; 1 of 2 rounds<" in picture
+    assert ">peers: none was measured<" in picture
+    assert ">not measured: other<" in picture
 
 
 def test_the_table_has_medians_and_ranges() -> None:
@@ -46,10 +72,11 @@ def test_every_peer_is_compared_with_this_server_in_its_precision() -> None:
 
 
 def test_the_picture_has_its_numbers_beside_it(tmp_path: Path) -> None:
-    numbers = {"int8": {"1": (0.8, 3.25)}}
+    numbers = {"int8": Comparison({"1": Span(0.8, 3.25, 2, ("slow", "fast"))}, ("gone",), 3)}
     write_picture(tmp_path / "peers.svg", numbers)
     assert "0.8 to 3.25" in (tmp_path / "peers.svg").read_text()
-    assert draw_spans(json.loads((tmp_path / "peers.json").read_text())) == (tmp_path / "peers.svg").read_text()
+    assert read_comparisons((tmp_path / "peers.json").read_text()) == numbers
+    assert draw(numbers) == (tmp_path / "peers.svg").read_text()
 
 
 def test_a_peer_that_fails_does_not_end_the_comparison(
@@ -79,7 +106,8 @@ def test_a_peer_that_fails_does_not_end_the_comparison(
     monkeypatch.setattr(main, "measure_ours", ours)
     kept = tmp_path / "result.json"
     options = ["--auto", "--config", "llama_tiny_cpu.yaml", "--folder", str(tmp_path), "--rounds", "2"]
-    assert main.main([*options, "--json", str(kept)]) == 1
+    assert main.main([*options, "--json", str(kept), "--svg", str(tmp_path / "peers.svg")]) == 1
+    assert ">not measured: OpenVINO int8, vLLM W8A8<" in (tmp_path / "peers.svg").read_text()
     text = capsys.readouterr()
     assert "no result, or not in all rounds: OpenVINO int8" in text.err
     assert "no result, or not in all rounds: vLLM W8A8" in text.err

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from performance.load.reliability_cost import main
-from performance.program import EXIT_FAILURES
+from performance.load.reliability_cost import MET, MISSED, NOT_DECIDED, main, verdict
+from performance.program import EXIT_FAILURES, EXIT_NOT_STARTED
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -26,25 +26,51 @@ assert has_keys != ("serving_config.row_check_interval=0" in sys.argv)
 assert has_keys != ("serving_config.canary_interval_s=0" in sys.argv)
 with open({record!r}, "a") as file:
     file.write("on " if has_keys else "off ")
-gap_s = {on_gap_s} if has_keys else 0.01
-with fake_openai_server(lambda *_: Reply(tokens=4, gap_s=gap_s)) as server:
+cpu_s = {on_cpu_s} if has_keys else {off_cpu_s}
+text = None if cpu_s is None else lambda state: f"llm_serving_cpu_seconds_total {{4 * cpu_s * len(state.requests)}}"
+with fake_openai_server(lambda *_: Reply(tokens=4, gap_s=0.001), text) as server:
     print(f"ready http://127.0.0.1:{{server.port}}", flush=True)
     time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("on_gap_s", "code"), [(0.03, EXIT_FAILURES), (0.001, 0)])
-def test_the_ratio_of_the_times_per_token_decides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], on_gap_s: float, code: int
+def run(folder: Path, on_cpu_s: float | None, off_cpu_s: float | None) -> int:
+    """Runs two pairs of scripted servers, whose metrics grow by these CPU seconds with each token."""
+    program = folder / "stand_in.py"
+    record = str(folder / "record")
+    program.write_text(STAND_IN.format(tests=str(TESTS), record=record, on_cpu_s=on_cpu_s, off_cpu_s=off_cpu_s))
+    arguments = ["--pairs", "2", "-X", "20", "-T", "0.2", "--config", "c.yaml", "--json", str(folder / "result.json")]
+    return main(arguments, program)
+
+
+@pytest.mark.parametrize(("on_cpu_s", "code"), [(0.03, EXIT_FAILURES), (0.009, 0)])
+def test_the_ratio_of_the_processor_times_decides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], on_cpu_s: float, code: int
 ) -> None:
-    program, path, record = tmp_path / "stand_in.py", tmp_path / "result.json", tmp_path / "record"
-    program.write_text(STAND_IN.format(tests=str(TESTS), record=str(record), on_gap_s=on_gap_s))
-    arguments = ["--pairs", "2", "-X", "20", "-T", "0.2", "--config", "c.yaml", "--json", str(path)]
-    assert main(arguments, program) == code
-    results = json.loads(path.read_text())
-    assert record.read_text().split() == ["on", "off", "off", "on"]
-    assert results["pass"] == (code == 0)
-    assert results["min"] <= results["ratio"] <= results["max"]
-    assert len(results["ratios"]) == 2
-    assert (results["ratio"] > 1.0) == (on_gap_s > 0.01)
-    assert f"ratio {results['ratio']:.4f} (median;" in capsys.readouterr().out
+    assert run(tmp_path, on_cpu_s, 0.01) == code
+    results = json.loads((tmp_path / "result.json").read_text())
+    assert (tmp_path / "record").read_text().split() == ["on", "off", "off", "on"]
+    assert results["verdict"] == (MISSED if code else MET)
+    assert results["cpu"]["ratios"] == pytest.approx([on_cpu_s / 0.01] * 2)
+    assert results["cpu"]["standard_error"] == pytest.approx(0.0, abs=1e-9)
+    assert len(results["time_per_token"]["ratios"]) == 2
+    assert f"ratio {on_cpu_s / 0.01:.4f} (standard error 0.0000); limit 1.01: " in capsys.readouterr().out
+
+
+def test_a_server_without_the_metric_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, None, None) == EXIT_NOT_STARTED
+    assert "server 'on' has no metric llm_serving_cpu_seconds_total" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([1.0], NOT_DECIDED),
+        ([1.0, 1.002, 0.999], MET),
+        ([1.03, 1.032, 1.029], MISSED),
+        ([0.8, 1.0, 1.3], NOT_DECIDED),
+        ([1.0, 1.015], NOT_DECIDED),
+    ],
+)
+def test_a_mean_within_its_standard_error_of_the_limit_decides_nothing(ratios: list[float], expected: str) -> None:
+    assert verdict(ratios, 1.01) == expected

@@ -50,18 +50,20 @@ class FakeServer:
     headers: list[dict[str, str]] = field(default_factory=list)
     connections: int = 0
     open_connections: int = 0
+    metrics: Callable[[FakeServer], str] | None = None
 
 
 Script = Callable[[int, dict[str, Any]], Reply]
+Metrics = Callable[[FakeServer], str]
 
 
 @contextmanager
-def fake_openai_server(script: Script) -> Iterator[FakeServer]:
+def fake_openai_server(script: Script, metrics: Metrics | None = None) -> Iterator[FakeServer]:
     """Runs a server on a free port of 127.0.0.1, in a thread.
 
-    ``script(n, body)`` returns the reply to the n-th POST.
+    ``script(n, body)`` returns the reply to the n-th POST. ``metrics`` returns the content of ``/metrics``.
     """
-    state = FakeServer()
+    state = FakeServer(metrics=metrics)
     ready = threading.Event()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
@@ -113,6 +115,12 @@ async def _exchange(
     method, path, _ = head.split(" ", 2)
     headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in head.split("\r\n")[1:])}
     body = await reader.readexactly(int(headers.get("content-length", 0)))
+    if path == "/metrics" and state.metrics is not None:
+        data = state.metrics(state).encode()
+        head = f"HTTP/1.1 200 X\r\nContent-Type: text/plain\r\nContent-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        await writer.drain()
+        return True
     if method == "GET":
         await _plain(writer, 200, {"data": [{"id": "fake-model"}]})
         return True

@@ -25,8 +25,8 @@ from llm_serving.gguf.place import find_gguf
 from performance.peers.auto.environments import environment_python
 from performance.peers.auto.model_files import model_path
 from performance.peers.auto.picture import write_picture
-from performance.peers.auto.programs import KINDS, Program, chosen_programs
-from performance.peers.auto.results import spans, table
+from performance.peers.auto.programs import KINDS, PROGRAMS, Program, chosen_programs
+from performance.peers.auto.results import comparisons, table
 from performance.peers.compare import Peer
 from performance.peers.same_file import Rates, measure_ours, measure_theirs
 from performance.program import (
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if file is None:
         raise UsageError(f"{config.file} has no GGUF file, which the peers need")
     parsed.vocab_size = config.shape.vocab_size
-    programs, failures = _prepared(chosen_programs(parsed.peers), file, parsed.folder)
+    chosen = chosen_programs(parsed.peers)
+    programs, failures = _prepared(chosen, file, parsed.folder)
     rounds: list[dict[str, Rates]] = []
     for number in range(parsed.rounds):
         measured, failed = _round(number, programs, file, parsed)
@@ -62,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(parsed.json, {"file": file.name, "threads": parsed.threads, "rounds": rounds})
     print(table(rounds, list(programs)))
     if parsed.svg is not None:
-        write_picture(parsed.svg, spans(rounds, list(programs)))
+        precisions = {program.precision for program in chosen}
+        write_picture(parsed.svg, comparisons(rounds, [each for each in PROGRAMS if each.precision in precisions]))
     for name in sorted(failures):
         print(f"no result, or not in all rounds: {name}", file=sys.stderr)
     return EXIT_FAILURES if failures else 0

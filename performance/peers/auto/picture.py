@@ -3,48 +3,106 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+from performance.peers.auto.results import Comparison, Span
 
 FONT = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
 COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#6a1b9a", "#c62828", "#00838f", "#9e9d24", "#5d4037", "#ad1457", "#455a64")
+WARNING = "#c62828"
 MIN_SCALE = 2.5
 """The axis of ratios reaches at least this value."""
+_UNIT, _LEFT, _BAR, _TOP = 170, 150, 16, 60
+_ROW, _LINE = _BAR + 8, 18
+"""Heights of a bar and of a line of text, with the space below."""
+_GAP, _CHARACTER = 6, 7
+"""Space between a bar and its numbers, and the width of a character, at most."""
 
 
-def write_picture(path: Path, spans: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+def write_picture(path: Path, comparisons: Mapping[str, Comparison]) -> None:
     """Writes the picture, and its numbers into a JSON file of the same name."""
-    path.with_suffix(".json").write_text(json.dumps(spans, indent=2) + "\n", encoding="utf-8")
-    path.write_text(draw_spans(spans), encoding="utf-8")
+    numbers = {precision: asdict(each) for precision, each in comparisons.items()}
+    path.with_suffix(".json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    path.write_text(draw(comparisons), encoding="utf-8")
 
 
-def draw_spans(spans: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Returns the picture.
+def read_comparisons(text: str) -> dict[str, Comparison]:
+    """Returns the comparisons of a JSON file that ``write_picture`` wrote, by precision."""
 
-    ``spans`` has the smallest and the largest ratio of the rounds, by precision (outer key) and batch size (inner key).
-    """
-    unit, left, bar, top = 170, 150, 16, 60
-    most = max([MIN_SCALE, *(largest for rows in spans.values() for _, largest in rows.values())])
-    width = left + int((most + 0.55) * unit)
-    height = top + sum(len(rows) * (bar + 8) + 34 for rows in spans.values())
-    parts = [svg_text(left, 22, "decode rate / rate of the fastest peer; bars span all rounds", "start", 13)]
+    def comparison(fields: dict[str, Any]) -> Comparison:
+        spans = {batch: Span(**{**each, "peers": tuple(each["peers"])}) for batch, each in fields["spans"].items()}
+        return Comparison(spans, tuple(fields["missing"]), fields["rounds"])
+
+    return {precision: comparison(fields) for precision, fields in json.loads(text).items()}
+
+
+def draw(comparisons: Mapping[str, Comparison]) -> str:
+    """Returns the picture. It names the peers of each precision, and those that are missing from all or some bars."""
+    most = max([MIN_SCALE, *(span.largest for each in comparisons.values() for span in each.spans.values())])
+    width = _LEFT + max([int((most + 0.55) * _UNIT), *map(_width, comparisons.values())])
+    height = _TOP + sum(_height(each) for each in comparisons.values())
+    title = "decode rate / rate of the fastest peer that was measured; bars span all rounds"
+    parts = [svg_text(_LEFT, 22, title, "start", 13)]
     for tick in (0.5 * number for number in range(1, int(2 * most) + 1)):
-        x = left + int(tick * unit)
-        colour, dash = ("#c62828", "") if tick == 1.0 else ("#cfd8dc", ' stroke-dasharray="3 3"')
-        parts.append(f'<path d="M{x} {top - 14} V{height - 10}" stroke="{colour}"{dash}/>')
-        parts.append(svg_text(x, top - 20, f"{tick:g}", "middle", 11))
-    y = top
-    for colour, (precision, rows) in zip(COLOURS, spans.items(), strict=False):
-        parts.append(svg_text(16, y + 12, precision, "start", 13, bold=True))
-        y += 6
-        for batch, (least, largest) in rows.items():
-            x, length = left + int(least * unit), int((largest - least) * unit)
-            parts.append(svg_text(left - 10, y + 12, f"batch {batch}", "end", 12))
-            parts.append(f'<rect x="{x}" y="{y}" width="{length}" height="{bar}" rx="3" fill="{colour}"/>')
-            parts.append(svg_text(x + length + 6, y + 12, f"{least:.3g} to {largest:.3g}", "start", 11))
-            y += bar + 8
-        y += 28
+        x = _LEFT + int(tick * _UNIT)
+        colour, dash = (WARNING, "") if tick == 1.0 else ("#cfd8dc", ' stroke-dasharray="3 3"')
+        parts.append(f'<path d="M{x} {_TOP - 14} V{height - 10}" stroke="{colour}"{dash}/>')
+        parts.append(svg_text(x, _TOP - 20, f"{tick:g}", "middle", 11))
+    y = _TOP
+    for colour, (precision, each) in zip(COLOURS, comparisons.items(), strict=False):
+        parts += _section(y, colour, precision, each)
+        y += _height(each)
     return svg_document(width, height, "Decode rate relative to the fastest peer", parts)
+
+
+def _height(comparison: Comparison) -> int:
+    return _LINE * (1 + bool(comparison.missing)) + _ROW * len(comparison.spans) + 22
+
+
+def _peers(comparison: Comparison) -> tuple[str, ...]:
+    """Returns the peers that have a rate in any of the bars."""
+    return tuple(dict.fromkeys(name for span in comparison.spans.values() for name in span.peers))
+
+
+def _width(comparison: Comparison) -> int:
+    """Returns an upper limit of the width of a section, right of the names of the batches."""
+    ends = [
+        int(span.largest * _UNIT) + _GAP + _CHARACTER * len(_label(span, _peers(comparison), comparison.rounds))
+        for span in comparison.spans.values()
+    ]
+    names = (_peers(comparison), comparison.missing)
+    return max([*ends, *(_CHARACTER * len(f"not measured: {', '.join(each)}") for each in names)])
+
+
+def _section(y: int, colour: str, precision: str, comparison: Comparison) -> Iterable[str]:
+    """Yields the name of a precision, its peers, and a bar for each batch size."""
+    peers = _peers(comparison)
+    yield svg_text(16, y + 12, precision, "start", 13, bold=True)
+    yield svg_text(_LEFT, y + 12, f"peers: {', '.join(peers) or 'none was measured'}", "start", 11)
+    y += _LINE
+    if comparison.missing:
+        yield svg_text(_LEFT, y + 12, f"not measured: {', '.join(comparison.missing)}", "start", 11, colour=WARNING)
+        y += _LINE
+    for batch, span in comparison.spans.items():
+        x, length = _LEFT + int(span.least * _UNIT), int((span.largest - span.least) * _UNIT)
+        yield svg_text(_LEFT - 10, y + 12, f"batch {batch}", "end", 12)
+        yield f'<rect x="{x}" y="{y}" width="{length}" height="{_BAR}" rx="3" fill="{colour}"/>'
+        yield svg_text(x + length + _GAP, y + 12, _label(span, peers, comparison.rounds), "start", 11)
+        y += _ROW
+
+
+def _label(span: Span, peers: tuple[str, ...], rounds: int) -> str:
+    """Returns the numbers of a bar, and which peers or rounds it does not include."""
+    parts = [f"{span.least:.3g} to {span.largest:.3g}"]
+    absent = [name for name in peers if name not in span.peers]
+    if absent:
+        parts.append(f"without {', '.join(absent)}")
+    if span.rounds < rounds:
+        parts.append(f"{span.rounds} of {rounds} rounds")
+    return "; ".join(parts)
 
 
 def svg_text(x: int, y: int, text: str, anchor: str, size: int, *, bold: bool = False, colour: str = "#212121") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from performance.peers.auto.programs import Program
 from performance.terminal import format_number, format_table
@@ -11,8 +12,25 @@ from performance.terminal import format_number, format_table
 Round = Mapping[str, Mapping[str, float]]
 """Tokens per second by program (outer key) and row (inner key), such as ``batch 8``."""
 
-Span = tuple[float, float]
-"""The smallest and the largest ratio of the rounds."""
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The range of our ratio to the fastest peer, over the rounds in which all ``peers`` have a rate."""
+
+    least: float
+    largest: float
+    rounds: int
+    peers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The ranges of a precision by batch size, and the peers of this precision that have no rate at all."""
+
+    spans: dict[str, Span]
+    missing: tuple[str, ...]
+    rounds: int
+    """Number of rounds that were run."""
 
 
 def ratios(rounds: Sequence[Round], ours: str, theirs: str, row: str) -> list[float]:
@@ -25,14 +43,25 @@ def ratios(rounds: Sequence[Round], ours: str, theirs: str, row: str) -> list[fl
 
 
 def ratios_to_fastest(rounds: Sequence[Round], programs: Sequence[Program], ours: Program, row: str) -> list[float]:
-    """Returns our rate divided by that of the round's fastest peer with the same precision."""
-    peers = [program.name for program in programs if program.precision == ours.precision and program.kind != "ours"]
-    found = []
-    for each in rounds:
-        rates = [each[peer][row] for peer in peers if row in each.get(peer, {})]
-        if rates and row in each.get(ours.name, {}):
-            found.append(each[ours.name][row] / max(rates))
-    return found
+    """Returns our rate divided by that of the fastest peer with the same precision, of each complete round.
+
+    A round is complete if it has the rates of all peers that have this row in any round. Without the fastest peer, a
+    ratio would be too large.
+    """
+    peers = peers_of(rounds, programs, ours, row)
+    complete = [each for each in rounds if all(row in each.get(name, {}) for name in (ours.name, *peers))]
+    return [each[ours.name][row] / max(each[peer][row] for peer in peers) for each in complete] if peers else []
+
+
+def peers_of(rounds: Sequence[Round], programs: Sequence[Program], ours: Program, row: str) -> tuple[str, ...]:
+    """Returns the names of the peers with the precision of ``ours`` that have the row in any round."""
+    return tuple(
+        program.name
+        for program in programs
+        if program.precision == ours.precision
+        and program.kind != "ours"
+        and any(row in each.get(program.name, {}) for each in rounds)
+    )
 
 
 def table(rounds: Sequence[Round], programs: Sequence[Program]) -> str:
@@ -57,14 +86,26 @@ def table(rounds: Sequence[Round], programs: Sequence[Program]) -> str:
     )
 
 
-def spans(rounds: Sequence[Round], programs: Sequence[Program]) -> dict[str, dict[str, Span]]:
-    """Returns the range of our ratio to the fastest peer, by precision (outer key) and batch size (inner key)."""
-    found: dict[str, dict[str, Span]] = {}
+def comparisons(rounds: Sequence[Round], programs: Sequence[Program]) -> dict[str, Comparison]:
+    """Returns the comparison with the fastest peer in decode, by precision.
+
+    ``programs`` has all programs that the run compares, also those whose set-up failed.
+    """
+    found: dict[str, Comparison] = {}
     for ours in (program for program in programs if program.kind == "ours"):
+        spans, measured = {}, set[str]()
         for row in dict.fromkeys(row for each in rounds for row in each.get(ours.name, {})):
+            peers = peers_of(rounds, programs, ours, row)
             values = ratios_to_fastest(rounds, programs, ours, row)
             if row.startswith("batch ") and values:
-                found.setdefault(ours.precision, {})[row.removeprefix("batch ")] = (min(values), max(values))
+                measured |= set(peers)
+                spans[row.removeprefix("batch ")] = Span(min(values), max(values), len(values), peers)
+        missing = tuple(
+            program.name
+            for program in programs
+            if program.precision == ours.precision and program.kind != "ours" and program.name not in measured
+        )
+        found[ours.precision] = Comparison(spans, missing, len(rounds))
     return found
 
 
