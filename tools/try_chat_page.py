@@ -29,6 +29,7 @@ QUESTIONS = (
 )
 IDLE = "document.getElementById('send').classList.contains('primary')"
 WIDTH, HEIGHT = 1180, 820
+OPERATOR_HEIGHT = 1660
 NUM_REQUESTS = 12
 
 
@@ -72,15 +73,20 @@ def send(url: str, number: int) -> None:
 
 
 def try_operator_page(browser: Browser, url: str, out: Path) -> str:
-    """Open the page for operators under load, select a live request, and return the page's explanation of its time."""
-    browser.command("Emulation.setDeviceMetricsOverride", width=WIDTH, height=1400, deviceScaleFactor=1, mobile=False)
+    """Open the page for operators under load, select a request that has ended, and wait for its timeline.
+
+    Return the page's explanation of the request's time.
+    """
+    size = {"width": WIDTH, "height": OPERATOR_HEIGHT}
+    browser.command("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         sent = [pool.submit(send, url, number) for number in range(NUM_REQUESTS)]
         browser.open(f"{url}/operator")
         browser.wait("document.body.dataset.ready")
         ended = "[...document.querySelectorAll('#requests td:nth-child(2)')].filter((td) => td.innerText === 'length')"
         browser.wait(f"{ended}.length >= 4", 300)
-        browser.run("document.querySelector('#requests tbody tr:nth-child(3) .id').click(); scrollTo(0, 0)")
+        browser.run(f"{ended}[0].parentNode.querySelector('.id').click(); scrollTo(0, 0)")
+        browser.wait("document.querySelectorAll('#timeline tbody tr').length > 2", 60)
         browser.screenshot(out / "operator_page.png")
         for each in sent:
             each.result()

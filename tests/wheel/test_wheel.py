@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from agent.confinement.landlock import landlock_abi
 from support.time_limits import time_limit
 
+CONFINED = Path(__file__).with_name("confined.py")
 WHEEL = os.environ.get("LLM_WHEEL", "")
 pytestmark = pytest.mark.skipif(not WHEEL, reason="make test-wheel builds the wheel")
 SETTINGS = ("serving_config.server_port=0", "pa_config.num_blocks=257")
@@ -51,6 +54,15 @@ class Installation:
             timeout=time_limit(120), cwd=self.folder / "work", env=self.environment,
         )  # fmt: skip
 
+    def confined(self, *command: str) -> list[str]:
+        """Returns a command that runs a program of the environment without write access to other folders.
+
+        The program may write into the environment, its cache, its temporary folder, and its working directory. It may
+        not write into the home directory, nor anywhere else on the machine.
+        """
+        folders = [str(self.folder / name) for name in ("venv", "cache", "temporary", "work")]
+        return [sys.executable, str(CONFINED), *folders, "--", str(self.bin / command[0]), *command[1:]]
+
     def written(self) -> set[str]:
         """Returns the files that programs have written outside of the virtual environment."""
         files = (file for file in self.folder.rglob("*") if file.is_file())
@@ -64,10 +76,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
 
 @pytest.fixture(scope="module")
 def served(installed: Installation) -> Iterator[str]:
-    """Starts the server with the embedded model and yields its URL. The server must later end without an error."""
+    """Starts the server with the embedded model and yields its URL. The server must later end without an error.
+
+    The server has no write access outside of its environment, cache, temporary folder and working directory.
+    """
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     with subprocess.Popen(
-        [str(installed.bin / "llm-serving"), "serve", "--config", "llama_tiny_cpu.yaml", *settings],
+        installed.confined("llm-serving", "serve", "--config", "llama_tiny_cpu.yaml", *settings),
         cwd=installed.folder / "work", env=installed.environment, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
@@ -80,13 +95,23 @@ def served(installed: Installation) -> Iterator[str]:
         assert process.wait(time_limit(60)) == 0
 
 
+@pytest.mark.skipif(not landlock_abi(), reason="this kernel has no Landlock")
+def test_the_confinement_of_these_tests_works(installed: Installation) -> None:
+    for place, code in (("work", 0), ("home", 1)):
+        command = installed.confined("python", "-c", f"open({str(installed.folder / place / 'probe')!r}, 'w')")
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=time_limit(60))
+        assert found.returncode == code, found.stderr
+    assert "PermissionError" in found.stderr
+    (installed.folder / "work" / "probe").unlink()
+
+
 def test_a_wheel_has_every_instruction_set_and_no_sources() -> None:
     with zipfile.ZipFile(WHEEL) as wheel:
         names = wheel.namelist()
         (library,) = (name for name in names if name.endswith("libllm_kernels.so"))
         code = wheel.read(library)
     assert Path(WHEEL).name.startswith("llm_serving-")
-    assert "-py3-none-" in Path(WHEEL).name
+    assert re.search(r"-py3-none-manylinux_2_\d+_", Path(WHEEL).name), "the wheel has no manylinux tag"
     assert not [name for name in names if name.endswith((".cc", ".h", "_testing.so"))]
     if sysconfig.get_platform() == "linux-x86_64":
         assert all(name in code for name in (b"portable", b"avx2", b"avx512_vnni", b"avx512_amx"))
