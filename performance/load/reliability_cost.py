@@ -51,7 +51,8 @@ MAX_RATIO = 1.01
 MET, MISSED, NOT_DECIDED = "met", "missed", "not decided"
 EXIT_CODES = {MET: 0, MISSED: EXIT_FAILURES, NOT_DECIDED: EXIT_UNSTEADY}
 OFF = ("serving_config.canary_interval_s=0", "serving_config.row_check_interval=0")
-KEY_RIGHTS = "requests_in_flight=100000 requests_per_minute=1000000 tokens_per_minute=1000000000"
+KEY_RIGHTS = "admin requests_in_flight=100000 requests_per_minute=1000000 tokens_per_minute=1000000000"
+"""Rights of the client's key. ``/metrics``, which has the processor time, needs the right ``admin``."""
 
 
 @exits_with_errors

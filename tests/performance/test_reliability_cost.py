@@ -20,7 +20,9 @@ import time
 sys.path.insert(0, {tests!r})
 from support.fake_openai_server import Reply, fake_openai_server
 
-has_keys = any(text.startswith("serving_config.api_keys_file=") for text in sys.argv)
+keys = [text.partition("=")[2] for text in sys.argv if text.startswith("serving_config.api_keys_file=")]
+has_keys = bool(keys)
+assert all(" admin " in open(file).read() for file in keys), "the client must read /metrics"
 assert has_keys == any(text.startswith("serving_config.audit_log=") for text in sys.argv)
 assert has_keys != ("serving_config.row_check_interval=0" in sys.argv)
 assert has_keys != ("serving_config.canary_interval_s=0" in sys.argv)
