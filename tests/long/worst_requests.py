@@ -19,9 +19,17 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
+from performance.models.vision import write_vision_model  # noqa: E402
 from support.server_process import running_server  # noqa: E402
 from support.stall_watch import Stall, StallWatch  # noqa: E402
-from support.worst_requests import OVERRIDES, WorstRequest, slow_model, worst_requests  # noqa: E402
+from support.worst_requests import (  # noqa: E402
+    IMAGE_OVERRIDES,
+    OVERRIDES,
+    WorstRequest,
+    slow_model,
+    worst_image_requests,
+    worst_requests,
+)
 
 
 def main() -> int:
@@ -32,25 +40,39 @@ def main() -> int:
     parser.add_argument("--limit-ms", type=float, default=20.0)
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     arguments = parser.parse_args()
-    kinds = {}
-    with tempfile.TemporaryDirectory(prefix="worst_requests_") as folder:
-        model = f"model_config.model_path={slow_model(Path(folder))}"
-        with (
-            running_server(Path(folder), [*OVERRIDES, model, *arguments.overrides]) as server,
-            StallWatch(server) as watch,
-        ):
-            port = int(server.url.rsplit(":", 1)[1])
-            for request in worst_requests(arguments.max_tokens):
-                if arguments.only in request.name:
-                    stall = min((_measure(request, port, watch) for _ in range(arguments.repeats)), key=_own)
-                    kinds[request.name] = round(1000 * stall.own_s, 1)
-                    print(_line(request.name, stall), file=sys.stderr)
+    kinds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="worst_requests_") as scratch:
+        folder = Path(scratch)
+        write_vision_model(folder / "vision_model")
+        servers = [
+            (slow_model(folder), OVERRIDES, worst_requests(arguments.max_tokens)),
+            (folder / "vision_model", IMAGE_OVERRIDES, worst_image_requests()),
+        ]
+        for number, (model, overrides, requests) in enumerate(servers):
+            chosen = [request for request in requests if arguments.only in request.name]
+            place = folder / str(number)
+            place.mkdir()
+            settings = [*overrides, f"model_config.model_path={model}", *arguments.overrides]
+            if chosen:
+                kinds |= _measure_all(place, settings, chosen, arguments.repeats)
     longest = max(kinds.values())
     slow = [name for name, figure in kinds.items() if figure > arguments.limit_ms]
     print(
         json.dumps({"longest_stall_ms": longest, "limit_ms": arguments.limit_ms, "too_long": slow, "kinds_ms": kinds})
     )
     return 1 if slow else 0
+
+
+def _measure_all(folder: Path, settings: list[str], requests: list[WorstRequest], repeats: int) -> dict[str, float]:
+    """Return the longest stall of each kind of request, in milliseconds."""
+    kinds = {}
+    with running_server(folder, settings) as server, StallWatch(server) as watch:
+        port = int(server.url.rsplit(":", 1)[1])
+        for request in requests:
+            stall = min((_measure(request, port, watch) for _ in range(repeats)), key=_own)
+            kinds[request.name] = round(1000 * stall.own_s, 1)
+            print(_line(request.name, stall), file=sys.stderr)
+    return kinds
 
 
 def _measure(request: WorstRequest, port: int, watch: StallWatch) -> Stall:

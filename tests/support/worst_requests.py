@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from llm_serving.sampling_params import PARAMETERS
 from llm_serving.server.limits import (
     INLINE_BODY_BYTES,
@@ -28,6 +30,7 @@ from llm_serving.server.limits import (
     MAX_MESSAGES,
     MAX_SEQUENCES,
 )
+from support.chat_images import data_url, image_part, png_of
 from support.small_configs import TINY_LLAMA
 from support.time_limits import time_limit
 
@@ -35,6 +38,8 @@ CONTEXT = 2048
 BODY_BYTES = 8 << 20
 TIMEOUT_S = 600.0
 OVERRIDES = ("model_config.decode_batch_size=[64]", "model_config.prefill_batch_size=[16]", "pa_config.num_blocks=4096")
+IMAGE_OVERRIDES = ("model_config.seq_length=[1024]", "model_config.max_generate_length=1024",
+                   "pa_config.decode_seq_length=1024", f"serving_config.max_body_bytes={16 << 20}")  # fmt: skip
 SLOW_TEMPLATE = (
     "{% for i in range(9000) %}{% endfor %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
@@ -80,6 +85,42 @@ def slow_model(folder: Path) -> Path:
 def worst_requests(max_tokens: int) -> list[WorstRequest]:
     """Return the requests. The server must run with ``OVERRIDES``. ``max_tokens`` limits the length of outputs."""
     return [*_bodies(), *_texts(), *_outputs(max_tokens)]
+
+
+def worst_image_requests() -> list[WorstRequest]:
+    """Return requests with the largest images, for a server of ``performance.models.vision`` with ``IMAGE_OVERRIDES``.
+
+    The files are as large, or have as many pixels, as the server accepts. All APIs receive one of them.
+    """
+    noise = Image.effect_noise((2600, 2600), 120)
+    flat, side = Image.new("RGBA", (4096, 4096), (9, 180, 70, 100)), 2048
+    webp = flat.resize((4096, side)).convert("RGB")
+    files = {
+        "a PNG of noise": data_url(png_of(noise)),
+        "a transparent PNG": data_url(png_of(flat)),
+        "a JPEG in CMYK": data_url(png_of(flat.convert("RGB").convert("CMYK"), "JPEG")),
+        "a WebP": data_url(png_of(webp, "WEBP")),
+    }
+    chat: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
+    requests = [
+        _request(f"image: {name}", "/v1/chat/completions", {**chat, "messages": _user(image_part(url))})
+        for name, url in files.items()
+    ]
+    noisy = files["a PNG of noise"]
+    source = {"type": "base64", "media_type": "image/png", "data": noisy.partition(",")[2]}
+    many = [image_part(data_url(png_of(noise.resize((1000, 1000)))), detail="low")] * 5
+    return [
+        *requests,
+        _request("image: messages", "/v1/messages", {**chat, "messages": _user({"type": "image", "source": source})}),
+        _request("image: response that is stored", "/v1/responses",
+                 {"max_output_tokens": 2, "input": _user({"type": "input_image", "image_url": noisy})}),
+        _request("image: many", "/v1/chat/completions", {**chat, "messages": _user(*many)}),
+        _request("image: tokenize", "/tokenize", {"messages": _user(image_part(noisy))}),
+    ]  # fmt: skip
+
+
+def _user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
 
 
 def _bodies() -> list[WorstRequest]:
