@@ -34,6 +34,7 @@ from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.stored_program.start import StoredStart
 from agent.stored_program.store import ProgramStore
+from agent.vision.rotary_rows import RotaryRows
 from agent.vision.rows import ImageRows
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
 from agent.weights.cache.fingerprint import arithmetic_digest
@@ -125,6 +126,8 @@ class ModelRunner:
         self.ahead: StepsAhead | None = None
         """The object that launches steps ahead, if the device does this. None otherwise, and before ``load``."""
         self._images: ImageRows | None = None
+        self._rotary: RotaryRows | None = None
+        """Fills the rotary rows in a stage of a pipeline that is not the first."""
         self.tiles: TileMemory | None = None
         """The tiles of images in shared memory. None if the model reads no images. Set it before ``load``."""
         self.host_pool: HostPoolMemory | None = None
@@ -180,6 +183,8 @@ class ModelRunner:
             self._drafter.load(lambda done, of: self._report("load the draft model", done, of), self._model)
         elif self._model.ops.takes_rows:
             self._images = ImageRows.load(self._config, self._model, self.tiles)
+        elif self._model.ops.rotary_rows is not None:
+            self._rotary = RotaryRows(self._config, self._model.ops.rotary_rows)
         elif self._model.ops.traits.runs_ahead and self._part.is_alone:
             reader = StepReader(self._config, self._config.max_num_seqs)
             self._readers.append(reader)
@@ -449,8 +454,8 @@ class ModelRunner:
         assert last_tokens is not None
         assert graph is not None, "compile() must come before any step"
         try:
-            stream = graph.run_stage(inputs, self._entry(inputs)) if self._part.pools else None
-            scores = self._compute_in_group(inputs) if stream is None else None
+            stream = graph.run_stage(inputs, self._entry(inputs, slot)) if self._part.pools else None
+            scores = self._compute_in_group(inputs, slot) if stream is None else None
             computed = time.perf_counter_ns()
             try:
                 if stream is not None and self._pooler is not None:
@@ -471,11 +476,14 @@ class ModelRunner:
             raise GroupBrokenError(f"the graph failed: {_first_line(error)}") from error
         return cost
 
-    def _compute_in_group(self, inputs: StepInputs) -> StepLogits | DeviceScores | None:
-        """Runs this agent's part of the graph. Returns the scores in the last stage."""
+    def _compute_in_group(self, inputs: StepInputs, slot: StepSlot | None) -> StepLogits | DeviceScores | None:
+        """Runs this agent's part of the graph. Returns the scores in the last stage.
+
+        ``slot`` is None if a step is computed again, which has no tiles of images.
+        """
         assert self._exchange is not None
         assert self._graph is not None
-        entry = self._entry(inputs)
+        entry = self._entry(inputs, slot)
         if self._part.shard.is_last_stage:
             return self._graph.run(inputs, entry)
         self._exchange.send(self._graph.run_stage(inputs, entry))
@@ -492,7 +500,7 @@ class ModelRunner:
         first = None if scores is None else score_bits(scores, index, whole=whole)
         inputs = self._reader.keep_only(index)
         if self._exchange is not None:
-            again = self._compute_in_group(inputs)
+            again = self._compute_in_group(inputs, None)
         else:
             assert self._graph is not None
             entry = inputs.token_ids if self._images is None else self._images.embedded(inputs)
@@ -505,7 +513,7 @@ class ModelRunner:
                     f"sequence {index} of {slot.num_seqs} has other logits in step {slot.seq} than alone"
                 )
 
-    def _entry(self, inputs: StepInputs) -> Array:
+    def _entry(self, inputs: StepInputs, slot: StepSlot | None) -> Array:
         """Returns the first input of the graph.
 
         In the first stage, it is the token ids [tokens]. In later stages, it is the residual stream [tokens,
@@ -515,10 +523,28 @@ class ModelRunner:
         assert self._last_tokens is not None
         if self._part.shard.is_first_stage:
             self._last_tokens.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
-            return inputs.token_ids
+            return self._first_entry(inputs, slot)
+        if self._rotary is not None and slot is not None:
+            self._rotary.fill(slot, inputs)
+        elif self._rotary is not None:
+            self._rotary.gather(inputs)
         stream: Array = self._stream[: inputs.token_ids.size]
         self._exchange.receive(stream)
         return stream
+
+    def _first_entry(self, inputs: StepInputs, slot: StepSlot | None) -> Array:
+        """Returns the first input of the graph of the first stage. Raises RuntimeError if a tile is not valid.
+
+        The other agents wait for this agent's activations, so the step cannot be refused any more.
+        """
+        if self._images is None:
+            return inputs.token_ids
+        if slot is None:
+            return self._images.embedded(inputs)
+        try:
+            return self._images.entry(slot, inputs)
+        except ProtocolError as problem:
+            raise RuntimeError(str(problem)) from problem
 
     def _compile_graphs(self) -> None:
         self._graph = self._made_graph()

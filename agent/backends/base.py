@@ -182,6 +182,8 @@ class OpTable(ABC):
         self.hooks = hooks or DeviceHooks()
         self.takes_rows = False
         """True if the first input of the graph is hidden states, because the model reads images."""
+        self.rotary_rows: tuple[Array, Array] | None = None
+        """Cosines and sines of the tokens of a step, [tokens, rotary width] each, if the agent gathers them itself."""
         self.num_taps = 0
         """Number of operators that ``tap`` has made. The graph has one more output for each of them."""
 

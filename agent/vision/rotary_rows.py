@@ -16,6 +16,7 @@ from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import StepSlot
+from llm_serving.ipc.tiles import read_tiles
 
 
 class RotaryRows:
@@ -26,9 +27,24 @@ class RotaryRows:
         self._num_positions = config.max_model_len
         self._tables = rotary_tables(config.shape, self._num_positions)
         self._out = out
+        assert config.shape.vision is not None, "only images have positions with three dimensions"
+        self._row_edge = config.shape.vision.row_edge
         sections = np.repeat(np.arange(3), config.shape.rotary_sections)
         self._dimensions = np.concatenate([sections, sections])
         """The dimension of positions to which each element of a head belongs."""
+
+    def fill(self, slot: StepSlot, inputs: StepInputs) -> None:
+        """Fills the rows of a step, and replaces its positions by rotary positions.
+
+        ``ImageRows`` has checked the tiles of ``slot``, or the first stage of a pipeline has. Raises ProtocolError if a
+        position is not valid.
+        """
+        self.shift(slot, inputs)
+        self.gather(inputs)
+        for tile in read_tiles(slot.tiles, slot.num_tiles):
+            numbers = np.arange(tile.first, tile.first + tile.rows, dtype=np.int32)
+            cells = np.stack(np.divmod(numbers, np.int32(tile.width // self._row_edge)), axis=1)
+            self.place(tile.token, int(inputs.positions[tile.token]) - tile.first, cells)
 
     def shift(self, slot: StepSlot, inputs: StepInputs) -> None:
         """Replaces the positions of a step by rotary positions. Raises ProtocolError if one would be negative.

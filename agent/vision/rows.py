@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from agent.model_loading import LoadedModel
+from agent.models.names import weight_specs
 from agent.step_inputs import StepInputs, check_range
 from agent.vision.arithmetic import rounded
 from agent.vision.encoder import Encoder
@@ -15,6 +16,7 @@ from agent.vision.names import vision_specs
 from agent.vision.qwen_encoder import QwenEncoder
 from agent.vision.rotary_rows import RotaryRows
 from agent.weights import Packing, load_weights, open_weights
+from agent.weights.layout import WeightSpec
 from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError, ProtocolError
@@ -73,20 +75,17 @@ class ImageRows:
         vision, processing = config.shape.vision, config.processing
         if vision is None or processing is None or tiles is None or not isinstance(model.ops, FusedCpuOps):
             raise AgentStartError("a model that reads images needs fused operators and the shared memory of tiles")
-        hidden, dtype, settings = config.shape.hidden_size, config.model_config.model_dtype, config.model_config
-        specs = vision_specs(vision, hidden)
-        seed = settings.seed if settings.load_format == "dummy" else None
-        folder = None if settings.model_path is None else Path(settings.model_path)
-        # Ignores all other tensors. The text model has checked that they belong to the text model.
-        source = open_weights(folder, specs, seed=seed, ignorable=("",))
-        try:
-            weights = load_weights(specs, source, dtype, lambda done, total: None, Packing(dtype))
-        finally:
-            source.close()
+        hidden, dtype = config.shape.hidden_size, config.model_config.model_dtype
+        weights = _loaded(config, vision_specs(vision, hidden))
+        table = model.weights["embedding.weight"]
+        if model.ops.is_split:
+            # Each agent of a stage has a part of the vocabulary. The rows of images replace whole embeddings.
+            specs = [spec for spec in weight_specs(config.shape) if spec.parameter == "embedding.weight"]
+            table = _loaded(config, specs)["embedding.weight"]
         encoder_class = Encoder if vision.windows is None else QwenEncoder
         encoder = encoder_class(vision, processing, hidden, dtype, weights)
         rotary = None if model.ops.rotary_rows is None else RotaryRows(config, model.ops.rotary_rows)
-        return cls(config, encoder, model.weights["embedding.weight"], model.ops.rows, tiles, rotary)
+        return cls(config, encoder, table, model.ops.rows, tiles, rotary)
 
     def warm_up(self) -> None:
         """Encodes a tile of the smallest size, so that all code has run once."""
@@ -99,16 +98,14 @@ class ImageRows:
 
         Encodes the tiles that are not cached. Raises ProtocolError if a tile of ``slot`` is not valid.
         """
-        if self._rotary is not None:
-            self._rotary.shift(slot, inputs)
-        out = self.embedded(inputs)
-        for tile in read_tiles(slot.tiles, slot.num_tiles):
+        tiles = read_tiles(slot.tiles, slot.num_tiles)
+        for tile in tiles:
             self._check(tile, inputs)
+        if self._rotary is not None:
+            self._rotary.fill(slot, inputs)
+        out = self._embedded(inputs)
+        for tile in tiles:
             out[tile.token : tile.token + tile.rows] = self._rows(tile)[tile.first : tile.first + tile.rows]
-            if self._rotary is not None:
-                numbers = np.arange(tile.first, tile.first + tile.rows, dtype=np.int32)
-                cells = np.stack(np.divmod(numbers, np.int32(tile.width // self._vision.row_edge)), axis=1)
-                self._rotary.place(tile.token, int(inputs.positions[tile.token]) - tile.first, cells)
         return out
 
     def embedded(self, inputs: StepInputs) -> Array:
@@ -118,6 +115,9 @@ class ImageRows:
         """
         if self._rotary is not None:
             self._rotary.gather(inputs)
+        return self._embedded(inputs)
+
+    def _embedded(self, inputs: StepInputs) -> Array:
         out = self._out[: inputs.token_ids.size]
         # The reader has checked the ids. NumPy would check them again, and copy the result, with another mode.
         np.take(self._table, inputs.token_ids, axis=0, out=out, mode="clip")
@@ -160,3 +160,16 @@ class ImageRows:
         while self._num_cached > self._max_cached and len(self._cached) > 1:
             self._num_cached -= len(self._cached.popitem(last=False)[1])
         return rows
+
+
+def _loaded(config: Config, specs: list[WeightSpec]) -> dict[str, Array]:
+    """Returns the parameters ``specs`` of the model folder. Raises CheckpointError."""
+    settings, dtype = config.model_config, config.model_config.model_dtype
+    seed = settings.seed if settings.load_format == "dummy" else None
+    folder = None if settings.model_path is None else Path(settings.model_path)
+    # Ignores all other tensors. The text model has checked that they belong to the text model.
+    source = open_weights(folder, specs, seed=seed, ignorable=("",))
+    try:
+        return load_weights(specs, source, dtype, lambda done, total: None, Packing(dtype))
+    finally:
+        source.close()

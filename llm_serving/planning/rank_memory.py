@@ -90,7 +90,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
         ),
         *_gathered_items(config, part.shape),
         *_adapter_items(config, part.shape, rank),
-        *_image_items(config),
+        *_image_items(config, rank),
     )
 
 
@@ -152,27 +152,38 @@ def shared_adapter_bytes(config: Config) -> int:
     return lora.max_adapters * largest_adapter(config.shape, lora.max_rank) * config.dtype_bytes
 
 
-def _image_items(config: Config) -> tuple[MemoryItem, ...]:
-    """Return the items of a model that reads images: the encoder with its activations, the tiles, and decoding."""
+def _image_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
+    """Return the items of a model that reads images: the encoder with its activations, the tiles, and decoding.
+
+    Each agent of the first stage has an encoder. If they divide the vocabulary, each also has the whole embedding. The
+    pixels and the memory for decoding exist once, and the plan counts them for rank 0.
+    """
     vision, settings = config.shape.vision, config.image_config
     if vision is None:
         return ()
+    is_first_stage, is_counted = config.shard(rank).is_first_stage, rank == 0
     hidden = config.shape.hidden_size
     weights = vision.num_parameters(hidden) * config.dtype_bytes
     # The scores of a head and their exponentials, and the largest activations of a layer, with rounded copies.
     activations = vision.activation_floats(config.tile_pixels) * FLOAT32_BYTES
     cached = config.cached_rows * hidden * config.dtype_bytes
     pixels = settings.max_tiles * config.tile_pixels * 3
+    if config.parallel_config.tensor_parallel > 1:
+        weights += config.shape.vocab_size * hidden * config.dtype_bytes
     return (
-        MemoryItem("image encoder", weights + activations, f"{format_count(vision.num_parameters(hidden))}, one tile"),
+        MemoryItem(
+            "image encoder",
+            (weights + activations) * is_first_stage,
+            f"{format_count(vision.num_parameters(hidden))}, one tile",
+        ),
         MemoryItem(
             "image tiles",
-            cached + pixels,
+            cached * is_first_stage + pixels * is_counted,
             f"{settings.cached_tiles} encoded tiles, and pixels of {settings.max_tiles} tiles in /dev/shm",
         ),
         MemoryItem(
             "image decoding",
-            DECODING_THREADS * settings.max_pixels * DECODED_PIXEL_BYTES,
+            DECODING_THREADS * settings.max_pixels * DECODED_PIXEL_BYTES * is_counted,
             f"{DECODING_THREADS} images of {settings.max_pixels} pixels, {DECODED_PIXEL_BYTES} bytes each",
         ),
     )

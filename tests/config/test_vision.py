@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llm_serving.config import load_config
+from llm_serving.config import Config, load_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.families import FAMILIES
 from llm_serving.model.shape import ModelShape
@@ -106,8 +106,7 @@ def test_newer_folders_have_the_preparation_in_another_file(tmp_path: Path, mode
     ("override", "phrase"),
     [
         ("model_config.op_table=native", "the native operators have no vision encoder"),
-        ("parallel_config.data_parallel=2", "needs one agent with the whole model"),
-        ("parallel_config.tensor_parallel=2", "needs one agent with the whole model"),
+        ("parallel_config.data_parallel=2", "needs one replica of the model"),
         ("image_config.max_tiles=9", "an image of this model may have 10 tiles; set at least 10"),
         ("lora_config.max_adapters=1", "has no adapters yet"),
         ("parallel_config.executor=nodes", "whose pixels are not sent to other machines yet"),
@@ -215,3 +214,22 @@ def test_slots_budget_and_memory_know_images_of_any_size(tmp_path: Path, qwen: P
     assert config.tile_cost == (linear + attention + 200 * 256 * (256 + 96)) // config.shape.num_linear_parameters
     items = {item.name: item for item in device_items(config, 0)}
     assert items["image tiles"].num_bytes == 512 * 64 * 96 * 4 + 10 * 12_800 * 3
+
+
+def test_each_agent_of_the_first_stage_has_an_encoder(tmp_path: Path, qwen: Path) -> None:
+    alone, shared, stages = (
+        load_config(
+            "llama_tiny_cpu.yaml", small_overrides(tmp_path, [f"model_config.model_path={qwen}", *LENGTHS, *more])
+        )
+        for more in ((), ("parallel_config.tensor_parallel=2",), ("parallel_config.pipeline_parallel=2",))
+    )
+
+    def sizes(config: Config, rank: int) -> list[int]:
+        items = {item.name: item.num_bytes for item in device_items(config, rank)}
+        return [items[f"image {name}"] for name in ("encoder", "tiles", "decoding")]
+
+    encoder, tiles, decoding = sizes(alone, 0)
+    assert [sizes(stages, rank) for rank in range(2)] == [[encoder, tiles, decoding], [0, 0, 0]]
+    whole_embedding, pixels = 320 * 96 * 4, 128 * 12_800 * 3
+    assert sizes(shared, 0) == [encoder + whole_embedding, tiles, decoding]
+    assert sizes(shared, 1) == [encoder + whole_embedding, tiles - pixels, 0]

@@ -137,3 +137,27 @@ def test_a_restarted_agent_reads_the_images_of_open_requests(
             time.sleep(0.02)
         agent.kill()
         assert later.result() == expected
+
+
+def test_groups_of_agents_have_the_bits_of_one_agent(tmp_path: Path) -> None:
+    """Agents that share layers equal a single agent that adds in their order, which two stages of a pipeline do here.
+
+    Each agent of the first stage encodes the images. The agents of all stages need their rotary positions.
+    """
+    folder = tmp_path / "model"
+    write_qwen_vision_model(folder)
+    bodies = [body_of(case) for case in CASES["qwen"]]
+    found = []
+    for name, groups in {
+        "shared": ("parallel_config.tensor_parallel=2",),
+        "stages": ("parallel_config.pipeline_parallel=2", "parallel_config.sum_parts=2"),
+    }.items():
+        (tmp_path / name).mkdir()
+        with running_server(tmp_path / name, settings_of(folder, *groups)) as server, ThreadPoolExecutor(4) as pool:
+            found.append(list(pool.map(lambda body: answered(server, body), bodies)))
+    assert found[0] == found[1]
+    for case, (tokens, _) in zip(CASES["qwen"], found[0], strict=True):
+        different = [i for i, (ours, theirs) in enumerate(zip(tokens, case["tokens"], strict=True)) if ours != theirs]
+        if different:
+            (_, best), (_, second) = case["top"][different[0]]
+            assert best - second < TIE, (different[0], case["top"][different[0]])

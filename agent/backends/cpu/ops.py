@@ -52,7 +52,7 @@ class FusedCpuOps(OpTable):
 
     def __init__(self, config: Config, part: ModelPart | None = None) -> None:
         super().__init__(config.model_config.model_dtype, part)
-        self.takes_rows = config.shape.vision is not None
+        self.takes_rows = config.shape.vision is not None and self.is_first_stage
         self._max_tokens = config.max_num_batched_tokens
         self._max_seqs = config.max_num_seqs
         self._hidden_size = config.shape.hidden_size
@@ -66,8 +66,6 @@ class FusedCpuOps(OpTable):
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
         self.rows: Array = allocate((self._max_tokens * self.takes_rows, self._hidden_size), self.dtype)
         is_gathered, width = bool(config.shape.rotary_sections), config.shape.rotary_width
-        self.rotary_rows: tuple[Array, Array] | None = None
-        """Cosines and sines of the tokens of a step, [tokens, rotary width] each, if the agent gathers them itself."""
         if is_gathered:
             shape = (self._max_tokens, width)
             self.rotary_rows = allocate(shape, "float32"), allocate(shape, "float32")
