@@ -345,9 +345,9 @@ class OpTable(ABC):
 
     @abstractmethod
     def tap(self, width: int) -> Operator:
-        """Returns an operator (hidden, residual, step) -> a further output of the graph, and counts it in ``num_taps``.
+        """Returns an operator (hidden, residual, step) that adds an output to the graph. ``num_taps`` counts them.
 
-        hidden and residual are [tokens, width]. ``StepGraph.tapped`` gets hidden + residual of each of these outputs.
+        hidden and residual are [tokens, width]. ``StepGraph.tapped`` gets hidden + residual from each of these outputs.
         So a model can give the residual stream between two layers to other code.
         """
 

@@ -103,10 +103,11 @@ def _rows_of_all(part: WeightPart) -> WeightPart:
 
 
 def _span(place: StackedIn, part: WeightPart, cut: TensorCut | None) -> Span:
-    """Returns the rows of the matrix [experts x out, in] from the first to the last output of an expert's tensor, or of
-    its ``cut``.
+    """Returns a range of rows in the matrix [experts x out, in] of all experts.
 
-    With ``StackedIn.step``, the rows between two outputs of the tensor are part of the range."""
+    The range begins with the first output of an expert's tensor, or of its ``cut``, and ends with the last output. If
+    ``StackedIn.step`` is above 1, the range also has the rows between these outputs.
+    """
     rows = Span(0, part.shape[0]) if cut is None else cut.rows
     begin = place.expert * place.outputs + place.first
     return Span(begin + place.step * rows.start, begin + place.step * (rows.stop - 1) + 1)

@@ -97,7 +97,7 @@ class MemoryPlan:
     ranks: tuple[tuple[MemoryItem, ...], ...] = ()
     """Items of each agent, in order of rank. Empty if there is only one agent."""
     counted: str = ""
-    """If there are several agents, the agents that ``items`` counts: ``all`` (CPU) or ``fullest`` (Ascend)."""
+    """Which agents ``items`` counts if there are several: ``all`` (CPU), or ``fullest`` (Ascend)."""
     host_items: tuple[MemoryItem, ...] = ()
     """Items in host memory at the time of the highest need. Empty on a CPU, where ``items`` has them."""
 
