@@ -41,6 +41,8 @@ class Placer:
         self._balance_tokens = (limits.num_blocks - 1) * limits.block_size // BALANCE_DIVISOR
         self._groups: OrderedDict[str, RoutedReplica] = OrderedDict()
         self._next_index = 0
+        self._with_new: set[int] = set()
+        """Replicas that may have a request which waits and has not run yet."""
         self._blocked: tuple[Entry, bool, list[Capacity]] | None = None
         """The first waiting request that no replica could start, whether it was late, and the replicas' capacities."""
 
@@ -49,6 +51,8 @@ class Placer:
 
         Stops when no replica can start the first request.
         """
+        if not self._intake and not self._with_new:
+            return  # the most frequent case, whose cost must not grow with the number of replicas
         live = [replica for replica in self._replicas if replica.is_live]
         if not live:
             return
@@ -56,7 +60,7 @@ class Placer:
             self._recall_held_up(live, now)
             self._learn(live)
             self._place_all(live, now)
-        elif len(live) > 1 and any(one.scheduler.num_waiting for one in live) and self._recall_held_up(live, now):
+        elif self._recall_held_up(live, now):
             self._place_all(live, now)
 
     def recall(self, replica: RoutedReplica, entries: Sequence[Entry], now: float) -> None:
@@ -138,6 +142,7 @@ class Placer:
             if len(self._groups) > MAX_GROUPS:
                 self._groups.popitem(last=False)
         self.placed.add(replica.index)
+        self._with_new.add(replica.index)
         replica.scheduler.place_request(request, entry.sequence.arrival_index, now)
 
     def _recall_held_up(self, live: list[RoutedReplica], now: float) -> bool:
@@ -147,8 +152,10 @@ class Placer:
         Requests that have run or belong to a request group stay. Returns True if a request was moved.
         """
         recalled = False
-        for replica in live:
-            if not replica.scheduler.num_waiting or not replica.scheduler.capacity().is_held_up:
+        waiting = [index for index in sorted(self._with_new) if self._replicas[index].scheduler.num_waiting]
+        self._with_new = set(waiting)
+        for replica in [self._replicas[index] for index in waiting] if len(live) > 1 else ():
+            if not replica.is_live or not replica.scheduler.capacity().is_held_up:
                 continue
             stuck = [entry for entry in replica.entries.values() if not entry.has_run and not entry.request.group]
             others = [other for other in live if other is not replica]

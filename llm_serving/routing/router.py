@@ -219,5 +219,4 @@ class Router:
 
         The result may be negative.
         """
-        capacities = [replica.scheduler.capacity() for replica in self.replicas if replica.is_live]
-        return sum(one.num_startable - one.num_waiting - one.num_late for one in capacities)
+        return sum(replica.scheduler.num_spare_rows for replica in self.replicas if replica.is_live)

@@ -215,6 +215,15 @@ class Scheduler:
         for request_id in request_ids:
             self._lifecycle.release(request_id)
 
+    @property
+    def num_spare_rows(self) -> int:
+        """Number of requests that could start in free batch rows, minus the waiting requests that never ran.
+
+        The result may be negative. The same as with ``capacity``, at a lower cost. A router reads it for each request.
+        """
+        intake = self._intake
+        return intake.num_startable(self._running.num_free_rows) - len(intake.order)
+
     def capacity(self) -> Capacity:
         """Returns the present capacity to start requests. Changes nothing."""
         return Capacity.of(self._state)

@@ -4,6 +4,9 @@ The scheduler with its flight recorder, the engine core, the detokenizer, the wr
 are those of the server. The device is simulated and completes a step immediately; its time is subtracted. With
 ``--evict MIB`` the simulated device reads this amount of memory in each step. The processor's caches are then as cold
 as in a busy server.
+
+With ``--replicas``, the engine has several replicas behind the router. The program prints the processor time of the
+engine thread for a step, and the number of replicas that one engine thread drives if each step takes ``--step-ms``.
 """
 
 from __future__ import annotations
@@ -55,16 +58,17 @@ RECORDING_BYTES = 64 << 20
 class Stopwatch:
     """Measures calls of wrapped functions, and adds up their seconds by name. The calls must not be nested."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.seconds: dict[str, float] = {}
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            start = time.perf_counter()
+            start = self.clock()
             try:
                 return function(*arguments)
             finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+                self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start
 
         return timed
 
@@ -84,6 +88,7 @@ class InstantExecutor:
         self._write = stopwatch.wrap("write", self._write_step)
         self._read = stopwatch.wrap("read", self._read_answer)
         self._is_new = True
+        self._clock = stopwatch.clock
         self._others = np.ones(evict_mib << 17)
         """Array of 8-byte elements. Reading it evicts all other data from the processor's caches."""
         self.device_seconds = 0.0
@@ -102,13 +107,13 @@ class InstantExecutor:
             return [AgentReady()]
         if not self._queue:
             return []
-        start = time.perf_counter()
+        start = self._clock()
         step, index = self._queue.pop(0)
         self.last_kind = step.kind
         self._run(self._slots[index])
         self._others.sum()
         answer = frame(messages.encode(messages.StepDone(seq=step.seq, slot=index)))
-        self.device_seconds += time.perf_counter() - start
+        self.device_seconds += self._clock() - start
         event: ExecutorEvent = self._read(answer)
         return [event]
 
@@ -129,6 +134,11 @@ class InstantExecutor:
     def request_status(self) -> None: ...
 
     def profile(self, folder: str | None) -> None: ...
+
+    def release(self) -> None: ...
+
+    def host_pools(self) -> Sequence[Any]:
+        return ()
 
     def load_adapter(self, slot: int, memory: object) -> None: ...
 
@@ -180,6 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.against is not None:
         return compare_trees("performance/bench_engine_host.py", arguments, "sequences", "us_per_step")
+    if options.replicas is not None:
+        return _measure_replicas(options)
     figures = [measure(count, options.steps, options.repeats, options.evict) for count in options.sequences]
     fixed, slope = linear_fit(figures)
     print(_table(figures))
@@ -228,11 +240,8 @@ def _run_recorded(sequences: int, steps: int, evict_mib: int, folder: Path) -> d
     return {**named, "other": total_us - sum(named.values()), "total": total_us}
 
 
-def _engine(
-    sequences: int, steps: int, stopwatch: Stopwatch, evict_mib: int, folder: Path
-) -> tuple[EngineCore, InstantExecutor, FlightRecorder]:
-    """Returns an engine with ``sequences`` requests that do not end during the measurement."""
-    max_tokens = steps + 2 * WARM_UP_STEPS
+def limits_for(sequences: int, max_tokens: int) -> tuple[SchedulerLimits, SlotLimits]:
+    """Returns the limits of a scheduler whose sequences run together to their end, and of its step slots."""
     max_model_len = PROMPT_TOKENS + max_tokens + BLOCK_SIZE
     blocks = -(-max_model_len // BLOCK_SIZE)
     limits = SchedulerLimits(
@@ -245,14 +254,21 @@ def _engine(
         prefill_batch_size=sequences,
         decode_batch_size=sequences,
     )
-    executor = InstantExecutor(
-        SlotLimits(limits.max_num_batched_tokens, sequences, blocks, limits.max_model_len), stopwatch, evict_mib
-    )
+    return limits, SlotLimits(limits.max_num_batched_tokens, sequences, blocks, limits.max_model_len)
+
+
+def _engine(
+    sequences: int, steps: int, stopwatch: Stopwatch, evict_mib: int, folder: Path
+) -> tuple[EngineCore, InstantExecutor, FlightRecorder]:
+    """Returns an engine with ``sequences`` requests that do not end during the measurement."""
+    max_tokens = steps + 2 * WARM_UP_STEPS
+    limits, slots = limits_for(sequences, max_tokens)
+    executor = InstantExecutor(slots, stopwatch, evict_mib)
     tokenizer = load_tokenizer(load_config("llama_tiny_cpu.yaml"))
     scheduler = Scheduler(limits)
     scheduler.schedule = stopwatch.wrap("schedule", scheduler.schedule)  # type: ignore[method-assign]
     scheduler.update = stopwatch.wrap("update", scheduler.update)  # type: ignore[method-assign]
-    recorder = record(scheduler, folder, RECORDING_BYTES, on_error=_fail)
+    recorder = record(scheduler, folder, RECORDING_BYTES, on_error=fail)
     core = EngineCore(
         as_scheduler(recorder),
         [(as_scheduler(recorder), executor)],
@@ -264,13 +280,33 @@ def _engine(
     )
     core._texts.outputs = stopwatch.wrap("text", core._texts.outputs)  # type: ignore[method-assign]
     for index in range(sequences):
-        prompt = [FIRST_TOKEN_ID + (index + place) % 1000 for place in range(PROMPT_TOKENS)]
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        core.submit(Add(Request(f"cmpl-{index}", prompt, params, 0.0)))
+        core.submit(Add(request_of(index, max_tokens)))
     return core, executor, recorder
 
 
-def _fail(message: str) -> None:
+def request_of(index: int, max_tokens: int) -> Request:
+    """Returns a request that ends after ``max_tokens`` tokens."""
+    prompt = [FIRST_TOKEN_ID + (index + place) % 1000 for place in range(PROMPT_TOKENS)]
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Request(f"cmpl-{index}", prompt, sampling, 0.0)
+
+
+def _measure_replicas(options: argparse.Namespace) -> int:
+    """Prints a row for each number of replicas and of sequences. Returns the exit code."""
+    from performance.bench.engine_replicas import measure_replicas, replicas_table
+
+    rows = [
+        measure_replicas(replicas, sequences, options.steps, options.repeats, options.step_ms / 1000)
+        for sequences in options.sequences
+        for replicas in options.replicas
+    ]
+    print(replicas_table(rows))
+    write_json(options.json, {"rows": [row.as_json() for row in rows]})
+    return 0
+
+
+def fail(message: str) -> None:
+    """Raises RuntimeError: a recorder has failed."""
     raise RuntimeError(message)
 
 
@@ -312,6 +348,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=200, help="measured decode steps (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="engines per row (default %(default)s)")
+    parser.add_argument(
+        "--replicas", type=parse_counts, metavar="N,N", help="measure engines with these numbers of replicas instead"
+    )
+    parser.add_argument("--step-ms", type=float, default=25.0, help="time of a replica's step (default %(default)s)")
     parser.add_argument("--evict", type=int, default=0, metavar="MIB", help="memory read in each step (default 0)")
     add_against_options(parser)
     return parser

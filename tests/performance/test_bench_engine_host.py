@@ -31,3 +31,15 @@ def test_the_program_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     content = json.loads(path.read_text())
     assert [row["sequences"] for row in content["rows"]] == [1, 2]
     assert set(content["rows"][0]) == {"sequences", "us_per_step", "us_per_sequence", "parts_us"}
+
+
+def test_replicas_behind_a_router_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "replicas.json"
+    options = ["--replicas", "2,3", "--sequences", "2", "--steps", "5", "--repeats", "1", "--step-ms", "10"]
+    assert main([*options, "--json", str(path)]) == 0
+    assert "replicas of a thread" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["replicas"] for row in rows] == [2, 3]
+    for row in rows:
+        assert row["us_per_step"] > 0
+        assert row["drives"] == pytest.approx(10_000 / row["us_per_step"])

@@ -262,3 +262,28 @@ def test_requests_that_wait_at_a_replica_count_for_the_admission_limit() -> None
     # found no free blocks.
     assert len(waiting) <= 4
     simulation.finish()
+
+
+def test_a_step_without_waiting_requests_looks_at_one_replica_only() -> None:
+    """Otherwise the cost of each step would grow with the number of replicas."""
+    simulation = routed(6)
+    simulation.add(*(ask(f"r{number}", max_tokens=20) for number in range(6)))
+    for _ in range(8):
+        simulation.schedule()
+        simulation.answer()
+    looked_at: list[int] = []
+    for replica in simulation.router.replicas:
+        scheduler = replica.scheduler
+
+        class Watched:
+            def __init__(self, index: int, inner: object) -> None:
+                self.index, self.inner = index, inner
+
+            def __getattr__(self, name: str) -> object:
+                if name not in ("schedule", "take_ended"):
+                    looked_at.append(self.index)
+                return getattr(self.inner, name)
+
+        replica.scheduler = Watched(replica.index, scheduler)  # type: ignore[assignment]
+    simulation.router.schedule(simulation.router.replicas[3], simulation.now)
+    assert looked_at == []

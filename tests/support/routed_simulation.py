@@ -215,6 +215,13 @@ class RoutedSimulation(SimulatedClients):
         """Checks that every request is in exactly one place, and that every scheduler's invariants hold."""
         super().check()
         assert all(scheduler.num_waiting >= 0 for scheduler in self.inner)
+        for scheduler in self.inner:
+            capacity = scheduler.capacity()
+            rows = capacity.num_startable - capacity.num_waiting - capacity.num_late
+            assert scheduler.num_spare_rows == rows, "the cheap figure is the same as that of the capacity"
+        with_new = [one for one in self.router.replicas if any(not entry.has_run for entry in one.entries.values())]
+        waiting = {replica.index for replica in with_new if self.inner[replica.index].num_waiting}
+        assert waiting <= self.router._placer._with_new, "a replica with a new request that waits is looked at"
         assert len(self.requests) - len(self.ended) == len(self.router._entries)
 
     def check_quiet(self) -> None:
