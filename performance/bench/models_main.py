@@ -33,6 +33,8 @@ from performance.program import LoadTestError, exits_with_errors, write_json
 START_TIMEOUT_S = 600.0
 MAIN, NAME = "llama_tiny", "measured"
 MIB = 1024 * 1024
+_PARTS = {"Pss_Anon": "anonymous memory", "Pss_File": "files", "Pss_Shmem": "shared memory"}
+"""Parts of the proportional set size in ``/proc/PID/smaps_rollup``, and their names in the output."""
 
 
 @exits_with_errors
@@ -82,9 +84,11 @@ def _print(figures: dict[str, Any]) -> None:
     print(f"load after an unload       {load:6.2f} s (median of {len(figures['load_s'])})")
     print(f"wake after a sleep         {wake:6.2f} s (median of {len(figures['wake_s'])})")
     print(f"wake / first load          {wake / first:6.2f}")
-    taken = figures["memory_serving"] - figures["memory_before"]
-    returned = figures["memory_serving"] - figures["memory_asleep"]
-    print(f"memory of the model        {taken / MIB:6.0f} MiB; sleep returns {100 * returned / taken:.1f} %")
+    before, serving, asleep = (figures[f"memory_{name}"] for name in ("before", "serving", "asleep"))
+    taken, left = sum(serving.values()) - sum(before.values()), sum(asleep.values()) - sum(before.values())
+    print(f"memory of the model        {taken / MIB:6.0f} MiB; sleep returns {100 * (1 - left / taken):.1f} %")
+    for part in sorted(asleep):
+        print(f"  left in {part:30} {(asleep[part] - before.get(part, 0)) / MIB:6.1f} MiB")
 
 
 def _command(server: Endpoint, command: str) -> float:
@@ -111,7 +115,18 @@ def _post(server: Endpoint, path: str, body: dict[str, Any]) -> None:
         connection.close()
 
 
-def _memory() -> int:
-    """Returns the proportional set size of the server and its agents, in bytes. Shared pages count once."""
-    processes = psutil.Process().children(recursive=True)
-    return sum(process.memory_full_info().pss for process in processes)
+def _memory() -> dict[str, int]:
+    """Returns the proportional set size of the server and of all agents, in bytes: anonymous memory, files, shared
+    memory.
+
+    Shared pages count once. Pages of libraries that programs of other users map, too, count in part.
+    """
+    found: dict[str, int] = {}
+    for process in psutil.Process().children(recursive=True):
+        who = "agents" if "agent" in process.cmdline() else "the server"
+        for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
+            name, _, size = line.partition(":")
+            if name in _PARTS:
+                part = f"{who}: {_PARTS[name]}"
+                found[part] = found.get(part, 0) + 1024 * int(size.split()[0])
+    return found
