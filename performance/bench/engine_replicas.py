@@ -1,8 +1,8 @@
 """Measures how many replicas one engine thread can drive. The thread's processor time counts, not the time of a clock.
 
 Each replica has a scheduler with a flight recorder and an executor without agents, behind the real router. A loop
-iteration completes one step of one replica, which is the most expensive case: in a busy server, an iteration often has
-results of several replicas.
+iteration completes one step of one replica. This is the most expensive case, because an iteration of a busy server
+often has results of several replicas.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import pytest
@@ -10,9 +11,12 @@ from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 from llm_serving.kvstore.disk import DiskTier
 from llm_serving.kvstore.store import MIN_PATIENCE_S, BlockStore
+from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.tier_moves import BlockKey, WantedBlocks
+from support.fake_device import FakeDevice
+from support.fakes import make_limits
 from support.small_configs import small_config
-from support.tiered_simulation import NAMESPACE, ManualMover, disk_tier
+from support.tiered_simulation import NAMESPACE, DevicePool, ManualMover, disk_tier
 
 CONTENT_BYTES = 1000
 
@@ -195,3 +199,22 @@ def test_settings_that_exclude_each_other_are_refused(tmp_path, overrides, error
 
 def test_tiers_are_off_by_default():
     assert load_config("llama_tiny_cpu.yaml").kv_tier_config.host_blocks == 0
+
+
+def test_an_exchange_without_work_makes_few_calls():
+    """The engine thread exchanges twice for each step, so tiers without hits must cost next to nothing."""
+    limits = make_limits(num_blocks=100, prefix_cache=True, has_tiers=True)
+    scheduler, store = Scheduler(limits), BlockStore(0, 100, None, lambda: None)
+    store.open(DevicePool(FakeDevice(limits)))
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        store.exchange(scheduler, 1.0)
+    finally:
+        sys.setprofile(None)
+    assert calls <= 24

@@ -58,7 +58,7 @@ def test_the_latency_of_a_link_delays_each_step() -> None:
     far = simulated(ClusterModel(2, 2, latency_s=0.050), count=1)
     steps = sum(near.steps.values())
     assert steps == sum(far.steps.values()) == 16
-    # while a step is on its way, the next one follows it, so only the first one waits for the link in both directions
+    # several steps are on the link at a time, so only the first one waits for the link in both directions
     assert ends(far)[0] - ends(near)[0] > 0.099
 
 
@@ -81,7 +81,7 @@ def test_a_lost_node_costs_no_request() -> None:
 
 
 def test_blocks_come_back_from_the_tier_in_host_memory() -> None:
-    """Three prompts take turns in a cache that has room for one, so each is evicted before it comes again."""
+    """Several prompts come again and again, and each is evicted before it comes again."""
     tight = {"num_blocks": 14, "block_size": 4, "max_num_seqs": 1, "prefix_cache": True}
     common = {"count": 24, "every_s": 0.3, "prompts": 6}
     without = simulated(ClusterModel(1, 2), **common, **tight)
