@@ -16,155 +16,31 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from llm_serving.config import load_config
 from llm_serving.engine.core import Add, EngineCore
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
-from llm_serving.executor.base import AgentReady, ExecutorEvent
-from llm_serving.executor.step_slots import StepSlots
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import record
-from llm_serving.ipc import messages
-from llm_serving.ipc.channel import FrameBuffer, frame
-from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotLimits, StepSlot
-from llm_serving.request import Request
-from llm_serving.sampling_params import SamplingParams
-from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.output import StepKind
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from performance.bench.against import add_against_options, compare_trees
+from performance.bench.engine_parts import WARM_UP_STEPS, InstantExecutor, Stopwatch, fail, limits_for, request_of
+from performance.bench.engine_replicas import measure_replicas, replicas_table
 from performance.program import exits_with_errors, new_parser, parse_counts, write_json
 from performance.terminal import format_table
 
-PROMPT_TOKENS = 64
-BLOCK_SIZE = 16
-WARM_UP_STEPS = 20
-FIRST_TOKEN_ID = 300
-"""The smallest sampled id. Larger ids are plain text in the embedded model's vocabulary."""
 PARTS = ("schedule", "write", "read", "update", "text", "recorder", "other")
 RECORDING_BYTES = 64 << 20
-
-
-class Stopwatch:
-    """Measures calls of wrapped functions, and adds up their seconds by name. The calls must not be nested."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self.seconds: dict[str, float] = {}
-
-    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            start = self.clock()
-            try:
-                return function(*arguments)
-            finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start
-
-        return timed
-
-
-class InstantExecutor:
-    """An executor without agents. It writes, encodes, decodes and reads steps as usual, but in private memory.
-
-    ``poll`` completes the oldest step in flight. ``device_seconds`` is the time of the simulated device.
-    """
-
-    def __init__(self, limits: SlotLimits, stopwatch: Stopwatch, evict_mib: int) -> None:
-        layout = SlotLayout.of(limits)
-        self._slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
-        self._queue: list[tuple[ScheduledStep, int]] = []
-        self._step_slots = StepSlots(limits, BLOCK_SIZE, range(1), self._slots)
-        self._frames = FrameBuffer()
-        self._write = stopwatch.wrap("write", self._write_step)
-        self._read = stopwatch.wrap("read", self._read_answer)
-        self._is_new = True
-        self._clock = stopwatch.clock
-        self._others = np.ones(evict_mib << 17)
-        """Array of 8-byte elements. Reading it evicts all other data from the processor's caches."""
-        self.device_seconds = 0.0
-        self.last_kind: StepKind | None = None
-
-    @property
-    def num_free_slots(self) -> int:
-        return len(self._step_slots.free_slots)
-
-    def submit(self, step: ScheduledStep) -> None:
-        self._queue.append((step, self._write(step)))
-
-    def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
-        if self._is_new:
-            self._is_new = False
-            return [AgentReady()]
-        if not self._queue:
-            return []
-        start = self._clock()
-        step, index = self._queue.pop(0)
-        self.last_kind = step.kind
-        self._run(self._slots[index])
-        self._others.sum()
-        answer = frame(messages.encode(messages.StepDone(seq=step.seq, slot=index)))
-        self.device_seconds += self._clock() - start
-        event: ExecutorEvent = self._read(answer)
-        return [event]
-
-    def wake(self) -> None: ...
-
-    def fileno(self) -> int:
-        raise AssertionError("a single executor is polled without a descriptor")
-
-    def next_due(self) -> float | None:
-        return None
-
-    def abort(self, seq: int) -> None: ...
-
-    def distrust(self, check: str, reason: str, step: int | None = None) -> None: ...
-
-    def publish_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> None: ...
-
-    def request_status(self) -> None: ...
-
-    def profile(self, folder: str | None) -> None: ...
-
-    def release(self) -> None: ...
-
-    def host_pools(self) -> Sequence[Any]:
-        return ()
-
-    def load_adapter(self, slot: int, memory: object) -> None: ...
-
-    def drop_adapter(self, slot: int) -> None: ...
-
-    def agents(self) -> list[dict[str, object]]:
-        return []
-
-    def _write_step(self, step: ScheduledStep) -> int:
-        message = self._step_slots.write(step)
-        frame(messages.encode(message))
-        return message.slot
-
-    def _read_answer(self, data: bytes) -> ExecutorEvent:
-        [payload] = self._frames.feed(data)
-        message = messages.decode_agent_message(payload)
-        assert isinstance(message, messages.StepDone)
-        result = self._step_slots.take(0, message)
-        assert result is not None
-        return result
-
-    @staticmethod
-    def _run(slot: StepSlot) -> None:
-        count = slot.num_seqs
-        tokens = FIRST_TOKEN_ID + (slot.context_lens[:count] * 31 + slot.rows[:count] * 7) % 1500
-        slot.sampled_ids[:count] = np.where(slot.do_sample[:count], tokens, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,23 +116,6 @@ def _run_recorded(sequences: int, steps: int, evict_mib: int, folder: Path) -> d
     return {**named, "other": total_us - sum(named.values()), "total": total_us}
 
 
-def limits_for(sequences: int, max_tokens: int) -> tuple[SchedulerLimits, SlotLimits]:
-    """Returns the limits of a scheduler whose sequences run together to their end, and of its step slots."""
-    max_model_len = PROMPT_TOKENS + max_tokens + BLOCK_SIZE
-    blocks = -(-max_model_len // BLOCK_SIZE)
-    limits = SchedulerLimits(
-        num_blocks=2 * sequences * blocks + 64,
-        block_size=BLOCK_SIZE,
-        max_model_len=max_model_len,
-        max_prompt_len=PROMPT_TOKENS,
-        max_num_seqs=sequences,
-        max_num_batched_tokens=max(sequences, sequences * PROMPT_TOKENS),
-        prefill_batch_size=sequences,
-        decode_batch_size=sequences,
-    )
-    return limits, SlotLimits(limits.max_num_batched_tokens, sequences, blocks, limits.max_model_len)
-
-
 def _engine(
     sequences: int, steps: int, stopwatch: Stopwatch, evict_mib: int, folder: Path
 ) -> tuple[EngineCore, InstantExecutor, FlightRecorder]:
@@ -284,17 +143,8 @@ def _engine(
     return core, executor, recorder
 
 
-def request_of(index: int, max_tokens: int) -> Request:
-    """Returns a request that ends after ``max_tokens`` tokens."""
-    prompt = [FIRST_TOKEN_ID + (index + place) % 1000 for place in range(PROMPT_TOKENS)]
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return Request(f"cmpl-{index}", prompt, sampling, 0.0)
-
-
 def _measure_replicas(options: argparse.Namespace) -> int:
     """Prints a row for each number of replicas and of sequences. Returns the exit code."""
-    from performance.bench.engine_replicas import measure_replicas, replicas_table
-
     rows = [
         measure_replicas(replicas, sequences, options.steps, options.repeats, options.step_ms / 1000)
         for sequences in options.sequences
@@ -303,11 +153,6 @@ def _measure_replicas(options: argparse.Namespace) -> int:
     print(replicas_table(rows))
     write_json(options.json, {"rows": [row.as_json() for row in rows]})
     return 0
-
-
-def fail(message: str) -> None:
-    """Raises RuntimeError: a recorder has failed."""
-    raise RuntimeError(message)
 
 
 def linear_fit(figures: Sequence[Figures]) -> tuple[float, float]:

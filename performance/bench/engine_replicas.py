@@ -31,7 +31,7 @@ from llm_serving.scheduler.output import StepKind
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
-from performance.bench.engine_host import WARM_UP_STEPS, InstantExecutor, Stopwatch, fail, limits_for, request_of
+from performance.bench.engine_parts import WARM_UP_STEPS, InstantExecutor, Stopwatch, fail, limits_for, request_of
 from performance.terminal import format_table
 
 RECORDING_BYTES = 4 << 20
