@@ -165,7 +165,7 @@ def test_a_pool_of_agents_goes_down_to_none_while_the_server_stays(tmp_path):
     assert host["resources"]["limits"]["huawei.com/Ascend910"] == 2
     service = by_kind(found, "Service", "chat-agents")
     assert service["spec"]["clusterIP"] == "None"
-    assert '--set=parallel_config.nodes=["dns:chat-agents:7450"]' in container["args"]
+    assert "--set=parallel_config.nodes=[dns:chat-agents:7450]" in container["args"]
     assert "--set=parallel_config.idle_s=120" in container["args"]
     assert "--listen=0.0.0.0:7450" in host["command"]
     scaled = by_kind(found, "ScaledObject", "chat-agents")["spec"]

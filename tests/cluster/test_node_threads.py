@@ -12,8 +12,9 @@ import pytest
 
 from llm_serving.cluster import nodes, remote_group
 from llm_serving.cluster.dialling import Address
-from llm_serving.cluster.messages import BEAT_S
+from llm_serving.cluster.messages import BEAT_S, Welcome
 from llm_serving.cluster.nodes import Node, NodeState
+from llm_serving.cluster.program import own_program
 from llm_serving.cluster.remote_group import RemoteStarter
 from llm_serving.errors import AgentStartError, ProtocolError
 from support.small_configs import small_config
@@ -132,6 +133,7 @@ def test_a_node_whose_agents_cannot_be_started_is_given_back(held, pool, tmp_pat
 
     monkeypatch.setattr(remote_group, "RemoteGroup", refuse)
     node, channel, _ = held
+    node.welcome = Welcome(own_program(), "here", 1, memory_bytes=1 << 40, memory_from="a test", cores=1)
     starter = RemoteStarter(small_config(tmp_path, []), 0, pool, dict, lambda *progress: None)
     with pytest.raises(AgentStartError, match="node one: the agents could not be started there: a frame is too long"):
         starter()
