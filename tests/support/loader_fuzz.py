@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent.models.names import weight_specs
 from agent.weights import WeightSpec, load_weights, open_weights
 from llm_serving.engine.gguf_tokenizer import read_gguf_tokenizer
 from llm_serving.engine.tokenizer_backends import make_tokenizer
@@ -96,6 +97,16 @@ def _gguf_config(family: str) -> Format:
     return Format(write_file, ("model.gguf",), lambda folder: ModelShape.from_path(folder / "model.gguf"))
 
 
+def _gguf_model(family: str) -> Format:
+    """Returns a file of which also the weights are read, because some of its tensors have another form."""
+
+    def use(folder: Path) -> None:
+        shape = ModelShape.from_path(folder / "model.gguf")
+        _load(folder / "model.gguf", [spec for spec in weight_specs(shape) if not spec.packed_only])
+
+    return Format(_gguf_config(family).write, ("model.gguf",), use)
+
+
 def _config(**changes: object) -> Format:
     def open_config(folder: Path) -> None:
         ModelShape.from_hf_folder(folder)
@@ -140,6 +151,8 @@ FORMATS: dict[str, Format] = {
     "gguf f16": _gguf(gguf_files.F16),
     "gguf config llama": _gguf_config("llama"),
     "gguf config qwen3moe": _gguf_config("qwen3moe"),
+    "gguf model deepseek2": _gguf_model("deepseek2"),
+    "gguf model qwen35": _gguf_model("qwen35"),
     "gguf tokenizer bpe": _gguf_tokenizer(
         write_byte_level_folder, lambda source, path: write_byte_level_gguf(source, path, "gpt-2")
     ),
