@@ -5,10 +5,12 @@ A simulated machine is a folder of files, an environment, and the outputs of com
 
 import json
 import platform
+import runpy
 import shutil
 import socket
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -428,6 +430,36 @@ def test_kernels_on_arm_are_untried_on_a_processor(tmp_path, monkeypatch, archit
     found = list(software.check_kernels(machine(tmp_path, commands=Commands(**{PYTHON: answer}))))
     assert [finding.level for finding in found] == wanted
     assert all("emulator" in finding.text for finding in found[1:])
+
+
+X86_FLAGS = "fma f16c avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_vnni amx_bf16 amx_tile amx_int8"
+
+
+def test_every_compiled_instruction_set_is_known_by_its_flags():
+    with mock.patch("setuptools.setup"):
+        compiled = runpy.run_path(str(REPOSITORY / "setup.py"))["INSTRUCTION_SETS"]
+    assert {name for name, _ in software._ISA_FLAGS} == set(compiled)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "words"),
+    [
+        (["avx512_bf16"], "built without it"),
+        (["avx512_amx", "avx512_bf16"], "does not let this process use it"),
+    ],
+)
+def test_a_processor_whose_tiles_are_not_used_is_reported(tmp_path, monkeypatch, compiled, words):
+    """``avx512_amx`` is the best set of the processor, but the library offers only ``avx512_bf16``."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    library = tmp_path / "libllm_kernels.so"
+    library.touch()
+    answer = CommandResult(
+        0, json.dumps(["avx512_bf16", 4, str(library), compiled]), "this processor offers: avx512_bf16"
+    )
+    host = machine(tmp_path, {"/proc/cpuinfo": f"flags\t\t: {X86_FLAGS}\n"}, commands=Commands(**{PYTHON: answer}))
+    (unused,) = [finding for finding in software.check_kernels(host) if finding.level is WARNING]
+    assert "avx512_amx" in unused.text
+    assert words in unused.text
 
 
 def test_the_pinned_versions_are_the_projects_dependencies():

@@ -38,17 +38,21 @@ start_runtime(config)
 print(select_op_table(config).traits.op_table)
 """
 
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = {*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_BF16 = {*_AVX512, "avx512_vnni", "avx512_bf16"}
 _ISA_FLAGS = (
-    ("avx512_bf16", {"avx512_bf16", "avx512_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
-    ("avx512_vnni", {"avx512_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
-    ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
-    ("avx2_vnni", {"avx_vnni", "avx2", "fma", "f16c"}),
-    ("avx2", {"avx2", "fma", "f16c"}),
+    ("avx512_amx", {*_BF16, "amx_tile", "amx_int8", "amx_bf16"}),
+    ("avx512_bf16", _BF16),
+    ("avx512_vnni", {*_AVX512, "avx512_vnni"}),
+    ("avx512", _AVX512),
+    ("avx2_vnni", {*_AVX2, "avx_vnni"}),
+    ("avx2", _AVX2),
     ("neon_bf16", {"asimddp", "i8mm", "bf16"}),
     ("neon_i8mm", {"asimddp", "i8mm"}),
     ("neon_dot", {"asimddp"}),
 )
-"""Instruction sets of the kernels, best first, with the required flags of /proc/cpuinfo (dispatch.cc)."""
+"""Instruction sets of the kernels, best first, with the required flags of /proc/cpuinfo (``processor.h``)."""
 
 
 def check_python() -> Iterator[Finding]:
@@ -129,13 +133,21 @@ def check_kernels(host: Host) -> Iterator[Finding]:
         yield warning("kernels", text, "python -m pytest tests/kernels checks them on this processor")
     best = _best_of_processor(host)
     if best is not None and offered and best not in offered:
-        text = f"the processor has {best}, but the library was built without it"
-        yield warning("kernels", text, "make clean setup with a newer g++")
+        yield _unused_set(best, is_compiled=best in compiled)
     if host.environment.get("LLM_KERNELS_ISA"):
         yield warning("kernels", f"LLM_KERNELS_ISA={isa} is set", "unset it to get the fastest kernels")
     newer = _newer_sources(Path(library))
     if newer:
         yield warning("kernels", f"the library is older than {newer}", "make setup builds it again")
+
+
+def _unused_set(name: str, *, is_compiled: bool) -> Finding:
+    """Returns a warning about an instruction set of this processor that the library does not offer."""
+    if is_compiled:
+        text = f"the processor has {name}, but the system does not let this process use it"
+        return warning("kernels", text, "allow arch_prctl (a seccomp profile of the container may refuse it)")
+    text = f"the processor has {name}, but the library was built without it"
+    return warning("kernels", text, "make clean setup with a newer g++")
 
 
 def _offered(host: Host) -> list[str]:
