@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,43 @@ def test_the_archive_has_the_facts_and_no_secrets(tmp_path: Path, capsys: pytest
     assert events[4] == LINES[4]
     assert "max_tokens=17" in files["logs/agent_0.log"]
     assert json.loads(files["contents.json"])["files"] == [name for name in files if name != "contents.json"]
+
+
+def test_the_archive_has_the_pages_of_a_running_server_and_attached_outputs(tmp_path: Path) -> None:
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            pages = {"/server_info": json.dumps({"device": "Ascend", "api_key": SECRETS[2]}), "/metrics": "steps 17\n"}
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(pages[self.path].encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (tmp_path / "step.txt").write_text(f"FAIL decode\npassword={SECRETS[0]}\n")
+    host = Host(tmp_path, {}, lambda *_: CommandResult(None, failure="not found"))
+    given = ["bundle", "--logs", str(tmp_path), "--attach", str(tmp_path / "step.txt")]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            given += ["--set", f"serving_config.server_port={server.server_port}"]
+            assert main([*given, "--out", str(tmp_path / "running.tar.gz")], host) == 0
+        finally:
+            server.shutdown()
+    assert main([*given, "--out", str(tmp_path / "stopped.tar.gz")], host) == 0
+    running, stopped = files_of(tmp_path / "running.tar.gz"), files_of(tmp_path / "stopped.tar.gz")
+    assert json.loads(running["server/server_info.txt"]) == {"device": "Ascend", "api_key": REMOVED}
+    assert running["server/metrics.txt"] == "steps 17\n"
+    assert not [name for name in stopped if name.startswith("server/")]
+    assert running["attached/1_step.txt"].startswith("FAIL decode\n")
+    assert SECRETS[0] not in running["attached/1_step.txt"]
+
+
+def test_a_file_that_cannot_be_attached_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.tar.gz"
+    assert main(["bundle", "--out", str(out), "--attach", str(tmp_path / "absent.txt")], Host(tmp_path)) == 2
+    assert "absent.txt: No such file" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import ipaddress
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 from llm_serving.version import __version__
@@ -35,21 +37,32 @@ _SYSTEM_FILES = (
 )  # fmt: skip
 _LOGS = ("*.log", "*.log.*")
 _ASCEND_LOGS = "ascend/log"
+_SERVER_PAGES = ("server_info", "metrics")
+"""Pages of a running server that are kept. Neither has text of requests."""
 
 
-def write_bundle(out: Path, host: Host, config_name: str, overrides: Sequence[str], logs: Path | None) -> list[str]:
+def write_bundle(
+    out: Path,
+    host: Host,
+    config_name: str,
+    overrides: Sequence[str],
+    logs: Path | None,
+    attached: Sequence[Path] = (),
+) -> list[str]:
     """Write the archive ``out`` (tar.gz), readable by this user only. Returns the names of its files.
 
-    ``logs`` is the folder of the server's logs; None means the folder in the config. Raises FileExistsError if ``out``
-    exists, and OSError if it cannot be written.
+    ``logs`` is the folder of the server's logs; None means the folder in the config. ``attached`` are further text
+    files, such as outputs of commands. Raises FileExistsError if ``out`` exists, and OSError if it cannot be written or
+    an attached file cannot be read.
     """
+    texts = _attached(attached)
     findings = examine(host, config_name, overrides)
     descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     names: list[str] = []
     try:
         with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             total = 0
-            for name, content in _files(host, config_name, overrides, logs, findings):
+            for name, content in chain(texts, _files(host, config_name, overrides, logs, findings)):
                 data = content.replace(str(Path.home()), "~").encode(errors="replace")
                 total += len(data)
                 if total > MAX_TOTAL_BYTES or len(names) == MAX_FILES:
@@ -81,11 +94,47 @@ def _files(
         text = host.read(path)
         if text is not None:
             yield f"system/{Path(path).name}", redact_text(text)
+    yield from _server_pages(host, config_name, overrides)
     folder = logs or _log_folder(config_name, overrides)
     if folder is not None:
         yield from _logs(folder, "logs")
     home = host.environment.get("ASCEND_PROCESS_LOG_PATH") or str(Path.home() / _ASCEND_LOGS)
     yield from _logs(host.path(home), "ascend")
+
+
+def _attached(files: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return name and text of each attached file. Files of the same name get numbers."""
+    return [(f"attached/{number}_{file.name}", redact_log(_end_of(file))) for number, file in enumerate(files, 1)]
+
+
+def _server_pages(host: Host, name: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield pages of the server of this config, if it runs on this machine."""
+    from llm_serving.config import load_config
+    from llm_serving.errors import LLMServingError
+
+    try:
+        serving = load_config(name, overrides).serving_config
+    except LLMServingError:
+        return
+    address = "localhost" if _is_any_address(serving.server_ip) else serving.server_ip
+    place = f"[{address}]" if ":" in address else address
+    scheme = "http" if serving.tls_cert is None else "https"
+    for page in _SERVER_PAGES if serving.server_port else ():
+        answer = host.read_url(f"{scheme}://{place}:{serving.server_port}/{page}")
+        if answer is not None:
+            yield f"server/{page}.txt", _without_secrets(answer)
+
+
+def _is_any_address(text: str) -> bool:
+    """Return True for 0.0.0.0 and ::, on which a server listens and to which nothing can connect."""
+    return text != "localhost" and ipaddress.ip_address(text).is_unspecified
+
+
+def _without_secrets(text: str) -> str:
+    try:
+        return _json(redact_value(json.loads(text)))
+    except ValueError:
+        return redact_text(text)
 
 
 def _config(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

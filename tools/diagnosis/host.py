@@ -9,11 +9,14 @@ import os
 import resource
 import shutil
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 COMMAND_TIMEOUT_S = 30.0
+URL_TIMEOUT_S = 5.0
 _MAX_TEXT_BYTES = 1024 * 1024
 
 
@@ -63,6 +66,19 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], stdin: s
     return CommandResult(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
 
 
+def read_url(url: str) -> str | None:
+    """Returns the text at a URL of a server, or a line with the reason for the refusal. None if no server answers."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=URL_TIMEOUT_S) as reply:
+            text: str = reply.read(_MAX_TEXT_BYTES).decode(errors="replace")
+            return text
+    except urllib.error.HTTPError as error:
+        return f"refused: {error.code} {error.reason}\n"
+    except (OSError, ValueError):
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """The machine that the checks examine. The defaults are the real machine; tests simulate another one."""
@@ -70,6 +86,7 @@ class Host:
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     runner: CommandRunner = run_command
+    read_url: Callable[[str], str | None] = read_url
     free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
     usable_cores: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
     open_files_limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0]

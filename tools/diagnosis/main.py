@@ -93,7 +93,7 @@ def _bundle(options: argparse.Namespace, host: Host) -> int:
     # here, because this module imports the server's package, which may be missing
     from tools.diagnosis.bundle import write_bundle
 
-    names = write_bundle(options.out, host, options.config, options.overrides, options.logs)
+    names = write_bundle(options.out, host, options.config, options.overrides, options.logs, options.attached)
     print(f"{options.out}: {len(names)} files, {options.out.stat().st_size / 1024:.0f} KiB. Secrets, prompts and")
     print("outputs are removed where they are recognised. Look through the archive before you send it:")
     print("\n".join(f"  {name}" for name in names))
@@ -143,6 +143,15 @@ def _bundle_parser() -> argparse.ArgumentParser:
     _add_config_options(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="archive to write (tar.gz)")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="folder of the logs (default: that of the config)")
+    parser.add_argument(
+        "--attach",
+        type=Path,
+        action="append",
+        default=[],
+        dest="attached",
+        metavar="FILE",
+        help="pack this text file too, such as the output of a command; can be repeated",
+    )
     return parser
 
 
