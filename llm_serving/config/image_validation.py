@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llm_serving.config.config import Config
 from llm_serving.config.source import RawConfig
+from llm_serving.config.validation import refuse_native
 
 
 def check_vision(raw: RawConfig, config: Config) -> None:
@@ -13,8 +14,7 @@ def check_vision(raw: RawConfig, config: Config) -> None:
         return
     architecture = config.shape.architecture
     if config.op_table != "fused":
-        problem = f"the native operators have no vision encoder of {architecture}; use op_table fused (CPU)"
-        raise raw.error("model_config.op_table", config.op_table, problem)
+        refuse_native(raw, config, "vision encoder")
     if config.model_config.model_type == "mindformers":
         problem = f"the classes of MindFormers have no {architecture}; use model_type dyn"
         raise raw.error("model_config.model_type", config.model_config.model_type, problem)

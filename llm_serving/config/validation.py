@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
 from llm_serving.config.config import Config
@@ -247,29 +247,26 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
         return
     routing = None if shape.experts is None else shape.experts.routing
     if routing is not None and not routing.sigmoid and routing.groups > 1:
-        problem = (
-            f"the native operators have no router of {shape.architecture} with {routing.groups} groups of experts and "
-            "a float32 softmax; use op_table fused (CPU)"
-        )
-        raise raw.error("model_config.op_table", config.op_table, problem)
+        refuse_native(raw, config, f"router with {routing.groups} groups of experts and a float32 softmax")
     if shape.sinks:
-        problem = (
-            f"the native operators have no attention sinks and no clamped SwiGLU for {shape.architecture}; use "
-            "op_table fused (CPU)"
-        )
-        raise raw.error("model_config.op_table", config.op_table, problem)
+        refuse_native(raw, config, "attention sinks and no clamped SwiGLU")
     if shape.delta is not None:
-        problem = (
-            f"the native operators have no Gated DeltaNet and no states of sequences for {shape.architecture}; use "
-            "op_table fused (CPU)"
-        )
-        raise raw.error("model_config.op_table", config.op_table, problem)
+        refuse_native(raw, config, "Gated DeltaNet and no states of sequences")
     if shape.gemma is not None:
-        problem = (
-            f"the native operators have no GeGLU and no norms after attention and MLP for {shape.architecture}; use "
-            "op_table fused (CPU)"
-        )
-        raise raw.error("model_config.op_table", config.op_table, problem)
+        refuse_native(raw, config, "GeGLU and no norms after attention and MLP")
+
+
+def refuse_native(raw: RawConfig, config: Config, missing: str) -> NoReturn:
+    """Refuse a model with a part for which there is no native operator. ``missing`` names this part.
+
+    An Ascend has the native operators only, so the remedy is another device there.
+    """
+    architecture = config.shape.architecture
+    if config.device == "Ascend":
+        problem = f"the Ascend has no {missing} for {architecture}; use CPU, with op_table auto"
+        raise raw.error("model_config.device_target", config.model_config.device_target, problem)
+    problem = f"the native operators have no {missing} for {architecture}; use op_table fused (CPU)"
+    raise raw.error("model_config.op_table", config.op_table, problem)
 
 
 def check_parallel(raw: RawConfig, config: Config) -> None:

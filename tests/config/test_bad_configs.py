@@ -52,6 +52,19 @@ def test_fused_operators_on_an_ascend(tmp_path: Path) -> None:
         load_config("llama_tiny_cpu.yaml", overrides[:1], ascend=True)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "the native operators have no" in case.message])
+def test_an_ascend_refuses_what_the_native_operators_lack_and_names_the_cpu(case: Case, tmp_path: Path) -> None:
+    """The CPU's remedy is another op table. An Ascend has only one, so the remedy is the CPU."""
+    folder = write_model_folder(tmp_path / "model", **case.folder)  # type: ignore[arg-type]
+    file = tmp_path / "broken.yaml"
+    file.write_text(case.text.replace("<model>", str(folder)), encoding="utf-8")
+    missing = case.message.split("have no ")[1].split(";")[0]
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(file), ascend=True)
+    problem = f"model_config.device_target = 'Ascend': the Ascend has no {missing}; use CPU, with op_table auto"
+    assert problem in str(caught.value)
+
+
 TLS = ("tls_cert=c", "tls_key=k")
 
 

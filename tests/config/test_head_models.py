@@ -18,7 +18,14 @@ from support.model_folders import write_model_folder
 PLENTY = Machine(1000 * GIB, "test machine", num_cores=2)
 
 
-def load(tmp_path: Path, method: str, *overrides: str, head: dict[str, Any] | None = None, **model: Any) -> Config:
+def load(
+    tmp_path: Path,
+    method: str,
+    *overrides: str,
+    head: dict[str, Any] | None = None,
+    ascend: bool = False,
+    **model: Any,
+) -> Config:
     """Loads the config of a small model with a head. ``head`` and ``model`` change their ``config.json``."""
     variant = mtp_variant() if method == "mtp" else eagle_variant()
     folder = write_model_folder(tmp_path / "model", **{**variant.config_json(), **model})
@@ -30,7 +37,7 @@ def load(tmp_path: Path, method: str, *overrides: str, head: dict[str, Any] | No
         if (head or {}).get("weights", True):
             (own / "model.safetensors").touch()
         given.append(f"speculative_config.model={own}")
-    return load_config("llama_tiny_cpu.yaml", given, ascend=False)
+    return load_config("llama_tiny_cpu.yaml", given, ascend=ascend)
 
 
 def test_an_eagle_head_takes_three_hidden_states(tmp_path: Path) -> None:
@@ -86,6 +93,13 @@ def test_the_plan_counts_a_head(tmp_path: Path) -> None:
             {},
             "not with native operators and model_config.kv_format: int8",
         ),
+        (
+            "eagle",
+            ["model_config.model_dtype=bfloat16"],
+            {"ascend": True},
+            "speculative_config.method = 'eagle': not with an Ascend, as it has not been run there; set auto or off",
+        ),
+        ("mtp", ["model_config.model_dtype=bfloat16"], {"ascend": True}, "not with an Ascend"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -119,8 +119,8 @@ CASES = [
     Case(
         "groups of experts by softmax with the native operators",
         in_model("model_dtype: float16, op_table: native"),
-        f"{FILE}: model_config.op_table = 'native': the native operators have no router of DeepseekV2ForCausalLM with "
-        "4 groups of experts and a float32 softmax; use op_table fused (CPU)",
+        f"{FILE}: model_config.op_table = 'native': the native operators have no router with 4 groups of experts "
+        "and a float32 softmax for DeepseekV2ForCausalLM; use op_table fused (CPU)",
         folder=LATENT | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy"},
     ),
     Case(
