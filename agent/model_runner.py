@@ -26,6 +26,7 @@ from agent.model_loading import LoadedModel, load_model, load_without_network, w
 from agent.pooling.pooler import Pooler
 from agent.pooling.weights import read_pooling_weights
 from agent.profiling import Profiling
+from agent.run_ahead.last_tokens import GroupTokens, LastTokens, OwnTokens
 from agent.run_ahead.steps import StepsAhead
 from agent.sampler import Sampler, find_candidates
 from agent.scores import DeviceScores, StepLogits, score_bits
@@ -185,11 +186,16 @@ class ModelRunner:
             self._images = ImageRows.load(self._config, self._model, self.tiles)
         elif self._model.ops.rotary_rows is not None:
             self._rotary = RotaryRows(self._config, self._model.ops.rotary_rows)
-        elif self._model.ops.traits.runs_ahead and self._part.is_alone:
+        elif self._model.ops.traits.runs_ahead and self._part.may_run_ahead:
             reader = StepReader(self._config, self._config.max_num_seqs)
             self._readers.append(reader)
-            self.ahead = StepsAhead(self, reader, self._sampler)
+            self.ahead = StepsAhead(self, reader, self._made_last_tokens())
         self._seconds["load"] = time.perf_counter() - start
+
+    def _made_last_tokens(self) -> LastTokens:
+        if self._last_tokens is None:
+            return OwnTokens(self._sampler)
+        return GroupTokens(self._sampler, self._last_tokens, self._part)
 
     def _load_stored(self) -> LoadedModel | None:
         """Loads the weights from the cache without MindSpore, for a graph whose launches an earlier start has stored.
@@ -430,9 +436,15 @@ class ModelRunner:
 
         MindSpore does not run a failed graph again, so the graphs are compiled again. This does not help if MindSpore
         has captured the launches of the failed graph, because MindSpore would replay these launches. The returned
-        GroupBrokenError then means that the agent must end.
+        GroupBrokenError then means that the agent must end. An agent of a group always ends, because the other agents
+        wait for its part of the step.
         """
         text = f"the graph failed: {_first_line(error)}"
+        if self._exchange is not None:
+            if self._exchange.is_down:
+                return GroupDownError("another agent of this group ended or did not arrive in time")
+            self._exchange.give_up()
+            return GroupBrokenError(text)
         if isinstance(error, OperatorRefusedError):
             return AgentError(text)
         if self._config.captured_batch_sizes:
@@ -449,8 +461,7 @@ class ModelRunner:
         The other agents wait for this agent's activations. Therefore a failure in the graph ends this agent and its
         group.
         """
-        exchange, last_tokens, graph = self._exchange, self._last_tokens, self._graph
-        assert exchange is not None
+        last_tokens, graph = self._last_tokens, self._graph
         assert last_tokens is not None
         assert graph is not None, "compile() must come before any step"
         try:
@@ -470,10 +481,7 @@ class ModelRunner:
             if slot.checked_row and inputs.token_ids.size == inputs.query_lens.size:
                 self._check_row(slot, scores)
         except RuntimeError as error:
-            if exchange.is_down:
-                raise GroupDownError("another agent of this group ended or did not arrive in time") from error
-            exchange.give_up()
-            raise GroupBrokenError(f"the graph failed: {_first_line(error)}") from error
+            raise self.after_failure(error) from error
         return cost
 
     def _compute_in_group(self, inputs: StepInputs, slot: StepSlot | None) -> StepLogits | DeviceScores | None:
@@ -493,11 +501,13 @@ class ModelRunner:
         """Checks a decode step: computes one of its sequences again, alone, and compares the logits.
 
         The second computation writes the sequence's keys and values to the same places of the KV cache. All agents of a
-        group do this for the same steps. Raises RowCheckError unless the logits have the same bits.
+        group do this for the same steps, and the agent that samples compares. Raises RowCheckError unless the logits
+        have the same bits.
         """
         index = slot.checked_row - 1
         whole = not self._part.is_split
-        first = None if scores is None else score_bits(scores, index, whole=whole)
+        compares = self._part.returns_results and slot.sampled_ids[index] != NOT_FINITE
+        first = score_bits(scores, index, whole=whole) if compares and scores is not None else None
         inputs = self._reader.keep_only(index)
         if self._exchange is not None:
             again = self._compute_in_group(inputs, None)
@@ -505,8 +515,7 @@ class ModelRunner:
             assert self._graph is not None
             entry = inputs.token_ids if self._images is None else self._images.embedded(inputs)
             again = self._graph.run(inputs, entry)
-        is_comparable = not self._part.returns_results or slot.sampled_ids[index] != NOT_FINITE
-        if first is not None and again is not None and is_comparable:
+        if first is not None and again is not None:
             second = score_bits(again, 0, whole=whole)
             if first != second:
                 raise RowCheckError(

@@ -215,11 +215,8 @@ class OpTable(ABC):
 
     @property
     def inserts_ids(self) -> bool:
-        """Whether graphs can read sampled token ids that are still on the device, as inputs of the next step.
-
-        True only for an agent that has the whole model.
-        """
-        return self.part is None or self.part.is_alone
+        """Whether graphs can read sampled token ids that are still on the device, as inputs of the next step."""
+        return self.part is None or self.part.may_run_ahead
 
     def vocab_rows(self, vocab_size: int) -> int:
         """Returns the number of rows of this agent's embedding and output weight."""

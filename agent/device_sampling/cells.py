@@ -1,8 +1,8 @@
 """The Cells that sample on a device, made of MindSpore's primitives.
 
 If agents share the vocabulary, each agent has the logits [seqs, columns] of its own tokens, and finds its own best
-tokens. The Cells then gather the results of all agents along the first axis. The last agent's logits may have padding
-columns for which there is no token. The Cells drop these columns.
+tokens. The agents then gather their results. The last agent's logits may have padding columns for which there is no
+token. The Cells drop these columns.
 """
 
 from __future__ import annotations
@@ -31,24 +31,53 @@ def num_candidates(vocab_size: int, part: ModelPart | None) -> int:
 
 
 class BestTokens(nn.Cell):
-    """Finds each agent's best token for each sequence: logits [seqs, columns] -> token ids (int32), their logits.
+    """Finds the best token of each sequence: logits [seqs, columns] -> token ids (int32), their logits, both [seqs].
 
-    Both results are [agents * seqs]. Token ids are counted from the agent's first token. If several logits are equal,
-    the smallest id is returned, because ArgMaxWithValue returns the first of equal elements.
+    If several logits are equal, the smallest id is returned, because ArgMaxWithValue returns the first of equal
+    elements. If agents share the vocabulary, every agent gets the best tokens of the whole vocabulary.
     """
 
     def __init__(self, vocab_size: int, part: ModelPart | None) -> None:
         super().__init__()
         self.own = _OwnColumns(vocab_size, part)
         self.pick, self.cast = ops.ArgMaxWithValue(axis=-1), ops.Cast()
-        self.gather = _gather(part)
+        self.choose = _BestOfAgents(part) if part is not None and part.is_split else None
 
     def construct(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         index, value = self.pick(self.own(logits))
         index = self.cast(index, ms.int32)
-        if self.gather is not None:
-            return self.gather(index), self.gather(value)
-        return index, value
+        best: tuple[Tensor, Tensor] = (index, value) if self.choose is None else self.choose(index, value)
+        return best
+
+
+class _BestOfAgents(nn.Cell):
+    """Chooses among the best tokens of all agents: token ids (int32), their logits -> the same, all [seqs].
+
+    The ids of the input are counted from the agent's first token. If logits of several agents are equal, the token of
+    the first of these agents is chosen, which has the smallest id.
+    """
+
+    def __init__(self, part: ModelPart) -> None:
+        super().__init__()
+        size = part.parallel.tensor_parallel
+        self.size, self.gather = size, all_gather(size)
+        numbers = np.arange(size, dtype=np.int32)
+        self.numbers, self.first_ids = Tensor(numbers), Tensor(numbers * np.int32(part.vocab_stride))
+        self.pick, self.equal, self.sum = ops.ArgMaxWithValue(axis=-1), ops.Equal(), ops.ReduceSum()
+        self.add, self.multiply, self.cast = ops.Add(), ops.Mul(), ops.Cast()
+        self.shape, self.swap = ops.Reshape(), ops.Transpose()
+
+    def construct(self, index: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        ids = self.add(self.gathered(index), self.first_ids)
+        agent, best = self.pick(self.gathered(value))
+        chosen = self.equal(self.shape(self.cast(agent, ms.int32), (-1, 1)), self.numbers)
+        # One term of each sum is an id, and the others are 0. So float32 is exact, because ids are below 2^24.
+        terms = self.multiply(self.cast(ids, ms.float32), self.cast(chosen, ms.float32))
+        return self.cast(self.sum(terms, -1), ms.int32), best
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Returns the arrays of all agents, [seqs, agents]. ``own`` is [seqs]."""
+        return self.swap(self.shape(self.gather(own), (self.size, -1)), (1, 0))
 
 
 def candidates_cell(vocab_size: int, columns: int, dtype: Any, part: ModelPart | None) -> nn.Cell:

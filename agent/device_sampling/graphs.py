@@ -23,6 +23,8 @@ from agent.weights.storage import Array, to_float32
 STEP_FETCHED = slice(1, 3)
 """The results of a step that the host may fetch: best tokens and their logits."""
 _CANDIDATES_FETCHED = slice(0, 4)
+_NOTHING = slice(0, 0)
+"""Agents that do not sample fetch no results. Their launches only show when the device has computed."""
 
 
 class SamplingGraphs:
@@ -33,6 +35,7 @@ class SamplingGraphs:
         self.num_parts = 1 if part is None or not part.is_split else part.parallel.tensor_parallel
         self.part_size = vocab_size if part is None else part.vocab_stride
         self._part, self._hooks = part, hooks
+        self._samples = part is None or part.returns_results
         self._candidates: CompiledGraph | None = None
         self._rows: CompiledGraph | None = None
 
@@ -49,11 +52,16 @@ class SamplingGraphs:
             self._candidates.compile((given, as_tensor(np.ones((seqs, 1), np.float32))))
             self._rows.compile((given, as_tensor(np.zeros(1, np.int32))))
 
+    @property
+    def step_fetched(self) -> slice:
+        """The results of a step that this agent fetches: best tokens and their logits, if it samples."""
+        return STEP_FETCHED if self._samples else _NOTHING
+
     def scores(self, step: Launch, num_rows: int, num_ids: int) -> DeviceScores:
         """Returns an object through which the sampler fetches the scores of a step.
 
         The results of the launch ``step`` must be logits, best tokens and the logits of the best tokens. Each has
-        ``num_ids`` rows for each agent: ``num_rows`` rows of sequences, then rows of padding.
+        ``num_ids`` rows: ``num_rows`` rows of sequences, then rows of padding.
         """
         return _Scores(self, step, num_rows, num_ids)
 
@@ -67,7 +75,7 @@ class SamplingGraphs:
                 results: tuple[Tensor, ...] = self._candidates.run((logits, as_tensor(temperatures)))
             return results
 
-        return self._hooks.launch(run, _CANDIDATES_FETCHED)
+        return self._hooks.launch(run, _CANDIDATES_FETCHED if self._samples else _NOTHING)
 
     def run_rows(self, launch: Launch, result: int, indices: Int32Array) -> Launch:
         """Gathers rows of logits with the graph of ``rows_cell``.
@@ -92,16 +100,8 @@ class _Scores(DeviceScores):
         self._found: Launch | None = None
 
     def best(self) -> tuple[Int32Array, Float32Array]:
-        ids, values = (each.reshape(self._graphs.num_parts, -1) for each in self._fetch(self._step))
-        wide = in_float32(values)[:, : self._num_rows]
-        if len(ids) == 1:
-            return ids[0, : self._num_rows], wide[0]
-        # argmax returns the first of equal values, which belongs to the agent with the smaller token ids. It returns a
-        # NaN if there is one, so that the sampler notices logits that are not finite.
-        best = wide.argmax(0)
-        columns = np.arange(self._num_rows)
-        tokens: Int32Array = (ids[best, columns] + best * self._graphs.part_size).astype(np.int32)
-        return tokens, np.ascontiguousarray(wide[best, columns])
+        ids, values = self._fetch(self._step)
+        return ids[: self._num_rows], in_float32(values[: self._num_rows])
 
     def find_candidates(self, temperatures: Float32Array) -> None:
         if self._found is None:

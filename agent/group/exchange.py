@@ -95,7 +95,8 @@ class Exchange:
         """Publishes the tokens that the current step sampled for the batch rows ``rows``.
 
         The agent that samples calls this once in each step. It overwrites the previous token of a batch row. No agent
-        needs that token any more: the current step reads it in its first stage, before its last stage samples.
+        needs that token any more. An agent reads it before its part of the current step, and this step can be sampled
+        only when all agents have computed their parts.
         """
         self._tokens[rows] = token_ids
         self._steps_sampled += 1

@@ -42,9 +42,24 @@ class SharedLastTokens:
 
         Does not wait for other agents.
         """
-        needed = rows_of_last_tokens(token_ids, rows, query_lens)
+        self.check_rows(rows_of_last_tokens(token_ids, rows, query_lens))
+
+    def check_rows(self, needed: Int32Array) -> None:
+        """Raises ProtocolError if no token was sampled for one of the batch rows ``needed``."""
         if needed.size and int(self._sampled_in[needed].min()) < 0:
             raise no_last_token(int(needed[self._sampled_in[needed] < 0][0]))
+
+    def of_rows(self, needed: Int32Array) -> Int32Array:
+        """Returns the last token of each batch row in ``needed``. Call ``check_rows`` first.
+
+        Waits until the tokens are sampled. Raises GroupDownError if the group failed.
+        """
+        tokens = self._table.last_token
+        if not self._part.returns_results:
+            tokens = self._exchange.tokens_after(int(self._sampled_in[needed].max()))
+        # Where sampling failed, the table has a negative number, and the other agents have 0.
+        last: Int32Array = np.maximum(tokens[needed], 0)
+        return last
 
     def resolve(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
         """Replaces each LAST_TOKEN in ``token_ids`` [tokens] by the last token of its batch row. Call ``check`` first.
@@ -54,20 +69,29 @@ class SharedLastTokens:
         needed = rows_of_last_tokens(token_ids, rows, query_lens)
         if not needed.size:
             return
-        tokens = self._table.last_token
-        if not self._part.returns_results:
-            tokens = self._exchange.tokens_after(int(self._sampled_in[needed].max()))
-        token_ids[token_ids == LAST_TOKEN] = tokens[needed]
+        token_ids[token_ids == LAST_TOKEN] = self.of_rows(needed)
 
     def step_done(self, slot: StepSlot) -> None:
-        """Records that a step has run. In the agent that samples, also publishes the step's tokens.
+        """Records that a step has run. In the agent that samples, also publishes the step's tokens."""
+        self.publish(slot)
+        self.record(slot)
+
+    def record(self, slot: StepSlot) -> None:
+        """Records that the next step of the group samples the batch rows of ``slot``."""
+        self._sampled_in[_sampled_rows(slot)] = self._steps
+        self._steps += 1
+
+    def publish(self, slot: StepSlot) -> None:
+        """Publishes the tokens of the oldest step that has none yet. Does nothing in agents that do not sample.
 
         If sampling failed, the published token is 0. A later step may compute with it, but no client sees the result.
         """
-        seqs = slot.num_seqs
-        rows = slot.rows[:seqs][slot.do_sample[:seqs] != 0]
         if self._part.returns_results:
-            tokens = self._table.last_token[rows]
-            self._exchange.post_tokens(rows, np.maximum(tokens, 0))
-        self._sampled_in[rows] = self._steps
-        self._steps += 1
+            rows = _sampled_rows(slot)
+            self._exchange.post_tokens(rows, np.maximum(self._table.last_token[rows], 0))
+
+
+def _sampled_rows(slot: StepSlot) -> Int32Array:
+    seqs = slot.num_seqs
+    rows: Int32Array = slot.rows[:seqs][slot.do_sample[:seqs] != 0]
+    return rows

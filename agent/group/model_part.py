@@ -52,6 +52,15 @@ class ModelPart:
         return self.parallel.group_size == 1
 
     @property
+    def may_run_ahead(self) -> bool:
+        """True if a step of this agent may be launched before the host has the tokens of the step before.
+
+        False for the stages of a pipeline, because their activations pass through the memory of the host. False for
+        agents that pool, because they sample no tokens.
+        """
+        return self.parallel.pipeline_parallel == 1 and not self.pools
+
+    @property
     def member(self) -> int:
         """The number of this agent in its group."""
         return self.place.pp_index * self.parallel.tensor_parallel + self.place.tp_index

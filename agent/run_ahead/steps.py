@@ -7,6 +7,9 @@ are sampled:
 - The step needs a token that the host must still choose, because the sequence is not greedy or has penalties.
 - The step moves blocks, or brings the sampler the token histories of sequences with penalties.
 - The step would overwrite logits of an earlier step that the host may still fetch.
+
+The agents of a group launch the same graphs in the same order, because each agent decides from the inputs of the steps
+alone. Only one of them samples. The others get the tokens that the host chooses from ``LastTokens``.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from typing import Protocol
 import numpy as np
 
 from agent.run_ahead.inserted import InsertedIds
-from agent.sampler import Sampler, decided_by_best, find_candidates
+from agent.run_ahead.last_tokens import LastTokens
+from agent.sampler import decided_by_best, find_candidates
 from agent.scores import DeviceScores, StepLogits
 from agent.step_cost import StepCost
-from agent.step_inputs import Int32Array, StepInputs, StepReader, no_last_token, rows_of_last_tokens
+from agent.step_inputs import Int32Array, StepInputs, StepReader, rows_of_last_tokens
 from agent.weights.storage import Array
 from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
 
@@ -85,11 +89,11 @@ class _Launched:
 class StepsAhead:
     """The steps that were launched and that the host has not sampled, oldest first."""
 
-    def __init__(self, device: Device, reader: StepReader, sampler: Sampler) -> None:
+    def __init__(self, device: Device, reader: StepReader, tokens: LastTokens) -> None:
         """``reader`` must not replace LAST_TOKEN in the inputs. ``StepsAhead`` does this."""
-        self._device, self._reader, self._sampler = device, reader, sampler
+        self._device, self._reader, self._tokens = device, reader, tokens
         self._launched: deque[_Launched] = deque()
-        self._place_of_row = np.full(sampler.rows.last_token.size, _NOT_SAMPLED, np.int32)
+        self._place_of_row = np.full(tokens.num_rows, _NOT_SAMPLED, np.int32)
         """For each batch row: the index of its token among the best tokens of the newest step.
 
         _NOT_SAMPLED or _HOST_CHOOSES if it has no token there.
@@ -114,7 +118,7 @@ class StepsAhead:
         if moves.size or slot.history_len or overwrites:
             self.finish_all()
         inserted = self._resolve(inputs)
-        self._sampler.rows.start_rows(slot)
+        self._tokens.start_rows(slot)
         if moves.size:
             self._device.move_blocks(moves)
         try:
@@ -126,6 +130,7 @@ class StepsAhead:
             raise self._device.after_failure(error) from error
         launched = _Launched(slot, scores, done, (inputs, inserted), needs_logits, start)
         self._launched.append(launched)
+        self._tokens.record(slot)
         self._note_places(slot)
 
         def note_computed() -> None:
@@ -157,10 +162,10 @@ class StepsAhead:
         if not rows.size:
             return None
         places = self._places(inputs, rows)
-        on_host, table = places == _NOT_SAMPLED, self._sampler.rows.last_token
-        for row in rows[on_host][table[rows[on_host]] < 0].tolist():
-            raise no_last_token(row)
-        inputs.token_ids[unknown] = np.where(on_host, table[rows], 0)
+        on_host = places == _NOT_SAMPLED
+        last = np.zeros_like(rows)
+        last[on_host] = self._tokens.of_rows(rows[on_host])
+        inputs.token_ids[unknown] = last
         if on_host.all():
             return None
         place, mask = np.zeros_like(inputs.token_ids), np.zeros_like(inputs.token_ids)
@@ -193,7 +198,7 @@ class StepsAhead:
         step.is_computed.wait()
         sampling = time.perf_counter_ns()
         try:
-            self._sampler.sample(step.scores, step.slot)
+            self._tokens.sample(step.scores, step.slot)
             sampled = time.perf_counter_ns()
             computing = step.computed - max(step.start, self._last_computed)
             outcome = StepCost(computing // 1000, (sampled - sampling) // 1000, step.scores.fetched_bytes)

@@ -142,7 +142,7 @@ class DynamicStepGraph(StepGraph):
 
     def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> DeviceScores:
         assert self._sampling is not None, "only the last stage has scores"
-        step = self._hooks.launch(lambda: self._results(inputs, entry, inserted), STEP_FETCHED)
+        step = self._hooks.launch(lambda: self._results(inputs, entry, inserted), self._sampling.step_fetched)
         if self._has_taps:
             self._tapped = step.results()[STEP_FETCHED.stop :]
         return self._sampling.scores(step, inputs.query_lens.size, self._num_ids(inputs))

@@ -90,9 +90,10 @@ def plan(
 
 
 def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[str, Any]:
-    """Sends the steps to a worker, at most ``IN_FLIGHT`` at a time. Returns their results, and the order of events.
+    """Sends the steps to a worker, at most ``IN_FLIGHT`` at a time.
 
-    Step number ``spoil`` refers to a block that does not exist, so that it fails.
+    Returns the results of the steps, the order of events, and the exit code of the worker. A step without a result has
+    None. Step number ``spoil`` refers to a block that does not exist, so that it fails.
     """
     slots, results, events = [], {}, []
     for step in steps:
@@ -119,7 +120,10 @@ def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[st
         tokens = dict(zip(slot.rows[:seqs].tolist(), slot.sampled_ids[:seqs].tolist(), strict=True))
         error = getattr(message, "error", "")
         digest = hashlib.sha256(bits).hexdigest()
-        results[message.seq] = {"error": error.split(" its inputs")[0], "tokens": tokens, "digest": digest}
+        results[message.seq] = {
+            "error": error.split(" its inputs")[0], "tokens": tokens, "digest": digest,
+            "fetched": getattr(message, "fetched_bytes", 0),
+        }  # fmt: skip
         events.append(f"done {message.seq}")
         send_next()
 
@@ -137,10 +141,10 @@ def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[st
     worker = Worker(lambda report: runner, queue, SimpleNamespace(send=answered), {})  # type: ignore[arg-type]
     for _ in range(IN_FLIGHT):
         send_next()
-    assert worker._serve(SimpleNamespace(slots=slots), runner) == 0  # type: ignore[arg-type]
+    code = worker._serve(SimpleNamespace(slots=slots), runner)  # type: ignore[arg-type]
     if runner.ahead is not None:
         del runner._graph.run
-    return {"results": [results[number] for number in range(len(steps))], "events": events}
+    return {"results": [results.get(number) for number in range(len(steps))], "events": events, "code": code}
 
 
 def random_sampling(row: int) -> dict[str, float]:
@@ -169,6 +173,7 @@ Pair = tuple[StepDriver, StepDriver]
 def run_both(drivers: Pair, steps: list[Step], spoil: int = -1) -> dict[str, Any]:
     """Runs the steps with both drivers. Returns both results, and the events of the driver that runs ahead."""
     plain, ahead = (run_steps(driver, steps, spoil) for driver in drivers)
+    assert plain["code"] == ahead["code"] == 0, "the worker must end after Shutdown only"
     return {"plain": plain["results"], "ahead": ahead["results"], "events": ahead["events"]}
 
 

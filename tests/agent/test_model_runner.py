@@ -317,6 +317,7 @@ def test_sampling_on_the_device_gives_the_tokens_of_whole_logits(results: Run, s
     candidates = 64 * (4 + 8) + 2 * 4
     assert {step["fetched"] for step in filtered} <= {4 * (sequence + candidates) + rows * row for rows in range(3)}
     assert max(step["fetched"] for step in other) > 4 * (sequence + candidates), "some sequences need whole logits"
+    assert 128 * (sequence + candidates) <= 128 * 1024, "a step of 128 sequences, with any vocabulary"
 
 
 @pytest.mark.parametrize(("setup", "model"), of_models(ALL_SETUPS))

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent.group.model_part import ModelPart
+from performance.models.folders import write_model
+from performance.models.variants import VARIANTS
+from support.agent_group import Setup, run_group
 from support.forked_programs import run_forked
 from support.json_program import printed_json
+from support.small_configs import TINY_LLAMA
+from support.step_config import make_config
 
 PROGRAM = Path(__file__).with_name("run_ahead_program.py")
 FAILED = 8
@@ -40,7 +47,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def launched_ahead(events: list[str]) -> list[int]:
-    """Returns the steps that were launched before the previous step had its tokens."""
+    """Returns the steps that were launched before the previous step had its tokens.
+
+    In an agent of a group that does not sample, before the device had computed the previous step.
+    """
     number = sum(event.startswith("done") for event in events)
     order = {event: index for index, event in enumerate(events)}
     return [step for step in range(1, number) if order[f"launched {step}"] < order[f"done {step - 1}"]]
@@ -91,6 +101,57 @@ def test_a_failed_step_fails_alone(run: Run) -> None:
     for plain, ahead in zip(result["plain"], result["ahead"], strict=True):
         for row in plain["tokens"].keys() - spoiled:
             assert ahead["tokens"][row] == plain["tokens"][row]
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Returns the output of both agents of a group, with and without steps ahead."""
+    folder = tmp_path_factory.mktemp("group") / "model"
+    write_model(VARIANTS["llama3_rope"], folder)
+    setup = Setup(2, 1, "bfloat16", "native")
+    return run_group(setup, {"plain": folder, "ahead": folder}, "run_ahead_group_worker.py")
+
+
+def test_the_agents_of_a_group_launch_greedy_steps_ahead_and_change_no_bit(group: list[dict[str, Any]]) -> None:
+    """Both agents launch each step before its tokens are known. Only the first agent samples and fetches results."""
+    first, other = group
+    assert first["ahead"]["greedy"]["results"] == first["plain"]["greedy"]["results"]
+    for agent in group:
+        events, results = agent["ahead"]["greedy"]["events"], agent["ahead"]["greedy"]["results"]
+        assert not any(step["error"] for step in results)
+        assert launched_ahead(events) == list(range(1, len(results))), events
+    for kind in ("plain", "ahead"):
+        assert [step["fetched"] for step in first[kind]["greedy"]["results"]] == [
+            6 * len(step["tokens"]) for step in first[kind]["greedy"]["results"]
+        ]
+        assert not any(step["fetched"] for part in ("greedy", "mixed") for step in other[kind][part]["results"])
+    assert [1, 3] in first["ahead"]["copied"]
+    assert other["ahead"]["copied"] == [[0, 0]], "launches of the other agent copy nothing to the host"
+
+
+def test_the_agents_of_a_group_wait_for_tokens_that_the_host_chooses(group: list[dict[str, Any]]) -> None:
+    first, other = group
+    assert first["ahead"]["mixed"]["results"] == first["plain"]["mixed"]["results"]
+    assert not any(step["error"] for step in first["plain"]["mixed"]["results"])
+    ahead = [launched_ahead(agent["ahead"]["mixed"]["events"]) for agent in (first, other)]
+    assert 0 < len(ahead[0]) < len(first["plain"]["mixed"]["results"]) // 2
+
+
+def test_a_step_that_fails_ends_all_agents_of_a_group(group: list[dict[str, Any]]) -> None:
+    for kind in ("plain", "ahead"):
+        runs = [agent[kind]["failing"] for agent in group]
+        assert [run["code"] for run in runs] == [1, 1]
+        failed = [step["error"] for run in runs for step in run["results"] if step and step["error"]]
+        assert set(failed) == {"the graph failed: ReshapeAndCache refused"}
+
+
+def test_stages_of_a_pipeline_and_agents_that_pool_do_not_run_ahead() -> None:
+    """Activations of a stage pass through the memory of the host, and an agent that pools samples no tokens."""
+    alone = ModelPart.of(make_config(TINY_LLAMA, "bfloat16", "native"))
+    assert alone.may_run_ahead
+    assert not replace(alone, pools=True).may_run_ahead
+    for parallel, wanted in (((2, 1), True), ((1, 2), False), ((2, 2), False)):
+        assert ModelPart.of(Setup(*parallel, "bfloat16", "native").config(TINY_LLAMA)).may_run_ahead == wanted
 
 
 def test_steps_launched_ahead_have_the_adapters_of_their_sequences(run: Run) -> None:

@@ -58,9 +58,11 @@ PRIMITIVES = frozenset(
     }
 )
 """All allowed primitives. docs/ascend.md has a table of them."""
-SHARING_PRIMITIVES = frozenset({"AllGather", "AllReduce", "Equal", "Maximum", "Minimum", "Sub"})
-"""Primitives of a model that several agents share (docs/parallel.md): sums, gathers, and embeddings whose rows other
-agents have."""
+SHARING_PRIMITIVES = frozenset(
+    {"AllGather", "AllReduce", "Equal", "Maximum", "Minimum", "ReduceSum", "Sub", "Transpose"}
+)
+"""Primitives of a model that several agents share (docs/parallel.md): sums, gathers, embeddings whose rows other agents
+have, and the choice among the best tokens of all agents."""
 
 _INPUTS = {
     "token_ids": 1,
@@ -72,7 +74,7 @@ _INPUTS = {
     "q_seq_lens": 1,
 }
 _INSERTED_INPUTS = {"earlier_ids": 1, "places": 1, "inserted": 1}
-"""The inputs of ``agent.run_ahead.cells``, if one agent has the whole model."""
+"""The inputs of ``agent.run_ahead.cells``, except in stages of a pipeline."""
 _TH = 5
 """The number of ``input_layout`` TH in MindSpore 2.9."""
 _MASKED = -10000.0
@@ -141,7 +143,7 @@ class _Rules:
     def _check_inputs(self) -> Iterator[str]:
         gathers = self._integer_cache is not None and self._kind != "prefill"
         ranks = _INPUTS | (INTEGER_CACHE_INPUTS if gathers else {})
-        ranks |= _INSERTED_INPUTS if self._part.is_alone else {}
+        ranks |= _INSERTED_INPUTS if self._part.may_run_ahead else {}
         wanted = {name: TensorType("i32", (-1,) * rank) for name, rank in ranks.items()}
         wanted |= {} if self._adapters is None else self._adapters.inputs
         if self._graph.inputs != wanted:
@@ -174,14 +176,17 @@ class _Rules:
         norms = 1 + (2 * layers if self._shape.query_key_norm else 0)
         is_last, is_split = self._part.shard.is_last_stage, self._part.is_split
         biases = 0 if self._products.hold_biases else self._shape.attention_bias + self._shape.output_bias
-        adds = layers * biases + (not is_last) + self._part.is_alone + shared
+        shares_best = is_last and is_split  # the agents choose among their best tokens (``agent.device_sampling``)
+        adds = layers * biases + (not is_last) + self._part.may_run_ahead + shared + shares_best
         counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers - (not is_last), "Add": adds}
-        counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": 2 * (is_last and is_split)}
-        counts |= {"ArgMaxWithValue": int(is_last)}
+        counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": 2 * shares_best}
+        counts |= {"ArgMaxWithValue": is_last + shares_best}
         of_attention = 2 if self._latent is None else self._latent.num_products
         products = of_attention * layers + 2 * (layers - routers + shared)
         counts |= self._products.counts(products, with_output=is_last) | self._experts.counts()
         counts |= {} if self._latent is None else self._latent.counts()
+        for name, each in (("ReduceSum", 1), ("Transpose", 2)):
+            counts[name] = counts.get(name, 0) + each * shares_best
         others = self._experts.num_quantised_inputs
         counts |= {"MatMul": counts["MatMul"] + routers, "DynamicQuantExt": counts["DynamicQuantExt"] + others}
         for rules in (self._integer_cache, self._adapters):

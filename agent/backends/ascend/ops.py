@@ -37,9 +37,8 @@ class AscendOps(NativeOps):
         """Raises AgentStartError if the kernels do not support ``config``."""
         check_limits(config)
         positions = config.max_blocks_per_seq * config.pa_config.block_size
-        # Only an agent with the whole model launches steps ahead and needs ``AscendHooks``. An agent that has a part
-        # of the model copies results to the host only when they are fetched.
-        hooks = AscendHooks(mindspore) if part is None or part.is_alone else None
+        # Without ``AscendHooks``, results are copied to the host only when they are fetched.
+        hooks = AscendHooks(mindspore) if part is None or part.may_run_ahead else None
         dtype, int8_cache, adapters = (
             config.model_config.model_dtype,
             config.gathers_blocks,
