@@ -3,10 +3,12 @@
     python tools/check_ascend_graph.py llama_7b_kbk_pa_dyn.yaml ...
     python tools/check_ascend_graph.py --all
     python tools/check_ascend_graph.py --all --write       store the current graphs as golden
+    python tools/check_ascend_graph.py NAME.yaml --set lora_config.max_adapters=4
 
 A graph must pass MindSpore's inference of types and shapes and the rules of ``tools/ascend_graph/rules.py``. Its
-listing must be equal to the golden listing in ``tools/ascend_graph/golden``. The program prints a line per config and
-graph. The exit code is 1 if any graph fails.
+listing must be equal to the golden listing in ``tools/ascend_graph/golden``, unless ``--set`` changes the config.
+``--all`` includes the variants of ``tools/ascend_graph/variants.py``. The program prints a line per config and graph.
+The exit code is 1 if any graph fails.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tools.ascend_graph.fusions import predicted_fusions
 from tools.ascend_graph.listing import Wiring, list_graph
 from tools.ascend_graph.mind_ir import Graph
 from tools.ascend_graph.rules import check_graph
+from tools.ascend_graph.variants import VARIANTS
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 FOLDERS = ("llama", "deepseek")
@@ -46,27 +49,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.all:
         paths = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("*.yaml"))]
         names = [path.name for path in paths if "model_config" in read_yaml_mapping(path)]
+        names += VARIANTS
     set_up()
-    failures = sum(check_config(name, write=options.write) for name in names)
+    failures = sum(check_config(name, options.overrides, write=options.write) for name in names)
     print(f"{len(names)} configs, {failures} graphs failed")
     return 1 if failures else 0
 
 
-def check_config(name: str, *, write: bool = False) -> int:
-    """Prints a line per graph of a config and returns the number of failures."""
-    stem = Path(name).stem
+def check_config(name: str, overrides: Sequence[str] = (), *, write: bool = False) -> int:
+    """Prints a line per graph of a config or a variant, and returns the number of failures.
+
+    ``overrides`` are settings as after ``--set``. With overrides, the graphs are not compared with golden listings.
+    """
+    variant = VARIANTS.get(name)
+    stem = name if variant is not None else Path(name).stem
+    name, settings = variant or (name, ())
+    golden = None if overrides else stem
     if _is_mindformers(name):
         print(f"skip {stem}: model_type mindformers, whose graph belongs to that package (docs/mindformers.md)")
         return 0
     try:
-        config = ascend_config(name)
+        config = ascend_config(name, [*settings, *overrides])
     except LLMServingError as error:
         print(f"FAIL {stem}: {error}")
         return 1
     failures, start = 0, time.perf_counter()
     try:
         for kind, graph in compile_graphs(config):
-            problems = problems_of(stem, kind, graph, config, write=write)
+            problems = problems_of(golden, kind, graph, config, write=write)
             seconds, start = time.perf_counter() - start, time.perf_counter()
             size = (
                 f"{config.shape.num_layers} layers, {len(graph.nodes)} nodes{_fusion(graph, config)}, {seconds:.1f} s"
@@ -101,9 +111,11 @@ def _is_mindformers(name: str) -> bool:
     return isinstance(section, dict) and section.get("model_type") == "mindformers"
 
 
-def problems_of(stem: str, kind: str, graph: Graph, config: Config, *, write: bool) -> list[str]:
-    """Returns broken rules, and lines that differ from the golden listing."""
+def problems_of(stem: str | None, kind: str, graph: Graph, config: Config, *, write: bool) -> list[str]:
+    """Returns broken rules, and lines that differ from the golden listing ``stem``. None: there is no such listing."""
     problems = check_graph(kind, graph, config, forms_of(config))
+    if stem is None:
+        return problems
     lines, golden = list_graph(graph), GOLDEN / f"{stem}.{kind}.txt"
     if write and not problems:
         golden.parent.mkdir(exist_ok=True)
@@ -126,12 +138,22 @@ def _cut(lines: list[str]) -> list[str]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compiles and checks the Ascend graphs of configs without an NPU.")
-    parser.add_argument("config", nargs="*", help="name or path of a config")
-    parser.add_argument("--all", action="store_true", help="every config of configs/llama and configs/deepseek")
+    parser.add_argument("config", nargs="*", help="name or path of a config, or name of a variant")
+    parser.add_argument("--all", action="store_true", help="every config of configs/llama and deepseek, every variant")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="override a key, as for start_server.py; can be repeated",
+    )
     parser.add_argument("--write", action="store_true", help="write the golden listings of graphs without errors")
     options = parser.parse_args(arguments)
     if not options.config and not options.all:
         parser.error("name a config, or --all")
+    if options.overrides and (options.all or options.write):
+        parser.error("--set changes a named config, whose stored listings stay: leave out --all and --write")
     return options
 
 

@@ -341,6 +341,24 @@ class OtherBest(sampling_cells.BestTokens):
         return self.largest(logits), self.reduce(logits, -1)
 
 
+class OwnIds(sampling_cells._BestOfAgents):
+    """Plants a mistake: token ids are counted from the first token of the agent that found them."""
+
+    def construct(self, index: Any, value: Any) -> Any:
+        agent, best = self.pick(self.gathered(value))
+        chosen = self.equal(self.shape(self.cast(agent, ms.int32), (-1, 1)), self.numbers)
+        terms = self.multiply(self.cast(self.gathered(index), ms.float32), self.cast(chosen, ms.float32))
+        return self.cast(self.sum(terms, -1), ms.int32), best
+
+
+class OwnBest(sampling_cells.BestTokens):
+    """Plants a mistake: each agent takes its own best token."""
+
+    def __init__(self, vocab_size: int, part: Any) -> None:
+        super().__init__(vocab_size, part)
+        self.choose = None
+
+
 class SmallestCandidates(sampling_cells._Candidates):
     def construct(self, logits: Any, temperatures: Any) -> Any:
         values = self.cast(logits, ms.float32)
@@ -694,6 +712,8 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
         CONFIG,
         lambda: mock.patch.object(dynamic_cell, "BestTokens", OtherBest),
     ),
+    "best tokens of one agent": ("decode", PAIR, lambda: mock.patch.object(dynamic_cell, "BestTokens", OwnBest)),
+    "best tokens, ids of an agent's part": ("decode", PAIR, lambda: in_sampling("_BestOfAgents", OwnIds)),
     "candidates, too few": ("candidates", CONFIG, lambda: in_sampling("num_candidates", lambda *_: 32)),
     "candidates, smallest": ("candidates", CONFIG, lambda: in_sampling("_Candidates", SmallestCandidates)),
     "candidates, rounded logits": ("candidates", CONFIG, lambda: in_sampling("_Candidates", RoundedCandidates)),

@@ -14,6 +14,7 @@ import pytest
 from llm_serving.formats.strict_yaml import read_yaml_mapping
 from support.forked_programs import run_forked
 from support.sweeps import with_sweeps
+from tools.ascend_graph.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CAUGHT = {
@@ -39,6 +40,8 @@ CAUGHT = {
     "outputs": "the graph gives ['f16[-1,2048]']; it must give logits, best tokens and their logits",
     "best tokens of other type": "the graph gives ['f16[-1,2048]', 'i64[-1]', 'f16[-1]']",
     "best tokens by another primitive": "the primitive Argmax is not one whose kernels are known to be right",
+    "best tokens of one agent": "0 x AllGather for 2 layers; there should be 2",
+    "best tokens, ids of an agent's part": "1 x Add for 2 layers; there should be 2",
     "candidates, too few": "TopkExt has k, dim, largest, sorted [32, -1, True, True]; they must be [64, ",
     "candidates, smallest": "TopkExt has k, dim, largest, sorted [64, -1, False, True]",
     "candidates, rounded logits": "TopkExt does not read the logits in float32",
@@ -117,6 +120,7 @@ SWEPT_MISTAKES = (
     "static, type of sum offsets",
     "static, type of input scales",
     "best tokens of other type",
+    "best tokens, ids of an agent's part",
     "candidates, smallest",
     "candidates, parts not gathered",
     "kernels, trapezoidal mask",
@@ -177,17 +181,22 @@ def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize(
-    ("config", "layers"), [("llama_tiny_cpu", 5), pytest.param("llama_160m_cpu", 12, marks=pytest.mark.sweep)]
+    ("configs", "layers"),
+    [
+        (("llama_tiny_cpu", "llama_tiny_cpu+adapters", "llama_tiny_cpu+int8_cache"), 5),
+        pytest.param(("llama_160m_cpu", "llama_160m_tp2_cpu+adapters"), 12, marks=pytest.mark.sweep),
+    ],
 )
-def test_the_small_configs_pass(tmp_path: Path, config: str, layers: int) -> None:
-    process = run("tools/check_ascend_graph.py", f"{config}.yaml", folder=tmp_path)
+def test_the_small_configs_and_variants_pass(tmp_path: Path, configs: tuple[str, ...], layers: int) -> None:
+    names = [each if each in VARIANTS else f"{each}.yaml" for each in configs]
+    process = run("tools/check_ascend_graph.py", *names, folder=tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr[-2000:]
     lines = process.stdout.strip().splitlines()
     found = [re.sub(r", [0-9.]+ s$", "", line) for line in lines[:-1]]
     assert [line.rsplit(",", 1)[0] for line in found] == [
-        f"ok   {config} {kind}: {layers} layers" for kind in (*KINDS, "candidates", "rows")
+        f"ok   {config} {kind}: {layers} layers" for config in configs for kind in (*KINDS, "candidates", "rows")
     ]
-    assert lines[-1] == "1 configs, 0 graphs failed"
+    assert lines[-1] == f"{len(configs)} configs, 0 graphs failed"
 
 
 def test_a_mindformers_config_is_skipped_with_a_message(tmp_path: Path) -> None:
@@ -197,10 +206,8 @@ def test_a_mindformers_config_is_skipped_with_a_message(tmp_path: Path) -> None:
 
 
 def test_a_config_that_ascend_does_not_support_fails(tmp_path: Path) -> None:
-    text = (ROOT / "configs/llama/llama_tiny_cpu.yaml").read_text(encoding="utf-8")
-    assert "block_size: 16" in text
-    (tmp_path / "large_blocks.yaml").write_text(text.replace("block_size: 16", "block_size: 1024"), encoding="utf-8")
-    process = run("tools/check_ascend_graph.py", "large_blocks.yaml", folder=tmp_path)
+    given = ("llama_tiny_cpu.yaml", "--set", "pa_config.block_size=1024")
+    process = run("tools/check_ascend_graph.py", *given, folder=tmp_path)
     assert process.returncode == 1
     assert "block_size = 1024; for heads of 32 elements the Ascend's PagedAttention takes 16" in process.stdout
 
@@ -291,4 +298,5 @@ def test_every_config_has_its_golden_listings() -> None:
     for folder, kinds in (("llama", KINDS), ("deepseek", KINDS[1:])):
         configs = [p.stem for p in (ROOT / "configs" / folder).glob("*.yaml") if "model_config" in read_yaml_mapping(p)]
         wanted |= {f"{config}.{kind}.txt" for config in configs for kind in (*kinds, "candidates", "rows")}
+    wanted |= {f"{name}.{kind}.txt" for name in VARIANTS for kind in (*KINDS, "candidates", "rows")}
     assert {path.name for path in (ROOT / "tools/ascend_graph/golden").iterdir()} == wanted
