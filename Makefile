@@ -29,7 +29,7 @@ MINDFORMERS := $(VENV)/.mindformers-installed
 CLIENTS     := build/clients
 CHART       := build/chart
 
-.PHONY: serve setup test test-fast test-sweeps test-clients test-chart test-page test-aarch64 wheel test-wheel lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
+.PHONY: serve setup test test-fast test-sweeps test-clients test-chart test-page test-aarch64 test-aarch64-all wheel test-wheel lint bench docs docs-site audit sbom lock setup-mindformers test-mindformers clean help
 
 serve: $(SERVING) $(LIBRARY) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
@@ -57,8 +57,11 @@ test-page: setup  ## the web pages in a headless Chromium; needs Debian's packag
 	  { echo "install a browser first: apt-get install chromium chromium-driver" >&2; exit 1; }
 	@$(BIN)/python -m pytest -m page $(ARGS)
 
-test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler and tested in qemu; ARGS="--isa neon_dot"
+test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler; every 20th case in qemu; ARGS="--isa neon_dot"
 	@$(BIN)/python tools/check_aarch64.py $(ARGS)
+
+test-aarch64-all: setup  ## the same with all cases, which takes many hours
+	@$(BIN)/python tools/check_aarch64.py --every 1 $(ARGS)
 
 wheel: $(SERVING) $(WHEEL)  ## a wheel in dist/ with the kernels for every processor of this architecture; needs no compiler where it is installed
 	@rm -rf dist build/lib* build/bdist.*

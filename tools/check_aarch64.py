@@ -1,9 +1,11 @@
 """Builds the kernels for 64-bit Arm with a cross compiler, and runs their tests in qemu-user.
 
-    python tools/check_aarch64.py                                          # every instruction set
+    python tools/check_aarch64.py                                          # every instruction set, a part of the cases
+    python tools/check_aarch64.py --every 1                                # all cases
     python tools/check_aarch64.py --isa neon_dot tests/kernels/test_linear.py -k bias
 
-Further arguments go to pytest. The tool needs Linux on x86-64 with Debian 12 or a similar system, and its packages
+By default, the tool runs every 20th case of each test, because qemu is slow. Further arguments go to pytest. The tool
+needs Linux on x86-64 with Debian 12 or a similar system, and its packages
 g++-aarch64-linux-gnu and qemu-user-static. The tool copies the sources to build/aarch64, where setup.py builds them. In
 the same folder it installs an Arm Python from Debian (apt-get, without root) and Arm wheels from PyPI (pip). The first
 run takes about ten minutes. The exit code is 1 if a test fails. qemu shows whether results are right, but not how fast
@@ -137,13 +139,14 @@ exec {EMULATOR} -cpu max -L "{SYSTEM}" -0 "{PYTHON}" "{SYSTEM}/usr/bin/python3.1
     PYTHON.chmod(0o755)
 
 
-def run_tests(isa: str, arguments: Sequence[str]) -> bool:
-    """Runs the kernel tests on one instruction set and returns True if all pass."""
+def run_tests(isa: str, every: int, arguments: Sequence[str]) -> bool:
+    """Runs every ``every``-th case of the kernel tests on one instruction set. Returns True if all pass."""
     print(f"== {isa}", flush=True)
     folder = "tests/kernels"
     ignored = [f"--ignore={folder}/{name}" for name in (*NEED_MINDSPORE, *NATIVE_TESTS)]
     given = list(arguments) if any(each.startswith("tests/") for each in arguments) else [folder, *arguments]
-    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, f"--deselect={NESTED_RUNS}", *given]
+    options = ["-q", "-p", "no:cacheprovider", f"--every={every}", *ignored, f"--deselect={NESTED_RUNS}"]
+    command = [PYTHON, "-m", "pytest", *options, *given]
     # qemu is 20 to 50 times slower than a processor, so the tests need longer time limits.
     environment = {**os.environ, "LLM_KERNELS_ISA": isa, "LLM_TEST_TIME_FACTOR": "60"}
     return subprocess.run([str(part) for part in command], cwd=TREE, env=environment, check=False).returncode == 0
@@ -152,6 +155,9 @@ def run_tests(isa: str, arguments: Sequence[str]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the kernels for 64-bit Arm and test them in qemu-user.")
     parser.add_argument("--isa", choices=INSTRUCTION_SETS, help="test only this instruction set")
+    parser.add_argument(
+        "--every", type=int, default=20, metavar="N", help="run every N-th case of each test (%(default)s; 1: all)"
+    )
     options, arguments = parser.parse_known_args()
     missing = [name for name in (COMPILER, EMULATOR, "apt-get", "dpkg", "git") if shutil.which(name) is None]
     if missing:
@@ -164,7 +170,7 @@ def main() -> int:
     install_wheels()
     write_python()
     chosen = (options.isa,) if options.isa else INSTRUCTION_SETS
-    passed = [isa for isa in chosen if run_tests(isa, arguments)]
+    passed = [isa for isa in chosen if run_tests(isa, options.every, arguments)]
     print(f"passed in qemu: {', '.join(passed) or 'none'} of {', '.join(chosen)}")
     return int(len(passed) < len(chosen))
 
