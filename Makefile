@@ -60,7 +60,7 @@ test-page: setup  ## the web pages in a headless Chromium; needs Debian's packag
 test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler; every 20th case in qemu; ARGS="--isa neon_dot"
 	@$(BIN)/python tools/check_aarch64.py $(ARGS)
 
-test-aarch64-all: setup  ## the same with all cases, which takes many hours
+test-aarch64-all: setup  ## the same with all cases, eight times as many
 	@$(BIN)/python tools/check_aarch64.py --every 1 $(ARGS)
 
 wheel: $(SERVING) $(WHEEL)  ## a wheel in dist/ with the kernels for every processor of this architecture; needs no compiler where it is installed

@@ -23,5 +23,7 @@ VARIANTS = {
     "llama_160m_tp2_cpu+adapters": Variant("llama_160m_tp2_cpu.yaml", _ADAPTERS),
     "llama_7b_kbk_pa_dyn+adapters": Variant("llama_7b_kbk_pa_dyn.yaml", _ADAPTERS),
     "llama_7b_kbk_pa_dyn+int8_cache": Variant("llama_7b_kbk_pa_dyn.yaml", ("model_config.kv_format=int8",)),
+    "llama_70b_int8_tp8_kbk_pa_dyn+adapters": Variant("llama_70b_int8_tp8_kbk_pa_dyn.yaml", _ADAPTERS),
+    "qwen3_30b_a3b_int8_kbk_pa_dyn+adapters": Variant("qwen3_30b_a3b_int8_kbk_pa_dyn.yaml", _ADAPTERS),
 }
 """Variants by name. The name is the config's name, ``+`` and the feature."""
