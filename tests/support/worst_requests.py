@@ -93,8 +93,8 @@ def worst_image_requests() -> list[WorstRequest]:
     The files are as large, or have as many pixels, as the server accepts. All APIs receive one of them.
     """
     noise = Image.effect_noise((2600, 2600), 120)
-    flat, side = Image.new("RGBA", (4096, 4096), (9, 180, 70, 100)), 2048
-    webp = flat.resize((4096, side)).convert("RGB")
+    flat = Image.new("RGBA", (4096, 4096), (9, 180, 70, 100))
+    webp = flat.resize((2048, 2048)).convert("RGB")
     files = {
         "a PNG of noise": data_url(png_of(noise)),
         "a transparent PNG": data_url(png_of(flat)),
