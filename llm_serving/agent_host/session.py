@@ -19,6 +19,7 @@ from llm_serving.cluster.program import difference, own_program
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, ConfigError, ProtocolError
 from llm_serving.executor.agent_group import AgentGroup
+from llm_serving.executor.agent_process import AgentProgram
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import MAX_FRAME_BYTES
 from llm_serving.ipc.messages import AgentMessage, StepDone, StepFailed, Unhealthy
@@ -149,7 +150,8 @@ class Session:
         try:
             with contextlib.ExitStack() as owned:
                 listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.group_size)]
-                self._group = AgentGroup(config, 0, listeners, settings.log_folder, self._report, settings.agent_module)
+                program = AgentProgram(settings.agent_module)
+                self._group = AgentGroup(config, 0, listeners, settings.log_folder, self._report, program)
         except OSError as error:
             raise AgentStartError(f"the agents could not be started: {error}") from error
         for source, receive in self._group.sources():

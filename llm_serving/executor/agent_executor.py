@@ -24,6 +24,7 @@ from llm_serving.errors import AgentError, AgentLostError, AgentStartError, Node
 from llm_serving.executor.adapter_slots import AdapterSlots
 from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import ProgressReport
+from llm_serving.executor.agent_process import AgentProgram
 from llm_serving.executor.agent_states import AgentStates, Restarts
 from llm_serving.executor.base import AgentLeaving, AgentLost, AgentProfiled, AgentReady, ExecutorEvent
 from llm_serving.executor.group import Group, Received, StartGroup
@@ -52,14 +53,14 @@ class AgentExecutor:
         listeners: Sequence[socket.socket],
         log_folder: Path,
         report: ProgressReport | None = None,
-        agent_module: str = "agent",
+        program: AgentProgram | None = None,
         replica: int = 0,
         start_group: StartGroup | None = None,
     ) -> None:
         self._config = config
         self._ranks = group_ranks(replica, config.parallel_config)
         self._log_folder = log_folder
-        local = (config, replica, listeners, log_folder, report or (lambda *progress: None), agent_module)
+        local = (config, replica, listeners, log_folder, report or (lambda *progress: None), program or AgentProgram())
         self.tiles = _tile_memory(config)
         """The tiles of images, which restarted agents map again. None if the model reads no images."""
         tiles_name = "" if self.tiles is None else self.tiles.name

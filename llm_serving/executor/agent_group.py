@@ -12,7 +12,7 @@ from pathlib import Path
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError
 from llm_serving.executor.agent_link import AgentLink, GroupMemory, ProgressReport
-from llm_serving.executor.agent_process import STOP_GRACE_S
+from llm_serving.executor.agent_process import STOP_GRACE_S, AgentProgram
 from llm_serving.executor.group import Received, Source
 from llm_serving.executor.hccl_cluster import HcclCluster
 from llm_serving.executor.vitals import Vitals
@@ -38,7 +38,7 @@ class AgentGroup:
         listeners: Sequence[socket.socket],
         log_folder: Path,
         report: ProgressReport,
-        agent_module: str,
+        program: AgentProgram,
         tiles_name: str = "",
     ) -> None:
         ranks = group_ranks(replica, config.parallel_config)
@@ -59,7 +59,7 @@ class AgentGroup:
                 pool_name = pools[rank - ranks.start].name if pools else ""
                 self.links.append(
                     AgentLink(
-                        *(config, rank, listener, log_path, report, self.memory, agent_module, environment, pool_name),
+                        *(config, rank, listener, log_path, report, self.memory, program, environment, pool_name),
                         tiles_name=tiles_name,
                     )
                 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentLostError, AgentStartError, ProtocolError
-from llm_serving.executor.agent_process import AgentProcess, describe_exit
+from llm_serving.executor.agent_process import AgentProcess, AgentProgram, describe_exit
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import Channel
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
@@ -108,7 +108,7 @@ class AgentLink:
         log_path: Path,
         report: ProgressReport,
         memory: GroupMemory,
-        agent_module: str = "agent",
+        program: AgentProgram | None = None,
         environment: Mapping[str, str] | None = None,
         pool_name: str = "",
         tiles_name: str = "",
@@ -130,7 +130,7 @@ class AgentLink:
         self._memory = memory
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         rotation = Rotation.of_mib(config.log_config.max_mib, config.log_config.keep_files)
-        self.process = AgentProcess(listener, rank, config.to_json(), log_path, agent_module, environment, rotation)
+        self.process = AgentProcess(listener, rank, config.to_json(), log_path, program, environment, rotation)
         self.channel = Channel(self.process.socket)
 
     @property

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from llm_serving.access.listening import listen
 from llm_serving.errors import AgentStartError
@@ -62,16 +64,66 @@ def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socke
         raise
 
 
+class RunningProcess(Protocol):
+    """A process that has been started. ``subprocess.Popen`` fits."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code, negative for a signal. Raises TimeoutExpired."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, if the process still runs."""
+
+
+class Launch(Protocol):
+    """Starts the process of a module. The process has a new session and no standard input."""
+
+    def __call__(
+        self, module: str, arguments: Sequence[str], descriptors: Sequence[int], log: int, environment: dict[str, str]
+    ) -> RunningProcess:
+        """Start ``module`` with ``arguments``. Raises OSError.
+
+        The process inherits ``descriptors`` under the same numbers, and writes its output to the descriptor ``log``.
+        """
+
+
+def launch_python(
+    module: str, arguments: Sequence[str], descriptors: Sequence[int], log: int, environment: dict[str, str]
+) -> RunningProcess:
+    """Start ``python -P -m MODULE``, as ``Launch`` describes.
+
+    Python's option ``-P`` removes the working directory from the module path. Otherwise, a folder ``agent`` in the
+    working directory would run instead of the module.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=environment,
+        # Separate the signals: Ctrl-C must reach only the server, which then stops its agents in order.
+        start_new_session=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProgram:
+    """The program of an agent. Tests replace it by an agent that needs no device, or by one that starts faster."""
+
+    module: str = "agent"
+    launch: Launch = launch_python
+
+
 class ModuleProcess:
     """A process that runs ``python -m MODULE``. It inherits a pipe, which closes when the server ends, so that the
     process can end, too.
 
-    Python's option ``-P`` removes the working directory from the module path. Otherwise, a folder ``agent`` in the
-    working directory would run instead of the module.
-
     ``pipe_option`` is the process's option for the number of the pipe's descriptor. The output of the process goes to
-    the file ``log_path``, which ``rotation`` limits. ``environment`` extends the server's environment. If the process
-    cannot be started, raises AgentStartError with ``name`` in the message.
+    the file ``log_path``, which ``rotation`` limits. ``environment`` extends the server's environment. ``launch``
+    starts the process. If the process cannot be started, raises AgentStartError with ``name`` in the message.
     """
 
     def __init__(
@@ -85,6 +137,7 @@ class ModuleProcess:
         arguments: Sequence[str] = (),
         descriptors: Sequence[int] = (),
         rotation: Rotation | None = None,
+        launch: Launch = launch_python,
     ) -> None:
         try:
             self.log = ProcessLog(log_path, rotation)
@@ -95,15 +148,12 @@ class ModuleProcess:
         read_end = self._pipe = -1
         try:
             read_end, self._pipe = os.pipe()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, pipe_option, str(read_end), *arguments],
-                pass_fds=(read_end, *descriptors),
-                stdin=subprocess.DEVNULL,
-                stdout=self.log.descriptor,
-                stderr=self.log.descriptor,
-                env={**os.environ, **environment, "PYTHONPATH": path},
-                # Separate the signals: Ctrl-C must reach only the server, which then stops its agents in order.
-                start_new_session=True,
+            self._process = launch(
+                module,
+                [pipe_option, str(read_end), *arguments],
+                [read_end, *descriptors],
+                self.log.descriptor,
+                {**os.environ, **environment, "PYTHONPATH": path},
             )
         except OSError as error:
             self._close_pipe()
@@ -147,8 +197,7 @@ class AgentProcess(ModuleProcess):
 
     ``socket`` is the server's end of the connection to the agent. The caller owns it.
 
-    ``secret`` is new for every run. It never appears in an argument, an environment variable or a file. ``module`` is
-    the module for ``python -m``. Tests replace it by an agent that needs no device.
+    ``secret`` is new for every run. It never appears in an argument, an environment variable or a file.
     """
 
     def __init__(
@@ -157,10 +206,11 @@ class AgentProcess(ModuleProcess):
         rank: int,
         config_json: str,
         log_path: Path,
-        module: str = "agent",
+        program: AgentProgram | None = None,
         environment: Mapping[str, str] | None = None,
         rotation: Rotation | None = None,
     ) -> None:
+        program = program or AgentProgram()
         self.secret = secrets.token_bytes(SECRET_BYTES)
         try:
             self.socket, connection = connected_pair(listener)
@@ -173,13 +223,14 @@ class AgentProcess(ModuleProcess):
             with connection:
                 super().__init__(
                     f"agent {rank}",
-                    module,
+                    program.module,
                     "--bootstrap-fd",
                     log_path,
                     environment or {},
                     arguments=["--socket-fd", str(connection.fileno())],
                     descriptors=[connection.fileno()],
                     rotation=rotation,
+                    launch=program.launch,
                 )
             owned.callback(self.close)
             try:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from llm_serving.executor.agent_executor import AgentExecutor
-from llm_serving.executor.agent_process import bind_agent_ports
+from llm_serving.executor.agent_process import AgentProgram, bind_agent_ports
 from llm_serving.model.parallel import group_ranks
 from support.executor_steps import shm_entries
 from support.small_configs import REPOSITORY, small_config
@@ -27,7 +27,7 @@ def make_executor(tmp_path, monkeypatch):
         ports = bind_agent_ports("127.0.0.1", [0] * len(ranks))
         listeners = ports.__enter__()
         executor = AgentExecutor(
-            config, listeners, tmp_path, report, agent_module="support.stub_agent", replica=replica
+            config, listeners, tmp_path, report, program=AgentProgram("support.stub_agent"), replica=replica
         )
         made.append((executor, ports))
         executor.start()

@@ -19,7 +19,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.executor.agent_executor import AgentExecutor
-from llm_serving.executor.agent_process import bind_agent_ports
+from llm_serving.executor.agent_process import AgentProgram, bind_agent_ports
 from llm_serving.server.app import create_app
 from llm_serving.server.run import serve
 from llm_serving.telemetry.log import EventLog
@@ -75,7 +75,7 @@ async def calls_of_a_chat(folder: Path) -> list[Call]:
     tokenizer = load_tokenizer(config)
     stop, metrics = asyncio.Event(), Metrics(process=False)
     with bind_agent_ports("127.0.0.1", [0]) as listeners, EventLog(config.log_config.path) as log:
-        executor = AgentExecutor(config, listeners, folder, agent_module="support.call_trace")
+        executor = AgentExecutor(config, listeners, folder, program=AgentProgram("support.call_trace"))
         engine = AsyncEngine(
             config,
             tokenizer,

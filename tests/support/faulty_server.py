@@ -18,6 +18,7 @@ from typing import Any
 
 from llm_serving.engine.core import EngineCore
 from llm_serving.executor import agent_executor
+from llm_serving.executor.agent_process import AgentProgram
 from llm_serving.launcher import main
 from llm_serving.server import run
 
@@ -38,7 +39,7 @@ if __name__ == "__main__":
     if part == "http":
         run._Server.on_tick = failing(run._Server.on_tick, trigger, OSError)  # type: ignore[method-assign]
     elif part == "poison":
-        executor = partial(agent_executor.AgentExecutor, agent_module="support.poisoned_agent")
+        executor = partial(agent_executor.AgentExecutor, program=AgentProgram("support.poisoned_agent"))
         agent_executor.AgentExecutor = executor  # type: ignore[assignment, misc]
     else:
         kind = SystemExit if part == "thread" else MemoryError
