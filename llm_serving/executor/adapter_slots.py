@@ -18,6 +18,8 @@ class _Loading:
     slot: int
     memory: AdapterMemory
     steps: set[int]
+    is_sent: bool = False
+    """Whether the agents have been asked to load the adapter. Replies before that belong to ``again``."""
     replies: list[str] = field(default_factory=list)
     """The errors of the agents that have replied. Empty texts mean success."""
 
@@ -58,6 +60,7 @@ class AdapterSlots:
         if loading.steps:
             return []
         self._unanswered = self._num_agents
+        loading.is_sent = True
         return [_message(number(), loading.slot, loading.memory)]
 
     def again(self, number: Callable[[], int]) -> list[messages.AdapterLoad]:
@@ -76,7 +79,7 @@ class AdapterSlots:
         Raises AgentLostError if restarted agents cannot load an adapter that they had before.
         """
         self._unanswered -= 1
-        if self._loading is None:
+        if self._loading is None or not self._loading.is_sent:
             if reply.error:
                 raise AgentLostError(f"an adapter could not be loaded again: {reply.error}")
             return None

@@ -268,7 +268,10 @@ class AgentExecutor:
             assert self._group is not None
             return self._agent_states.add(member, message, self._group.members)
         if isinstance(message, messages.AdapterLoaded):
-            return self._adapters.take(message)
+            answer = self._adapters.take(message)
+            if self._adapters.is_loading:
+                self._send_adapters()
+            return answer
         if isinstance(message, messages.ProfileReply):
             self._profiled[member] = {"rank": self._ranks[member], **msgspec.to_builtins(message)}
             if len(self._profiled) == len(self._ranks):

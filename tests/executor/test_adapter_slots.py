@@ -51,6 +51,18 @@ def test_new_agents_load_all_adapters_again() -> None:
     assert sent(slots.again(lambda: 1)) == [(0, "a"), (2, "c")]
 
 
+def test_an_adapter_waits_until_new_agents_have_loaded_the_others_again() -> None:
+    slots = AdapterSlots(2)
+    slots.keep(0, Memory("a"))  # type: ignore[arg-type]
+    slots.again(lambda: 1)
+    slots.load(1, Memory("b"), [])  # type: ignore[arg-type]
+    assert slots.due(lambda: 1, {}) == []
+    assert [slots.take(reply(0)), slots.take(reply(0))] == [None, None]
+    assert slots.is_loading
+    assert sent(slots.due(lambda: 1, {})) == [(1, "b")]
+    assert [slots.take(reply(1)), slots.take(reply(1))] == [None, AdapterAnswered(1)]
+
+
 def test_an_adapter_that_cannot_be_loaded_is_forgotten() -> None:
     slots = AdapterSlots(2)
     slots.load(0, Memory("a"), [])  # type: ignore[arg-type]
