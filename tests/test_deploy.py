@@ -133,7 +133,7 @@ def test_the_health_check_sees_a_server_and_its_end(tmp_path):
     wrong.write_text("sk-wrong\n")
     keys = write_keys(tmp_path / "keys.txt", ["probe"])
     settings = [f"serving_config.unix_socket={path}", f"serving_config.api_keys_file={keys}"]
-    with running_server(tmp_path, settings):
+    with running_server(tmp_path, settings, forks=False):
         assert subprocess.run(check, timeout=time_limit(20)).returncode == 0
         assert subprocess.run([*check, key], timeout=time_limit(20)).returncode == 0
         assert subprocess.run([*check, wrong], timeout=time_limit(20)).returncode == 1

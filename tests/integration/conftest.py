@@ -28,8 +28,11 @@ The server is the reference of other tests, so it computes every prompt complete
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of the tiny model in float32 without a prefix cache. Tests may neither stop it nor kill its agent."""
-    with running_server(tmp_path_factory.mktemp("server"), ROOMY) as running:
+    """A server of the tiny model in float32 without a prefix cache. Tests may neither stop it nor kill its agent.
+
+    It starts as users start it. Most other servers of the tests are forked (``support.forks``).
+    """
+    with running_server(tmp_path_factory.mktemp("server"), ROOMY, forks=False) as running:
         yield running
         running.wait_until_idle()
 

@@ -28,7 +28,7 @@ TIE = 1e-3
 
 def ask_all(folder: Path, answers: Sequence[dict[str, Any]], *overrides: str) -> list[str]:
     """Returns the server's answers to questions that are asked at the same time."""
-    with running_server(folder, [*SIZES, *overrides], CONFIG) as server:
+    with running_server(folder, [*SIZES, *overrides], CONFIG, forks=False) as server:
 
         def ask(answer: dict[str, Any]) -> str:
             messages = [{"role": "user", "content": answer["question"]}]

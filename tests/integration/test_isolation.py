@@ -59,7 +59,7 @@ def watched(tmp_path_factory):
     audit.touch()
     with (
         fault_environment(AUDIT_FILE=str(audit)),
-        running_server(folder / "server", [f"model_config.model_path={model}"]) as server,
+        running_server(folder / "server", [f"model_config.model_path={model}"], forks=False) as server,
     ):
         yield server, canary, audit
 

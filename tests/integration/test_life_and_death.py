@@ -40,7 +40,7 @@ def wait_for(condition, timeout_s=None):
 
 
 def test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_text(tmp_path):
-    with running_server(tmp_path) as server:
+    with running_server(tmp_path, forks=False) as server:
         expected = ids_of(server.post("/v1/completions", LONG))
         assert len(expected) == 400
         [agent] = server.agents()
@@ -59,7 +59,7 @@ def test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_tex
 
 
 def test_an_agent_that_cannot_come_back_ends_requests_with_a_clear_error(tmp_path):
-    with running_server(tmp_path, ["serving_config.agent_restart_limit=0"]) as server:
+    with running_server(tmp_path, ["serving_config.agent_restart_limit=0"], forks=False) as server:
         [agent] = server.agents()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             answer = pool.submit(server.post, "/v1/completions", LONG)
@@ -110,7 +110,7 @@ def test_of_many_requests_only_the_one_that_kills_its_agent_fails(tmp_path, monk
 
 def test_a_restart_goes_on_while_agents_cannot_start(tmp_path):
     """The server keeps restarting its agents while their log file cannot be written, and serves again when it can."""
-    with running_server(tmp_path, ["scheduler_config.max_num_seqs=4"]) as server:
+    with running_server(tmp_path, ["scheduler_config.max_num_seqs=4"], forks=False) as server:
         expected = ids_of(server.post("/v1/completions", SHORT))
         log = tmp_path / "agent_0.log"
         log.unlink()
@@ -125,7 +125,7 @@ def test_a_restart_goes_on_while_agents_cannot_start(tmp_path):
 
 
 def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_path):
-    server = ServerProcess(tmp_path).wait_ready()
+    server = ServerProcess(tmp_path, forks=False).wait_ready()
     begin = ids_of(server.post("/v1/completions", LONG))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, "/v1/completions", SLOW)
@@ -143,7 +143,7 @@ def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_pat
 
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path):
-    server = ServerProcess(tmp_path, ["serving_config.drain_timeout_s=600"]).wait_ready()
+    server = ServerProcess(tmp_path, ["serving_config.drain_timeout_s=600"], forks=False).wait_ready()
     agents = server.agents()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, "/v1/completions", SLOW)
@@ -160,7 +160,7 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path):
 
 
 def test_running_streams_end_with_an_error_event_when_the_drain_time_is_over(tmp_path):
-    server = ServerProcess(tmp_path, ["serving_config.drain_timeout_s=0"]).wait_ready()
+    server = ServerProcess(tmp_path, ["serving_config.drain_timeout_s=0"], forks=False).wait_ready()
     body = json.dumps(SLOW | {"stream": True}).encode()
     request = urllib.request.Request(server.url + "/v1/completions", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=time_limit(30)) as response:
@@ -174,7 +174,7 @@ def test_running_streams_end_with_an_error_event_when_the_drain_time_is_over(tmp
 
 
 def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path):
-    server = ServerProcess(tmp_path).wait_ready()
+    server = ServerProcess(tmp_path, forks=False).wait_ready()
     [agent] = server.agents()
     os.kill(server.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs([agent], timeout=time_limit(5.0))
@@ -185,19 +185,19 @@ def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path):
 
 def test_the_next_start_removes_what_a_server_killed_in_its_start_has_left(tmp_path):
     (tmp_path / "killed").mkdir()
-    killed = ServerProcess(tmp_path / "killed")
+    killed = ServerProcess(tmp_path / "killed", forks=False)
     wait_for(lambda: shm_entries(killed.pid))
     os.kill(killed.pid, signal.SIGKILL)
     assert killed.wait_end() == -signal.SIGKILL
     # A server of another test may start earlier, and then removes these segments before this server can.
-    with running_server(tmp_path):
+    with running_server(tmp_path, forks=False):
         assert shm_entries(killed.pid) == set()
     killed.stop()
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.sweep)])
 def test_a_signal_under_load_stops_everything(tmp_path, with_signal):
-    server = ServerProcess(tmp_path).wait_ready()
+    server = ServerProcess(tmp_path, forks=False).wait_ready()
     port = int(server.url.rsplit(":", 1)[1])
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(2)]
@@ -213,7 +213,7 @@ def test_a_signal_under_load_stops_everything(tmp_path, with_signal):
 
 
 def test_a_signal_while_starting_stops_everything(tmp_path):
-    server = ServerProcess(tmp_path)
+    server = ServerProcess(tmp_path, forks=False)
     wait_for(lambda: server.agents())
     assert server.stop(signal.SIGINT) != 0
 

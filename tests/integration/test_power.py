@@ -17,7 +17,7 @@ PROMPTS = ["The capital of France", "A fox and a crow", "One two three", "Water 
 def quiet(tmp_path_factory):
     # Prompts wait for longer than a request on a busy machine needs from the client to the queue.
     settings = ["power.mode=quiet", "power.batch_wait_ms=2000", "power.report_interval_s=0.2"]
-    with running_server(tmp_path_factory.mktemp("quiet"), settings) as started:
+    with running_server(tmp_path_factory.mktemp("quiet"), settings, forks=False) as started:
         yield started
 
 

@@ -64,7 +64,7 @@ def main() -> int:
         (folder / "orders").mkdir()
         orders = folder / "orders"
         faults = fault_environment(CHAOS_FOLDER=str(orders), CHAOS_PLANT=arguments.plant or "")
-        with faults, running_server(folder / "server", (*OVERRIDES, *arguments.overrides)) as server:
+        with faults, running_server(folder / "server", (*OVERRIDES, *arguments.overrides), forks=False) as server:
             return run(server, orders, arguments.minutes, arguments.seed, kinds)
 
 

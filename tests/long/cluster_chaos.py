@@ -53,7 +53,7 @@ def main() -> int:
                 f"parallel_config.data_parallel={arguments.nodes}",
                 *("model_config.cpu_threads=1", "serving_config.agent_restart_limit=1000"),
             ]
-            with running_server(folder / "server", settings) as server:
+            with running_server(folder / "server", settings, forks=False) as server:
                 rig.server = server
                 figures = run(server, rig, arguments)
         finally:

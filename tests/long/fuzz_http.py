@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--show", type=int, metavar="NUMBER", help="print the bytes of this request instead")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fuzz_http_") as folder:
-        with running_server(Path(folder), arguments.overrides) as server:
+        with running_server(Path(folder), arguments.overrides, forks=False) as server:
             if arguments.show is not None:
                 drawing = RequestDrawing(server.get("/openapi.json"), server.get("/v1/models")["data"][0]["id"])
                 sys.stdout.buffer.write(drawing.draw(arguments.show).data + b"\n")

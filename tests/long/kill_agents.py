@@ -43,7 +43,7 @@ def main() -> int:
     limit = f"serving_config.agent_restart_limit={parsed.kills}"
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill_agents_") as folder:
-        with running_server(Path(folder), [*overrides, limit], parsed.config) as server:
+        with running_server(Path(folder), [*overrides, limit], parsed.config, forks=False) as server:
             start_s = time.monotonic() - began
             agents = engine_of(server)["agents"]
             print(f"{len(agents)} agents ready in {start_s:.1f} s; {' '.join(overrides)}")

@@ -30,7 +30,7 @@ def main() -> int:
     found = []
     with (
         tempfile.TemporaryDirectory(prefix="large_inputs_") as folder,
-        running_server(Path(folder), overrides) as server,
+        running_server(Path(folder), overrides, forks=False) as server,
     ):
         for each in send_large(server, large_requests()):
             found.append(each)

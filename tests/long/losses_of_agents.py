@@ -62,9 +62,8 @@ def main() -> int:
         for fault in FAULTS:
             # Each loss has a new server, because the pause before a restart grows with each loss.
             for turn in range(times):
-                with running_server(
-                    Path(folder, f"{fault}{turn}"), ["model_config.decode_batch_size=[16]", "pa_config.num_blocks=512"]
-                ) as server:
+                settings = ["model_config.decode_batch_size=[16]", "pa_config.num_blocks=512"]
+                with running_server(Path(folder, f"{fault}{turn}"), settings, forks=False) as server:
                     expected = [tokens(server, index) for index in range(NUM_STREAMS)]
                     lines.append(measure(server, fault, expected))
                     print(json.dumps(lines[-1]), flush=True)

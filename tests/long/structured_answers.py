@@ -40,7 +40,7 @@ def main() -> int:
     schemas = [schema_of_level(rng, 1 + index * LEVELS // arguments.schemas) for index in range(arguments.schemas)]
     with (
         tempfile.TemporaryDirectory(prefix="structured_answers_") as folder,
-        running_server(Path(folder), [*SIZES, *arguments.overrides], CONFIG) as server,
+        running_server(Path(folder), [*SIZES, *arguments.overrides], CONFIG, forks=False) as server,
         ThreadPoolExecutor(arguments.clients) as pool,
     ):
 

@@ -70,7 +70,7 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(model: Path, folder: Path) -> Any:
     """The responses of MindFormers' model to all requests, each of which runs alone."""
     overrides = serve(model, "model_config.model_type=mindformers")
-    with running_server(folder, overrides) as server:
+    with running_server(folder, overrides, forks=False) as server:
         assert server.get("/server_info")["model"]["op_table"] == "native"
         return asyncio.run(run_alone(server.url, bodies()))
 
@@ -82,7 +82,7 @@ def test_tokens_equal_those_of_this_project(model: Path, alone: Any, tmp_path: P
     After a tie, the texts may differ. With experts, texts may differ without a tie, because a rounding can send a token
     to another expert. test_tokens.py tests models with experts.
     """
-    with running_server(tmp_path, serve(model, "model_config.op_table=native")) as server:
+    with running_server(tmp_path, serve(model, "model_config.op_table=native"), forks=False) as server:
         ours = asyncio.run(run_alone(server.url, bodies()))
     compared, ties = 0, 0
     for body, own, theirs in zip(bodies(), ours, alone, strict=True):
@@ -100,7 +100,7 @@ def test_tokens_equal_those_of_this_project(model: Path, alone: Any, tmp_path: P
 @pytest.mark.parametrize("policy", ["prefill_first", "chunked"])
 def test_an_answer_does_not_depend_on_the_batch(model: Path, alone: Any, tmp_path: Path, policy: str) -> None:
     overrides = serve(model, "model_config.model_type=mindformers", f"scheduler_config.policy={policy}", *PRESSED)
-    with running_server(tmp_path, overrides) as server:
+    with running_server(tmp_path, overrides, forks=False) as server:
         together = asyncio.run(run_together(server.url, bodies(), seed=3, leave=0.0))
         engine = server.wait_until_idle()
     for answer, expected, body in zip(together, alone, bodies(), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 
 from agent.model_runner import ModelRunner, StepCost
 from agent.process import run_agent
@@ -22,4 +23,4 @@ class PoisonedRunner(ModelRunner):
 
 
 if __name__ == "__main__":
-    sys.exit(run_agent(PoisonedRunner))
+    sys.exit(run_agent(partial(PoisonedRunner, keeps_files=True)))

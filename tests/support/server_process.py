@@ -14,10 +14,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
+from support.forks import ForkedProcess, fork_server, forked_agents
 from support.small_configs import REPOSITORY, small_overrides
 from support.time_limits import time_limit
 
@@ -41,20 +42,33 @@ class ServerProcess:
         folder: Path,
         overrides: Sequence[str] = (),
         config: str = "llama_tiny_cpu.yaml",
-        program: Sequence[str] = (str(REPOSITORY / "start_server.py"),),
+        program: Sequence[str] = (),
+        *,
+        forks: bool = True,
     ) -> None:
         """``program`` are the arguments of Python before those of the server, for example the path of start_server.py.
+
+        Without ``program``, server and agents are forked from processes that have imported their modules
+        (``support.forks``). With ``forks=False``, or if PYTHONPATH is set, start_server.py starts the server, which
+        starts its agents itself.
         """
         self.folder = folder
         self.log = folder / "server.log"
         self._stderr = (folder / "stderr.txt").open("wb")
         sets = [part for override in small_overrides(folder, overrides) for part in ("--set", override)]
-        self._process = subprocess.Popen(
-            [sys.executable, *program, "--config", config, *sets],
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            start_new_session=True,
-        )
+        arguments = ["--config", config, *sets]
+        self._process: ForkedProcess | subprocess.Popen[bytes]
+        if forks and not program and "PYTHONPATH" not in os.environ:
+            self._process, self._stdout = _forked_server(arguments, self._stderr)
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, *(program or (str(REPOSITORY / "start_server.py"),)), *arguments],
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                start_new_session=True,
+            )
+            assert self._process.stdout is not None
+            self._stdout = self._process.stdout
         self.url = ""
 
     @property
@@ -63,8 +77,7 @@ class ServerProcess:
 
     def wait_ready(self) -> ServerProcess:
         """Waits for the line that shows the server's address."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().decode()
+        line = self._stdout.readline().decode()
         if not line.startswith(("ready http://", "ready https://")):
             self._process.wait()
             raise AssertionError(f"not ready but {line!r}; it said: {self.stderr()}")
@@ -77,7 +90,7 @@ class ServerProcess:
     def agents(self) -> list[psutil.Process]:
         """Returns the processes of the agents that run now."""
         children = psutil.Process(self.pid).children(recursive=True)
-        return [child for child in children if "agent" in child.cmdline()]
+        return [child for child in children if "agent" in child.cmdline()] + forked_agents(self.pid)
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=time_limit(30)) as response:
@@ -128,14 +141,13 @@ class ServerProcess:
 
     def stop(self, with_signal: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
         """Ends the server and checks that no process and no shared memory is left. Returns the exit code."""
-        family = [self._process, *self._family()]
+        family = self._family()
         if self._process.poll() is None:
             self._process.send_signal(with_signal)
         code = self._process.wait(timeout=time_limit(timeout_s))
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._stdout.close()
         self._stderr.close()
-        _, alive = psutil.wait_procs(family[1:], timeout=time_limit(5.0))
+        _, alive = psutil.wait_procs(family, timeout=time_limit(5.0))
         for process in alive:
             process.kill()
         assert alive == [], f"processes outlived the server: {alive}"
@@ -144,17 +156,33 @@ class ServerProcess:
 
     def _family(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.pid).children(recursive=True)
+            return psutil.Process(self.pid).children(recursive=True) + forked_agents(self.pid)
         return []
+
+
+def _forked_server(arguments: Sequence[str], errors: IO[bytes]) -> tuple[ForkedProcess, IO[bytes]]:
+    """Starts a forked server whose agents are forked, too. Returns its process and its standard output."""
+    read_end, write_end = os.pipe()
+    try:
+        process = ForkedProcess(
+            fork_server("support.server_preload"),
+            "support.forked_server",
+            [fork_server("support.agent_preload"), *arguments],
+            {1: write_end, 2: errors.fileno()},
+            os.environ,
+        )
+    finally:
+        os.close(write_end)
+    return process, os.fdopen(read_end, "rb")
 
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, overrides: Sequence[str] = (), config: str = "llama_tiny_cpu.yaml"
+    folder: Path, overrides: Sequence[str] = (), config: str = "llama_tiny_cpu.yaml", *, forks: bool = True
 ) -> Iterator[ServerProcess]:
-    """Provides a ready server and stops it at the end, also after an exception."""
+    """Provides a ready server and stops it at the end, also after an exception. For ``forks`` see ServerProcess."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = ServerProcess(folder, overrides, config)
+    server = ServerProcess(folder, overrides, config, forks=forks)
     try:
         yield server.wait_ready()
     finally:

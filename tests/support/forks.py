@@ -1,0 +1,305 @@
+"""Starts processes faster: forks them from a process that has imported their modules (the fork server).
+
+An agent spends 2 s of CPU time on its imports, and a server 1 s. A fork costs some milliseconds. A forked process has
+the arguments, descriptors, environment, folder and cores that it would have without the fork server. Only its parent
+is another process.
+
+The command ``python -m support.forks SOCKET DESCRIPTOR MODULE`` runs a fork server that has imported ``MODULE``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llm_serving.executor.agent_process import AgentProgram
+from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
+
+_MAX_DESCRIPTORS = 16
+_NAME = "agent-"
+"""Beginning of the names of forked agents. The process id of their server follows. Linux keeps 15 characters."""
+
+
+class ForkedProcess:
+    """A process that the fork server at ``address`` has started. It has methods of ``subprocess.Popen``.
+
+    It runs ``module`` as ``python -m`` does. ``descriptors`` are this process's descriptors by the numbers that they
+    have in the new process. The new process has no standard input, and is the first one of its session.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        module: str,
+        arguments: Sequence[str],
+        descriptors: Mapping[int, int],
+        environment: Mapping[str, str],
+        name: str = "",
+        folder: Path | None = None,
+    ) -> None:
+        """``folder`` is the working directory of the new process. None stands for that of this process."""
+        self._code: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(address)
+        request = {
+            "module": module,
+            "arguments": list(arguments),
+            "descriptors": list(descriptors),
+            "environment": dict(environment),
+            "folder": str(folder or Path.cwd()),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "name": name,
+        }
+        content = json.dumps(request).encode()
+        socket.send_fds(self._connection, [len(content).to_bytes(8, "little")], list(descriptors.values()))
+        self._connection.sendall(content)
+        self.pid = self._received()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._code is None:
+            self._connection.settimeout(timeout)
+            try:
+                self._code = self._received()
+            except (TimeoutError, BlockingIOError) as error:
+                raise subprocess.TimeoutExpired("forked process", timeout or 0.0) from error
+            self._connection.close()  # only now, the fork server frees the process id
+        return self._code
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _received(self) -> int:
+        content = self._connection.recv(8)
+        if len(content) != 8:
+            raise OSError("the fork server has ended")
+        return int.from_bytes(content, "little", signed=True)
+
+
+def forked_program(address: str) -> AgentProgram:
+    """Returns the agent's program that the fork server at ``address`` starts."""
+
+    def launch(
+        module: str, arguments: Sequence[str], descriptors: Sequence[int], log: int, environment: dict[str, str]
+    ) -> ForkedProcess:
+        same = {number: number for number in descriptors}
+        return ForkedProcess(address, module, arguments, {1: log, 2: log, **same}, environment, f"{_NAME}{os.getpid()}")
+
+    return AgentProgram(launch=launch)
+
+
+def forked_agents(server: int) -> list[psutil.Process]:
+    """Returns the running agents of the server process with the id ``server`` that a fork server has started."""
+    name = f"{_NAME}{server}"
+    found = []
+    for process in psutil.process_iter(["name", "status"]):
+        if process.info["name"] == name and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+@functools.cache
+def fork_server(module: str) -> str:
+    """Starts the fork server of this test process that has imported ``module``, once, and returns its address.
+
+    The fork server ends with this process.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="forks-", dir=os.environ.get("XDG_CACHE_HOME")))
+    address = str(folder / "socket")
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    read_end, _write_end = os.pipe()
+    with (folder / "log.txt").open("wb") as log:
+        started = subprocess.run(
+            [sys.executable, "-P", "-m", "support.forks", address, str(read_end), module],
+            env={**os.environ, "PYTHONPATH": path},
+            pass_fds=[read_end],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            timeout=time_limit(60),
+            check=False,
+        )
+    os.close(read_end)
+    assert started.returncode == 0, (folder / "log.txt").read_text()
+    return address
+
+
+class _ForkServer:
+    """Forks a process for each connection. Sends the exit code of the process after its end."""
+
+    def __init__(self, listener: socket.socket, lifetime: int, variables: Mapping[str, str]) -> None:
+        """When the other end of the pipe ``lifetime`` is closed, the server kills all processes and ends.
+
+        ``variables`` are environment variables that the imports have set. All forked processes get them.
+        """
+        self._listener, self._lifetime, self._variables = listener, lifetime, variables
+        self._connections: dict[int, socket.socket | None] = {}
+        """The connections by process id. None after the other side has closed the connection."""
+        self._ended: set[int] = set()
+        """Processes that have ended, of which the connection is open."""
+        self._wake, self._signals = socket.socketpair()
+        self._wake.setblocking(False)
+        self._signals.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        for source in (listener, lifetime, self._wake):
+            self._selector.register(source, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._start()
+                elif key.fileobj is self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake.recv(4096)
+                    self._report_ends()
+                elif key.fileobj == self._lifetime:
+                    for pid in self._connections:
+                        os.kill(pid, signal.SIGKILL)
+                    return
+                else:
+                    self._release(key.data)
+
+    def _start(self) -> None:
+        connection = self._listener.accept()[0]
+        head, descriptors, _, _ = socket.recv_fds(connection, 8, _MAX_DESCRIPTORS)
+        with connection.makefile("rb") as stream:
+            request = json.loads(stream.read(int.from_bytes(head, "little")))
+        pid = os.fork()
+        if pid == 0:
+            if request["name"]:
+                Path("/proc/self/comm").write_text(request["name"], encoding="ascii")
+            _send(connection, os.getpid())  # after the name is set, so that the server's agents can be found at once
+            self._close(connection)
+            _run(request, descriptors, self._variables)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._connections[pid] = connection
+        self._selector.register(connection, selectors.EVENT_READ, pid)
+
+    def _close(self, connection: socket.socket) -> None:
+        """Closes, in a forked process, what belongs to the fork server."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for other in (connection, self._listener, self._wake, self._signals, *self._connections.values()):
+            if other is not None:
+                other.close()
+        os.close(self._lifetime)
+        self._selector.close()
+
+    def _report_ends(self) -> None:
+        for pid in self._connections.keys() - self._ended:
+            # WNOWAIT leaves a zombie, so that no other process gets the id while the server may still kill this one.
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is None:
+                continue
+            connection = self._connections[pid]
+            if connection is None:
+                self._forget(pid)
+            else:
+                self._ended.add(pid)
+                _send(connection, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+
+    def _release(self, pid: int) -> None:
+        """Closes a connection that the other side has closed, because it knows the exit code or has ended."""
+        connection = self._connections[pid]
+        assert connection is not None
+        self._selector.unregister(connection)
+        connection.close()
+        self._connections[pid] = None
+        if pid in self._ended:
+            self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        """Removes the zombie of a process."""
+        os.waitpid(pid, 0)
+        del self._connections[pid]
+        self._ended.discard(pid)
+
+
+def _send(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(number.to_bytes(8, "little", signed=True))
+
+
+def _run(request: dict[str, Any], descriptors: list[int], variables: Mapping[str, str]) -> None:
+    """Turns a forked process into the one that ``request`` describes, and ends the process with its exit code."""
+    code = 1
+    try:
+        _take(request, descriptors)
+        os.environ.clear()
+        os.environ.update({**variables, **request["environment"]})
+        sys.argv = [request["module"], *request["arguments"]]
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a usual exit would run the fork server's code
+
+
+def _take(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Gives this process the descriptors, folder, cores and session that ``request`` states."""
+    targets = request["descriptors"]
+    is_open = {int(name) for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd", name).exists()}
+    assert is_open <= {0, 1, 2, *descriptors}, f"the fork server has more files open: {is_open}"
+    above = max([*targets, *descriptors]) + 1
+    copies = [os.dup2(descriptor, above + place) for place, descriptor in enumerate(descriptors)]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for copy, target in zip(copies, targets, strict=True):
+        os.dup2(copy, target, inheritable=True)
+        os.close(copy)
+    os.setsid()
+    os.chdir(request["folder"])
+    os.sched_setaffinity(0, request["cores"])
+
+
+def main() -> None:
+    """Imports the module, binds the socket, and serves in a process that is not a child of the test process."""
+    address, lifetime, module = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    before = dict(os.environ)
+    importlib.import_module(module)
+    variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    _ForkServer(listener, lifetime, variables).run()
+
+
+if __name__ == "__main__":
+    main()

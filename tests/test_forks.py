@@ -1,0 +1,87 @@
+"""Tests of the processes that the fork servers of the tests start (``support.forks``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from llm_serving.executor.agent_process import Launch, launch_python
+from support.forks import ForkedProcess, fork_server, forked_agents, forked_program
+from support.small_configs import REPOSITORY
+from support.time_limits import time_limit
+
+PROGRAM = "support.process_facts"
+ENVIRONMENT = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}", "LC_ALL": "C.UTF-8"}
+
+
+@pytest.fixture(scope="module")
+def address():
+    """A fork server that has imported little."""
+    return fork_server("support.time_limits")
+
+
+def facts(launch: Launch, tmp_path, *arguments: str) -> dict[str, object]:
+    """Returns what a process of ``support.process_facts`` prints about itself."""
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"inherited")
+    os.close(write_end)
+    with (tmp_path / "log").open("w+b") as log:
+        process = launch(PROGRAM, ["--descriptor", str(read_end), *arguments], [read_end], log.fileno(), ENVIRONMENT)
+        os.close(read_end)
+        code = process.wait(time_limit(20))
+        log.seek(0)
+        text = log.read().decode()
+    [line] = [line for line in text.splitlines() if line.startswith("{")]
+    assert "an error" in text.splitlines()
+    return {**json.loads(line), "code": code}
+
+
+def test_a_forked_process_equals_a_started_one(address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        forked = facts(forked_program(address).launch, tmp_path, "--code", "7")
+        started = facts(launch_python, tmp_path, "--code", "7")
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert forked == started
+    assert forked["pipe"] == "inherited"
+    assert forked["code"] == 7
+
+
+def test_a_killed_process_has_the_signal_as_its_code_and_is_listed_until_then(address, tmp_path):
+    with (tmp_path / "log").open("wb") as log:
+        process = forked_program(address).launch(PROGRAM, ["--sleep"], [], log.fileno(), ENVIRONMENT)
+        assert [agent.pid for agent in forked_agents(os.getpid())] == [process.pid]
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.0)
+        process.kill()
+        assert process.wait(time_limit(20)) == -signal.SIGKILL
+        process.kill()  # does not reach another process with the same number
+    assert forked_agents(os.getpid()) == []
+
+
+def test_an_error_is_printed_and_gives_the_code_1(address, tmp_path):
+    with (tmp_path / "log").open("wb") as log:
+        process = ForkedProcess(address, "support.no_such_module", [], {1: log.fileno(), 2: log.fileno()}, ENVIRONMENT)
+        assert process.wait(time_limit(20)) == 1
+    assert "No module named support.no_such_module" in (tmp_path / "log").read_text()
+
+
+def test_a_fork_server_removes_the_zombie_of_a_process_that_nobody_waits_for(address, tmp_path):
+    with (tmp_path / "log").open("wb") as log:
+        process = ForkedProcess(address, PROGRAM, ["--sleep"], {1: log.fileno(), 2: log.fileno()}, ENVIRONMENT)
+    number = process.pid
+    process._connection.close()
+    os.kill(number, signal.SIGKILL)
+    deadline = time.monotonic() + time_limit(20)
+    while psutil.pid_exists(number):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
