@@ -33,6 +33,7 @@ from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
 from llm_serving.engine.outputs import AdapterAnswer, CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer
 from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, in_ms, receipt_of
 from llm_serving.engine.request_log import RequestLog
+from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.engine.text_streams import DetokenizerFactory
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import (
@@ -144,7 +145,7 @@ class AsyncEngine:
         """The LoRA adapters that requests may name. Only the event loop uses it."""
         self.tiles = images
         """The places of the tiles of images. None if the model reads only text."""
-        limits = SchedulerLimits.from_config(config)
+        limits = scheduler_limits(config)
         schedulers = [self._new_scheduler(limits, index, record) for index in range(len(executors))]
         self._core = self._made_core(schedulers, executors, detokenizer, log)
         self.canary_wanted = asyncio.Event()

@@ -8,8 +8,11 @@ To add a mode, add a subclass here, a line to ``_MODES`` and a member to ``Batch
 
 from __future__ import annotations
 
+from typing import Any
+
 from llm_serving.scheduler.limits import BatchingStrategy
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.snapshot import Sequences
 from llm_serving.scheduler.starting import BatchingMode
 from llm_serving.scheduler.state import SchedulerState
 
@@ -72,6 +75,32 @@ class _DynamicBatching(_StaticBatching):
         return False
 
 
+class _SplitAdapters(BatchingMode):
+    """Keeps all running requests on one LoRA adapter (``lora_config.batching: split``), in addition to ``mode``."""
+
+    def __init__(self, state: SchedulerState, mode: BatchingMode) -> None:
+        super().__init__(state)
+        self._mode = mode
+
+    def may_start(self, sequence: Sequence, now: float, *, joins_step: bool) -> bool:
+        slot = sequence.request.adapter_slot
+        return self._mode.may_start(sequence, now, joins_step=joins_step) and all(
+            running.request.adapter_slot == slot for running in self._state.running
+        )
+
+    def started(self, sequence: Sequence) -> None:
+        self._mode.started(sequence)
+
+    def note_no_capacity(self) -> None:
+        self._mode.note_no_capacity()
+
+    def snapshot(self) -> Any:
+        return self._mode.snapshot()
+
+    def restore(self, state: Any, sequences: Sequences) -> None:
+        self._mode.restore(state, sequences)
+
+
 _MODES: dict[BatchingStrategy, type[BatchingMode]] = {
     BatchingStrategy.NONE: _NoBatching,
     BatchingStrategy.STATIC: _StaticBatching,
@@ -82,4 +111,5 @@ _MODES: dict[BatchingStrategy, type[BatchingMode]] = {
 
 def make_batching_mode(state: SchedulerState) -> BatchingMode:
     """Creates the batching mode that ``state.limits.batching`` names."""
-    return _MODES[state.limits.batching](state)
+    mode = _MODES[state.limits.batching](state)
+    return _SplitAdapters(state, mode) if state.limits.splits_adapters else mode

@@ -31,7 +31,7 @@ class _ContiguousSupply(BlockSupply):
             raise AssertionError(f"no range of blocks to start {sequence.request.request_id}")
 
 
-class _PrefixSupply(BlockSupply):
+class PrefixSupply(BlockSupply):
     """Gives blocks on demand, and shares the blocks of a cached prefix between sequences.
 
     If only the first tokens of a cached block match, the block is copied. When a sequence starts, its prompt is
@@ -56,10 +56,16 @@ class _PrefixSupply(BlockSupply):
         return CachedPrefix(match.num_tokens, match.pending and gain >= min(size, found_later) > 0)
 
     def num_missing_blocks(self, sequence: Sequence) -> tuple[int, int]:
+        """Returns how many of a waiting sequence's first full blocks are cached, and how many full blocks follow them.
+
+        The block with the last known token does not count, because this token must be computed.
+        """
         num_found = len(self._match(sequence).blocks)
         return num_found, (sequence.request.num_tokens - 1) // self._kv_cache.block_size - num_found
 
     def loaded(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
+        """Adds blocks with the content of a waiting sequence's full blocks, from number ``first``, to the prefix cache.
+        """
         assert sequence.prefix_chain is not None, "looked up before"
         self._prefixes.insert(sequence.prefix_chain, first, blocks)
         self._change(sequence)
@@ -122,4 +128,4 @@ def make_block_supply(limits: SchedulerLimits, kv_cache: KVCacheManager) -> Bloc
     """Creates the block supply for the limits ``page_attention`` and ``prefix_cache``."""
     if not limits.page_attention:
         return _ContiguousSupply(kv_cache)
-    return _PrefixSupply(kv_cache) if limits.prefix_cache else BlockSupply(kv_cache)
+    return PrefixSupply(kv_cache) if limits.prefix_cache else BlockSupply(kv_cache)

@@ -6,19 +6,14 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from llm_serving.kvcache.block_pool import BlockCopy
-from llm_serving.scheduler.light_keys import LightKeys
+from llm_serving.scheduler.drafts import build_verification, with_drafts
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.scheduler.step_builder import (
-    ChunkPlan,
-    DecodeBatch,
-    build_decode,
-    build_prefill,
-    build_verification,
-)
+from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, build_decode, build_prefill
+from llm_serving.scheduler.swapping import limit_history
 
 MAX_PREFILL_STEPS_IN_FLIGHT = 2
 """Maximum number of prefill steps in flight. One runs and one is queued.
@@ -41,7 +36,6 @@ class StepComposer(Stateful):
         state: SchedulerState,
         starter: Starter,
         preempt: Callable[[Sequence, float], None],
-        light_keys: LightKeys,
         *,
         waits_for_prefill: bool = False,
     ) -> None:
@@ -53,7 +47,6 @@ class StepComposer(Stateful):
         self._state = state
         self._starter = starter
         self._preempt = preempt
-        self.light_keys = light_keys
         self._waits_for_prefill = waits_for_prefill
         self._held_since: float | None = None
         self._num_choices = 0
@@ -74,19 +67,13 @@ class StepComposer(Stateful):
         plan = ChunkPlan(state.limits, state.limits.max_num_batched_tokens)
         self._continue_prompts(plan)
         self._starter.fill(plan, now, whole=True)
-        return self._send_prefill(plan, reason) if plan else None
+        return self.send_prefill(plan, reason) if plan else None
 
-    def _send_prefill(self, plan: ChunkPlan, reason: StepReason) -> ScheduledStep:
+    def send_prefill(self, plan: ChunkPlan, reason: StepReason) -> ScheduledStep:
         """Returns the prefill step for the chunks of ``plan``, which must not be empty."""
         in_flight = self._state.in_flight
         step = build_prefill(in_flight.next_seq, reason, plan)
         return in_flight.add(step, plan.sequences, copies=self._note_chunks(plan))
-
-    def prefill_alone(self, sequence: Sequence, reason: StepReason) -> ScheduledStep:
-        """Returns a prefill step with only this sequence, which must have a batch row and blocks."""
-        plan = ChunkPlan(self._state.limits, self._state.limits.max_num_batched_tokens)
-        plan.add(sequence)
-        return self._send_prefill(plan, reason)
 
     def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
         """Adds the next chunks of unfinished prompts to the plan, in order of arrival.
@@ -123,50 +110,20 @@ class StepComposer(Stateful):
         sequences = self._decoding_sequences(now)
         return self._send_decode_or_drafts(sequences, reason) if sequences else None
 
-    def decode_alone(self, sequence: Sequence, now: float, reason: StepReason) -> ScheduledStep | None:
-        """Returns a decode step with only this sequence, while no step is in flight.
-
-        Returns None if the sequence was preempted because no block was free.
-        """
-        sequences = self._grow([sequence], now)
-        return self._send_decode(sequences, reason) if sequences else None
-
-    def _send_decode(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
+    def send_decode(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
+        """Returns the decode step of these sequences, which must have a block for their next token."""
         in_flight = self._state.in_flight
         step = build_decode(in_flight.next_seq, reason, self._columns(sequences))
         return in_flight.add(step, sequences, first_chunk=len(sequences))
 
     def _send_decode_or_drafts(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
         """Returns the decode step of these sequences. The step verifies their drafts if entries and blocks are free."""
-        entries = self._with_drafts(sequences) if any(sequence.draft for sequence in sequences) else sequences
+        entries = with_drafts(self._state, sequences) if any(sequence.draft for sequence in sequences) else sequences
         if len(entries) == len(sequences):
-            return self._send_decode(sequences, reason)
+            return self.send_decode(sequences, reason)
         in_flight = self._state.in_flight
         step = build_verification(in_flight.next_seq, reason, DecodeBatch.of(entries))
         return in_flight.add(step, entries, first_chunk=len(entries))
-
-    def _with_drafts(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Returns the sequences, each repeated for every draft that fits the step and the sequence's blocks.
-
-        Drafts take no block that a running sequence may need next, and no sequence is preempted for them.
-        """
-        limits, running, kv_cache = self._state.limits, self._state.running, self._state.kv_cache
-        num_free = min(limits.decode_batch_size, limits.max_num_seqs, limits.max_num_batched_tokens) - len(sequences)
-        entries: list[Sequence] = []
-        for sequence in sequences:
-            entries.append(sequence)
-            if not sequence.draft or sequence.restarts or sequence.request.num_inflight_tokens:
-                continue
-            request = sequence.request
-            wanted = min(len(sequence.draft), num_free, sequence.max_output_tokens - len(request.output_token_ids) - 1)
-            computed = request.num_computed_tokens
-            needed = kv_cache.blocks_for(computed + 1 + wanted) - len(sequence.block_table)
-            if needed > 0 and needed + len(running) > kv_cache.num_free_blocks:
-                wanted = min(wanted, len(sequence.block_table) * kv_cache.block_size - computed - 1)
-            if wanted > 0 and kv_cache.grow(sequence.block_table, computed + 1 + wanted):
-                entries += [sequence] * wanted
-                num_free -= wanted
-        return entries
 
     def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
         """Returns the columns (lists, one entry per sequence) of a decode step.
@@ -193,9 +150,9 @@ class StepComposer(Stateful):
             if len(ready) > state.limits.decode_batch_size:
                 ready = self._choose(ready)
             if state.limits.num_host_blocks:
-                ready = self._limit_history(ready)
+                ready = limit_history(ready, state.limits.max_step_history)
             self._held_since = None
-            sequences = self._grow(ready, now)
+            sequences = self.grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
             # All chosen sequences were preempted. The loop chooses other sequences immediately, because without a step
@@ -251,23 +208,7 @@ class StepComposer(Stateful):
             sequence.last_chosen = self._num_choices
         return sorted(chosen, key=lambda sequence: sequence.arrival_index)
 
-    def _limit_history(self, ready: list[Sequence]) -> list[Sequence]:
-        """Limits the token histories of a decode step to the step's capacity. Sequences that exceed it are left for
-        later steps.
-
-        Only a sequence with penalties that comes back from the host sends its history in a decode step.
-        """
-        capacity = self._state.limits.max_step_history
-        chosen = []
-        for sequence in ready:
-            if sequence.restarts and sequence.request.sampling.has_penalties:
-                if sequence.request.num_tokens > capacity:
-                    continue
-                capacity -= sequence.request.num_tokens
-            chosen.append(sequence)
-        return chosen
-
-    def _grow(self, ready: list[Sequence], now: float) -> list[Sequence]:
+    def grow(self, ready: list[Sequence], now: float) -> list[Sequence]:
         """Gives each sequence a block for its next token if it needs one, the oldest sequence first. Returns the
         sequences that have a block.
 

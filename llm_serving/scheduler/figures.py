@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from llm_serving.scheduler.preemption import Preemption
+from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.state import SchedulerState
 
 
@@ -54,7 +56,7 @@ class Figures:
             prefix_query_tokens=kv_cache.prefix_query_tokens,
             prefix_hit_tokens=kv_cache.prefix_hit_tokens,
             reserved_tokens=kv_cache.num_reserved_tokens,
-            held_tokens=running.num_held_tokens,
+            held_tokens=_num_held_tokens(running, kv_cache.block_size),
             steps_in_flight=state.in_flight.num_steps,
         )
 
@@ -76,6 +78,15 @@ class Figures:
     def kv_waste(self) -> float:
         """Fraction of the KV positions in all block tables that have no token, from 0 to 1."""
         return max(0.0, 1.0 - self.held_tokens / self.reserved_tokens) if self.reserved_tokens else 0.0
+
+
+def _num_held_tokens(running: RunningSet, block_size: int) -> int:
+    """Returns the number of KV positions that have a token, or will have one when the running prompts are computed."""
+    held = 0
+    for sequence in [*running, *running.leaving]:
+        request = sequence.request
+        held += min(max(request.num_tokens, request.num_computed_tokens), len(sequence.block_table) * block_size)
+    return held
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +130,7 @@ class Capacity:
             num_startable=intake.num_startable(running.num_free_rows),
             num_free_blocks=kv_cache.num_free_blocks - running.reserve(state.limits.watermark_blocks),
             num_waiting_blocks=intake.num_tokens // kv_cache.block_size + len(intake),
-            is_held_up=bool(state.swapped or running.num_preempted_leaving or state.lacks_capacity),
+            is_held_up=bool(state.swapped or running.num_preempted_leaving or _lacks_capacity(state)),
             is_idle=not (intake or len(running) or running.num_leaving or state.swapped),
         )
 
@@ -159,3 +170,94 @@ class Capacity:
             return False
         blocks_ahead = self.num_waiting_blocks * num_ahead // self.num_all if self.num_all else 0
         return self.num_free_rows > num_ahead and self.num_free_blocks >= num_blocks + blocks_ahead
+
+
+def _lacks_capacity(state: SchedulerState) -> bool:
+    """Returns True if the first waiting request lacked capacity, and no capacity has become free since then."""
+    if state.no_capacity is None:
+        return False
+    num_changes, rows, blocks = state.no_capacity
+    running = state.running
+    return (
+        num_changes == running.num_changes
+        and running.num_free_rows <= rows
+        and state.kv_cache.num_free_blocks <= blocks
+    )
+
+
+class SchedulerFigures:
+    """The methods of a scheduler that only read its state, for the status pages, the log, the metrics and a router."""
+
+    _state: SchedulerState
+    _preemption: Preemption
+
+    @property
+    def figures(self) -> Figures:
+        """The present figures.
+
+        Any thread may read them. During ``update``, some figures may be from before the update and some from after it.
+        """
+        return Figures.of(self._state, self._preemption)
+
+    @property
+    def num_preemptions(self) -> int:
+        """The same as ``figures.preemptions``, at a lower cost. The engine reads it in every loop iteration."""
+        return self._preemption.num_preemptions
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of waiting requests. The same as ``figures.waiting``, at a lower cost."""
+        return len(self._state.intake.sequences) - len(self._state.running) - len(self._state.swapped)
+
+    def counts(self) -> tuple[int, int, int, int, int, int, int]:
+        """Returns seven figures at a lower cost than ``figures``: ``running``, ``waiting``, ``free_blocks``,
+        ``preemptions``, ``steps_in_flight``, ``swapped`` and ``swaps``.
+        """
+        preemption, num_running, num_swapped = self._preemption, len(self._state.running), len(self._state.swapped)
+        return (
+            num_running,
+            len(self._state.intake.sequences) - num_running - num_swapped,
+            self._state.kv_cache.num_free_blocks,
+            preemption.num_preemptions,
+            self._state.in_flight.num_steps,
+            num_swapped,
+            preemption.num_swaps,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there is no request and no step in flight."""
+        return not self._state.intake.sequences and not self._state.in_flight.num_steps
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._state.intake.sequences)
+
+    @property
+    def num_spare_rows(self) -> int:
+        """Number of requests that could start in free batch rows, minus the waiting requests that never ran.
+
+        The result may be negative. The same as with ``capacity``, at a lower cost. A router reads it for each request.
+        """
+        intake = self._state.intake
+        return intake.num_startable(self._state.running.num_free_rows) - len(intake.order)
+
+    def capacity(self) -> Capacity:
+        """Returns the present capacity to start requests. Changes nothing."""
+        return Capacity.of(self._state)
+
+    def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
+        """Returns (known, held) for the chained hashes of a request's blocks.
+
+        Known is the number of first blocks that are cached or announced. Held is the number of known blocks that are in
+        use.
+        """
+        return self._state.kv_cache.prefixes.known(hashes) if self._state.limits.prefix_cache else (0, 0)
+
+    @property
+    def prefill_estimate(self) -> tuple[float, float]:
+        """The learned time of a prefill step as (seconds of a nearly empty step, seconds per token). (0, 0) if it is
+        unknown.
+        """
+        return self._state.intake.order.estimate

@@ -14,8 +14,9 @@ from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.starting import Admission
-from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.state import InFlightSteps, SchedulerState
 from llm_serving.telemetry.receipt import Phase
+from llm_serving.waiting.context_length import max_output_tokens
 
 _ENDED_NORMALLY = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -41,7 +42,7 @@ class Lifecycle:
         case, nothing has changed.
         """
         state, intake = self._state, self._state.intake
-        sequence = Sequence(request, arrival_index, state.limits.max_output_tokens(request))
+        sequence = Sequence(request, arrival_index, max_output_tokens(request, state.limits))
         intake.num_arrivals = max(intake.num_arrivals, arrival_index + 1)
         intake.sequences[request.request_id] = sequence
         if request.first_scheduled_time is None:
@@ -70,8 +71,7 @@ class Lifecycle:
             if sequence.state is SequenceState.WAITING:
                 state.intake.remove(sequence)
             else:
-                state.swapped.remove(sequence)
-                self._preemption.drop_host_blocks(sequence)
+                self._preemption.end_swapped(sequence)
             state.note_ended(sequence)
             return
         state.num_started -= 1
@@ -103,7 +103,7 @@ class Lifecycle:
             sequence.num_inflight_steps = 0
             sequence.drop_tokens = True
             self._preemption.settle(sequence)
-        self._preemption.drop_swapped(now)
+        self._preemption.lose_swapped(now)
 
     def end_all(self, sequences: Iterable[Sequence], error: str, now: float) -> list[RequestUpdate]:
         """Ends the requests of these sequences with an error. Requests that have already ended stay unchanged."""
@@ -208,28 +208,24 @@ class Lifecycle:
             intake.order.charge_output(sequence, 1)
         sequence.notes_tokens = pays or request.receipt.phase is not Phase.DECODE
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless each block is either free or held, and all counts agree with the steps in
-        flight.
-        """
-        state = self._state
-        state.running.check_integrity(state.swapped)
-        holders = [*state.running, *state.running.leaving]
-        steps = dict.fromkeys(holders, 0)
-        for flight in state.in_flight:
-            for sequence in flight.sequences:
-                steps[sequence] = steps.get(sequence, 0) + 1
-        if steps != {sequence: sequence.num_inflight_steps for sequence in holders}:
-            raise AssertionError("a step in flight uses a sequence without blocks, or the counts of steps are wrong")
-        unfinished = sum(not sequence.request.is_finished for sequence in holders)
-        sequences = state.intake.sequences
-        if unfinished + len(state.intake) + len(state.swapped) != len(sequences):
-            raise AssertionError(
-                f"{len(sequences)} requests: {unfinished} hold blocks, {len(state.intake)} wait,"
-                f" {len(state.swapped)} are swapped"
-            )
-        if state.num_started != sum(s.request.first_scheduled_time is not None for s in sequences.values()):
-            raise AssertionError(f"{state.num_started} requests counted as started")
+
+def void_steps(in_flight: InFlightSteps) -> list[int]:
+    """Returns the numbers of the steps whose requests have all ended, the last step first. The executor may drop
+    these steps.
+
+    Leaves out a step if a later step that is not dropped has one of its sequences. The later step needs the state
+    that the earlier step leaves in the batch row.
+    """
+    void: list[int] = []
+    kept: set[Sequence] = set()
+    for flight in reversed(list(in_flight)):
+        if not flight.sequences:
+            continue  # a step that copies blocks to KV tiers or from them
+        if all(sequence.request.is_finished and sequence not in kept for sequence in flight.sequences):
+            void.append(flight.step.seq)
+        else:
+            kept.update(flight.sequences)
+    return void
 
 
 def _count_later(updates: list[RequestUpdate]) -> None:

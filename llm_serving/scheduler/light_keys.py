@@ -70,7 +70,7 @@ class LightKeys(Stateful):
         if not self._is_on or not intake.has_tenants:
             return False
         counts = self._counts = Counter(sequence.request.tenant for sequence in state.running)
-        counts.update(intake.waiting_by_tenant)
+        counts.update(intake.shares.by_tenant)
         self._limit = min(counts.total() // LIGHT_SHARE, max(counts.values(), default=0) // LARGEST_SHARE)
         if any(count <= self._limit for count in counts.values()):
             self._last_seen = now
@@ -92,7 +92,7 @@ class LightKeys(Stateful):
         intake = self._state.intake
         if not self._limit or not intake or intake.num_preempted:
             return None
-        light = [tenant for tenant in intake.waiting_by_tenant if 0 < self._counts[tenant] <= self._limit]
+        light = [tenant for tenant in intake.shares.by_tenant if 0 < self._counts[tenant] <= self._limit]
         if not light:
             return None
         sequence = intake.order.first_of(light, now)

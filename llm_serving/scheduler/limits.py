@@ -1,16 +1,12 @@
-"""The limits and modes of a scheduler, and the check whether a request can ever be served within them."""
+"""The limits and modes of a scheduler.
+
+The scheduler knows no configuration: ``engine/scheduler_limits.py`` reads the limits from it.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from llm_serving.errors import ContextLengthError
-from llm_serving.request import Request
-
-if TYPE_CHECKING:
-    from llm_serving.config import Config
 
 MAX_DECODE_STEPS_AHEAD = 3
 
@@ -137,45 +133,6 @@ class SchedulerLimits:
                 f"decode_steps_ahead is {self.decode_steps_ahead}; it must be 0 to {MAX_DECODE_STEPS_AHEAD}"
             )
 
-    @classmethod
-    def from_config(cls, config: Config) -> SchedulerLimits:
-        """Reads the limits from the configuration of a deployment."""
-        model, scheduler = config.model_config, config.scheduler_config
-        return cls(
-            num_blocks=config.pa_config.num_blocks,
-            block_size=config.pa_config.block_size,
-            max_model_len=config.max_model_len,
-            max_prompt_len=config.max_prompt_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            prefill_batch_size=config.max_prefill_seqs,
-            decode_batch_size=config.max_decode_seqs,
-            policy=Policy(scheduler.policy),
-            decode_steps_ahead=scheduler.decode_steps_ahead,
-            chunk_tokens=scheduler.chunk_tokens,
-            page_attention=model.page_attention,
-            prefix_cache=config.uses_prefix_cache,
-            cache_namespace=config.cache_namespace,
-            # A sequence that comes back from the host would have lost the sum of its hidden states.
-            preemption=PreemptionKind(scheduler.preemption if config.pooling is None else "recompute"),
-            admission=AdmissionKind(scheduler.admission),
-            max_total_tokens=scheduler.max_schedule_total_token_num,
-            predict_output_length=scheduler.predict_output_length,
-            fairness=scheduler.fairness,
-            splits_adapters=config.lora_config.batching == "split",
-            light_keys_first=scheduler.light_keys_first,
-            ttft_objective=scheduler.ttft_objective_ms / 1000,
-            tbt_objective=scheduler.tbt_objective_ms / 1000,
-            batching=BatchingStrategy(model.batching_strategy),
-            batch_size=model.batch_size,
-            batch_waiting_time=model.batch_waiting_time,
-            decode_batch_waiting_time=model.decode_batch_waiting_time,
-            max_waiting_requests=scheduler.max_waiting_requests,
-            max_waiting_tokens=scheduler.max_waiting_tokens,
-            num_host_blocks=config.num_host_blocks,
-            has_tiers=config.kv_tier_config.host_blocks > 0,
-        )
-
     @property
     def mixed_step_tokens(self) -> int:
         """Token budget of a mixed step.
@@ -213,44 +170,3 @@ class SchedulerLimits:
         two to five times as many preemptions.
         """
         return self.num_blocks // 20
-
-    def max_output_tokens(self, request: Request) -> int:
-        """Returns the number of output tokens at which the request ends: ``max_tokens``, or fewer if the context is
-        full before.
-
-        Raises ContextLengthError, which shows the computation, if the request can never be served.
-        """
-        prompt = len(request.prompt_token_ids)
-        if prompt < 1:
-            raise ContextLengthError("the prompt has no tokens; it must have at least 1", param="prompt")
-        if request.sampling.max_tokens < 1:
-            raise ContextLengthError(
-                f"max_tokens is {request.sampling.max_tokens}; it must be at least 1", param="max_tokens"
-            )
-        if prompt > self.max_prompt_len:
-            raise ContextLengthError(
-                f"the prompt has {prompt} tokens, the longest prompt served is {self.max_prompt_len} tokens"
-                " (model_config.seq_length). Shorten the prompt.",
-                param="prompt",
-            )
-        if prompt + 1 > self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {prompt} tokens and the context is {self.max_model_len} tokens, which leaves no space"
-                " for the output. Shorten the prompt.",
-                param="prompt",
-            )
-        max_output = min(request.sampling.max_tokens, self.max_model_len - prompt)
-        self._check_cache(prompt, max_output)
-        return max_output
-
-    def _check_cache(self, prompt: int, max_output: int) -> None:
-        cached = prompt + max_output - 1
-        needed, usable = -(-cached // self.block_size), self.num_blocks - 1
-        if needed > usable:
-            raise ContextLengthError(
-                f"a prompt of {prompt} tokens and up to {max_output} output tokens need ceil(({prompt} + {max_output}"
-                f" - 1) / {self.block_size}) = {needed} blocks of the KV cache; it has {usable}"
-                f" (pa_config.num_blocks {self.num_blocks} less the null block), which hold"
-                f" {usable * self.block_size} tokens. Shorten the prompt or ask for fewer tokens.",
-                param="max_tokens",
-            )

@@ -7,12 +7,15 @@ prompt.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llm_serving.scheduler.composer import StepComposer
-from llm_serving.scheduler.light_keys import MAX_LIGHT_STREAK
+from llm_serving.scheduler.light_keys import MAX_LIGHT_STREAK, LightKeys
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.policies import SchedulingPolicy
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_starts import SloStarts
+from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, append_chunks, build_decode
 
@@ -36,6 +39,18 @@ class MixedComposer(StepComposer):
     _light_streak = 0
     """Number of steps since the last one that was not only for prompts of light keys."""
 
+    def __init__(
+        self,
+        state: SchedulerState,
+        starter: Starter,
+        preempt: Callable[[Sequence, float], None],
+        light_keys: LightKeys,
+        *,
+        waits_for_prefill: bool,
+    ) -> None:
+        super().__init__(state, starter, preempt, waits_for_prefill=waits_for_prefill)
+        self.light_keys = light_keys
+
     def mixed(
         self,
         budget: int,
@@ -56,13 +71,13 @@ class MixedComposer(StepComposer):
             self._num_without_prompts = 0
             plan = self._mixed_plan([], budget, now, starts, late)
             if plan:
-                return self._send_prefill(plan, StepReason.PROMPT_OVERDUE)
+                return self.send_prefill(plan, StepReason.PROMPT_OVERDUE)
         decoding = self._decoding_sequences(now)
         plan = self._mixed_plan(decoding, budget, now, starts, late)
         if not plan:
             return self._send_decode_or_drafts(decoding, StepReason.ROWS_READY) if decoding else None
         if not decoding:
-            return self._send_prefill(plan, StepReason.PROMPT_READY)
+            return self.send_prefill(plan, StepReason.PROMPT_READY)
         in_flight = self._state.in_flight
         step = _build(in_flight.next_seq, reason, self._columns(decoding), plan)
         sequences = [*decoding, *plan.sequences]
@@ -81,7 +96,7 @@ class MixedComposer(StepComposer):
         self._continue_prompts(plan, skip=frozenset(others))
         self._starter.fill(plan, now, whole=False, only_light=True)
         self._light_streak += bool(plan)
-        return self._send_prefill(plan, StepReason.PROMPT_READY) if plan else None
+        return self.send_prefill(plan, StepReason.PROMPT_READY) if plan else None
 
     def _mixed_plan(
         self, decoding: list[Sequence], budget: int, now: float, starts: SloStarts | None, late: frozenset[Sequence]

@@ -46,18 +46,6 @@ class BlockSupply:
         """Returns which known tokens of a waiting sequence are cached. Does not change blocks."""
         return _NOTHING_CACHED
 
-    def num_missing_blocks(self, sequence: Sequence) -> tuple[int, int]:
-        """Returns how many of a waiting sequence's first full blocks are cached, and how many full blocks follow them.
-
-        The block with the last known token does not count, because this token must be computed.
-        """
-        return 0, 0
-
-    def loaded(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Adds blocks with the content of a waiting sequence's full blocks, from number ``first``, to the prefix cache.
-        """
-        raise AssertionError("without a prefix cache, nothing is loaded")
-
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         """Returns True if enough blocks are free to start the sequence and leave ``reserve`` blocks free."""
         kv_cache = self._kv_cache
@@ -99,7 +87,6 @@ class RunningSet(Stateful):
     def __init__(self, kv_cache: KVCacheManager, supply: BlockSupply, max_num_seqs: int) -> None:
         self._kv_cache = kv_cache
         self._supply = supply
-        self._max_num_seqs = max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._running: dict[int, Sequence] = {}
         self._leaving: dict[int, Sequence] = {}
@@ -136,6 +123,10 @@ class RunningSet(Stateful):
         return len(self._leaving)
 
     @property
+    def free_rows(self) -> list[int]:
+        return list(self._free_rows)
+
+    @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
@@ -168,15 +159,6 @@ class RunningSet(Stateful):
         latest = self._running[next(reversed(self._running))]
         return max(others, key=lambda sequence: (sequence.request.priority, sequence.arrival_index), default=latest)
 
-    @property
-    def num_held_tokens(self) -> int:
-        """Number of KV positions that have a token, or will have one when the running prompts are computed."""
-        size, held = self._kv_cache.block_size, 0
-        for sequence in [*self._running.values(), *self._leaving.values()]:
-            request = sequence.request
-            held += min(max(request.num_tokens, request.num_computed_tokens), len(sequence.block_table) * size)
-        return held
-
     def reserve(self, watermark_blocks: int) -> int:
         """Returns the number of blocks that must stay free when a sequence starts or returns from the host.
 
@@ -190,24 +172,11 @@ class RunningSet(Stateful):
     def start(self, sequence: Sequence) -> None:
         """Gives a batch row and blocks to a waiting sequence. The caller must have checked that enough are free."""
         self._supply.start(sequence)
-        self._enter(sequence)
+        self.enter(sequence)
         self.start_prefill(sequence)
 
-    def return_from_host(self, sequence: Sequence, watermark_blocks: int) -> bool:
-        """Gives a swapped sequence a batch row and blocks for its known tokens.
-
-        Returns False if no batch row or too few blocks are free. The sequence gets steps again when a MOVE step has
-        copied its blocks back.
-        """
-        needed = self._kv_cache.blocks_for(sequence.request.num_tokens)
-        if not self._free_rows or needed + self.reserve(watermark_blocks) > self._kv_cache.num_free_blocks:
-            return False
-        if not self._kv_cache.grow(sequence.block_table, sequence.request.num_tokens):
-            raise AssertionError(f"no blocks for {sequence.request.request_id} to come back")
-        self._enter(sequence)
-        return True
-
-    def _enter(self, sequence: Sequence) -> None:
+    def enter(self, sequence: Sequence) -> None:
+        """Gives a batch row to a sequence that has blocks, and makes it RUNNING."""
         self.num_changes += 1
         sequence.request.row = self._free_rows.pop()
         sequence.state = SequenceState.RUNNING
@@ -257,20 +226,3 @@ class RunningSet(Stateful):
         self._supply.release(sequence, computed=not sequence.drop_tokens)
         self._free_rows.append(sequence.request.row)
         sequence.leave_device()
-
-    def check_integrity(self, swapped: list[Sequence]) -> None:
-        """Raises AssertionError unless each batch row and block is free or held, and sequences have enough blocks."""
-        holders = [*self._running.values(), *self._leaving.values()]
-        host_tables = [sequence.host_table for sequence in [*holders, *swapped]]
-        self._kv_cache.check_integrity([sequence.block_table for sequence in holders], host_tables)
-        rows = sorted([*self._free_rows, *(sequence.request.row for sequence in holders)])
-        if rows != list(range(self._max_num_seqs)):
-            raise AssertionError(f"batch rows held and free are {rows}, not 0 to {self._max_num_seqs - 1} once each")
-        if list(self._running) != sorted(self._running):
-            raise AssertionError("running sequences are not in order of arrival")
-        if self._num_preempted != sum(not sequence.request.is_finished for sequence in self._leaving.values()):
-            raise AssertionError(f"{self._num_preempted} preempted sequences counted")
-        for sequence in holders:
-            held, cached = len(sequence.block_table), sequence.request.num_computed_tokens
-            if held < self._kv_cache.blocks_for(cached):
-                raise AssertionError(f"{sequence.request.request_id} holds {held} blocks for {cached} tokens")

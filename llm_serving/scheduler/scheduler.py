@@ -27,24 +27,27 @@ from llm_serving.kvcache.prefix_index import IndexObserver
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.admission import make_admission
 from llm_serving.scheduler.batching import make_batching_mode
-from llm_serving.scheduler.block_supply import make_block_supply
-from llm_serving.scheduler.figures import Capacity, Figures
-from llm_serving.scheduler.lifecycle import Lifecycle
+from llm_serving.scheduler.block_supply import PrefixSupply, make_block_supply
+from llm_serving.scheduler.figures import SchedulerFigures
+from llm_serving.scheduler.integrity import check_integrity
+from llm_serving.scheduler.lifecycle import Lifecycle, void_steps
 from llm_serving.scheduler.light_keys import LightKeys
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.mixed import Chunked, MixedComposer
+from llm_serving.scheduler.other_policies import DecodeFirst, Fcfs
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
-from llm_serving.scheduler.policies import DecodeFirst, Fcfs, PrefillFirst, SchedulingPolicy
+from llm_serving.scheduler.policies import PrefillFirst, SchedulingPolicy
 from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.quarantine import Quarantine, note_loss
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo import Slo
-from llm_serving.scheduler.snapshot import RequestCodec, Stateful, load_sequence, save_sequence
+from llm_serving.scheduler.snapshot import RequestCodec, Stateful
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
-from llm_serving.scheduler.swapping import Swapper
+from llm_serving.scheduler.swapping import Swapper, SwapPreemption
 from llm_serving.scheduler.tier_moves import BlockKey, TierMoves, WantedBlocks
+from llm_serving.scheduler.whole_state import all_sequences, restore_scheduler, save_scheduler
 from llm_serving.waiting.intake import Intake
 from llm_serving.waiting.slo_order import make_order
 
@@ -57,7 +60,7 @@ _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
 }
 
 
-class Scheduler:
+class Scheduler(SchedulerFigures):
     """Schedules the steps of one replica, whose sequences share the blocks of a KV cache.
 
     Times (``now``) are seconds on a clock that never goes back.
@@ -80,12 +83,19 @@ class Scheduler:
         self._state = SchedulerState(limits, self._kv_cache, self._intake, self._running, self._in_flight)
         self._admission = make_admission(limits)
         self._swapper = Swapper(self._state) if limits.num_host_blocks else None
-        self._preemption = Preemption(self._state, self._swapper, self._admission)
+        if self._swapper is None:
+            self._preemption = Preemption(self._state, self._admission)
+        else:
+            self._preemption = SwapPreemption(self._state, self._admission, self._swapper)
         self._lifecycle = Lifecycle(self._state, self._supply, self._preemption, self._admission)
         batching = make_batching_mode(self._state)
         light_keys = LightKeys(self._state)
-        self._tiers = TierMoves(self._state, self._supply) if limits.has_tiers else None
-        starter = Starter(self._state, batching, self._supply, self._admission, light_keys, self._tiers)
+        self._tiers: TierMoves | None = None
+        if limits.has_tiers:
+            assert isinstance(self._supply, PrefixSupply), "SchedulerLimits refuses tiers without a prefix cache"
+            self._tiers = TierMoves(self._state, self._supply)
+        must_load = None if self._tiers is None else self._tiers.must_wait
+        starter = Starter(self._state, batching, self._supply, self._admission, light_keys, must_load)
         composer = MixedComposer(
             self._state,
             starter,
@@ -95,6 +105,8 @@ class Scheduler:
         )
         self._policy = _POLICIES[limits.policy](self._state, composer)
         self._quarantine = Quarantine(self._state, starter, composer, self._swapper)
+        self._may_have_suspects = False
+        """True once a request was in flight when its agent was lost."""
         self._parts: dict[str, Stateful] = {
             "state": self._state,
             "preemption": self._preemption,
@@ -107,11 +119,6 @@ class Scheduler:
             "policy": self._policy,
             "quarantine": self._quarantine,
         }
-
-    @property
-    def is_idle(self) -> bool:
-        """True if there is no request and no step in flight."""
-        return not self._intake.sequences and not self._in_flight.num_steps
 
     # Requests
 
@@ -159,47 +166,7 @@ class Scheduler:
         """
         return self._intake.take_ended()
 
-    # Figures
-
-    @property
-    def figures(self) -> Figures:
-        """The present figures.
-
-        Any thread may read them. During ``update``, some figures may be from before the update and some from after it.
-        """
-        return Figures.of(self._state, self._preemption)
-
-    @property
-    def num_preemptions(self) -> int:
-        """The same as ``figures.preemptions``, at a lower cost. The engine reads it in every loop iteration."""
-        return self._preemption.num_preemptions
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of waiting requests. The same as ``figures.waiting``, at a lower cost."""
-        return len(self._intake.sequences) - len(self._running) - len(self._state.swapped)
-
-    def counts(self) -> tuple[int, int, int, int, int, int, int]:
-        """Returns seven figures at a lower cost than ``figures``: ``running``, ``waiting``, ``free_blocks``,
-        ``preemptions``, ``steps_in_flight``, ``swapped`` and ``swaps``.
-        """
-        preemption, num_running, num_swapped = self._preemption, len(self._running), len(self._state.swapped)
-        return (
-            num_running,
-            len(self._intake.sequences) - num_running - num_swapped,
-            self._kv_cache.num_free_blocks,
-            preemption.num_preemptions,
-            self._in_flight.num_steps,
-            num_swapped,
-            preemption.num_swaps,
-        )
-
-    # The following methods are for a router in front of several schedulers.
-
-    @property
-    def num_requests(self) -> int:
-        """Number of requests that have not ended."""
-        return len(self._intake.sequences)
+    # The following two methods are for a router in front of several schedulers.
 
     def place_request(self, request: Request, arrival_index: int, now: float) -> None:
         """Adds a request that a router has placed at this scheduler. If the request has run before, it continues after
@@ -209,39 +176,12 @@ class Scheduler:
         id and the admission limits.
         """
         self._lifecycle.place(request, arrival_index, now)
+        self._may_have_suspects = self._may_have_suspects or request.is_suspect
 
     def release_requests(self, request_ids: Iterable[str]) -> None:
         """Removes waiting requests that the router moves to another scheduler."""
         for request_id in request_ids:
             self._lifecycle.release(request_id)
-
-    @property
-    def num_spare_rows(self) -> int:
-        """Number of requests that could start in free batch rows, minus the waiting requests that never ran.
-
-        The result may be negative. The same as with ``capacity``, at a lower cost. A router reads it for each request.
-        """
-        intake = self._intake
-        return intake.num_startable(self._running.num_free_rows) - len(intake.order)
-
-    def capacity(self) -> Capacity:
-        """Returns the present capacity to start requests. Changes nothing."""
-        return Capacity.of(self._state)
-
-    def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns (known, held) for the chained hashes of a request's blocks.
-
-        Known is the number of first blocks that are cached or announced. Held is the number of known blocks that are in
-        use.
-        """
-        return self._kv_cache.prefixes.known(hashes) if self.limits.prefix_cache else (0, 0)
-
-    @property
-    def prefill_estimate(self) -> tuple[float, float]:
-        """The learned time of a prefill step as (seconds of a nearly empty step, seconds per token). (0, 0) if it is
-        unknown.
-        """
-        return self._intake.order.estimate
 
     # Steps
 
@@ -273,7 +213,7 @@ class Scheduler:
         tiers = self._tiers
         if tiers is not None and (load := tiers.next_load()) is not None:
             return load
-        if self._quarantine.is_active:
+        if self._may_have_suspects and self._quarantine.is_active:
             is_alone, step = self._quarantine.next_step(now)
             if is_alone:
                 return step
@@ -315,7 +255,7 @@ class Scheduler:
 
     def void_steps(self) -> list[int]:
         """Returns the numbers of the steps in flight that may be dropped, because all their requests have ended."""
-        return self._in_flight.void_steps()
+        return void_steps(self._in_flight)
 
     def agent_lost(self, now: float, *, blameless: bool = False) -> None:
         """Drops all steps in flight, because the agent, its KV cache and its host memory are lost. All requests wait
@@ -326,6 +266,7 @@ class Scheduler:
         suspect.
         """
         culprit = None if blameless else note_loss(self._in_flight)
+        self._may_have_suspects = self._may_have_suspects or not blameless
         for flight in self._in_flight:
             self._kv_cache.end_copies(flight.copies)
         self._in_flight.clear()
@@ -373,7 +314,7 @@ class Scheduler:
 
         The cost is proportional to the number of held blocks. An idle scheduler holds no blocks.
         """
-        self._lifecycle.check_integrity()
+        check_integrity(self._state)
 
     # The following methods save and restore the state of the scheduler.
 
@@ -385,8 +326,7 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         """Returns all sequences that have not ended, and the ended sequences whose blocks a step in flight still uses.
         """
-        by_index = {s.arrival_index: s for s in [*self._intake.sequences.values(), *self._running.leaving]}
-        return list(by_index.values())
+        return all_sequences(self._state)
 
     def steps_in_flight(self) -> list[ScheduledStep]:
         """Returns the steps in flight, in the order in which they were scheduled."""
@@ -396,14 +336,7 @@ class Scheduler:
         """Returns the whole state as plain data: numbers, texts, bytes, lists and dicts."""
         if self.has_ended_updates:
             raise AssertionError("take_ended must come before a snapshot")
-        contents = codec.block_contents(self._kv_cache.prefix_index) if self.limits.prefix_cache else []
-        version = self._supply.version
-        return {
-            "kv_cache": self._kv_cache.snapshot(contents),
-            "sequences": [save_sequence(sequence, codec, version) for sequence in self.sequences()],
-            "requests": [sequence.arrival_index for sequence in self._intake.sequences.values()],
-            "parts": {name: part.snapshot() for name, part in self._parts.items()},
-        }
+        return save_scheduler(self._state, self._supply, self._parts, codec)
 
     def restore(self, state: dict[str, Any], codec: RequestCodec) -> int:
         """Restores the state that ``snapshot`` returned. The scheduler must be new and have the same limits.
@@ -411,11 +344,6 @@ class Scheduler:
         Returns the number of cached blocks that lookups can no longer find. If this number is not 0, later decisions
         can differ from the decisions of the saved scheduler.
         """
-        num_lost, version = self._kv_cache.restore(state["kv_cache"]), self._supply.version
-        loaded = [load_sequence(saved, codec, self._kv_cache, version) for saved in state["sequences"]]
-        sequences = {sequence.arrival_index: sequence for sequence in loaded}
-        requests = [sequences[index] for index in state["requests"]]
-        self._intake.sequences = {sequence.request.request_id: sequence for sequence in requests}
-        for name, part in self._parts.items():
-            part.restore(state["parts"][name], sequences)
+        num_lost = restore_scheduler(self._state, self._supply, self._parts, state, codec)
+        self._may_have_suspects = any(sequence.request.is_suspect for sequence in self.sequences())
         return num_lost

@@ -7,7 +7,7 @@ continuous batching, and no admission control. Other batching modes are in ``bat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from llm_serving.request import RequestStatus
@@ -18,7 +18,6 @@ from llm_serving.scheduler.slo_starts import SloStarts
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan
-from llm_serving.scheduler.tier_moves import TierMoves
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
 
 _NOT_CAPACITY = (BlockReason.BATCH, BlockReason.PREFIX, BlockReason.LOAD)
@@ -101,11 +100,14 @@ class Starter:
         supply: BlockSupply,
         admission: Admission,
         light_keys: LightKeys,
-        tiers: TierMoves | None = None,
+        must_load: Callable[[Sequence], bool] | None = None,
     ) -> None:
-        """``tiers`` is None if there are no KV tiers."""
+        """Create the starter.
+
+        ``must_load`` returns True if a sequence must wait for blocks from KV tiers. It is None if there are no tiers.
+        """
         self._state = state
-        self._tiers = tiers
+        self._must_load = must_load
         self._light_keys = light_keys
         self._batching = batching
         self._supply = supply
@@ -128,15 +130,16 @@ class Starter:
         requests of light keys start.
         """
         intake = self._state.intake
-        self._light_keys.look(now)
+        light_keys = self._light_keys if intake.has_tenants and self._light_keys.look(now) else None
         while intake and not plan.is_full:
-            sequence = self._light_keys.first(now)
+            sequence = None if light_keys is None else light_keys.first(now)
             if sequence is None:
                 if only_light:
                     return
                 sequence = intake.peek(now)
             is_new = sequence.request.first_scheduled_time is None
-            reason = self._reason_to_wait(sequence, plan, now, whole, is_new)
+            reserve = (0, 0) if light_keys is None or not is_new else light_keys.reserve(sequence, now)
+            reason = self._reason_to_wait(sequence, plan, now, reserve, whole=whole)
             if reason is None and is_new and starts is not None and not starts.may_start(sequence):
                 reason = BlockReason.POLICY
             if reason is not None:
@@ -161,22 +164,21 @@ class Starter:
         return True
 
     def _reason_to_wait(
-        self, sequence: Sequence, plan: ChunkPlan, now: float, whole: bool, is_new: bool
+        self, sequence: Sequence, plan: ChunkPlan, now: float, reserve: tuple[int, int], *, whole: bool
     ) -> BlockReason | None:
         """Returns the reason why ``sequence``, the first waiting one, cannot start in this step.
 
-        Returns None if it can.
+        Returns None if it can. ``reserve``: the batch rows and the blocks that must stay free for light keys.
         """
         if sequence.request.is_suspect:
             # Only class ``Quarantine`` may start a suspect (a request that may have killed an agent).
             return BlockReason.BATCH
         if self._state.goes_after_preempted(sequence):
             return BlockReason.PREEMPTED_FIRST
+        is_new = sequence.request.first_scheduled_time is None
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):
             return BlockReason.BATCH
-        if is_new and self._state.limits.splits_adapters and self._has_another_adapter(sequence):
-            return BlockReason.BATCH
-        reason = self._missing_capacity(sequence, self._light_keys.reserve(sequence, now) if is_new else (0, 0))
+        reason = self._missing_capacity(sequence, reserve)
         if reason is not None:
             self._batching.note_no_capacity()
             self._state.note_no_capacity()
@@ -184,16 +186,11 @@ class Starter:
         cached = self._supply.look_up(sequence)
         if cached.is_pending:
             return BlockReason.PREFIX
-        if self._tiers is not None and self._tiers.must_wait(sequence):
+        if self._must_load is not None and self._must_load(sequence):
             return BlockReason.LOAD
         num_uncomputed = sequence.request.num_tokens - cached.num_tokens
         exceeds = whole and plan and num_uncomputed > plan.num_free_tokens
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
-
-    def _has_another_adapter(self, sequence: Sequence) -> bool:
-        """Returns True if ``sequence`` has another LoRA adapter than a running sequence."""
-        slot = sequence.request.adapter_slot
-        return any(running.request.adapter_slot != slot for running in self._state.running)
 
     def _missing_capacity(self, sequence: Sequence, reserve: tuple[int, int]) -> BlockReason | None:
         """Returns the reason why the capacity does not suffice to start ``sequence``: batch rows, blocks or admission.

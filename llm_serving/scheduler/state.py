@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -49,19 +48,6 @@ class SchedulerState(Stateful):
         """Records that the first waiting request could not start, because no batch row or too few blocks are free."""
         self.no_capacity = (self.running.num_changes, self.running.num_free_rows, self.kv_cache.num_free_blocks)
 
-    @property
-    def lacks_capacity(self) -> bool:
-        """True if the first waiting request lacked capacity, and no capacity has become free since then."""
-        if self.no_capacity is None:
-            return False
-        num_changes, rows, blocks = self.no_capacity
-        running = self.running
-        return (
-            num_changes == running.num_changes
-            and running.num_free_rows <= rows
-            and self.kv_cache.num_free_blocks <= blocks
-        )
-
     def goes_after_preempted(self, sequence: Sequence) -> bool:
         """Returns True if this waiting sequence must wait until a preempted sequence has started again or come back
         from the host.
@@ -70,10 +56,6 @@ class SchedulerState(Stateful):
             return True
         is_new = sequence.request.first_scheduled_time is None
         return bool(self.swapped) and (is_new or self.swapped[0].arrival_index < sequence.arrival_index)
-
-    def add_swapped(self, sequence: Sequence) -> None:
-        """Adds a sequence to the swapped sequences, because its blocks are on the host."""
-        insort(self.swapped, sequence, key=_arrival_index)
 
     def note_ended(self, sequence: Sequence) -> None:
         """Records that a request has ended while it was waiting or swapped."""
@@ -85,10 +67,6 @@ class SchedulerState(Stateful):
     def wake_at(self, deadline: float) -> None:
         """Ensures that ``schedule`` is called at ``deadline`` at the latest."""
         self.wakeup = deadline if self.wakeup is None else min(self.wakeup, deadline)
-
-
-def _arrival_index(sequence: Sequence) -> int:
-    return sequence.arrival_index
 
 
 class InFlightSteps(Stateful):
@@ -115,24 +93,6 @@ class InFlightSteps(Stateful):
 
     def __iter__(self) -> Iterator[InFlightStep]:
         return iter(self._steps.values())
-
-    def void_steps(self) -> list[int]:
-        """Returns the numbers of the steps whose requests have all ended, the last step first. The executor may drop
-        these steps.
-
-        Leaves out a step if a later step that is not dropped has one of its sequences. The later step needs the state
-        that the earlier step leaves in the batch row.
-        """
-        void: list[int] = []
-        kept: set[Sequence] = set()
-        for flight in reversed(self._steps.values()):
-            if not flight.sequences:
-                continue  # a step that copies blocks to KV tiers or from them
-            if all(sequence.request.is_finished and sequence not in kept for sequence in flight.sequences):
-                void.append(flight.step.seq)
-            else:
-                kept.update(flight.sequences)
-        return void
 
     def __contains__(self, seq: int) -> bool:
         return seq in self._steps

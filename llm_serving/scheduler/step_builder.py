@@ -10,6 +10,7 @@ from llm_serving.request import Request
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import BlockMove, History, ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.tile_budget import tokens_before_tiles
 
 
 class ChunkPlan:
@@ -45,7 +46,7 @@ class ChunkPlan:
         """
         if self.is_full:
             return False
-        if sequence.request.tiles and not self._tokens_before_tiles(sequence, num_uncomputed_tokens)[0]:
+        if sequence.request.tiles and not self._chunk_with_tiles(sequence, num_uncomputed_tokens)[0]:
             return False
         needs_history = num_uncomputed_tokens <= self.num_free_tokens and sequence.request.sampling.has_penalties
         return not needs_history or sequence.request.num_tokens <= self._num_free_history
@@ -55,33 +56,16 @@ class ChunkPlan:
         uncomputed = sequence.num_uncomputed_tokens
         query_len, cost = min(uncomputed, self.num_free_tokens), 0
         if sequence.request.tiles:
-            query_len, cost = self._tokens_before_tiles(sequence, uncomputed)
+            query_len, cost = self._chunk_with_tiles(sequence, uncomputed)
         self.sequences.append(sequence)
         self.query_lens.append(query_len)
         self.num_free_tokens -= query_len + cost
         if query_len == uncomputed and sequence.request.sampling.has_penalties:
             self._num_free_history -= sequence.request.num_tokens
 
-    def _tokens_before_tiles(self, sequence: Sequence, num_uncomputed_tokens: int) -> tuple[int, int]:
-        """Returns the length of the next chunk of a sequence with images, and the cost of its tiles in tokens.
-
-        The chunk ends before the first tile that no longer fits the step. Any step may have one tile, so that a tile
-        that costs more than a whole step is computed, too.
-        """
-        request = sequence.request
-        start = request.num_tokens - num_uncomputed_tokens
-        free, cost = self.num_free_tokens, 0
-        for tile in request.tiles:
-            if tile.end <= start:
-                continue
-            if tile.begin >= start + min(num_uncomputed_tokens, free):
-                break
-            before = max(tile.begin - start, 0)
-            if before + tile.cost >= free and (before or cost or self.sequences):
-                return before, cost
-            cost += tile.cost
-            free = min(max(free - tile.cost, tile.end - start), self.num_free_tokens)
-        return min(num_uncomputed_tokens, free), cost
+    def _chunk_with_tiles(self, sequence: Sequence, num_uncomputed_tokens: int) -> tuple[int, int]:
+        request, is_first = sequence.request, not self.sequences
+        return tokens_before_tiles(request, num_uncomputed_tokens, self.num_free_tokens, is_first=is_first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +135,6 @@ def build_decode(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledS
     )
     if True in batch.restarts:
         _restart_rows(step, batch)
-    return step
-
-
-def build_verification(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledStep:
-    """Builds a decode step that verifies the drafts of its sequences.
-
-    In ``batch``, a sequence occurs once, and once more for each of its first drafts, without a gap. Its last token and
-    its drafts then count as computed. A sequence with drafts must have no step in flight.
-    """
-    step = build_decode(seq, reason, batch)
-    before: Sequence | None = None
-    for index, sequence in enumerate(batch.sequences):
-        if sequence is before:
-            step.token_ids[index] = sequence.draft[sequence.num_inflight_drafts]
-            sequence.num_inflight_drafts += 1
-            step.sample_positions[index] += sequence.num_inflight_drafts
-            step.num_drafts += 1
-        before = sequence
     return step
 
 

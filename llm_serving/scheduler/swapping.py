@@ -7,13 +7,18 @@ blocks are copied. So no other step in flight uses a block that a MOVE step read
 
 from __future__ import annotations
 
+from bisect import insort
+
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import RequestStatus
 from llm_serving.scheduler.limits import PreemptionKind
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.preemption import Preemption
+from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.telemetry.receipt import Phase
 
 _KEEP = 1 - 1 / 32
 """Each new step multiplies the weights of earlier steps by this factor. About the last 32 steps count."""
@@ -160,7 +165,7 @@ class Swapper(Stateful):
     def _move_in(self) -> ScheduledStep | None:
         """Returns a MOVE step that brings swapped sequences back, the oldest first, or None.
 
-        The step has as many sequences as there is capacity for. ``SchedulerState.add_swapped`` keeps their order.
+        The step has as many sequences as there is capacity for. ``SwapPreemption`` keeps their order.
         """
         state = self._state
         sequences: list[Sequence] = []
@@ -168,7 +173,7 @@ class Swapper(Stateful):
         while state.swapped and not self._must_wait(state.swapped[0]):
             sequence = state.swapped[0]
             exceeds = len(moves) + len(sequence.host_table) > state.limits.max_moves
-            if exceeds or not state.running.return_from_host(sequence, state.limits.watermark_blocks):
+            if exceeds or not self._return(sequence):
                 break
             del state.swapped[0]
             sequence.request.status = RequestStatus.RUNNING
@@ -177,6 +182,21 @@ class Swapper(Stateful):
             pairs = zip(sequence.host_table, sequence.block_table, strict=False)
             moves += [BlockMove(MoveKind.SWAP_IN, host, block) for host, block in pairs]
         return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
+
+    def _return(self, sequence: Sequence) -> bool:
+        """Gives a swapped sequence a batch row and blocks for its known tokens.
+
+        Returns False if no batch row or too few blocks are free. The sequence gets steps again when a MOVE step has
+        copied its blocks back.
+        """
+        state, kv_cache, num_tokens = self._state, self._state.kv_cache, sequence.request.num_tokens
+        needed = kv_cache.blocks_for(num_tokens) + state.running.reserve(state.limits.watermark_blocks)
+        if not state.running.num_free_rows or needed > kv_cache.num_free_blocks:
+            return False
+        if not kv_cache.grow(sequence.block_table, num_tokens):
+            raise AssertionError(f"no blocks for {sequence.request.request_id} to come back")
+        state.running.enter(sequence)
+        return True
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Returns True if a swapped sequence may not come back yet, because a preempted sequence has precedence.
@@ -200,3 +220,70 @@ class Swapper(Stateful):
             self._state.running.end_prefill(sequence)
         else:
             self._state.running.start_prefill(sequence)
+
+
+class SwapPreemption(Preemption):
+    """Preempts sequences as ``Preemption`` does, and swaps those that the ``Swapper`` gives host blocks."""
+
+    def __init__(self, state: SchedulerState, admission: Admission, swapper: Swapper) -> None:
+        super().__init__(state, admission)
+        self._swapper = swapper
+
+    def settle(self, sequence: Sequence) -> None:
+        """Frees or swaps a LEAVING sequence. Does nothing while steps in flight use its batch row and blocks.
+
+        To swap a sequence, this method first asks for a MOVE step that copies its blocks to the host. The blocks become
+        free when the MOVE step has completed.
+        """
+        if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
+            return
+        swaps = bool(sequence.host_table) and not sequence.request.is_finished and not sequence.drop_tokens
+        if not swaps:
+            self._swapper.drop(sequence)
+            super().settle(sequence)
+        elif not sequence.on_host:
+            self._swapper.send_out(sequence)
+        else:
+            self._state.running.release(sequence)
+            sequence.request.status = RequestStatus.SWAPPED
+            sequence.state = SequenceState.SWAPPED
+            insort(self._state.swapped, sequence, key=_arrival_index)
+
+    def end_swapped(self, sequence: Sequence) -> None:
+        self._state.swapped.remove(sequence)
+        self._swapper.drop(sequence)
+
+    def lose_swapped(self, now: float) -> None:
+        swapped, self._state.swapped = self._state.swapped, []
+        for sequence in swapped:
+            sequence.request.receipt.enter(Phase.RESTARTED, now)
+            self._swapper.drop(sequence)
+            self._wait_again(sequence)
+
+    def moved(self, flight: InFlightStep) -> None:
+        self._swapper.moved(flight.step.moves[0].kind, flight.sequences)
+
+    def _prepare(self, sequence: Sequence) -> Phase:
+        swaps = self._swapper.prepare(sequence)
+        self.num_swaps += swaps
+        return Phase.SWAPPED if swaps else Phase.PREEMPTED
+
+
+def _arrival_index(sequence: Sequence) -> int:
+    return sequence.arrival_index
+
+
+def limit_history(ready: list[Sequence], capacity: int) -> list[Sequence]:
+    """Limits the token histories of a decode step to ``capacity`` tokens. Sequences that exceed it are left for later
+    steps.
+
+    Only a sequence with penalties that comes back from the host sends its history in a decode step.
+    """
+    chosen = []
+    for sequence in ready:
+        if sequence.restarts and sequence.request.sampling.has_penalties:
+            if sequence.request.num_tokens > capacity:
+                continue
+            capacity -= sequence.request.num_tokens
+        chosen.append(sequence)
+    return chosen

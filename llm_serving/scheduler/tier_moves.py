@@ -14,8 +14,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from llm_serving.ipc.shm import MoveKind
+from llm_serving.scheduler.block_supply import PrefixSupply
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
@@ -62,7 +62,7 @@ class TierMoves(Stateful):
 
     STATE = ("_to_store", "_to_load", "_storing", "_loading", "_prefill", "_move")
 
-    def __init__(self, state: SchedulerState, supply: BlockSupply) -> None:
+    def __init__(self, state: SchedulerState, supply: PrefixSupply) -> None:
         self._state = state
         self._supply = supply
         self._prefixes = state.kv_cache.prefixes

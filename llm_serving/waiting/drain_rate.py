@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
+
+from llm_serving.scheduler.snapshot import Stateful
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 30.0
@@ -14,30 +16,20 @@ _KEEP = 1 - 1 / 64
 """Weight of old samples in the moving average of the queue's speed: each request that leaves the queue multiplies
 earlier weights by this factor. About the last 64 requests count."""
 
-_NUMBERS = ("_since", "_seconds", "_requests", "_tokens")
-"""Names of the attributes of ``DrainRate`` that a snapshot contains."""
 
-
-class DrainRate:
+class DrainRate(Stateful):
     """Measures how fast requests and tokens leave the queue while it is not empty.
 
     Recent requests have the largest weight.
     """
+
+    STATE: ClassVar[tuple[str, ...]] = ("_since", "_seconds", "_requests", "_tokens")
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._seconds = 0.0
         self._requests = 0.0
         self._tokens = 0.0
-
-    def snapshot(self) -> dict[str, Any]:
-        """Returns the measured numbers as plain data."""
-        return {name: getattr(self, name) for name in _NUMBERS}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues with the numbers that ``snapshot`` returned."""
-        for name in _NUMBERS:
-            setattr(self, name, state[name])
 
     def start(self, now: float) -> None:
         """Continues the measurement when the first request enters the empty queue."""

@@ -5,7 +5,6 @@ The scheduler and the router both use it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from llm_serving.errors import QueueFullError, RequestError
@@ -15,6 +14,7 @@ from llm_serving.scheduler.output import RequestUpdate
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Sequences, Stateful
 from llm_serving.telemetry.receipt import Phase, WaitingLine
+from llm_serving.waiting.context_length import max_output_tokens
 from llm_serving.waiting.drain_rate import DrainRate
 from llm_serving.waiting.queue_order import KeyedHeap, QueueOrder
 from llm_serving.waiting.shares import WaitingShares
@@ -29,7 +29,7 @@ class Intake(Stateful):
 
     STATE = (
         *("order", "num_arrivals", "num_tokens", "has_tenants"),
-        *("_preempted", "_deadlines", "_max_starts"),
+        *("_preempted", "_deadlines", "_max_starts", "_drain_rate"),
     )
 
     def __init__(self, limits: SchedulerLimits, order: QueueOrder) -> None:
@@ -51,17 +51,13 @@ class Intake(Stateful):
         self._ended: list[RequestUpdate] = []
         self._drain_rate = DrainRate()
         self._max_starts: int | None = None
-        self._shares = WaitingShares()
-
-    def snapshot(self) -> Any:
-        return {**super().snapshot(), "_drain_rate": self._drain_rate.snapshot()}
+        self.shares = WaitingShares()
+        """Number of waiting requests of each tenant."""
 
     def restore(self, state: Any, sequences: Sequences) -> None:
         super().restore(state, sequences)
-        self._drain_rate.restore(state["_drain_rate"])
-        self._shares = WaitingShares()
         for sequence in (*self._preempted, *self.order.waiting()):
-            self._shares.enter(sequence.request.tenant)
+            self.shares.enter(sequence.request.tenant)
 
     # The following methods add and end requests.
 
@@ -72,9 +68,9 @@ class Intake(Stateful):
         """
         if request.request_id in self.sequences:
             raise RequestError(f"a request with the id {request.request_id!r} is being served", param="request_id")
-        max_output_tokens = self._limits.max_output_tokens(request)
+        max_output = max_output_tokens(request, self._limits)
         self.check_limits(request.num_tokens, num_free_rows, request.tenant)
-        sequence = Sequence(request, self.num_arrivals, max_output_tokens)
+        sequence = Sequence(request, self.num_arrivals, max_output)
         self.num_arrivals += 1
         self.sequences[request.request_id] = sequence
         self.enqueue(sequence, None)
@@ -178,7 +174,7 @@ class Intake(Stateful):
         share.
         """
         limits = self._limits
-        return limits.fairness and self._shares.may_enter(tenant, limits.max_waiting_requests, waiting)
+        return limits.fairness and self.shares.may_enter(tenant, limits.max_waiting_requests, waiting)
 
     def num_startable(self, num_free_rows: int) -> int:
         """Returns how many waiting requests can start: ``num_free_rows``, but at most the limit that ``limit_starts``
@@ -199,11 +195,6 @@ class Intake(Stateful):
     def __len__(self) -> int:
         """Number of waiting requests."""
         return len(self._preempted) + len(self.order)
-
-    @property
-    def waiting_by_tenant(self) -> Mapping[str, int]:
-        """Number of waiting requests of each tenant that has any."""
-        return self._shares.by_tenant
 
     @property
     def num_preempted(self) -> int:
@@ -247,13 +238,13 @@ class Intake(Stateful):
     def _enter_queue(self, sequence: Sequence) -> None:
         request = sequence.request
         self.num_tokens += request.num_tokens
-        self._shares.enter(request.tenant)
+        self.shares.enter(request.tenant)
         if request.deadline is not None and request.first_token_time is None:
             self._deadlines.set(sequence, (request.deadline, sequence.arrival_index))
 
     def _leave_queue(self, sequence: Sequence) -> None:
         self.num_tokens -= sequence.request.num_tokens
-        self._shares.leave(sequence.request.tenant)
+        self.shares.leave(sequence.request.tenant)
         if sequence in self._deadlines:
             self._deadlines.remove(sequence)
         if not self:

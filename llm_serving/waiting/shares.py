@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 OVERFLOW = 2
 """Size of the queue with all requests that entered by their tenant's share, in multiples of its limit."""
 
@@ -18,30 +16,26 @@ class WaitingShares:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, int] = {}
+        self.by_tenant: dict[str, int] = {}
+        """Number of waiting requests of each tenant that has any."""
 
     def enter(self, tenant: str) -> None:
         """Records that a request of ``tenant`` begins to wait."""
-        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
+        self.by_tenant[tenant] = self.by_tenant.get(tenant, 0) + 1
 
     def leave(self, tenant: str) -> None:
         """Records that a request of ``tenant`` no longer waits."""
-        left = self._waiting[tenant] - 1
+        left = self.by_tenant[tenant] - 1
         if left:
-            self._waiting[tenant] = left
+            self.by_tenant[tenant] = left
         else:
-            del self._waiting[tenant]
-
-    @property
-    def by_tenant(self) -> Mapping[str, int]:
-        """Number of waiting requests of each tenant that has any."""
-        return self._waiting
+            del self.by_tenant[tenant]
 
     def may_enter(self, tenant: str, limit: int, waiting: int) -> bool:
         """Returns True if a tenant may add a request to the queue, although it already has ``limit`` requests or more.
 
         ``waiting`` is the number of waiting requests. Any thread may call this method.
         """
-        own = self._waiting.get(tenant, 0)
-        num_others = len(self._waiting) - (own > 0)
+        own = self.by_tenant.get(tenant, 0)
+        num_others = len(self.by_tenant) - (own > 0)
         return num_others > 0 and waiting < OVERFLOW * limit and own < max(1, limit // (num_others + 1))

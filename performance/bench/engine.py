@@ -16,12 +16,12 @@ from llm_serving.cluster.remote_group import RemoteStarter
 from llm_serving.config import Config
 from llm_serving.engine.core import Add, EngineCore
 from llm_serving.engine.outputs import EngineOutput
+from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.errors import AgentStartError, LLMServingError
 from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.agent_process import bind_agent_ports
 from llm_serving.request import Request, RequestOutput
 from llm_serving.sampling_params import SamplingParams
-from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.log import EventLog
@@ -76,7 +76,7 @@ class OfflineEngine:
         self._recorder = _Recorder()
         self._outputs: list[EngineOutput] = []
         self._number = 0
-        scheduler = Scheduler(SchedulerLimits.from_config(config))
+        scheduler = Scheduler(scheduler_limits(config))
         self._core = EngineCore(
             scheduler,
             [(scheduler, executor)],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llm_serving.config import Config, load_config
+from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.scheduler.limits import SchedulerLimits
 from performance.program import UsageError
@@ -94,7 +95,7 @@ def make_setup(name: str, settings: Sequence[str], device: str, fit: StepFit | N
         cost, spread = FittedDevice(fit), fit.spread
     else:
         cost = RooflineDevice(_replaced(PRESETS[device], own["device"], "device"), ModelWork.of(config))
-    return Setup(config, SchedulerLimits.from_config(config), cost, host, spread)
+    return Setup(config, scheduler_limits(config), cost, host, spread)
 
 
 def identity(config: Config) -> dict[str, str]:

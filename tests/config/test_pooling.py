@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from llm_serving.config import Config, load_config
+from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.pooling import ANY_DIMENSION, Pooling, Prompt
-from llm_serving.scheduler.limits import SchedulerLimits
 from support.model_folders import write_model_folder
 from support.small_configs import small_overrides, write_json
 
@@ -74,7 +74,7 @@ def test_only_the_last_token_may_use_the_prefix_cache(tmp_path: Path, pooling: o
     config = load(embedding_folder(tmp_path / "model", pooling=pooling), *swaps)
     assert config.pooling is not None
     assert config.pooling.method == method
-    limits = SchedulerLimits.from_config(config)
+    limits = scheduler_limits(config)
     assert limits.prefix_cache is (method == "last")
     assert limits.preemption.value == "recompute"
 

@@ -41,8 +41,8 @@ BUGS = [
     ),
     PlantedBug(
         "the host memory of a lost agent is used",
-        SCHEDULER + "preemption.py",
-        """            self.drop_host_blocks(sequence)
+        SCHEDULER + "swapping.py",
+        """            self._swapper.drop(sequence)
             self._wait_again(sequence)""",
         "            self._wait_again(sequence)",
     ),
@@ -54,9 +54,9 @@ BUGS = [
     ),
     PlantedBug(
         "the blocks of a step that never ran are swapped out",
-        SCHEDULER + "preemption.py",
-        "swaps = bool(sequence.host_table) and not finished and not sequence.drop_tokens",
-        "swaps = bool(sequence.host_table) and not finished",
+        SCHEDULER + "swapping.py",
+        "swaps = bool(sequence.host_table) and not sequence.request.is_finished and not sequence.drop_tokens",
+        "swaps = bool(sequence.host_table) and not sequence.request.is_finished",
     ),
     PlantedBug(
         "a sequence that is preempted while it comes back takes host blocks again",
@@ -66,10 +66,10 @@ BUGS = [
     ),
     PlantedBug(
         "an aborted swapped request keeps its host blocks",
-        SCHEDULER + "lifecycle.py",
-        """                state.swapped.remove(sequence)
-                self._preemption.drop_host_blocks(sequence)""",
-        "                state.swapped.remove(sequence)",
+        SCHEDULER + "swapping.py",
+        """        self._state.swapped.remove(sequence)
+        self._swapper.drop(sequence)""",
+        "        self._state.swapped.remove(sequence)",
     ),
     PlantedBug(
         "an ended request counts as started forever",
@@ -242,7 +242,7 @@ BUGS = [
     ),
     PlantedBug(
         "a draft is sampled with the random number of the token before it",
-        SCHEDULER + "step_builder.py",
+        SCHEDULER + "drafts.py",
         "step.sample_positions[index] += sequence.num_inflight_drafts",
         "step.sample_positions[index] += sequence.num_inflight_drafts - 1",
     ),

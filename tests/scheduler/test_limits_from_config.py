@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llm_serving.config import load_config
-from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind, SchedulerLimits
+from llm_serving.engine.scheduler_limits import scheduler_limits
+from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind
 from support.fakes import make_limits
 
 
@@ -38,7 +39,7 @@ def test_every_limit_comes_from_its_configuration_key() -> None:
             "scheduler_config.tbt_objective_ms=75",
         ],
     )
-    limits = SchedulerLimits.from_config(config)
+    limits = scheduler_limits(config)
     assert (limits.num_blocks, limits.block_size) == (277, 8)
     assert (limits.max_model_len, limits.max_prompt_len) == (config.max_model_len, config.max_prompt_len)
     assert limits.max_num_batched_tokens == config.max_num_batched_tokens
@@ -76,17 +77,17 @@ def test_every_batching_mode_of_the_config_is_known(strategy: BatchingStrategy, 
         "llama_tiny_cpu.yaml",
         [f"model_config.batching_strategy={strategy.value}", f"model_config.page_attention={page_attention}"],
     )
-    limits = SchedulerLimits.from_config(config)
+    limits = scheduler_limits(config)
     assert (limits.batching, limits.page_attention) == (strategy, page_attention)
 
 
 @pytest.mark.parametrize("policy", Policy)
 def test_every_policy_of_the_config_is_known(policy: Policy) -> None:
     config = load_config("llama_tiny_cpu.yaml", [f"scheduler_config.policy={policy.value}"])
-    assert SchedulerLimits.from_config(config).policy is policy
+    assert scheduler_limits(config).policy is policy
 
 
 def test_the_history_fits_a_step_slot() -> None:
     for overrides in ([], ["scheduler_config.max_num_batched_tokens=64"]):
         config = load_config("llama_tiny_cpu.yaml", overrides)
-        assert SchedulerLimits.from_config(config).max_step_history <= config.slot_limits().max_history
+        assert scheduler_limits(config).max_step_history <= config.slot_limits().max_history

@@ -1,0 +1,50 @@
+"""Decode steps that verify drafts, which are guesses of the next tokens of a sequence."""
+
+from __future__ import annotations
+
+from llm_serving.scheduler.output import ScheduledStep, StepReason
+from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.step_builder import DecodeBatch, build_decode
+
+
+def with_drafts(state: SchedulerState, sequences: list[Sequence]) -> list[Sequence]:
+    """Returns the sequences, each repeated for every draft that fits the step and the sequence's blocks.
+
+    Drafts take no block that a running sequence may need next, and no sequence is preempted for them.
+    """
+    limits, running, kv_cache = state.limits, state.running, state.kv_cache
+    num_free = min(limits.decode_batch_size, limits.max_num_seqs, limits.max_num_batched_tokens) - len(sequences)
+    entries: list[Sequence] = []
+    for sequence in sequences:
+        entries.append(sequence)
+        if not sequence.draft or sequence.restarts or sequence.request.num_inflight_tokens:
+            continue
+        request = sequence.request
+        wanted = min(len(sequence.draft), num_free, sequence.max_output_tokens - len(request.output_token_ids) - 1)
+        computed = request.num_computed_tokens
+        needed = kv_cache.blocks_for(computed + 1 + wanted) - len(sequence.block_table)
+        if needed > 0 and needed + len(running) > kv_cache.num_free_blocks:
+            wanted = min(wanted, len(sequence.block_table) * kv_cache.block_size - computed - 1)
+        if wanted > 0 and kv_cache.grow(sequence.block_table, computed + 1 + wanted):
+            entries += [sequence] * wanted
+            num_free -= wanted
+    return entries
+
+
+def build_verification(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledStep:
+    """Builds a decode step that verifies the drafts of its sequences.
+
+    In ``batch``, a sequence occurs once, and once more for each of its first drafts, without a gap. Its last token and
+    its drafts then count as computed. A sequence with drafts must have no step in flight.
+    """
+    step = build_decode(seq, reason, batch)
+    before: Sequence | None = None
+    for index, sequence in enumerate(batch.sequences):
+        if sequence is before:
+            step.token_ids[index] = sequence.draft[sequence.num_inflight_drafts]
+            sequence.num_inflight_drafts += 1
+            step.sample_positions[index] += sequence.num_inflight_drafts
+            step.num_drafts += 1
+        before = sequence
+    return step

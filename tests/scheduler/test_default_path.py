@@ -1,0 +1,54 @@
+"""With the default settings, ``Scheduler.schedule`` does not run code of optional features."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from llm_serving.scheduler.output import ScheduledStep
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
+from support.small_configs import REPOSITORY
+
+
+def files_of_schedule(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Runs all requests to their ends.
+
+    Returns the files of packages ``scheduler`` and ``waiting`` whose code runs in ``schedule``.
+    """
+    files: set[str] = set()
+    schedule = simulation.scheduler.schedule
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent.name in ("scheduler", "waiting") and path != Path(__file__):
+            files.add(f"{path.parent.name}/{path.name}")
+
+    def traced(now: float) -> ScheduledStep | None:
+        sys.setprofile(note)
+        try:
+            return schedule(now)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(simulation.scheduler, "schedule", traced)
+    simulation.finish()
+    return files
+
+
+def documented_files() -> set[str]:
+    """Returns the files that docs/architecture.md names for the default path."""
+    text = (REPOSITORY / "docs/architecture.md").read_text()
+    section = text.partition("**The default path.**")[2].partition("\n\n")[0]
+    return {name if "/" in name else f"scheduler/{name}" for name in re.findall(r"`([\w/]+\.py)`", section)}
+
+
+def test_the_default_path_has_only_the_documented_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(make_limits(num_blocks=24, prefix_cache=True))
+    simulation.add(*(make_request(f"request {number}", 9 + number, max_tokens=20) for number in range(8)))
+    assert files_of_schedule(simulation, monkeypatch) == documented_files()
+    assert simulation.scheduler.num_preemptions > 0
