@@ -8,8 +8,8 @@ import pytest
 
 from llm_serving.ipc.shm import LAST_TOKEN
 from llm_serving.scheduler.limits import Policy
+from llm_serving.scheduler.other_policies import DECODE_STREAK_LIMIT
 from llm_serving.scheduler.output import StepKind, StepReason
-from llm_serving.scheduler.policies import DECODE_STREAK_LIMIT
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation
 

@@ -80,7 +80,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         scheduler_config=SimpleNamespace(ttft_objective_ms=500.0, tbt_objective_ms=50.0),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_engine.SchedulerLimits, "from_config", lambda config: sizes)
+        patch.setattr(async_engine, "scheduler_limits", lambda config: sizes)
         executor, log = FakeExecutor(sizes), RecordingLog()
         tokenizer: Any = object()
         engine = AsyncEngine(config, tokenizer, [executor], FakeDetokenizer, log, RecordingMetrics())
