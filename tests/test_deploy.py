@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from llm_serving.config.loader import parse_override
-from llm_serving.config.sections import DEFAULT_SERVER_PORT, ServingConfig
+from llm_serving.config.serving_section import DEFAULT_SERVER_PORT, ServingConfig
 from llm_serving.version import __version__
 from support.access_keys import secret_of, write_keys
 from support.server_process import running_server

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_serving.config.sections import DEFAULT_SERVER_PORT
+from llm_serving.config.serving_section import DEFAULT_SERVER_PORT
 from tools.browser import Browser, missing_programs
 
 QUESTIONS = (

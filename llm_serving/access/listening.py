@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from llm_serving.config.sections import ServingConfig
+from llm_serving.config.serving_section import ServingConfig
 from llm_serving.errors import ConfigError
 
 BACKLOG = 2048

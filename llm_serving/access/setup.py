@@ -7,7 +7,7 @@ from collections.abc import Callable
 from llm_serving.access.audit import AuditLog
 from llm_serving.access.control import AccessControl
 from llm_serving.access.key_store import KeyLog, KeyStore
-from llm_serving.config.sections import ServingConfig
+from llm_serving.config.serving_section import ServingConfig
 from llm_serving.telemetry.log_file import Rotation
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llm_serving.access.key_store import KeyLog, file_signature
 from llm_serving.access.periodic import Periodic
-from llm_serving.config.sections import ServingConfig
+from llm_serving.config.serving_section import ServingConfig
 from llm_serving.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from llm_serving.chat.conversation import Conversation
 from llm_serving.chat.started_server import started_server
 from llm_serving.chat.terminal import Terminal
 from llm_serving.cli import add_model_options
-from llm_serving.config.sections import DEFAULT_SERVER_PORT
+from llm_serving.config.serving_section import DEFAULT_SERVER_PORT
 
 EXIT_USAGE = 2
 API_KEY_VARIABLE = "LLM_SERVING_API_KEY"

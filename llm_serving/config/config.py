@@ -17,21 +17,20 @@ from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.models_section import ModelsConfig
 from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.sampling_defaults import SamplingDefaults
+from llm_serving.config.scheduler_section import SchedulerConfig
 from llm_serving.config.sections import (
-    DEFAULT_ROW_CHECK_INTERVAL,
     BasicInputsConfig,
     ExtraInputsConfig,
     LogConfig,
     LoraConfig,
     PagedAttentionConfig,
     PowerConfig,
-    SchedulerConfig,
-    ServingConfig,
     SpeculativeConfig,
     TelemetryConfig,
     TokenizerConfig,
     WarmupInputsConfig,
 )
+from llm_serving.config.serving_section import DEFAULT_ROW_CHECK_INTERVAL, ServingConfig
 from llm_serving.config.shadow_section import ShadowConfig
 from llm_serving.config.source import UnusedSetting
 from llm_serving.errors import ConfigError

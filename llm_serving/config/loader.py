@@ -13,8 +13,9 @@ from llm_serving.config.convert import build_sections, find_unused, nearest, nea
 from llm_serving.config.lookup import find_config_file, has_ascend
 from llm_serving.config.resolve import Resolver
 from llm_serving.config.sections import SECTIONS
+from llm_serving.config.serving_checks import agents_of_graphs, check_serving, check_telemetry
 from llm_serving.config.source import COMMAND_LINE, RawConfig
-from llm_serving.config.validation import agents_of_graphs, check_model_name, check_serving, check_telemetry
+from llm_serving.config.validation import check_model_name
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import parse_yaml, read_yaml_mapping
 from llm_serving.formats.typed_fields import short_repr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from llm_serving.config.schema import AUTO_SIZE
 from llm_serving.config.sections import (
     PagedAttentionConfig,
     PowerConfig,
-    ServingConfig,
     SpeculativeConfig,
     TokenizerConfig,
 )
 from llm_serving.config.sequence_states import for_states
+from llm_serving.config.serving_section import ServingConfig
 from llm_serving.config.source import RawConfig, UnusedSetting
 from llm_serving.config.validation import (
     check_ascend_options,
@@ -36,21 +36,19 @@ from llm_serving.config.validation import (
     check_cores,
     check_device,
     check_formats,
-    check_group,
     check_kv_tiers,
     check_lengths,
     check_lora,
     check_model_parts,
-    check_native_weights,
     check_parallel,
     check_pooling,
     check_processors,
     check_shadow,
     check_sharing,
     check_speculation,
-    check_stored_format,
     check_sum_parts,
 )
+from llm_serving.config.weight_checks import check_group, check_native_weights, check_stored_format
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.place import SUFFIX, find_gguf, own_config
 from llm_serving.model.pooling import Pooling, has_modules, is_classifier, read_classifier, read_pooling, read_score
@@ -80,6 +78,30 @@ _COMPARED_SIZES = (
     "head_dim",
     "vocab_size",
 )
+
+_CHECKS: tuple[Callable[[RawConfig, Config], None], ...] = (
+    check_stored_format,
+    check_group,
+    check_ascend_options,
+    check_lengths,
+    check_batches,
+    check_sharing,
+    check_speculation,
+    check_model_parts,
+    check_parallel,
+    check_native_weights,
+    check_sum_parts,
+    check_mindformers,
+    check_pooling,
+    check_processors,
+    check_lora,
+    check_kv_tiers,
+    check_shadow,
+    check_cluster,
+    check_events,
+    check_vision,
+)
+"""The checks of a whole config, in the order in which they report problems."""
 
 
 class Resolver:
@@ -146,26 +168,8 @@ class Resolver:
             notes=(*self._notes, *notes),
             unused=(*self._unused, *(mindformers.unused if mindformers else ())),
         )
-        check_stored_format(self._raw, config)
-        check_group(self._raw, config)
-        check_ascend_options(self._raw, config)
-        check_lengths(self._raw, config)
-        check_batches(self._raw, config)
-        check_sharing(self._raw, config)
-        check_speculation(self._raw, config)
-        check_model_parts(self._raw, config)
-        check_parallel(self._raw, config)
-        check_native_weights(self._raw, config)
-        check_sum_parts(self._raw, config)
-        check_mindformers(self._raw, config)
-        check_pooling(self._raw, config)
-        check_processors(self._raw, config)
-        check_lora(self._raw, config)
-        check_kv_tiers(self._raw, config)
-        check_shadow(self._raw, config)
-        check_cluster(self._raw, config)
-        check_events(self._raw, config)
-        check_vision(self._raw, config)
+        for check in _CHECKS:
+            check(self._raw, config)
         return config
 
     def _processing(self, folder: Path | None, shape: ModelShape) -> ImageProcessing | None:

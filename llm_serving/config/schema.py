@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+MAX_SECONDS = 86_400.0
+"""Maximum of settings that are seconds: a day."""
 AUTO_SIZE = 0
 """Stands for ``auto`` in a key of integers that must be above 0."""
 _METADATA_KEY = "config_key"

@@ -2,147 +2,21 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
 from llm_serving.config.config import Config
 from llm_serving.config.model_section import ModelConfig
-from llm_serving.config.parallel_section import MAX_RANKS, ParallelConfig
-from llm_serving.config.sections import PagedAttentionConfig, ServingConfig, TelemetryConfig
+from llm_serving.config.sections import PagedAttentionConfig
 from llm_serving.config.source import RawConfig
 from llm_serving.lora.targets import ADAPTED_FAMILIES
-from llm_serving.model.number_formats import (
-    AUTO,
-    GROUP_SIZES,
-    GROUP_SIZES_TEXT,
-    formats_of_stored,
-    weight_format,
-)
-from llm_serving.model.parallel import find_obstacle, local_shape
-from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
-from llm_serving.model.shape import ModelShape
+from llm_serving.model.number_formats import weight_format
+from llm_serving.model.parallel import find_obstacle
 
 MAX_CACHE_SLOTS = 2**31 - 1
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 _PROCESSOR_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-def check_telemetry(raw: RawConfig, telemetry: TelemetryConfig) -> None:
-    """Check the URL of the collector of traces."""
-    endpoint = telemetry.traces_endpoint
-    if endpoint is not None and not re.fullmatch(r"https?://[^/\s@]+/\S*", endpoint):
-        problem = "must be a URL with a path and without a password, as http://localhost:4318/v1/traces"
-        raise raw.error("telemetry_config.traces_endpoint", endpoint, problem)
-
-
-def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConfig) -> None:
-    """Check ports and addresses."""
-    if parallel.world_size > MAX_RANKS:
-        problem = f"{_product(parallel)} makes {parallel.world_size} agents; at most {MAX_RANKS}"
-        raise raw.error("parallel_config.data_parallel", parallel.data_parallel, problem)
-    ports = [port for port in serving.agent_ports if port != 0]
-    key, value = "serving_config.agent_ports", list(serving.agent_ports)
-    if len(set(ports)) != len(ports):
-        raise raw.error(key, value, "a port appears twice")
-    if len(value) != parallel.world_size and value != [0] and not parallel.is_remote:
-        raise raw.error(key, value, _ports_problem(len(value), parallel))
-    for name in ("server_port", "admin_port"):
-        if getattr(serving, name) in ports:
-            raise raw.error(f"serving_config.{name}", getattr(serving, name), "is the port of an agent too")
-    if serving.admin_port and serving.admin_port == serving.server_port:
-        raise raw.error("serving_config.admin_port", serving.admin_port, "is server_port, too; choose another port")
-    if not _is_loopback(raw, "serving_config.agent_ip", serving.agent_ip):
-        raise raw.error("serving_config.agent_ip", serving.agent_ip, "agents listen on a loopback address only")
-    for name in ("server_ip", "admin_ip"):
-        address, key = getattr(serving, name), f"serving_config.{name}"
-        if not _is_loopback(raw, key, address) and not serving.allow_remote:
-            raise raw.error(key, address, "other machines could connect; set serving_config.allow_remote: true")
-    _check_protection(raw, serving)
-    for origin in serving.cors_origins or ():
-        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
-            problem = "must be an origin without a path, as https://chat.example or http://localhost:3000, or *"
-            raise raw.error("serving_config.cors_origins", origin, problem)
-    for network in serving.trusted_proxies or ():
-        if not _is_network(network):
-            problem = "must be an IP address or a network, as in 10.1.0.0/16"
-            raise raw.error("serving_config.trusted_proxies", network, problem)
-
-
-def _check_protection(raw: RawConfig, serving: ServingConfig) -> None:
-    """Check that the TLS files are complete, and that a server that other machines can reach is protected."""
-    if (serving.tls_cert is None) != (serving.tls_key is None):
-        missing = "tls_key" if serving.tls_key is None else "tls_cert"
-        raise raw.error(f"serving_config.{missing}", None, "is missing; TLS needs both tls_cert and tls_key")
-    if serving.tls_client_ca is not None and serving.tls_cert is None:
-        raise raw.error("serving_config.tls_client_ca", serving.tls_client_ca, "needs tls_cert and tls_key")
-    if not serving.allow_remote or serving.allow_remote_unprotected:
-        return
-    has_keys = serving.api_keys_file is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE, "").strip(" ;\n"))
-    missing_parts = [] if has_keys or serving.tls_client_ca is not None else ["API keys (serving_config.api_keys_file)"]
-    missing_parts += [] if serving.tls_cert is not None else ["TLS (serving_config.tls_cert and tls_key)"]
-    if missing_parts:
-        problem = (
-            f"the server would have no {' and no '.join(missing_parts)}; set them, or "
-            "serving_config.allow_remote_unprotected: true if a proxy or a firewall protects the server"
-        )
-        raise raw.error("serving_config.allow_remote", True, problem)
-
-
-def agents_of_graphs(raw: RawConfig, sections: Mapping[str, Any]) -> int | None:
-    """Return the number of agents that a published config implies, or None if it implies none.
-
-    The published server has one agent for each prefill graph of ``model_path``. The result is None if there is at most
-    one graph, or if the config has its own ``parallel_config``. Raises ConfigError if the numbers of prefill graphs,
-    decode graphs and agents' ports differ.
-    """
-    graphs, decode, ports = (
-        sections["model_path"].prefill_model or (),
-        sections["model_path"].decode_model or (),
-        sections["serving_config"].agent_ports,
-    )
-    key = "model_path.prefill_model"
-    if graphs and decode and len(graphs) != len(decode):
-        raise raw.error(key, list(graphs), f"has {len(graphs)} graphs, and decode_model has {len(decode)}")
-    if raw.sections.get("parallel_config") or len(graphs) <= 1:
-        return None
-    if ports != (0,) and len(ports) != len(graphs):
-        problem = f"has {len(graphs)} graphs, and serving_config.agent_ports has {len(ports)} ports; they must agree"
-        raise raw.error(key, list(graphs), problem)
-    return len(graphs)
-
-
-def _ports_problem(num_ports: int, parallel: ParallelConfig) -> str:
-    agents = "is 1 agent" if parallel.world_size == 1 else f"are {parallel.world_size} agents ({_product(parallel)})"
-    return f"there {agents} and {num_ports} ports; give each agent one, or [0] for any free ones"
-
-
-def _product(parallel: ParallelConfig) -> str:
-    return (
-        f"tensor_parallel {parallel.tensor_parallel} x pipeline_parallel {parallel.pipeline_parallel} x "
-        f"data_parallel {parallel.data_parallel}"
-    )
-
-
-def _is_loopback(raw: RawConfig, key: str, address: str) -> bool:
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        raise raw.error(key, address, "must be an IP address or localhost") from None
-
-
-def _is_network(text: str) -> bool:
-    try:
-        ipaddress.ip_network(text, strict=False)
-    except ValueError:
-        return False
-    return True
 
 
 def check_model_name(raw: RawConfig, name: str | None) -> None:
@@ -187,21 +61,6 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
         raise raw.error("model_config.kv_format", model.kv_format, problem)
 
 
-def check_stored_format(raw: RawConfig, config: Config) -> None:
-    """Check that ``weight_format`` suits a quantized checkpoint.
-
-    The format must keep the checkpoint's integers or convert them to floats. Integers are never rounded to another
-    integer format.
-    """
-    wanted, stored = config.model_config.weight_format, config.stored_weight_format
-    if stored is None or wanted == AUTO or weight_format(wanted).is_float:
-        return
-    kept = formats_of_stored(stored)
-    if wanted not in kept:
-        problem = f"the model folder holds {stored} weights; use auto, {' or '.join(kept)}, or bf16"
-        raise raw.error("model_config.weight_format", wanted, problem)
-
-
 def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
     """Check that this process may run on the cores of ``model_config.cpu_cores``."""
     usable = os.sched_getaffinity(0)
@@ -209,32 +68,6 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
     if missing:
         problem = f"there is no core {missing[0]} for this process; it may use {sorted(usable)}"
         raise raw.error("model_config.cpu_cores", list(cores or ()), problem)
-
-
-def check_group(raw: RawConfig, config: Config) -> None:
-    """Check that ``weight_group``, the number of inputs with one scale, divides the number of inputs of each linear
-    layer.
-    """
-    if not weight_format(config.weight_format).has_groups or config.stored_weight_format is not None:
-        return
-    shape, group = config.shape, config.model_config.weight_group
-    sizes = {
-        "hidden size": shape.hidden_size,
-        "size of all heads": shape.num_attention_heads * shape.value_dim,
-    }
-    if shape.latent is not None and shape.latent.query_rank:
-        sizes["q_lora_rank"] = shape.latent.query_rank
-    if _has_mlps(shape):
-        sizes["intermediate size"] = shape.intermediate_size
-    if shape.delta is not None:
-        sizes["size of the linear attention's values"] = shape.delta.values
-    if shape.experts is not None:
-        sizes["experts' intermediate size"] = shape.experts.intermediate_size
-        sizes |= {"size of the shared experts": shape.experts.shared_size} if shape.experts.shared_size else {}
-    for name, size in sizes.items():
-        if group not in GROUP_SIZES or size % group:
-            problem = f"must be {GROUP_SIZES_TEXT} and divide the model's {name} of {size}; or use int8"
-            raise raw.error("model_config.weight_group", group, problem)
 
 
 def check_model_parts(raw: RawConfig, config: Config) -> None:
@@ -402,80 +235,6 @@ def check_sum_parts(raw: RawConfig, config: Config) -> None:
         problem = None if obstacle is None else obstacle[1]
     if problem is not None:
         raise raw.error("parallel_config.sum_parts", parallel.sum_parts, problem)
-
-
-def check_native_weights(raw: RawConfig, config: Config) -> None:
-    """Check the sizes of quantized layers against the limits of MindSpore's primitives (``docs/ascend.md``)."""
-    key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape
-    if config.op_table != "native" or weight_format(config.weight_format).is_float:
-        return
-    if weight_format(wanted).native is None:
-        raise raw.error(key, wanted, "the native primitives do not have this format; use another one, or auto")
-    weight_only = not config.quantises_activations
-    agents = [local_shape(shape, config.shard(rank)) for rank in range(config.parallel_config.group_size)]
-    widest = max(size for each in agents for size in (*_layer_inputs(each), *_layer_outputs(each)))
-    if weight_only and widest > MAX_WEIGHT_ONLY_SIZE:
-        problem = (
-            f"a layer of the model is {widest} wide; WeightQuantBatchMatmul takes at most {MAX_WEIGHT_ONLY_SIZE}; "
-            "use int8"
-        )
-        raise raw.error(key, wanted, problem)
-    if shape.experts is not None:
-        _check_native_experts(raw, config, max(2 * each.experts.intermediate_size for each in agents if each.experts))
-    fewest = min(size for each in agents for size in _layer_inputs(each))
-    if weight_only and config.shard_group > 1 and config.shard_group >= fewest:
-        _refuse_wide_groups(raw, config, fewest)
-
-
-def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
-    """Check quantized experts against the limits of the primitive GroupedMatmulV4.
-
-    ``outputs`` is the number of outputs of an expert's gate and up layers together.
-    """
-    key, wanted, group = "model_config.weight_format", config.model_config.weight_format, config.shard_group
-    if max(outputs, config.shape.hidden_size) > MAX_WEIGHT_ONLY_SIZE:
-        problem = f"an expert is {outputs} wide; GroupedMatmulV4 takes at most {MAX_WEIGHT_ONLY_SIZE}; use auto"
-        raise raw.error(key, wanted, problem)
-    if not config.linear_format.has_groups and group > 1:
-        problem = (
-            f"the folder's experts have a scale for each {group} inputs, and GroupedMatmulV4 takes one for each output "
-            f"of {config.stored_weight_format} weights; use auto, which multiplies the weights by their scales"
-        )
-        raise raw.error(key, wanted, problem)
-
-
-def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
-    """Return the number of inputs of each kind of linear layer. ``shape`` is one agent's part of the model."""
-    inputs = (shape.hidden_size, shape.num_attention_heads * shape.head_dim)
-    return (*inputs, shape.intermediate_size) if _has_mlps(shape) else inputs
-
-
-def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
-    """Return the number of outputs of each kind of linear layer that has more outputs than inputs."""
-    heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
-    outputs = (heads * shape.head_dim,)
-    return (*outputs, 2 * shape.intermediate_size) if _has_mlps(shape) else outputs
-
-
-def _has_mlps(shape: ModelShape) -> bool:
-    """Return True if at least one layer has an ordinary MLP instead of experts."""
-    return any(not shape.has_experts(layer) for layer in range(shape.num_layers))
-
-
-def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Raise the ConfigError for a quantisation group that is larger than the inputs of a linear layer.
-
-    ``fewest`` is the smallest number of inputs of a layer in one agent.
-    """
-    group, agents = config.shard_group, config.parallel_config.tensor_parallel
-    whose = "the inputs of every layer with native operators" if agents == 1 else "an agent's inputs of every layer"
-    if config.stored_weight_format is None:
-        problem = f"must be smaller than {whose}; one has {fewest}"
-        raise raw.error("model_config.weight_group", group, problem)
-    problem = f"the folder's groups of {group} inputs must be smaller than {whose}; one has {fewest}"
-    if agents > 1:
-        raise raw.error("parallel_config.tensor_parallel", agents, f"{problem}; use fewer agents")
-    raise raw.error("model_config.weight_format", config.model_config.weight_format, f"{problem}; use auto")
 
 
 def check_ascend_options(raw: RawConfig, config: Config) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm_serving.config.sections import DEFAULT_SERVER_PORT
+from llm_serving.config.serving_section import DEFAULT_SERVER_PORT
 
 QUESTIONS = (
     "What is the capital of France?",

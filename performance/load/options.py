@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_serving.config.sections import DEFAULT_SERVER_PORT
+from llm_serving.config.serving_section import DEFAULT_SERVER_PORT
 from performance.load.apis import APIS, OPENAI_APIS
 from performance.load.arrivals import ARRIVALS, arrival_times, request_count
 from performance.load.endpoint import Endpoint, parse_endpoint

@@ -9,15 +9,9 @@ import re
 from pathlib import Path
 
 from llm_serving.config import load_config
-from llm_serving.config.sections import (
-    DEFAULT_SERVER_PORT,
-    BasicInputsConfig,
-    ExtraInputsConfig,
-    PagedAttentionConfig,
-    SchedulerConfig,
-    ServingConfig,
-    WarmupInputsConfig,
-)
+from llm_serving.config.scheduler_section import SchedulerConfig
+from llm_serving.config.sections import BasicInputsConfig, ExtraInputsConfig, PagedAttentionConfig, WarmupInputsConfig
+from llm_serving.config.serving_section import DEFAULT_SERVER_PORT, ServingConfig
 from llm_serving.formats.strict_yaml import read_yaml_mapping
 from support.model_folders import write_model_folder
 from support.small_configs import REPOSITORY
