@@ -18,18 +18,20 @@ from agent.drafting.making import make_drafter
 from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
-from agent.kernels import OperatorRefusedError, compiled_sets, kernel_isa, num_threads
+from agent.kernels import OperatorRefusedError
 from agent.logits_processors import load_processors
 from agent.lora.store import AdapterStore
 from agent.mask_gate import LogitBias, MaskGate
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
+from agent.model_summary import describe_fusions, describe_model
 from agent.pooling.pooler import Pooler
 from agent.pooling.weights import read_pooling_weights
 from agent.profiling import Profiling
+from agent.row_check import RowCheck
 from agent.run_ahead.last_tokens import GroupTokens, LastTokens, OwnTokens
 from agent.run_ahead.steps import StepsAhead
 from agent.sampler import Sampler, find_candidates
-from agent.scores import DeviceScores, StepLogits, score_bits
+from agent.scores import DeviceScores, StepLogits, cost_of_step
 from agent.step_cost import StepCost
 from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import Int32Array, StepInputs, StepReader
@@ -38,9 +40,8 @@ from agent.stored_program.store import ProgramStore
 from agent.vision.rotary_rows import RotaryRows
 from agent.vision.rows import ImageRows
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
-from agent.weights.cache.fingerprint import arithmetic_digest
 from agent.weights.cache.folder import WeightCache
-from agent.weights.storage import STORAGE_DTYPES, Array, huge_page_bytes
+from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
@@ -50,18 +51,10 @@ from llm_serving.ipc.tile_memory import TileMemory
 from llm_serving.planning.machine import process_seconds
 
 if TYPE_CHECKING:
-    from agent.backends.base import OpTable
     from agent.step_graph.interface import StepGraph
 
 StartReport = Callable[[str, int, int], None]
 """Takes a stage of the start, the number of units done and the total number of units."""
-
-
-class RowCheckError(AgentError):
-    """A check failed: a sequence's logits in a batch differ from those of a step with this sequence alone.
-
-    The agent computes wrong results and must be restarted.
-    """
 
 
 class ModelRunner:
@@ -222,7 +215,7 @@ class ModelRunner:
             self._graph = self._stored.make_graph(self._model, self._reader.buffers, self._made_graph)
             self._starts_stored = self._graph is not None
         if not self._starts_stored:
-            self._compile_graphs()
+            self._graph = self._made_graph()
         self._report("compile", 1, 1)
         self._seconds["compile"] = time.perf_counter() - start
 
@@ -265,7 +258,7 @@ class ModelRunner:
             self._stored.drop(str(problem))
             self._starts_stored = False
         if not self._starts_stored:
-            self._compile_graphs()
+            self._graph = self._made_graph()
         self._report("warm up", 1, 1)
         return self._starts_stored
 
@@ -283,48 +276,13 @@ class ModelRunner:
 
     def summary(self) -> dict[str, str | int | float]:
         """Returns a description of the loaded model for the log and the status page."""
-        model = self._model
-        assert model is not None, "load() must come before summary()"
-        summary: dict[str, str | int | float] = {
-            "device": self._config.device,
-            "model_type": self._config.model_config.model_type,
-            "op_table": model.ops.traits.op_table,
-            "dtype": model.ops.dtype,
-            "weight_format": self._config.weight_format,
-            "kv_format": self._config.kv_format,
-            "kernel_isa": kernel_isa(),
-            "arithmetic": arithmetic_digest(),
-            "kernel_sets": " ".join(compiled_sets()),
-            "cpu_threads": num_threads(),
-            "weight_bytes": model.weight_bytes,
-            "kv_cache_bytes": model.kv_cache.num_bytes,
-            "state_bytes": model.kv_cache.state_bytes,
-            "host_kv_cache_bytes": model.moves.num_host_bytes,
-            "huge_page_bytes": huge_page_bytes(),
-        }
-        if not self._part.is_alone:
-            place = self._part.place
-            summary |= {"rank": place.rank, "tp_index": place.tp_index, "pp_index": place.pp_index}
+        assert self._model is not None, "load() must come before summary()"
+        summary = describe_model(self._config, self._part, self._model)
         if self._drafter is not None:
             summary |= self._drafter.summary()
         summary["start"] = "stored program" if self._starts_stored else "compiled"
-        summary |= self._fusion_summary(model.ops)
-        summary.update({f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()})
-        return summary
-
-    def _fusion_summary(self, ops: OpTable) -> dict[str, str]:
-        """Returns a description of the graph-kernel fusions that took effect (``context.enable_graph_kernel``)."""
-        if not self._config.context.enable_graph_kernel:
-            return {"graph_kernel_fusion": "off"}
-        if self._config.device == "Ascend":
-            from agent.backends.ascend.fusion import take_report
-
-            return take_report()
-        operators = {} if self._graph is None else self._graph.operators()
-        if ops.traits.op_table == "fused":
-            return {"graph_kernel_fusion": "on: each layer is one operator of the fused table"}
-        state = "on" if operators else "no effect: MindSpore runs every step, and its shapes are dynamic"
-        return {"graph_kernel_fusion": state, **{f"fusion_{kind}": str(each) for kind, each in operators.items()}}
+        summary |= describe_fusions(self._config, self._model.ops, self._graph)
+        return summary | {f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()}
 
     def run_step(self, slot: StepSlot, *, is_decode: bool) -> StepCost:
         """Runs one step: copies blocks, runs the graph, samples, and writes the results into ``slot``.
@@ -355,7 +313,7 @@ class ModelRunner:
             self._sampler.sample(scores, slot)
         except RuntimeError as error:
             raise self.after_failure(error) from error
-        cost = _cost(start, computed, scores)
+        cost = cost_of_step(start, computed, scores)
         if self._drafter is not None:
             draft_us = self._drafter.after_step(slot, inputs, self._graph.tapped(inputs.token_ids.size))
             cost = cost._replace(sample_us=cost.sample_us + draft_us, draft_us=draft_us)
@@ -372,7 +330,7 @@ class ModelRunner:
             raise self.after_failure(error) from error
         computed = time.perf_counter_ns()
         pooler.take(stream, inputs, slot)
-        return _cost(start, computed, None)
+        return cost_of_step(start, computed, None)
 
     def run_moves(self, slot: StepSlot) -> StepCost:
         """Runs a step that only copies blocks. Raises the same errors as ``run_step``."""
@@ -450,7 +408,7 @@ class ModelRunner:
         if self._config.captured_batch_sizes:
             return GroupBrokenError(text)
         try:
-            self._compile_graphs()
+            self._graph = self._made_graph()
         except RuntimeError:
             return GroupBrokenError(text)
         return AgentError(text)
@@ -477,7 +435,7 @@ class ModelRunner:
                     find_candidates(scores, slot)
             finally:
                 last_tokens.step_done(slot)
-            cost = _cost(start, computed, scores)
+            cost = cost_of_step(start, computed, scores)
             if slot.checked_row and inputs.token_ids.size == inputs.query_lens.size:
                 self._check_row(slot, scores)
         except RuntimeError as error:
@@ -505,9 +463,8 @@ class ModelRunner:
         have the same bits.
         """
         index = slot.checked_row - 1
-        whole = not self._part.is_split
         compares = self._part.returns_results and slot.sampled_ids[index] != NOT_FINITE
-        first = score_bits(scores, index, whole=whole) if compares and scores is not None else None
+        check = RowCheck(slot, scores if compares else None, whole=not self._part.is_split)
         inputs = self._reader.keep_only(index)
         if self._exchange is not None:
             again = self._compute_in_group(inputs, None)
@@ -515,12 +472,8 @@ class ModelRunner:
             assert self._graph is not None
             entry = inputs.token_ids if self._images is None else self._images.embedded(inputs)
             again = self._graph.run(inputs, entry)
-        if first is not None and again is not None:
-            second = score_bits(again, 0, whole=whole)
-            if first != second:
-                raise RowCheckError(
-                    f"sequence {index} of {slot.num_seqs} has other logits in step {slot.seq} than alone"
-                )
+        if again is not None:
+            check.compare(again)
 
     def _entry(self, inputs: StepInputs, slot: StepSlot | None) -> Array:
         """Returns the first input of the graph.
@@ -555,9 +508,6 @@ class ModelRunner:
         except ProtocolError as problem:
             raise RuntimeError(str(problem)) from problem
 
-    def _compile_graphs(self) -> None:
-        self._graph = self._made_graph()
-
     def _made_graph(self) -> StepGraph:
         """Returns a new graph that MindSpore has compiled."""
         assert self._model is not None, "load() must come before compile()"
@@ -580,16 +530,6 @@ class ModelRunner:
         )
         graph.compile()
         return graph
-
-
-def _cost(start: int, computed: int, scores: StepLogits | DeviceScores | None) -> StepCost:
-    """Returns the cost of a step whose sampling ends now. The step began at ``start``, and its graph ended at
-    ``computed``.
-
-    Times are ``time.perf_counter_ns``.
-    """
-    fetched = scores.fetched_bytes if isinstance(scores, DeviceScores) else 0
-    return StepCost((computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000, fetched)
 
 
 def _first_line(error: RuntimeError) -> str:

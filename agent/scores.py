@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels import Candidates
+from agent.step_cost import StepCost
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
@@ -103,3 +105,13 @@ def whole_logits(scores: StepLogits | DeviceScores, num_seqs: int) -> Float32Arr
     if isinstance(scores, StepLogits):
         return scores.values[:num_seqs].copy()
     return scores.rows(np.arange(num_seqs, dtype=np.int32)).copy()
+
+
+def cost_of_step(start: int, computed: int, scores: StepLogits | DeviceScores | None) -> StepCost:
+    """Returns the cost of a step whose sampling ends now. The step began at ``start``, and its graph ended at
+    ``computed``.
+
+    Times are ``time.perf_counter_ns``.
+    """
+    fetched = scores.fetched_bytes if isinstance(scores, DeviceScores) else 0
+    return StepCost((computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000, fetched)

@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from agent.model_runner import ModelRunner, RowCheckError, StartReport
+from agent.model_runner import ModelRunner, StartReport
+from agent.row_check import RowCheckError
 from agent.server import AgentServer
 from agent.step_cost import StepCost
 from agent.task_queue import StepComputed, TaskQueue

@@ -1,0 +1,56 @@
+"""Describes a loaded model for the log and the status page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.group.model_part import ModelPart
+from agent.kernels import compiled_sets, kernel_isa, num_threads
+from agent.model_loading import LoadedModel
+from agent.weights.cache.fingerprint import arithmetic_digest
+from agent.weights.storage import huge_page_bytes
+from llm_serving.config import Config
+
+if TYPE_CHECKING:
+    from agent.backends.base import OpTable
+    from agent.step_graph.interface import StepGraph
+
+
+def describe_model(config: Config, part: ModelPart, model: LoadedModel) -> dict[str, str | int | float]:
+    """Returns the operators, formats, sizes and kernels of an agent's part of the model."""
+    summary: dict[str, str | int | float] = {
+        "device": config.device,
+        "model_type": config.model_config.model_type,
+        "op_table": model.ops.traits.op_table,
+        "dtype": model.ops.dtype,
+        "weight_format": config.weight_format,
+        "kv_format": config.kv_format,
+        "kernel_isa": kernel_isa(),
+        "arithmetic": arithmetic_digest(),
+        "kernel_sets": " ".join(compiled_sets()),
+        "cpu_threads": num_threads(),
+        "weight_bytes": model.weight_bytes,
+        "kv_cache_bytes": model.kv_cache.num_bytes,
+        "state_bytes": model.kv_cache.state_bytes,
+        "host_kv_cache_bytes": model.moves.num_host_bytes,
+        "huge_page_bytes": huge_page_bytes(),
+    }
+    if not part.is_alone:
+        place = part.place
+        summary |= {"rank": place.rank, "tp_index": place.tp_index, "pp_index": place.pp_index}
+    return summary
+
+
+def describe_fusions(config: Config, ops: OpTable, graph: StepGraph | None) -> dict[str, str]:
+    """Returns a description of the graph-kernel fusions that took effect (``context.enable_graph_kernel``)."""
+    if not config.context.enable_graph_kernel:
+        return {"graph_kernel_fusion": "off"}
+    if config.device == "Ascend":
+        from agent.backends.ascend.fusion import take_report
+
+        return take_report()
+    operators = {} if graph is None else graph.operators()
+    if ops.traits.op_table == "fused":
+        return {"graph_kernel_fusion": "on: each layer is one operator of the fused table"}
+    state = "on" if operators else "no effect: MindSpore runs every step, and its shapes are dynamic"
+    return {"graph_kernel_fusion": state, **{f"fusion_{kind}": str(each) for kind, each in operators.items()}}
