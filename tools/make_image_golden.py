@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -75,70 +76,100 @@ def image_of(number: int, encode: Any) -> dict[str, Any]:
     return image
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden" / "images.json")
-    arguments = parser.parse_args()
-    first = prepared(0)  # before other imports of transformers
-    import jinja2
-    import PIL
+def load_model() -> tuple[Any, Any]:
+    """Returns the model of transformers, in float32, and its tokenizer."""
     import torch
-    import transformers
     from tokenizers import Tokenizer
     from transformers.models.smolvlm.modeling_smolvlm import SmolVLMForConditionalGeneration
-    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-    assert first[0].ndim == 4
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         write_vision_model(folder)
         model = SmolVLMForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def prompt_ids(tokenizer: Any, before: str, after: str, layouts: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns the token ids of a chat with images. ``layouts`` has the rows and columns of tiles of each image."""
+    import jinja2
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    template = jinja2.Environment().from_string(CHAT_TEMPLATE)  # noqa: S701 - makes no HTML
+    parts = [{"type": "text", "text": before}] if before else []
+    parts += [{"type": "image"} for _ in layouts]
+    parts += [{"type": "text", "text": after}] if after else []
+    text = template.render(messages=[{"role": "user", "content": parts}], add_generation_prompt=True)
+    tile_rows = (VISION["image_size"] // VISION["patch_size"] // SCALE_FACTOR) ** 2
+    for rows, columns in layouts:
+        tokens = get_image_prompt_string(
+            rows, columns, tile_rows, "<fake_token_around_image>", "<IMAGE>", "<global-img>"
+        )
+        text = text.replace("<image>", tokens, 1)
+    ids: list[int] = tokenizer.encode(text.replace("<IMAGE>", "<image>"), add_special_tokens=False).ids
+    return ids
+
+
+def greedy(model: Any, ids: list[int], pixels: np.ndarray) -> tuple[list[int], list[Any]]:
+    """Returns the greedy tokens after a prompt, and for each of them the two best tokens with their logits."""
+    import torch
+
+    chosen: list[int] = []
+    tops: list[Any] = []
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([ids]), pixel_values=torch.from_numpy(pixels[None]), use_cache=True)
+        for _ in range(NUM_TOKENS):
+            logits = output.logits[0, -1].numpy()
+            best = np.argsort(-logits, kind="stable")[:2]
+            chosen.append(int(best[0]))
+            tops.append([[int(token), round(float(logits[token]), 5)] for token in best])
+            inputs = torch.tensor([[chosen[-1]]])
+            output = model(input_ids=inputs, past_key_values=output.past_key_values, use_cache=True)
+    return chosen, tops
+
+
+def case_of(model: Any, tokenizer: Any, before: str, numbers: Sequence[int], after: str) -> dict[str, Any]:
+    """Returns the expected tokens of one prompt with images."""
+    made = [prepared(number) for number in numbers]
+    ids = prompt_ids(tokenizer, before, after, [(rows, columns) for _, rows, columns in made])
+    chosen, tops = greedy(model, ids, np.concatenate([values for values, _, _ in made]))
+    margins = [float(top[0][1] - top[1][1]) for top in tops]
+    print(f"{len(ids)} tokens, smallest margin {min(margins):.4f}: {chosen}")
+    return {"parts": [before, list(numbers), after], "prompt": ids, "tokens": chosen, "top": tops}
+
+
+def write_golden(path: Path, oracle: str, tables: dict[str, list[dict[str, Any]]]) -> None:
+    """Writes the file with one line for each image and each case."""
+    lines = [f' "oracle": {json.dumps(oracle)}']
+    for name, rows in tables.items():
+        each = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
+        lines.append(f' "{name}": [\n{each}\n ]')
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    print(f"{path}: {path.stat().st_size} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden" / "images.json")
+    arguments = parser.parse_args()
+    first = prepared(0)  # before other imports of transformers
+    import PIL
+    import torch
+    import transformers
+
+    assert first[0].ndim == 4
+    model, tokenizer = load_model()
 
     def encode(values: np.ndarray) -> np.ndarray:
         with torch.no_grad():
             output = model.model.get_image_features(torch.from_numpy(values[None]), return_dict=True)
         return torch.cat(list(output.pooler_output)).numpy()
 
-    template = jinja2.Environment().from_string(CHAT_TEMPLATE)  # noqa: S701 - makes no HTML
-    tile_rows = (VISION["image_size"] // VISION["patch_size"] // SCALE_FACTOR) ** 2
-    cases = []
-    for before, numbers, after in PROMPTS:
-        parts = [{"type": "text", "text": before}] if before else []
-        parts += [{"type": "image"} for _ in numbers]
-        parts += [{"type": "text", "text": after}] if after else []
-        text = template.render(messages=[{"role": "user", "content": parts}], add_generation_prompt=True)
-        made = [prepared(number) for number in numbers]
-        names = ("<fake_token_around_image>", "<image>", "<global-img>")
-        for _, rows, columns in made:
-            tokens = get_image_prompt_string(rows, columns, tile_rows, names[0], "<IMAGE>", names[2])
-            text = text.replace("<image>", tokens, 1)
-        ids = tokenizer.encode(text.replace("<IMAGE>", "<image>"), add_special_tokens=False).ids
-        pixels = torch.from_numpy(np.concatenate([values for values, _, _ in made])[None])
-        chosen, tops = [], []
-        with torch.no_grad():
-            output = model(input_ids=torch.tensor([ids]), pixel_values=pixels, use_cache=True)
-            for _ in range(NUM_TOKENS):
-                logits = output.logits[0, -1].numpy()
-                best = np.argsort(-logits, kind="stable")[:2]
-                chosen.append(int(best[0]))
-                tops.append([[int(token), round(float(logits[token]), 5)] for token in best])
-                inputs = torch.tensor([[chosen[-1]]])
-                output = model(input_ids=inputs, past_key_values=output.past_key_values, use_cache=True)
-        margins = [float(top[0][1] - top[1][1]) for top in tops]
-        print(f"{len(ids)} tokens, smallest margin {min(margins):.4f}: {chosen}")
-        cases.append({"parts": [before, list(numbers), after], "prompt": ids, "tokens": chosen, "top": tops})
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, Pillow {PIL.__version__}"
-    oracle = f"{versions}, float32, eager attention"
+    cases = [case_of(model, tokenizer, before, numbers, after) for before, numbers, after in PROMPTS]
     images = [image_of(number, encode) for number in range(4)]
-    lines = [f' "oracle": {json.dumps(oracle)}']
-    for name, rows in (("images", images), ("cases", cases)):
-        each = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
-        lines.append(f' "{name}": [\n{each}\n ]')
-    arguments.out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    print(f"{arguments.out}: {arguments.out.stat().st_size} bytes")
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, Pillow {PIL.__version__}"
+    write_golden(arguments.out, f"{versions}, float32, eager attention", {"images": images, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -311,26 +311,17 @@ def shape_of_fields(
     ``hidden_act``.
     """
     text = text_part(fields)
-    fields = fields if text is None else text
-    family = family_of(fields)
-    read_quantization(fields)
-    whole = fields
-    if family.vision:
-        fields = text_fields(fields, family.vision)
-    if family.gemma:
-        fields = as_llama(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
-        activations = ("gelu_pytorch_tanh",)
-    if family.hybrid:
-        fields = with_delta_defaults(fields)
-    if family.gpt_oss:
-        fields = with_defaults(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
-    fields.text("hidden_act", "silu", activations)
+    whole = fields if text is None else text
+    family = family_of(whole)
+    read_quantization(whole)
+    fields = _fields_of_text_model(whole, family)
+    fields.text("hidden_act", "silu", ("gelu_pytorch_tanh",) if family.gemma else activations)
     hidden = fields.integer("hidden_size", None, 1, MAX_HIDDEN_SIZE)
     heads = fields.integer("num_attention_heads", None, 1, MAX_HEADS)
     num_layers = fields.integer("num_hidden_layers", None, 1, MAX_LAYERS)
     positions = fields.integer("max_position_embeddings", 2048, 1, MAX_POSITIONS)
     vocab_size = fields.integer("vocab_size", None, 1, MAX_VOCAB_SIZE)
-    rope = fields.mapping("rope_parameters") if "rope_parameters" in fields else fields.mapping("rope_scaling")
+    rope = fields.mapping("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     is_grid = family.vision == QWEN_TEXT
     rope = rope.with_value("type", "default") if is_grid and rope.value("type") == "mrope" else rope
     theta_fields = rope if "rope_theta" in rope else fields
@@ -338,11 +329,10 @@ def shape_of_fields(
     first = fields.token_ids("bos_token_id", vocab_size)
     biases, (window, full_layers) = read_biases(fields, family), read_window(fields, family, num_layers)
     latent = read_latent(fields, family, heads)
-    head_dim = (
-        head_dim_of(fields, hidden, heads, "num_attention_heads", family.head_dim)
-        if latent is None
-        else latent.head_dim
-    )
+    if latent is not None:
+        head_dim = latent.head_dim
+    else:
+        head_dim = head_dim_of(fields, hidden, heads, "num_attention_heads", family.head_dim)
     shape = ModelShape(
         architecture=family.architecture,
         hidden_size=hidden,
@@ -379,6 +369,19 @@ def shape_of_fields(
     )
     check_head_sizes(fields, shape, "num_attention_heads", "num_key_value_heads")
     return shape
+
+
+def _fields_of_text_model(fields: TypedFields, family: Family) -> TypedFields:
+    """Return the fields of the model of text, with the names and defaults of Llama."""
+    if family.vision:
+        fields = text_fields(fields, family.vision)
+    if family.gemma:
+        fields = as_llama(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
+    if family.hybrid:
+        fields = with_delta_defaults(fields)
+    if family.gpt_oss:
+        fields = with_defaults(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
+    return fields
 
 
 def _original_positions(fields: TypedFields) -> int | None:
