@@ -8,7 +8,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,34 +15,19 @@ from pathlib import Path
 from llm_serving.cluster.nodes import NodePool
 from llm_serving.cluster.standby import Standby
 from llm_serving.config import Config
-from llm_serving.constraints.token_rules import TokenRules
+from llm_serving.engine.agent_questions import AgentQuestions
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
-from llm_serving.engine.core import (
-    Abort,
-    Add,
-    Distrust,
-    DropAdapter,
-    EngineCore,
-    LoadAdapter,
-    Probe,
-    Profile,
-    Stop,
-)
+from llm_serving.engine.commands import Abort, Add, Distrust, DropAdapter, Stop
+from llm_serving.engine.core import EngineCore
 from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
 from llm_serving.engine.outputs import AdapterAnswer, CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer
-from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, in_ms, receipt_of
+from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, receipt_of
 from llm_serving.engine.request_log import RequestLog
+from llm_serving.engine.request_maker import RequestMaker
 from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.engine.text_streams import DetokenizerFactory
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.errors import (
-    AgentError,
-    AgentLostError,
-    DeadlineExceededError,
-    ModelUnavailableError,
-    QueueFullError,
-    RequestError,
-)
+from llm_serving.errors import AgentLostError, ModelUnavailableError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
 from llm_serving.flight.keeping import keep_recording
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
@@ -52,6 +36,7 @@ from llm_serving.images.pool import TilePool
 from llm_serving.images.prompt import PromptImages
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.kvcache.prefix_index import IndexObserver
+from llm_serving.kvstore.closing import close_tiers
 from llm_serving.kvstore.setup import KvTiers
 from llm_serving.kvstore.transfers import BlockTransfers
 from llm_serving.lora.registry import Adapter, AdapterRegistry, adapted_salt
@@ -72,13 +57,10 @@ from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.speculation.setup import speculator_maker
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
-from llm_serving.telemetry.receipt import Receipt
 from llm_serving.telemetry.status import EngineStatus
 
 ObserveCache = Callable[[int], IndexObserver]
 """Returns the observer of a replica's prefix cache, which is empty."""
-_TIERS_END_S = 5.0
-_TIERS_POLL_S = 0.01
 
 
 class AsyncEngine:
@@ -125,16 +107,9 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, OpenRequest] = {}
         self._metrics = metrics
-        self._requests = RequestLog(log, metrics)
+        self._log = RequestLog(log, metrics)
         self._receipts = ReceiptBook()
-        has_processors = bool(config.model_config.logits_processors)
-        self._free = TokenRules(config.shape.vocab_size) if has_processors else None
-        """Rules that allow every token. With logits processors, each request has a constraint, because the agents
-        change the logits of sequences with a mask only."""
         self._searches: dict[str, Request] = {}
-        self._probes: list[asyncio.Future[bool]] = []
-        self._profile_answer: asyncio.Future[list[dict[str, object]]] | None = None
-        self._adapter_answer: asyncio.Future[str] | None = None
         self._recorders: list[FlightRecorder] = []
         self.tiers = tiers
         """The KV tiers. None if there are none."""
@@ -148,6 +123,8 @@ class AsyncEngine:
         limits = scheduler_limits(config)
         schedulers = [self._new_scheduler(limits, index, record) for index in range(len(executors))]
         self._core = self._made_core(schedulers, executors, detokenizer, log)
+        self._questions = AgentQuestions(self._core)
+        self._requests = RequestMaker(config, clock, self._core.note_traces)
         self.canary_wanted = asyncio.Event()
         """An event that is set on the event loop when the canary must run soon."""
         self.ended = asyncio.Event()
@@ -215,7 +192,7 @@ class AsyncEngine:
             for recorder in self._recorders:
                 recorder.close()
             if self.tiers is not None:
-                await _close_tiers(self.tiers)
+                await close_tiers(self.tiers)
         await asyncio.sleep(0)  # gives the event loop time to process the last outputs of the engine thread
 
     @property
@@ -258,28 +235,11 @@ class AsyncEngine:
 
     async def probe(self, timeout: float) -> bool:
         """Return True if every agent replies to a status query within ``timeout`` seconds."""
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._probes.append(answer)
-        self._core.submit(Probe())
-        try:
-            return await asyncio.wait_for(answer, timeout)
-        except asyncio.TimeoutError:
-            return False
-        finally:
-            if answer in self._probes:
-                self._probes.remove(answer)
+        return await self._questions.probe(timeout)
 
     async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:
-        """Start a profile of all ready agents, which write files to ``folder``. If ``folder`` is None, stop the
-        profile.
-
-        Returns the rank, the error and the summary of each agent. An empty error means success. The result is empty if
-        no agent is ready. Raises TimeoutError after ``timeout`` seconds. Only one call may run at a time.
-        """
-        answer: asyncio.Future[list[dict[str, object]]] = asyncio.get_running_loop().create_future()
-        self._profile_answer = answer
-        self._core.submit(Profile(folder))
-        return await asyncio.wait_for(answer, timeout)
+        """Start a profile of all ready agents, or stop it. See ``AgentQuestions.profile``."""
+        return await self._questions.profile(folder, timeout)
 
     def keep_adapter(self, name: str, path: str, digest: bytes, memory: AdapterMemory) -> None:
         """Let the agents load a LoRA adapter when they start. Call this method before ``start``."""
@@ -299,20 +259,12 @@ class AsyncEngine:
         except RequestError:
             memory.close()
             raise
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._adapter_answer, is_loaded = answer, False
+        is_loaded = False
         try:
-            self._core.submit(LoadAdapter(slot, memory))
-            if self._core.ended and not answer.done():
-                memory.close()
-                raise AgentLostError(f"adapters are not loaded any more: {self._core.stop_reason}")
-            error = await asyncio.wait_for(answer, timeout)
-            if error:
-                raise AgentError(error)
+            await self._questions.load_adapter(slot, memory, timeout)
             self.adapters.add(Adapter(name, path, digest, slot))
             is_loaded = True
         finally:
-            self._adapter_answer = None
             if not is_loaded:
                 self.adapters.give_back(slot)
 
@@ -396,8 +348,8 @@ class AsyncEngine:
         """
         if request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
-        request = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
-        request.constraint = constraint if constraint is not None or self._free is None else self._free.start(None)
+        request = self._requests.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        request.constraint = self._requests.constraint() if constraint is None else constraint
         if adapter is not None:
             self.adapters.acquire(adapter)
             request.adapter_slot = adapter.slot
@@ -406,7 +358,7 @@ class AsyncEngine:
             request.tiles, request.tile_hold = images.tiles, images.hold.again()
             request.cache_salt = images.salt(request.cache_salt)
         opened = OpenRequest(
-            request, sink, index, self._closed, self._requests, streamed=streamed, quiet=quiet, adapter=adapter
+            request, sink, index, self._closed, self._log, streamed=streamed, quiet=quiet, adapter=adapter
         )
         self._open[request_id] = opened
         self._core.submit(Add(request))
@@ -436,7 +388,7 @@ class AsyncEngine:
         ``open``, and EngineFailedError if the engine fails.
         """
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
-        whole = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        whole = self._requests.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
         search = BeamSearch(partial(self.open, adapter=adapter), whole, params, scheduling, self._clock, constraint)
         if adapter is not None:
             self.adapters.acquire(adapter)
@@ -449,7 +401,7 @@ class AsyncEngine:
                 self.adapters.release(adapter)
             output = search.output()
             if output.timings is not None:
-                self._requests.request_end(output, output.timings, whole)
+                self._log.request_end(output, output.timings, whole)
                 self._receipts.add(receipt_of(whole, self._clock(), output.timings))
 
     async def generate(
@@ -505,59 +457,6 @@ class AsyncEngine:
         """
         return keep_recording(recording_folder(self.config, replica), reason) if self._recorders else None
 
-    def _new_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        arrival_time: float | None,
-        scheduling: SchedulingParams,
-    ) -> Request:
-        """Create a ``Request`` that has just arrived at the queue.
-
-        Raises RequestError and DeadlineExceededError, see ``open``.
-        """
-        self._check_tokens(prompt_token_ids)
-        if self._free is not None:
-            sampling = replace(sampling, keeps_history=True)
-        now = self._clock()
-        arrival = now if arrival_time is None else arrival_time
-        deadline = None if scheduling.deadline is None else arrival + scheduling.deadline
-        if deadline is not None and now >= deadline:
-            raise DeadlineExceededError(
-                f"the deadline was {in_ms(deadline - arrival)} ms after the request's arrival; reading the request took"
-                f" {in_ms(now - arrival)} ms. Allow more time.",
-                param="deadline_ms",
-            )
-        if scheduling.trace is not None:
-            self._core.note_traces()
-        defaults = self.config.scheduler_config
-        ttft, tbt = scheduling.ttft_objective, scheduling.tbt_objective
-        return Request(
-            request_id,
-            prompt_token_ids,
-            sampling,
-            arrival,
-            self.end_token_ids,
-            priority=scheduling.priority,
-            tenant=scheduling.tenant,
-            cache_salt=scheduling.cache_salt,
-            group=scheduling.group,
-            ttft_objective=defaults.ttft_objective_ms / 1000.0 if ttft is None else ttft,
-            tbt_objective=defaults.tbt_objective_ms / 1000.0 if tbt is None else tbt,
-            deadline=deadline,
-            receipt=Receipt(now),
-            trace=None if scheduling.trace is None else scheduling.trace.sequence(),
-        )
-
-    def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        size = self.config.shape.vocab_size
-        if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < size):
-            wrong = next(token for token in token_ids if not 0 <= token < size)
-            raise RequestError(
-                f"token id {wrong} in the prompt is not in the vocabulary (0 to {size - 1})", param="prompt"
-            )
-
     def _closed(self, opened: OpenRequest) -> None:
         """Abort a request whose reader has called ``close``.
 
@@ -582,7 +481,7 @@ class AsyncEngine:
         piece = opened.last_piece
         if piece is not None and not opened.quiet:
             timings = opened.timings(piece)
-            self._requests.request_end(piece, timings, opened.request)
+            self._log.request_end(piece, timings, opened.request)
             self._receipts.add(receipt_of(opened.request, self._clock(), timings))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
@@ -597,19 +496,11 @@ class AsyncEngine:
     def _take(self, outputs: list[EngineOutput]) -> None:
         """Pass each output to the sink of its request."""
         for output in outputs:
-            if isinstance(output, ProbeAnswer):
-                self._answer_probes()
+            if isinstance(output, ProbeAnswer | ProfileAnswer | AdapterAnswer):
+                self._questions.take(output)
                 continue
             if isinstance(output, CanaryWanted):
                 self.canary_wanted.set()
-                continue
-            if isinstance(output, AdapterAnswer):
-                if self._adapter_answer is not None and not self._adapter_answer.done():
-                    self._adapter_answer.set_result(output.error)
-                continue
-            if isinstance(output, ProfileAnswer):
-                if self._profile_answer is not None and not self._profile_answer.done():
-                    self._profile_answer.set_result(output.agents)
                 continue
             opened = self._open.get(output.request_id)
             if opened is None:
@@ -625,21 +516,3 @@ class AsyncEngine:
                     opened.sink.fail(output.error)
             if opened.is_ended and opened.ended is not None:
                 self._settle(opened)
-
-    def _answer_probes(self) -> None:
-        probes, self._probes = self._probes, []
-        for answer in probes:
-            if not answer.done():
-                answer.set_result(True)
-
-
-async def _close_tiers(tiers: KvTiers) -> None:
-    """Close the KV tiers after at most ``_TIERS_END_S`` seconds for the blocks that wait for the disk.
-
-    Waits without blocking the event loop, which may serve other models.
-    """
-    tiers.end()
-    deadline = time.monotonic() + _TIERS_END_S
-    while tiers.is_busy and time.monotonic() < deadline:
-        await asyncio.sleep(_TIERS_POLL_S)
-    tiers.close()

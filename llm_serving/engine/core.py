@@ -11,12 +11,22 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from llm_serving.cluster.standby import Standby
 from llm_serving.engine.adapters import AgentAdapters
+from llm_serving.engine.commands import (
+    Abort,
+    Add,
+    Command,
+    Distrust,
+    DropAdapter,
+    LoadAdapter,
+    Probe,
+    Profile,
+    UseStores,
+)
 from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer, RequestRefused
 from llm_serving.engine.replica import Replica
 from llm_serving.engine.state_line import StateLine
@@ -44,86 +54,6 @@ from llm_serving.speculation.setup import MakeSpeculator
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import EngineState, EngineStatus
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Command to the engine thread: serve a request."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Command to the engine thread: end a request whose further output is not wanted."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Command to the engine thread: ask every agent for its status.
-
-    When all agents have replied, the engine delivers a ``ProbeAnswer``.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Command to the engine thread: start a profile of all ready agents with files in ``folder``, or stop the profile
-    if ``folder`` is None.
-
-    When all agents have replied, the engine delivers a ``ProfileAnswer``.
-    """
-
-    folder: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Distrust:
-    """Command to the engine thread: restart the agents of a replica, because a canary request got wrong tokens."""
-
-    replica: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadAdapter:
-    """Command to the engine thread: load a LoRA adapter into an adapter slot of all agents.
-
-    When the agents of all ready replicas have replied, the engine delivers an ``AdapterAnswer``. The engine removes the
-    shared memory when it is not needed any more.
-    """
-
-    slot: int
-    memory: AdapterMemory
-
-
-@dataclass(frozen=True, slots=True)
-class DropAdapter:
-    """Command to the engine thread: forget the LoRA adapter of an adapter slot, and remove its shared memory."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Command to the engine thread: end every request with an error, then end the engine loop."""
-
-    reason: str = "the server is shutting down"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UseStores:
-    """Command to the engine thread: call ``work`` with the KV tiers of the replicas. It must not raise or take long.
-
-    If the engine has ended, ``work`` gets no tiers.
-    """
-
-    work: Callable[[Sequence[BlockStore]], None]
-
-
-Command = Add | Abort | Probe | Profile | Distrust | LoadAdapter | DropAdapter | UseStores | Stop
 
 
 class EngineCore:

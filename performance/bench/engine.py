@@ -14,7 +14,8 @@ from pathlib import Path
 
 from llm_serving.cluster.remote_group import RemoteStarter
 from llm_serving.config import Config
-from llm_serving.engine.core import Add, EngineCore
+from llm_serving.engine.commands import Add
+from llm_serving.engine.core import EngineCore
 from llm_serving.engine.outputs import EngineOutput
 from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.errors import AgentStartError, LLMServingError

@@ -179,7 +179,7 @@ def test_a_probe_is_true_only_when_the_agents_answer() -> None:
             assert await serving.engine.probe(1.0) is True
             serving.executor.request_status = lambda: None  # type: ignore[method-assign]
             assert await serving.engine.probe(0.01) is False
-            assert serving.engine._probes == []
+            assert serving.engine._questions._probes == []
 
     asyncio.run(run())
 

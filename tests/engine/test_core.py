@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_serving.engine.core import Abort
+from llm_serving.engine.commands import Abort
 from llm_serving.engine.outputs import RequestRefused
 from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.request import FinishReason

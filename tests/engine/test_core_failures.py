@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_serving.engine.core import Add, Stop
+from llm_serving.engine.commands import Add, Stop
 from llm_serving.engine.outputs import CanaryWanted, RequestRefused
 from llm_serving.errors import AgentLostError, ProtocolError
 from llm_serving.executor.base import AgentLost, AgentReady

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_serving.engine.core import Probe
+from llm_serving.engine.commands import Probe
 from llm_serving.engine.outputs import ProbeAnswer
 from llm_serving.request import FinishReason
 from support.engine_harness import Engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm_serving.engine.core import Add
+from llm_serving.engine.commands import Add
 from llm_serving.engine.receipts import ReceiptBook, receipt_of, request_timings
 from llm_serving.engine.request_log import RequestLog, met_objectives
 from llm_serving.errors import DeadlineExceededError

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from llm_serving.engine.core import Probe, Stop
+from llm_serving.engine.commands import Probe, Stop
 from llm_serving.engine.outputs import ProbeAnswer
 from llm_serving.errors import AgentLostTwiceError
 from llm_serving.executor.base import AgentLeaving, AgentReady

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llm_serving.engine.core import Add, EngineCore
+from llm_serving.engine.commands import Add
+from llm_serving.engine.core import EngineCore
 from llm_serving.engine.outputs import EngineOutput, merge_outputs
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.request import Request, RequestOutput

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from llm_serving.engine.core import Abort, Add, EngineCore
+from llm_serving.engine.commands import Abort, Add
+from llm_serving.engine.core import EngineCore
 from llm_serving.engine.outputs import EngineOutput, RequestRefused, merge_outputs
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.executor.base import ExecutorEvent

@@ -1,0 +1,90 @@
+"""The commands of other threads to the engine thread. ``EngineCore.submit`` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llm_serving.ipc.adapters import AdapterMemory
+from llm_serving.kvstore.store import BlockStore
+from llm_serving.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Command to the engine thread: serve a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Command to the engine thread: end a request whose further output is not wanted."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Command to the engine thread: ask every agent for its status.
+
+    When all agents have replied, the engine delivers a ``ProbeAnswer``.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Command to the engine thread: start a profile of all ready agents with files in ``folder``, or stop the profile
+    if ``folder`` is None.
+
+    When all agents have replied, the engine delivers a ``ProfileAnswer``.
+    """
+
+    folder: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Distrust:
+    """Command to the engine thread: restart the agents of a replica, because a canary request got wrong tokens."""
+
+    replica: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Command to the engine thread: load a LoRA adapter into an adapter slot of all agents.
+
+    When the agents of all ready replicas have replied, the engine delivers an ``AdapterAnswer``. The engine removes the
+    shared memory when it is not needed any more.
+    """
+
+    slot: int
+    memory: AdapterMemory
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Command to the engine thread: forget the LoRA adapter of an adapter slot, and remove its shared memory."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Command to the engine thread: end every request with an error, then end the engine loop."""
+
+    reason: str = "the server is shutting down"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UseStores:
+    """Command to the engine thread: call ``work`` with the KV tiers of the replicas. It must not raise or take long.
+
+    If the engine has ended, ``work`` gets no tiers.
+    """
+
+    work: Callable[[Sequence[BlockStore]], None]
+
+
+Command = Add | Abort | Probe | Profile | Distrust | LoadAdapter | DropAdapter | UseStores | Stop

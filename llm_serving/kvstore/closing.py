@@ -1,0 +1,23 @@
+"""Closes the KV tiers of a server that ends, while its event loop serves other models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from llm_serving.kvstore.setup import KvTiers
+
+_TIERS_END_S = 5.0
+_TIERS_POLL_S = 0.01
+
+
+async def close_tiers(tiers: KvTiers) -> None:
+    """Close the KV tiers after at most ``_TIERS_END_S`` seconds for the blocks that wait for the disk.
+
+    Waits without blocking the event loop, which may serve other models.
+    """
+    tiers.end()
+    deadline = time.monotonic() + _TIERS_END_S
+    while tiers.is_busy and time.monotonic() < deadline:
+        await asyncio.sleep(_TIERS_POLL_S)
+    tiers.close()
