@@ -39,10 +39,10 @@ class StepComposer(Stateful):
         *,
         waits_for_prefill: bool = False,
     ) -> None:
-        """Create the composer. With ``waits_for_prefill``, a sequence decodes only after its prefill has completed.
+        """Create the composer. ``preempt`` preempts a sequence.
 
-        ``preempt`` preempts a sequence. ``waits_for_prefill`` is needed if the agent runs queued decode steps before
-        queued prefill steps.
+        With ``waits_for_prefill``, a sequence decodes only after its prefill has completed. This is needed if the agent
+        runs queued decode steps before queued prefill steps.
         """
         self._state = state
         self._starter = starter
@@ -175,7 +175,8 @@ class StepComposer(Stateful):
             if len(request.output_token_ids) + num_inflight_tokens >= sequence.max_output_tokens:
                 continue  # the steps in flight sample its last token, so it needs no decode step
             is_behind = num_inflight_tokens > (0 if sequence.draft or sequence.num_inflight_drafts else ahead)
-            if not is_behind and not (waits_for_prefill and _prefill_in_flight(sequence)):
+            is_in_prefill = waits_for_prefill and sequence.num_inflight_steps > sequence.num_inflight_decodes
+            if not is_behind and not is_in_prefill:
                 ready.append(sequence)
             elif sequence.num_inflight_decodes or sequence.draft:
                 return [], 0
@@ -227,7 +228,3 @@ class StepComposer(Stateful):
                     break
                 self._preempt(running.victim, now)
         return [s for s in ready if s.state is SequenceState.RUNNING and s not in without_block]
-
-
-def _prefill_in_flight(sequence: Sequence) -> bool:
-    return sequence.num_inflight_steps > sequence.num_inflight_decodes

@@ -46,7 +46,7 @@ from llm_serving.scheduler.snapshot import RequestCodec, Stateful
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
 from llm_serving.scheduler.swapping import Swapper, SwapPreemption
-from llm_serving.scheduler.tier_moves import BlockKey, TierMoves, WantedBlocks
+from llm_serving.scheduler.tier_moves import SchedulerTiers, TierMoves
 from llm_serving.scheduler.whole_state import all_sequences, restore_scheduler, save_scheduler
 from llm_serving.waiting.intake import Intake
 from llm_serving.waiting.slo_order import make_order
@@ -60,7 +60,7 @@ _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
 }
 
 
-class Scheduler(SchedulerFigures):
+class Scheduler(SchedulerFigures, SchedulerTiers):
     """Schedules the steps of one replica, whose sequences share the blocks of a KV cache.
 
     Times (``now``) are seconds on a clock that never goes back.
@@ -90,7 +90,7 @@ class Scheduler(SchedulerFigures):
         self._lifecycle = Lifecycle(self._state, self._supply, self._preemption, self._admission)
         batching = make_batching_mode(self._state)
         light_keys = LightKeys(self._state)
-        self._tiers: TierMoves | None = None
+        self._tiers = None
         if limits.has_tiers:
             assert isinstance(self._supply, PrefixSupply), "SchedulerLimits refuses tiers without a prefix cache"
             self._tiers = TierMoves(self._state, self._supply)
@@ -284,30 +284,6 @@ class Scheduler(SchedulerFigures):
         """
         self._kv_cache.prefix_index.observer = observer
 
-    # The following methods are for the KV tiers. ``TierMoves`` describes them. Without tiers, nothing is offered.
-
-    def fresh_blocks(self, limit: int) -> list[BlockKey | None]:
-        """Returns the first ``limit`` committed blocks that the tiers were not offered yet. Changes nothing."""
-        return [] if self._tiers is None else self._tiers.fresh_blocks(limit)
-
-    def store_blocks(self, hosts: Iterable[int]) -> None:
-        """Takes the tiers' reply for the first offered blocks: a host block for each, or ``NO_HOST_BLOCK``."""
-        assert self._tiers is not None, "only tiers store blocks"
-        self._tiers.store_blocks(list(hosts))
-
-    def take_wanted(self) -> list[WantedBlocks]:
-        """Returns the questions of waiting requests for the tiers. Each is returned once."""
-        return [] if self._tiers is None else self._tiers.take_wanted()
-
-    def load_blocks(self, request_id: str, first: int, hosts: Iterable[int]) -> None:
-        """Takes the tiers' reply to a question: the host blocks with the request's blocks from number ``first``."""
-        assert self._tiers is not None, "only tiers load blocks"
-        self._tiers.load_blocks(request_id, first, list(hosts))
-
-    def take_released(self) -> list[tuple[int, bool]]:
-        """Returns the tiers' host blocks that no step needs any more, each with whether its content is known."""
-        return [] if self._tiers is None else self._tiers.take_released()
-
     def check_integrity(self) -> None:
         """Raises AssertionError unless each block and batch row is either held or free, and the counts agree with the
         steps in flight.
@@ -324,8 +300,7 @@ class Scheduler(SchedulerFigures):
         return self._intake.has_ended_updates
 
     def sequences(self) -> list[Sequence]:
-        """Returns all sequences that have not ended, and the ended sequences whose blocks a step in flight still uses.
-        """
+        """Returns all sequences that have not ended, and the ended ones whose blocks a step in flight still uses."""
         return all_sequences(self._state)
 
     def steps_in_flight(self) -> list[ScheduledStep]:

@@ -10,6 +10,7 @@ cache, where the sequence then finds them. So a load never changes a text: witho
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -244,3 +245,31 @@ class TierMoves(Stateful):
         move_s = self._move.seconds_per_unit
         wanted = FIRST_STORE if move_s is None else max(1, int(STORE_S / move_s))
         return min(wanted, self._state.limits.max_moves)
+
+
+class SchedulerTiers:
+    """The methods of a scheduler for the KV tiers. ``TierMoves`` describes them. Without tiers, nothing is offered."""
+
+    _tiers: TierMoves | None
+
+    def fresh_blocks(self, limit: int) -> list[BlockKey | None]:
+        """Returns the first ``limit`` committed blocks that the tiers were not offered yet. Changes nothing."""
+        return [] if self._tiers is None else self._tiers.fresh_blocks(limit)
+
+    def store_blocks(self, hosts: Iterable[int]) -> None:
+        """Takes the tiers' reply for the first offered blocks: a host block for each, or ``NO_HOST_BLOCK``."""
+        assert self._tiers is not None, "only tiers store blocks"
+        self._tiers.store_blocks(list(hosts))
+
+    def take_wanted(self) -> list[WantedBlocks]:
+        """Returns the questions of waiting requests for the tiers. Each is returned once."""
+        return [] if self._tiers is None else self._tiers.take_wanted()
+
+    def load_blocks(self, request_id: str, first: int, hosts: Iterable[int]) -> None:
+        """Takes the tiers' reply to a question: the host blocks with the request's blocks from number ``first``."""
+        assert self._tiers is not None, "only tiers load blocks"
+        self._tiers.load_blocks(request_id, first, list(hosts))
+
+    def take_released(self) -> list[tuple[int, bool]]:
+        """Returns the tiers' host blocks that no step needs any more, each with whether its content is known."""
+        return [] if self._tiers is None else self._tiers.take_released()

@@ -250,7 +250,7 @@ class FairQueue(Stateful):
         least = self._counters.counter(self._counters.first())
         waiting = [self._tenants[tenant] for tenant in tenants if tenant in self._tenants]
         heads = [each for each in waiting if self._counters.counter(self._tenant(each.first())) <= least + LIGHT_CREDIT]
-        return min(heads, key=_first_key).first() if heads else None
+        return min(heads, key=lambda each: each.key(each.first())).first() if heads else None
 
     def charge_input(self, sequence: Sequence) -> None:
         """Charges the prompt of a sequence to its tenant."""
@@ -280,10 +280,6 @@ class FairQueue(Stateful):
         else:
             del self._tenants[tenant]
             self._counters.leave(tenant)
-
-
-def _first_key(sequences: KeyedHeap[Sequence]) -> Any:
-    return sequences.key(sequences.first())
 
 
 class VirtualTokenCounters(Stateful):
