@@ -18,6 +18,7 @@ from llm_serving.flight.reader import Added, Completed, Finished, Raised, Schedu
 from llm_serving.flight.recorder import FlightRecorder
 from llm_serving.flight.segments import PAUSE_S
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
+from llm_serving.request import FinishReason
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import StepResult
 from llm_serving.scheduler.scheduler import Scheduler
@@ -30,10 +31,11 @@ from support.time_limits import time_limit
 UNRECORDED_METHODS = frozenset(
     (
         *("capacity", "check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "restore"),
-        *("sequences", "snapshot", "steps_in_flight", "fresh_blocks", "take_released", "take_wanted"),
+        *("sequences", "snapshot", "steps_in_flight", "fresh_blocks", "take_released", "take_wanted", "observe_cache"),
     )
 )
-"""Methods of the scheduler that change nothing. Also ``restore``, because a recorded scheduler is never restored."""
+"""Methods of the scheduler that change nothing. Also ``restore``, because a recorded scheduler is never restored, and
+``observe_cache``, because no decision depends on an observer."""
 
 
 def public(kind, predicate):
@@ -366,7 +368,7 @@ def test_calls_about_requests_are_written_after_the_interval(tmp_path, call):
         simulation.now = now
         simulation.add(make_request("c", 5, 4, arrival=now))
     else:
-        recorder.abort_request("a", now)
+        recorder.finish_request("a", FinishReason.ABORT, now)
     answer(now)
     assert file.stat().st_size == size
     answer(1.0 + WRITE_INTERVAL_S)
