@@ -46,7 +46,7 @@ from llm_serving.executor.base import (
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.kvstore.setup import KvTiers
 from llm_serving.kvstore.store import BlockStore
-from llm_serving.request import Request
+from llm_serving.request import FinishReason, Request
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import RequestFront, StepSource
 from llm_serving.scheduler.output import StepResult
@@ -282,7 +282,7 @@ class EngineCore:
                 continue
             has_only_added = False
             if isinstance(command, Abort):
-                update = self._front.abort_request(command.request_id, now)
+                update = self._front.finish_request(command.request_id, FinishReason.ABORT, now)
                 self._outputs += self._texts.outputs([] if update is None else [update], None, now)
                 has_aborts = True
             elif isinstance(command, Probe):

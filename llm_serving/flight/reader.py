@@ -112,7 +112,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A recorded call of ``Scheduler.finish_request`` or ``abort_request``.
+    """A recorded call of ``Scheduler.finish_request``.
 
     ``number`` is None if the scheduler did not know the request id.
     """

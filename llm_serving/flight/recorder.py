@@ -154,9 +154,6 @@ class FlightRecorder:
         self._record(self._journal.record, [Tag.FINISH, number, reason.name, update is not None], now)
         return update
 
-    def abort_request(self, request_id: str, now: float) -> RequestUpdate | None:
-        return self.finish_request(request_id, FinishReason.ABORT, now)
-
     def void_steps(self) -> list[int]:
         void = self._scheduler.void_steps()
         self._record(self._record_fault, [Tag.VOID_STEPS, void])

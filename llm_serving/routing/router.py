@@ -76,9 +76,6 @@ class Router:
         self._end_waiting(entry, reason, now)
         return RequestUpdate(entry.request)
 
-    def abort_request(self, request_id: str, now: float) -> RequestUpdate | None:
-        return self.finish_request(request_id, FinishReason.ABORT, now)
-
     def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
         updates = []
         for entry in [entry for entry in self._entries.values() if entry.replica is None]:

@@ -1,7 +1,4 @@
-"""The limits and modes of a scheduler.
-
-The scheduler knows no configuration: ``engine/scheduler_limits.py`` reads the limits from it.
-"""
+"""The limits and modes of a scheduler. ``engine/scheduler_limits.py`` reads them from the configuration."""
 
 from __future__ import annotations
 

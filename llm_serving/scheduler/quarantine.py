@@ -22,7 +22,6 @@ from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.scheduler.swapping import Swapper
 
 LOSSES_TO_STAY_ALONE = 3
@@ -76,9 +75,7 @@ class Quarantine(Stateful):
                 return False, None  # the suspect was preempted, and its blocks move to the host first
         if suspect.state is SequenceState.WAITING and not self._starter.start_alone(suspect, now):
             return False, None
-        plan = ChunkPlan(state.limits, state.limits.max_num_batched_tokens)
-        plan.add(suspect)
-        return True, self._composer.send_prefill(plan, StepReason.SUSPECT)
+        return True, self._composer.prefill_alone(suspect, StepReason.SUSPECT)
 
 
 def note_loss(flights: Iterable[InFlightStep]) -> Sequence | None:

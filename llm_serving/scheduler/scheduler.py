@@ -150,10 +150,6 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         self._lifecycle.finish(sequence, reason, now)
         return RequestUpdate(sequence.request)
 
-    def abort_request(self, request_id: str, now: float) -> RequestUpdate | None:
-        """Calls ``finish_request`` with ``FinishReason.ABORT``."""
-        return self.finish_request(request_id, FinishReason.ABORT, now)
-
     def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
         """Ends every request with ``FinishReason.ERROR``."""
         return self._lifecycle.end_all(list(self._intake.sequences.values()), error, now)

@@ -147,7 +147,7 @@ def test_random_schedules_publish_every_mask_with_all_tokens_known(seed: int) ->
                     take(scheduler, device, masks, dropped, now)
         elif action < 0.95:
             for request_id in rng.sample(sorted(scheduler._intake.sequences), min(1, scheduler.num_requests)):
-                scheduler.abort_request(request_id, now)
+                scheduler.finish_request(request_id, FinishReason.ABORT, now)
         elif action < 0.96:
             device.reset()
             masks.clear()

@@ -108,7 +108,7 @@ def test_a_refused_request_changes_nothing() -> None:
     scheduler.add_request(make_request("a"))
     with pytest.raises(QueueFullError):
         scheduler.add_request(make_request("b"))
-    scheduler.abort_request("a", 0.0)
+    scheduler.finish_request("a", FinishReason.ABORT, 0.0)
     assert scheduler.is_idle
     scheduler.add_request(make_request("b"))
 

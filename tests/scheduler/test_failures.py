@@ -82,7 +82,7 @@ def test_a_step_is_not_dropped_if_a_later_step_needs_its_state() -> None:
 
 
 def test_abort_of_an_unknown_request_does_nothing() -> None:
-    assert Simulation(make_limits()).scheduler.abort_request("nobody", 0.0) is None
+    assert Simulation(make_limits()).scheduler.finish_request("nobody", FinishReason.ABORT, 0.0) is None
 
 
 def test_a_failed_step_ends_only_its_own_requests() -> None:
