@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from llm_serving.config import load_config
-from llm_serving.engine.core import Add, EngineCore
+from llm_serving.engine.commands import Add
+from llm_serving.engine.core import EngineCore
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.executor.base import ExecutorEvent
