@@ -16,6 +16,7 @@ from pathlib import Path
 
 from llm_serving.cluster.standby import Standby
 from llm_serving.engine.adapters import AgentAdapters
+from llm_serving.engine.agent_replies import AgentReplies
 from llm_serving.engine.commands import (
     Abort,
     Add,
@@ -27,7 +28,7 @@ from llm_serving.engine.commands import (
     Profile,
     UseStores,
 )
-from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer, RequestRefused
+from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, RequestRefused
 from llm_serving.engine.replica import Replica
 from llm_serving.engine.state_line import StateLine
 from llm_serving.engine.text_streams import DetokenizerFactory, TextStreams
@@ -117,11 +118,9 @@ class EngineCore:
             for index, (scheduler, executor) in enumerate(replicas)
         ]
         self._adapters = AgentAdapters(self._replicas)
+        self._replies = AgentReplies(self._replicas)
         self._commands: deque[Command] = deque()
         self._outputs: list[EngineOutput] = []
-        self._probed: set[int] = set()
-        self._profiling: set[int] = set()
-        self._profiled: list[dict[str, object]] = []
         self._num_needed = len(replicas) if num_needed is None else num_needed
         self._running = True
         self._was_idle = True
@@ -288,7 +287,7 @@ class EngineCore:
             elif isinstance(command, Probe):
                 self._probe()
             elif isinstance(command, Profile):
-                self._profile(command.folder)
+                self._outputs += self._replies.profile(command.folder)
             elif isinstance(command, Distrust):
                 self._replicas[command.replica].executor.distrust("canary", command.reason)
             elif isinstance(command, LoadAdapter):
@@ -318,11 +317,11 @@ class EngineCore:
         elif isinstance(event, AgentLeaving):
             self._leave(replica)
         elif isinstance(event, AgentProfiled):
-            self._note_profile(replica, event.agents)
+            self._outputs += self._replies.note_profile(replica.index, event.agents)
         elif isinstance(event, AdapterAnswered):
             self._outputs += self._adapters.answer(replica.index, event.slot, event.error)
         else:
-            self._answer_probe(replica)
+            self._outputs += self._replies.note_probe(replica.index)
 
     def _send_steps(self, replicas: Sequence[Replica], now: float) -> None:
         for replica in replicas:
@@ -393,41 +392,7 @@ class EngineCore:
         if self._standby is not None and self._waits_for_agents:
             self._outputs.append(ProbeAnswer())
             return
-        asked = [replica for replica in self._replicas if replica.is_ready] or self._replicas
-        self._probed = {replica.index for replica in asked}
-        for replica in asked:
-            replica.executor.request_status()
-
-    def _answer_probe(self, replica: Replica) -> None:
-        """Record that the agents of a replica have replied to a probe or were lost.
-
-        The probe is complete when no reply is missing.
-        """
-        if replica.index in self._probed:
-            self._probed.remove(replica.index)
-            if not self._probed:
-                self._outputs.append(ProbeAnswer())
-
-    def _profile(self, folder: str | None) -> None:
-        """Start or stop a profile of the agents of all ready replicas."""
-        asked = [replica for replica in self._replicas if replica.is_ready]
-        self._profiling, self._profiled = {replica.index for replica in asked}, []
-        for replica in asked:
-            replica.executor.profile(folder)
-        if not asked:
-            self._outputs.append(ProfileAnswer([]))
-
-    def _note_profile(self, replica: Replica, agents: list[dict[str, object]]) -> None:
-        """Collect the profile replies of a replica's agents.
-
-        After the last replica, pass all replies to the event loop.
-        """
-        if replica.index not in self._profiling:
-            return
-        self._profiling.remove(replica.index)
-        self._profiled += agents
-        if not self._profiling:
-            self._outputs.append(ProfileAnswer(self._profiled))
+        self._replies.probe()
 
     def _agent_ready(self, replica: Replica, event: AgentReady) -> None:
         """Allow a replica to serve requests, because its agents are ready.
@@ -466,9 +431,10 @@ class EngineCore:
             self._running = False
         else:
             self._note_recovering()
-        if len(self._probed) > 1:
-            self._answer_probe(replica)
-        self._note_profile(replica, [{"replica": replica.index, "error": f"the agents were lost: {event.error}"}])
+        if len(self._replies.probed) > 1:
+            self._outputs += self._replies.note_probe(replica.index)
+        lost = [{"replica": replica.index, "error": f"the agents were lost: {event.error}"}]
+        self._outputs += self._replies.note_profile(replica.index, lost)
         self._outputs += self._adapters.lose(replica.index)
 
     def _note_recovering(self) -> None:
@@ -489,9 +455,9 @@ class EngineCore:
         replica.executor.release()
         self._log.event("agent_released", **replica.log_fields)
         self._note_recovering()
-        if replica.index in self._probed:
-            self._answer_probe(replica)
-        self._note_profile(replica, [{"replica": replica.index, "error": "the agents' machine was given back"}])
+        self._outputs += self._replies.note_probe(replica.index)
+        ended = [{"replica": replica.index, "error": "the agents' machine was given back"}]
+        self._outputs += self._replies.note_profile(replica.index, ended)
         self._outputs += self._adapters.lose(replica.index)
 
     def _note_failed_check(self, replica: Replica, event: AgentLost) -> None:

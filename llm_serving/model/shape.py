@@ -313,7 +313,6 @@ def shape_of_fields(
     text = text_part(fields)
     whole = fields if text is None else text
     family = family_of(whole)
-    read_quantization(whole)
     fields = _fields_of_text_model(whole, family)
     fields.text("hidden_act", "silu", ("gelu_pytorch_tanh",) if family.gemma else activations)
     hidden = fields.integer("hidden_size", None, 1, MAX_HIDDEN_SIZE)
@@ -321,18 +320,11 @@ def shape_of_fields(
     num_layers = fields.integer("num_hidden_layers", None, 1, MAX_LAYERS)
     positions = fields.integer("max_position_embeddings", 2048, 1, MAX_POSITIONS)
     vocab_size = fields.integer("vocab_size", None, 1, MAX_VOCAB_SIZE)
-    rope = fields.mapping("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     is_grid = family.vision == QWEN_TEXT
-    rope = rope.with_value("type", "default") if is_grid and rope.value("type") == "mrope" else rope
-    theta_fields = rope if "rope_theta" in rope else fields
-    end_fields = generation if "eos_token_id" in generation else fields
-    first = fields.token_ids("bos_token_id", vocab_size)
+    rope = _rope_fields(fields, is_grid=is_grid)
     biases, (window, full_layers) = read_biases(fields, family), read_window(fields, family, num_layers)
     latent = read_latent(fields, family, heads)
-    if latent is not None:
-        head_dim = latent.head_dim
-    else:
-        head_dim = head_dim_of(fields, hidden, heads, "num_attention_heads", family.head_dim)
+    head_dim = _head_dim(fields, family, latent, hidden, heads)
     shape = ModelShape(
         architecture=family.architecture,
         hidden_size=hidden,
@@ -343,14 +335,14 @@ def shape_of_fields(
         head_dim=head_dim,
         vocab_size=vocab_size,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, 0.0, 1.0),
-        rope_theta=theta_fields.number("rope_theta", 10_000.0, 0.0, 1e12),
+        rope_theta=(rope if "rope_theta" in rope else fields).number("rope_theta", 10_000.0, 0.0, 1e12),
         rope_scaling=read_rope_scaling(rope, positions, _original_positions(fields)),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         max_position_embeddings=positions,
         hidden_act="gelu_tanh" if family.gemma else "silu",
         attention_bias=biases[0],
-        bos_token_id=first[0] if first else None,
-        eos_token_ids=end_fields.token_ids("eos_token_id", vocab_size),
+        bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
+        eos_token_ids=(generation if "eos_token_id" in generation else fields).token_ids("eos_token_id", vocab_size),
         pad_token_id=_pad_token_id(fields, vocab_size),
         output_bias=biases[1],
         query_key_norm=family.query_key_norm,
@@ -372,7 +364,8 @@ def shape_of_fields(
 
 
 def _fields_of_text_model(fields: TypedFields, family: Family) -> TypedFields:
-    """Return the fields of the model of text, with the names and defaults of Llama."""
+    """Return the fields of the model of text, with the names and defaults of Llama. Checks the quantization."""
+    read_quantization(fields)
     if family.vision:
         fields = text_fields(fields, family.vision)
     if family.gemma:
@@ -382,6 +375,20 @@ def _fields_of_text_model(fields: TypedFields, family: Family) -> TypedFields:
     if family.gpt_oss:
         fields = with_defaults(fields, fields.integer("num_hidden_layers", None, 1, MAX_LAYERS))
     return fields
+
+
+def _rope_fields(fields: TypedFields, *, is_grid: bool) -> TypedFields:
+    """Return the section of rotary positions. ``is_grid``: the positions are those of a grid (M-RoPE)."""
+    rope = fields.mapping("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
+    return rope.with_value("type", "default") if is_grid and rope.value("type") == "mrope" else rope
+
+
+def _head_dim(
+    fields: TypedFields, family: Family, latent: LatentAttention | None, hidden_size: int, num_heads: int
+) -> int:
+    if latent is not None:
+        return latent.head_dim
+    return head_dim_of(fields, hidden_size, num_heads, "num_attention_heads", family.head_dim)
 
 
 def _original_positions(fields: TypedFields) -> int | None:
