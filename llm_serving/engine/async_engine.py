@@ -216,7 +216,7 @@ class AsyncEngine:
         None stands for a request without a deadline.
         """
         expected_s = self.wake_s
-        if left_s is not None and expected_s is not None and expected_s > left_s:
+        if left_s is not None and expected_s and expected_s > left_s:  # at 0 s, a late request is left to the scheduler
             raise ModelUnavailableError(
                 f"No node has agents of the model now. Until one is ready, it takes about {expected_s:.1f} s; the "
                 f"request may wait {max(0.0, left_s):.1f} s. Try again later.",
