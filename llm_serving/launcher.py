@@ -42,7 +42,7 @@ from llm_serving.version import __version__
 if TYPE_CHECKING:
     from llm_serving.access.control import AccessControl
     from llm_serving.access.tls import ServerTls
-    from llm_serving.engine.async_engine import ObserveCache
+    from llm_serving.engine.schedulers import ObserveCache
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.registry.registry import ModelRegistry
     from llm_serving.server.app import ServerApp

@@ -20,7 +20,8 @@ from llm_serving.model.parallel import group_ranks
 if TYPE_CHECKING:
     from llm_serving.cluster.nodes import NodePool
     from llm_serving.cluster.standby import Standby
-    from llm_serving.engine.async_engine import AsyncEngine, ObserveCache
+    from llm_serving.engine.async_engine import AsyncEngine
+    from llm_serving.engine.schedulers import ObserveCache
     from llm_serving.engine.tokenizer import Tokenizer
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder

@@ -24,18 +24,16 @@ from llm_serving.engine.outputs import AdapterAnswer, CanaryWanted, EngineOutput
 from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.request_maker import RequestMaker
-from llm_serving.engine.scheduler_limits import scheduler_limits
+from llm_serving.engine.schedulers import ObserveCache, Record, make_schedulers
 from llm_serving.engine.text_streams import DetokenizerFactory
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import AgentLostError, ModelUnavailableError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
 from llm_serving.flight.keeping import keep_recording
-from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import recording_folder
 from llm_serving.images.pool import TilePool
 from llm_serving.images.prompt import PromptImages
 from llm_serving.ipc.adapters import AdapterMemory
-from llm_serving.kvcache.prefix_index import IndexObserver
 from llm_serving.kvstore.closing import close_tiers
 from llm_serving.kvstore.setup import KvTiers
 from llm_serving.kvstore.transfers import BlockTransfers
@@ -52,15 +50,11 @@ from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import StepSource, replica_sources
 from llm_serving.sampling_params import SamplingParams
-from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.speculation.setup import speculator_maker
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import EngineStatus
-
-ObserveCache = Callable[[int], IndexObserver]
-"""Returns the observer of a replica's prefix cache, which is empty."""
 
 
 class AsyncEngine:
@@ -79,7 +73,7 @@ class AsyncEngine:
         metrics: Metrics,
         *,
         clock: Callable[[], float] = time.monotonic,
-        record: Callable[[Scheduler, int], FlightRecorder | None] | None = None,
+        record: Record | None = None,
         tiers: KvTiers | None = None,
         nodes: NodePool | None = None,
         images: TilePool | None = None,
@@ -110,7 +104,6 @@ class AsyncEngine:
         self._log = RequestLog(log, metrics)
         self._receipts = ReceiptBook()
         self._searches: dict[str, Request] = {}
-        self._recorders: list[FlightRecorder] = []
         self.tiers = tiers
         """The KV tiers. None if there are none."""
         self._transfers: BlockTransfers | None = None
@@ -120,8 +113,7 @@ class AsyncEngine:
         """The LoRA adapters that requests may name. Only the event loop uses it."""
         self.tiles = images
         """The places of the tiles of images. None if the model reads only text."""
-        limits = scheduler_limits(config)
-        schedulers = [self._new_scheduler(limits, index, record) for index in range(len(executors))]
+        schedulers, self._recorders = make_schedulers(config, len(executors), observe, record)
         self._core = self._made_core(schedulers, executors, detokenizer, log)
         self._questions = AgentQuestions(self._core)
         self._requests = RequestMaker(config, clock, self._core.note_traces)
@@ -433,22 +425,6 @@ class AsyncEngine:
                     return
         finally:
             opened.close()
-
-    def _new_scheduler(
-        self,
-        limits: SchedulerLimits,
-        index: int,
-        record: Callable[[Scheduler, int], FlightRecorder | None] | None,
-    ) -> Scheduler:
-        """Return a scheduler for a replica, with an observer and wrapped by a flight recorder if there are any."""
-        scheduler = Scheduler(limits)
-        if self.observe is not None:
-            scheduler.observe_cache(self.observe(index))
-        recorder = None if record is None else record(scheduler, index)
-        if recorder is None:
-            return scheduler
-        self._recorders.append(recorder)
-        return as_scheduler(recorder)
 
     def _keep_recording(self, replica: int, reason: str) -> Path | None:
         """Keep the flight recording of a replica, so that it is not overwritten.

@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 
 from llm_serving.config import Config
 from llm_serving.engine.assembly import make_engine, make_executors, wait_ready
-from llm_serving.engine.async_engine import AsyncEngine, ObserveCache
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.schedulers import ObserveCache
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import AgentStartError

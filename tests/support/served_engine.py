@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llm_serving.engine import async_engine
+from llm_serving.engine import schedulers
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.outputs import merge_outputs
 from llm_serving.errors import LLMServingError
@@ -80,7 +80,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         scheduler_config=SimpleNamespace(ttft_objective_ms=500.0, tbt_objective_ms=50.0),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_engine, "scheduler_limits", lambda config: sizes)
+        patch.setattr(schedulers, "scheduler_limits", lambda config: sizes)
         executor, log = FakeExecutor(sizes), RecordingLog()
         tokenizer: Any = object()
         engine = AsyncEngine(config, tokenizer, [executor], FakeDetokenizer, log, RecordingMetrics())
