@@ -52,6 +52,11 @@ class KVCache:
         self.pages = CachePages(list(self.arrays.values()))
         self.pages.allocate_first()
 
+    @property
+    def block_arrays(self) -> list[Array]:
+        """The arrays in host memory whose first axis is the block, in order. Empty if the device has its own memory."""
+        return [self.arrays[name] for name in self._names if name in self.arrays]
+
     def bind(self, parameters: Mapping[str, Any]) -> BlockMoves:
         """Makes this cache the memory of the model's ``parameters``, and allocates the host pool.
 

@@ -18,6 +18,7 @@ from agent.drafting.making import make_drafter
 from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
+from agent.hand_over import HandedBlocks, is_hand_over
 from agent.kernels import OperatorRefusedError
 from agent.logits_processors import load_processors
 from agent.lora.store import AdapterStore
@@ -45,6 +46,7 @@ from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
+from llm_serving.ipc.hand_over_memory import HandOverMemory
 from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.shm import NOT_FINITE, StepSlot
 from llm_serving.ipc.tile_memory import TileMemory
@@ -126,6 +128,9 @@ class ModelRunner:
         """The tiles of images in shared memory. None if the model reads no images. Set it before ``load``."""
         self.host_pool: HostPoolMemory | None = None
         """The host blocks in shared memory. None if they are the agent's own memory. Set it before ``load``."""
+        self.hand_over_pool: HandOverMemory | None = None
+        """The hand-over pool in shared memory. None without roles of replicas. Set it before ``load``."""
+        self._handed: HandedBlocks | None = None
         self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
@@ -183,6 +188,8 @@ class ModelRunner:
             reader = StepReader(self._config, self._config.max_num_seqs)
             self._readers.append(reader)
             self.ahead = StepsAhead(self, reader, self._made_last_tokens())
+        if self.hand_over_pool is not None:
+            self._handed = HandedBlocks(self.hand_over_pool, self._model.kv_cache.block_arrays)
         self._seconds["load"] = time.perf_counter() - start
 
     def _made_last_tokens(self) -> LastTokens:
@@ -339,7 +346,11 @@ class ModelRunner:
         start = time.perf_counter_ns()
         if slot.num_tokens:
             raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")
-        self.move_blocks(self._reader.read_moves(slot))
+        moves = self._reader.read_moves(slot)
+        if self._handed is not None and is_hand_over(moves):
+            self._handed.run(slot, moves)
+        else:
+            self.move_blocks(moves)
         return StepCost((time.perf_counter_ns() - start) // 1000)
 
     def reset(self) -> None:

@@ -93,6 +93,7 @@ def _run_threads(
     from agent.task_queue import TaskQueue
     from agent.worker import Worker
     from llm_serving.ipc.exchange import ExchangeLayout
+    from llm_serving.ipc.hand_over_memory import HandOverLayout
     from llm_serving.ipc.host_pool import HostPoolLayout
     from llm_serving.ipc.shm import NUM_SLOTS
     from llm_serving.ipc.tile_memory import TileLayout
@@ -108,6 +109,7 @@ def _run_threads(
         exchange=None if is_alone else ExchangeLayout.of(config.shape, limits, config.parallel_config),
         pool=HostPoolLayout.of(config, bootstrap.rank),
         tiles=TileLayout.of(config),
+        hand_over=HandOverLayout.of(config, bootstrap.rank),
     )
     threading.Thread(target=server.serve, name="agent-socket", daemon=True).start()
     return Worker(

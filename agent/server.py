@@ -22,6 +22,7 @@ from llm_serving.errors import ProtocolError
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import Channel
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
 from llm_serving.ipc.host_pool import HostPoolLayout, HostPoolMemory
 from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage, ServerMessage, StepDone
 from llm_serving.ipc.shm import SlotLimits, SlotMemory
@@ -45,11 +46,13 @@ class AgentServer:
         exchange: ExchangeLayout | None = None,
         pool: HostPoolLayout | None = None,
         tiles: TileLayout | None = None,
+        hand_over: HandOverLayout | None = None,
     ) -> None:
         """``exchange`` is the layout of the group's exchange, or None if the group has one agent.
 
         ``pool`` is the layout of the agent's host blocks, or None without KV tiers. ``tiles`` is the layout of the
-        memory with tiles, or None if the model reads no images.
+        memory with tiles, or None if the model reads no images. ``hand_over`` is the layout of the hand-over pool, or
+        None without roles of replicas.
         """
         self._server = Channel(connection)
         self._secret = secret
@@ -68,6 +71,9 @@ class AgentServer:
         self._tile_layout = tiles
         self.tiles: TileMemory | None = None
         """The tiles of images in shared memory. None if the model reads no images."""
+        self._hand_over_layout = hand_over
+        self.hand_over: HandOverMemory | None = None
+        """The hand-over pool. None without roles of replicas."""
 
     def serve(self) -> None:
         """Reads messages until the server has ended, then ends the process."""
@@ -108,6 +114,8 @@ class AgentServer:
             self.pool = HostPoolMemory.attach(message.pool_name, self._pool_layout)
         if self._tile_layout is not None:
             self.tiles = TileMemory.attach(message.tiles_name, self._tile_layout)
+        if self._hand_over_layout is not None:
+            self.hand_over = HandOverMemory.attach(message.hand_over_name, self._hand_over_layout)
         self._server.set_timeout(None)
         self.send(messages.Connected(proof=messages.prove(self._secret, "agent", message.nonce)))
         self._connected.set()

@@ -159,8 +159,9 @@ class StepReader:
         if num_moves:
             kinds = moves[:, 0]
             check_range("move kinds", kinds, 0, len(MoveKind))
-            self._check_blocks("move sources", moves[:, 1], kinds == MoveKind.SWAP_IN)
-            self._check_blocks("move destinations", moves[:, 2], kinds == MoveKind.SWAP_OUT)
+            own = moves[kinds < MoveKind.HAND_OUT]  # ``HandedBlocks`` checks the others
+            self._check_blocks("move sources", own[:, 1], own[:, 0] == MoveKind.SWAP_IN)
+            self._check_blocks("move destinations", own[:, 2], own[:, 0] == MoveKind.SWAP_OUT)
         return moves
 
     def _check_blocks(self, name: str, blocks: Int32Array, on_host: npt.NDArray[np.bool_]) -> None:

@@ -72,6 +72,7 @@ class Worker:
         runner.wait_for_masks = self._server.masks.wait
         runner.host_pool = self._server.pool
         runner.tiles = self._server.tiles
+        runner.hand_over_pool = self._server.hand_over
         runner.load()
         runner.compile()
         runner.warm_up()

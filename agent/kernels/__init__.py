@@ -3,6 +3,7 @@ operators.
 """
 
 from agent.kernels.block_copies import BlockCopies
+from agent.kernels.hand_blocks import BlockHandOvers, block_checksum
 from agent.kernels.launches import (
     RecordedLaunches,
     RecordingError,
@@ -37,6 +38,7 @@ __all__ = [
     "SAMPLE_INPUTS",
     "Argument",
     "BlockCopies",
+    "BlockHandOvers",
     "Candidates",
     "KernelError",
     "KernelsNotBuiltError",
@@ -51,6 +53,7 @@ __all__ = [
     "StepBuffers",
     "StepCopy",
     "StepSizes",
+    "block_checksum",
     "call_operator",
     "compiled_sets",
     "has_failed",

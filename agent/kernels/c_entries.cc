@@ -8,6 +8,7 @@
 #include "exchange/lines.h"
 #include "ops/candidates.h"
 #include "ops/copy_blocks.h"
+#include "ops/hand_blocks.h"
 #include "ops/lora.h"
 #include "ops/primitive_weight.h"
 #include "ops/sampler.h"
@@ -42,6 +43,13 @@ LLMK_ENTRY int llmk_has_penalties(const llmk::SampleArgs* args) { return llmk::h
 LLMK_ENTRY int llmk_copy_step(const llmk::StepCopyArgs* args) { return static_cast<int>(llmk::copy_step(*args)); }
 
 LLMK_ENTRY int llmk_copy_blocks(const llmk::CopyBlocksArgs* args) { return llmk::copy_blocks("CopyBlocks", *args); }
+
+LLMK_ENTRY int llmk_hand_blocks(const llmk::HandBlocksArgs* args) { return llmk::hand_blocks("HandBlocks", *args); }
+
+// Writes the checksum of a block in the hand-over pool (ops/hand_blocks.h).
+LLMK_ENTRY void llmk_block_checksum(const char* data, int64_t parts, int64_t part_bytes, uint64_t* checksum) {
+  llmk::block_checksum(data, parts, part_bytes, checksum);
+}
 
 // Converts `count` bfloat16 numbers to float32, with all threads.
 LLMK_ENTRY void llmk_widen_bfloat16(const uint16_t* values, uint32_t* out, int64_t count) {

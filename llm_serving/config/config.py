@@ -318,6 +318,18 @@ class Config:
         return self.num_host_blocks + self.kv_tier_config.host_blocks
 
     @property
+    def num_hand_over_blocks(self) -> int:
+        """Number of blocks of the hand-over pool. 0 unless replicas have the role `prefill` or `decode`.
+
+        By default, three of the longest sequences fit.
+        """
+        parallel = self.parallel_config
+        if not parallel.has_roles:
+            return 0
+        wanted = parallel.hand_over_blocks
+        return 3 * self.max_blocks_per_seq if wanted is None else wanted
+
+    @property
     def uses_prefix_cache(self) -> bool:
         """True if requests may share blocks. A mean needs the hidden states of all tokens, which blocks do not have."""
         wanted = self.scheduler_config.prefix_cache
@@ -343,6 +355,7 @@ class Config:
             pooled_width=0 if self.pooling is None else self.pooling.width,
             max_adapters=self.lora_config.max_adapters,
             max_draft_ids=self.max_draft_ids,
+            hands_over=self.num_hand_over_blocks > 0,
             tile_rows=0 if vision is None or processing is None else processing.fewest_rows(vision),
             shifts_positions=bool(self.shape.rotary_sections),
         )

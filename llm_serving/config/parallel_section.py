@@ -9,6 +9,8 @@ from llm_serving.config.schema import own
 MAX_RANKS = 256
 LOCAL, NODES, RAY = "local", "nodes", "ray"
 """Values of ``executor``: where the agents are."""
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+"""Values of ``roles``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,28 @@ class ParallelConfig:
         choices=("prefix", "least_loaded", "round_robin"),
     )
 
+    roles: tuple[str, ...] | None = own(
+        None,
+        "The role of each replica, for separate prefill and decode. `prefill`: computes long prompts. `decode`: takes "
+        "short prompts, and continues long ones. `both`: everything. `docs/separate_prefill.md` has the details.",
+        null="`both` for every replica",
+    )
+    prefill_threshold: int | None = own(
+        None,
+        "With `roles`: uncached tokens from which a prompt goes to a `prefill` replica.",
+        unit="tokens",
+        low=1,
+        null="learned from the measured times of prefills and hand-overs",
+    )
+    hand_over_blocks: int | None = own(
+        None,
+        "With `roles`: blocks of host memory for computed prompts that move between replicas. The memory is in "
+        "`/dev/shm`.",
+        unit="blocks",
+        low=1,
+        null="three times the blocks of the longest sequence",
+    )
+
     executor: str = own(
         LOCAL,
         "Where the agents are. `local`: on the machine of the server. `nodes`: on the machines of `nodes`, one replica "
@@ -95,6 +119,16 @@ class ParallelConfig:
         low=1,
         high=4096,
     )
+
+    @property
+    def replica_roles(self) -> tuple[str, ...]:
+        """The role of each replica."""
+        return self.roles or (BOTH,) * self.data_parallel
+
+    @property
+    def has_roles(self) -> bool:
+        """True if a replica has another role than `both`."""
+        return set(self.replica_roles) != {BOTH}
 
     @property
     def is_remote(self) -> bool:

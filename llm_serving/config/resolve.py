@@ -18,6 +18,7 @@ from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.model_section import MAX_TOKENS, ModelConfig
+from llm_serving.config.role_checks import check_roles
 from llm_serving.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from llm_serving.config.schema import AUTO_SIZE
 from llm_serving.config.sections import (
@@ -98,6 +99,7 @@ _CHECKS: tuple[Callable[[RawConfig, Config], None], ...] = (
     check_kv_tiers,
     check_shadow,
     check_cluster,
+    check_roles,
     check_events,
     check_vision,
 )

@@ -53,12 +53,38 @@ def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list
     settings, parallel = config.serving_config, config.parallel_config
     listeners = owned.enter_context(bind_agent_ports(settings.agent_ip, settings.agent_ports))
     log_folder, executors = Path(config.log_config.path).parent, []
+    names = _hand_over_names(config, owned)
     for replica in range(parallel.data_parallel):
         ranks = group_ranks(replica, parallel)
         ports = listeners[ranks.start : ranks.stop]
-        executors.append(AgentExecutor(config, ports, log_folder, note, replica=replica))
+        executors.append(AgentExecutor(config, ports, log_folder, note, replica=replica, hand_over_names=names))
         owned.callback(executors[-1].close)
     return executors
+
+
+def _hand_over_names(config: Config, owned: ExitStack) -> list[str]:
+    """Make the hand-over pool of each rank in a replica, which all replicas share. ``owned`` removes them.
+
+    Returns their names, or none without roles. Raises AgentStartError if /dev/shm is too small.
+    """
+    if not config.num_hand_over_blocks:
+        return []
+    from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
+
+    layouts = [HandOverLayout.of(config, rank) for rank in range(config.parallel_config.group_size)]
+    names = []
+    try:
+        for layout in layouts:
+            assert layout is not None
+            memory = HandOverMemory.create(layout)
+            owned.callback(memory.close)
+            names.append(memory.name)
+    except OSError as error:
+        raise AgentStartError(
+            f"/dev/shm has no room for {sum(one.num_bytes for one in layouts if one is not None)} bytes of handed"
+            f" blocks: {error.strerror}; give it more, or lower parallel_config.hand_over_blocks"
+        ) from error
+    return names
 
 
 def make_engine(

@@ -24,6 +24,7 @@ from llm_serving.engine.outputs import AdapterAnswer, CanaryWanted, EngineOutput
 from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.request_maker import RequestMaker
+from llm_serving.engine.roles import prefill_split
 from llm_serving.engine.schedulers import ObserveCache, Record, make_schedulers
 from llm_serving.engine.text_streams import DetokenizerFactory
 from llm_serving.engine.tokenizer import Tokenizer
@@ -133,7 +134,11 @@ class AsyncEngine:
         """Returns the core that runs in the thread. With several replicas or nodes, a router places its requests."""
         config, is_clustered = self.config, self.nodes is not None
         routing = Routing(config.parallel_config.routing)
-        router = Router(schedulers, routing) if len(schedulers) > 1 or is_clustered else None
+        router = (
+            Router(schedulers, routing, prefill_split(config, schedulers[0].limits))
+            if len(schedulers) > 1 or is_clustered
+            else None
+        )
         sources: list[StepSource] = [*(schedulers if router is None else replica_sources(router))]
         return EngineCore(
             schedulers[0] if router is None else router,

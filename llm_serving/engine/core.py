@@ -163,6 +163,7 @@ class EngineCore:
             last_step_age_s=max(0.0, self._clock() - max(times)) if times else None,
             agents=[agent for replica in self._replicas for agent in replica.executor.agents()],
             replicas=[replica.status(self._router) for replica in self._replicas],
+            hand_overs=None if self._router is None or self._router.split is None else self._router.split.as_json(),
         )
 
     def queue_full(self, tenant: str = "") -> QueueFullError | None:

@@ -125,6 +125,14 @@ class Replica:
         self._dropped.discard(result.seq)
         if result.error is not None:
             self._log.error("a step failed", step=result.seq, reason=result.error, **self.log_fields)
+        if result.bad_moves:
+            self._log.warning(
+                "handed blocks were not the expected ones, so their request is computed again",
+                event="hand_over_missed",
+                step=step.seq,
+                blocks=len(result.bad_moves),
+                **self.log_fields,
+            )
         if broken := broken_requests(result, updates):
             self._note_not_finite(step, result, broken)
         began = perf_counter()

@@ -42,4 +42,5 @@ def scheduler_limits(config: Config) -> SchedulerLimits:
         max_waiting_tokens=scheduler.max_waiting_tokens,
         num_host_blocks=config.num_host_blocks,
         has_tiers=config.kv_tier_config.host_blocks > 0,
+        hands_over=config.num_hand_over_blocks > 0,
     )

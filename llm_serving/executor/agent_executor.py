@@ -45,6 +45,7 @@ class AgentExecutor:
 
     ``listeners``: the listening socket of each of the replica's agents, in order of rank. Each agent writes its log to
     ``log_folder``, file ``agent_RANK.log``. ``start_group`` starts agents elsewhere; ``listeners`` are then not used.
+    ``hand_over_names``: the names of the agents' hand-over pools, in order of rank. Empty without roles of replicas.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class AgentExecutor:
         program: AgentProgram | None = None,
         replica: int = 0,
         start_group: StartGroup | None = None,
+        hand_over_names: Sequence[str] = (),
     ) -> None:
         self._config = config
         self._ranks = group_ranks(replica, config.parallel_config)
@@ -64,7 +66,9 @@ class AgentExecutor:
         self.tiles = _tile_memory(config)
         """The tiles of images, which restarted agents map again. None if the model reads no images."""
         tiles_name = "" if self.tiles is None else self.tiles.name
-        self.start_group: StartGroup = start_group or partial(AgentGroup, *local, tiles_name=tiles_name)
+        self.start_group: StartGroup = start_group or partial(
+            AgentGroup, *local, tiles_name=tiles_name, hand_over_names=hand_over_names
+        )
         self._group: Group | None = None
         self._ending: Group | None = None
         self._is_waiting = False

@@ -40,7 +40,9 @@ class AgentGroup:
         report: ProgressReport,
         program: AgentProgram,
         tiles_name: str = "",
+        hand_over_names: Sequence[str] = (),
     ) -> None:
+        """``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. Empty without roles."""
         ranks = group_ranks(replica, config.parallel_config)
         self.links: list[AgentLink] = []
         self.is_ready = False
@@ -61,6 +63,7 @@ class AgentGroup:
                     AgentLink(
                         *(config, rank, listener, log_path, report, self.memory, program, environment, pool_name),
                         tiles_name=tiles_name,
+                        hand_over_name=hand_over_names[rank - ranks.start] if hand_over_names else "",
                     )
                 )
         except BaseException:

@@ -112,15 +112,18 @@ class AgentLink:
         environment: Mapping[str, str] | None = None,
         pool_name: str = "",
         tiles_name: str = "",
+        hand_over_name: str = "",
     ) -> None:
         """``pool_name``: name of the shared memory with the agent's host blocks, empty without KV tiers.
 
         ``tiles_name``: name of the shared memory with the tiles of images, empty if the model reads no images.
+        ``hand_over_name``: name of the hand-over pool, empty without roles of replicas.
         """
         self.rank = rank
         self.address = "{}:{}".format(*listener.getsockname()[:2])
         self._pool_name = pool_name
         self._tiles_name = tiles_name
+        self._hand_over_name = hand_over_name
         self.is_connected = False
         """True after the agent has proved the launch secret and mapped the shared memory."""
         self.is_ready = False
@@ -197,6 +200,7 @@ class AgentLink:
             exchange_name="" if self._memory.exchange is None else self._memory.exchange.name,
             pool_name=self._pool_name,
             tiles_name=self._tiles_name,
+            hand_over_name=self._hand_over_name,
         )
         try:
             self.channel.send(messages.encode(connect))

@@ -186,6 +186,8 @@ class StepSlots:
             moves = [(move.kind, move.source, move.destination) for move in step.moves]
             slot.moves[: len(moves) * MOVE_WIDTH].reshape(-1, MOVE_WIDTH)[:] = moves
         if step.kind is StepKind.MOVE:
+            if limits.hands_over:
+                _write_headers(step, slot)
             _write_sizes(step, slot, table_width=0)
         elif step.kind is StepKind.DECODE and not (step.histories or True in step.restarts):
             self._write_decode(step, slot)
@@ -357,6 +359,13 @@ def _write_shifts(step: ScheduledStep, slot: StepSlot) -> None:
         write_shifts(slot.position_shifts[begin:end], request.tiles, start)
 
 
+def _write_headers(step: ScheduledStep, slot: StepSlot) -> None:
+    """Write the headers of moves to or from the hand-over pool, and clear their results."""
+    headers = np.frombuffer(b"".join(step.headers), np.uint32)
+    slot.move_headers[: headers.size] = headers
+    slot.move_faults[: len(step.moves)] = 0
+
+
 def _num_top_logits(sampling: SamplingParams) -> int:
     return sampling.top_logits if sampling.wants_logits else NO_LOGSUMEXP
 
@@ -377,6 +386,9 @@ def _write_histories(step: ScheduledStep, slot: StepSlot) -> int:
 def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
     """Copy the results of a completed step out of its slot. Afterwards the slot may be written again."""
     num_seqs = slot.num_seqs
+    if not num_seqs and slot.layout.limits.hands_over:
+        bad_moves = np.flatnonzero(slot.move_faults[: slot.num_moves]).tolist()
+        return StepResult(done.seq, bad_moves=bad_moves, queue_us=done.queue_us, graph_us=done.graph_us)
     tops = None
     wanted = slot.num_top_logits[:num_seqs]
     if (wanted > 0).any():

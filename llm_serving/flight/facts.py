@@ -129,14 +129,16 @@ def make_result(
     names: list[int] | None,
     times: tuple[int, int, int],
     rejected: Sequence[int] = (),
+    bad_moves: Sequence[int] = (),
 ) -> StepResult:
     """Creates a result for a replay. The scheduler makes the same decisions from it as from the recorded result.
 
     ``do_sample`` has one entry for each sequence of the step: whether the step samples its next token. ``rejected`` are
-    the indices of the rejected drafts. ``names`` has the pseudonyms of the tokens. If it is None, tokens that end a
-    request become ``ENDING_TOKEN``, all others ``PLAIN_TOKEN``.
+    the indices of the rejected drafts, and ``bad_moves`` those of the moves whose block was bad. ``names`` has the
+    pseudonyms of the tokens. If it is None, tokens that end a request become ``ENDING_TOKEN``, all others
+    ``PLAIN_TOKEN``.
     """
-    result = StepResult(seq, queue_us=times[0], graph_us=times[1], sample_us=times[2])
+    result = StepResult(seq, bad_moves=list(bad_moves), queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)
     if fault is not None:
         result.aborted = fault[0]

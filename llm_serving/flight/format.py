@@ -24,7 +24,7 @@ import msgspec
 from llm_serving.errors import LLMServingError
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
 """Versions of the format that can be read. The state of earlier versions cannot be restored, because the scheduler has
 other parts now. So their replay starts at the beginning of a run."""
@@ -62,8 +62,8 @@ class Tag(enum.IntEnum):
     are those of the latest step."""
     UPDATE = 3
     """A call of ``update``. Fields: step number, fault?, indices of ended sequences, output pseudonyms?, queue_us,
-    graph_us, sample_us, number of updates or name of the raised error, counts?; then, only if the step has rejected
-    drafts, the indices of the rejected entries."""
+    graph_us, sample_us, number of updates or name of the raised error, counts?. A step with rejected drafts also has
+    the indices of the rejected entries. A step with bad moves has these indices, and then those of the moves."""
     FINISH = 4
     """A call of ``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""
     AGENT_LOST = 5
@@ -78,7 +78,8 @@ class Tag(enum.IntEnum):
     """A call that raised an unexpected error. Fields: tag of the call, name of the error."""
     PLACE = 10
     """A call of ``place_request`` by a router. Fields: those of ``ADD``, with the pseudonyms of prompt and output; then
-    arrival index and number of output tokens."""
+    arrival index and number of output tokens. With separate prefill and decode, two more fields may follow: whether the
+    request leaves after its prompt, and its handed blocks?."""
     RELEASE = 11
     """A call of ``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""
     OFFER = 13
@@ -87,6 +88,8 @@ class Tag(enum.IntEnum):
     """A call of ``store_blocks``. Field: the host block of each offered block, or -1."""
     LOAD = 15
     """A call of ``load_blocks``. Fields: number of the request?, number of its first loaded block, host blocks."""
+    GRANT = 16
+    """A call of ``grant_hand_over``. Fields: number of the request?, blocks of the hand-over pool."""
     DECODING = 12
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.

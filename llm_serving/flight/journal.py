@@ -297,5 +297,5 @@ class Journal:
         if names is not None and updates:
             step_names = names.take(updates, len(sampled_ids))
         rejected = [index for index, token_id in enumerate(sampled_ids) if token_id == REJECTED]
-        last = (rejected,) if rejected else ()
+        last = (rejected, result.bad_moves) if result.bad_moves else (rejected,) if rejected else ()
         self._pending.append((_UPDATE, seq, fault, ends, step_names, *times, outcome, counts, *last))

@@ -37,6 +37,10 @@ class Added:
     arrival_index: int | None = None
     output: list[int] | None = None
     """Pseudonyms of the output that the request already has, or zeros if the recording has none."""
+    hands_over: bool = False
+    """True if the request leaves for another replica after its prompt."""
+    handed: list[int] | None = None
+    """Blocks of the hand-over pool with the request's computed tokens. None if it brings none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,15 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Granted:
+    """A recorded call of ``Scheduler.grant_hand_over``. ``number`` is None if the request had ended."""
+
+    now: float
+    number: int | None
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Scheduled:
     """A recorded call of ``Scheduler.schedule``. If it returned no step, ``wakeup`` is the time to call it again."""
 
@@ -108,6 +121,8 @@ class Completed:
     """The scheduler's counts after the call, or None if the call raised no error."""
     rejected: list[int] = field(default_factory=list)
     """Indices of the entries of the step that were rejected, because a draft was wrong."""
+    bad_moves: list[int] = field(default_factory=list)
+    """Indices of the moves from the hand-over pool whose block was not the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +190,7 @@ Event = (
     | Offered
     | Stored
     | Loaded
+    | Granted
     | Scheduled
     | Completed
     | Finished
@@ -190,6 +206,7 @@ _EVENTS: dict[Tag, Callable[..., Event]] = {
     Tag.OFFER: Offered,
     Tag.STORE: Stored,
     Tag.LOAD: Loaded,
+    Tag.GRANT: Granted,
     Tag.UPDATE: Completed,
     Tag.FINISH: Finished,
     Tag.AGENT_LOST: AgentLost,
@@ -316,12 +333,12 @@ def _event(record: list[Any], now: float, steps: StepReader) -> Event:
         prompt = None if names is None else array("i", names).tolist()
         return Added(now, number, facts, prompt, refusal)
     if tag is Tag.PLACE:
-        number, facts, names, refusal, arrival_index, num_output_tokens = record[1:]
+        number, facts, names, refusal, arrival_index, num_output_tokens, *hand_over = record[1:]
         tokens = None if names is None else array("i", names).tolist()
         num_prompt_tokens = facts["num_prompt_tokens"]
         prompt = None if tokens is None else tokens[:num_prompt_tokens]
         output = [PLAIN_TOKEN] * num_output_tokens if tokens is None else tokens[num_prompt_tokens:]
-        return Added(now, number, facts, prompt, refusal, arrival_index, output)
+        return Added(now, number, facts, prompt, refusal, arrival_index, output, *hand_over)
     if tag is Tag.SCHEDULE:
         step, wakeup, state = fields
         return Scheduled(now, None if step is None else steps.step(step), wakeup, state)

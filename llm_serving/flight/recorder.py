@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from llm_serving.flight.decode_log import DUE, LOGGED
 from llm_serving.flight.facts import request_facts
@@ -22,6 +22,9 @@ from llm_serving.flight.segments import SegmentWriter
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from llm_serving.scheduler.hand_overs import HandOverChange
 
 
 class FlightRecorder:
@@ -81,16 +84,25 @@ class FlightRecorder:
         finally:
             self._record(self._record_add, request, refusal)
 
-    def place_request(self, request: Request, arrival_index: int, now: float) -> None:
+    def place_request(
+        self,
+        request: Request,
+        arrival_index: int,
+        now: float,
+        *,
+        hands_over: bool = False,
+        handed: list[int] | None = None,
+    ) -> None:
         refusal: str | None = None
         facts = request_facts(request)
+        hand_over = [hands_over, None if handed is None else list(handed)] if hands_over or handed is not None else []
         try:
-            self._scheduler.place_request(request, arrival_index, now)
+            self._scheduler.place_request(request, arrival_index, now, hands_over=hands_over, handed=handed)
         except Exception as error:
             refusal = type(error).__name__
             raise
         finally:
-            self._record(self._record_place, request, facts, arrival_index, refusal, now)
+            self._record(self._record_place, request, facts, arrival_index, refusal, hand_over, now)
 
     def release_requests(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
@@ -111,6 +123,17 @@ class FlightRecorder:
         hosts, number = list(hosts), self._journal.find(request_id)
         self._scheduler.load_blocks(request_id, first, hosts)
         self._record(self._journal.record, [Tag.LOAD, number, first, hosts])
+
+    def take_hand_overs(self) -> list[HandOverChange]:
+        changes = self._scheduler.take_hand_overs()
+        if left := [change.request_id for change in changes if change.has_left]:
+            self._record(self._journal.release, left)
+        return changes
+
+    def grant_hand_over(self, request_id: str, blocks: Iterable[int]) -> None:
+        blocks, number = list(blocks), self._journal.find(request_id)
+        self._scheduler.grant_hand_over(request_id, blocks)
+        self._record(self._journal.record, [Tag.GRANT, number, blocks])
 
     def schedule(self, now: float) -> ScheduledStep | None:
         try:
@@ -211,11 +234,18 @@ class FlightRecorder:
         self._journal.record([Tag.ADD, number, request_facts(request), names, refusal])
 
     def _record_place(
-        self, request: Request, facts: dict[str, Any], arrival_index: int, refusal: str | None, now: float
+        self,
+        request: Request,
+        facts: dict[str, Any],
+        arrival_index: int,
+        refusal: str | None,
+        hand_over: list[object],
+        now: float,
     ) -> None:
         number, names = self._journal.add_request(request, refused=refusal is not None)
         num_output_tokens = len(request.output_token_ids)
-        self._journal.record([Tag.PLACE, number, facts, names, refusal, arrival_index, num_output_tokens], now)
+        record = [Tag.PLACE, number, facts, names, refusal, arrival_index, num_output_tokens, *hand_over]
+        self._journal.record(record, now)
 
     def _record_release(self, request_ids: list[str]) -> None:
         self._journal.record([Tag.RELEASE, [self._journal.find(request_id) for request_id in request_ids]])

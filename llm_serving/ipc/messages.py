@@ -34,7 +34,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -67,7 +67,7 @@ class Connect(Message, frozen=True, tag="connect"):
     """Server to agent: proof over the agent's nonce, the server's nonce, and the names of the shared memory.
 
     If the agent is alone in its group, ``exchange_name`` is empty. Without KV tiers, ``pool_name`` is empty. If the
-    model reads no images, ``tiles_name`` is empty.
+    model reads no images, ``tiles_name`` is empty. Without roles of replicas, ``hand_over_name`` is empty.
     """
 
     version: int
@@ -78,6 +78,7 @@ class Connect(Message, frozen=True, tag="connect"):
     exchange_name: ShortText = ""
     pool_name: ShortText = ""
     tiles_name: ShortText = ""
+    hand_over_name: ShortText = ""
 
 
 class Connected(Message, frozen=True, tag="connected"):

@@ -42,6 +42,9 @@ NO_LOGSUMEXP = -1
 MOVE_WIDTH = 3
 """Number of integers that describe one block move in a slot: kind, source, destination."""
 
+HEADER_WORDS = 8
+"""Number of 32-bit words of a handed block's header in a slot, see ``llm_serving.handover.header``."""
+
 NO_ADAPTER = -1
 """Value in ``adapters`` of a sequence that uses no LoRA adapter."""
 
@@ -61,6 +64,12 @@ class MoveKind(enum.IntEnum):
     """A copy from the device to the host."""
     SWAP_IN = 2
     """A copy from the host to the device."""
+    HAND_OUT = 3
+    """A copy from the device to the hand-over pool, with a header for each block. All moves of its step are of this
+    kind."""
+    HAND_IN = 4
+    """A copy from the hand-over pool to the device, which checks the headers. All moves of its step are of this kind.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,8 @@ class SlotLimits:
     """Number of adapter slots, which hold LoRA adapters. 0: the steps have no adapters."""
     max_draft_ids: int = 0
     """Maximum number of drafts that the agent returns for a sequence. 0: the agent has no draft model."""
+    hands_over: bool = False
+    """Steps may have moves to and from a hand-over pool."""
     tile_rows: int = 0
     """Number of rows of the smallest tile of an image. 0: the model reads no images."""
     shifts_positions: bool = False
@@ -156,6 +167,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("history", "int32", limits.max_history, "[sum of history_lens] token ids"),
         # Blocks to copy before the computation, in this order.
         Field("moves", "int32", limits.max_moves * MOVE_WIDTH, "[num_moves, 3] MoveKind, source and destination block"),
+        Field("move_headers", "uint32", limits.max_moves * HEADER_WORDS * limits.hands_over, "[num_moves, HEADER_WORDS]"
+              " expected header of the block in the hand-over pool"),
         # Tiles of images whose rows replace the embeddings of some tokens.
         Field("tiles", "int32", limits.max_tiles * TILE_WIDTH, "[num_tiles, TILE_WIDTH] see llm_serving.ipc.tiles"),
         # Results of the step.
@@ -165,6 +178,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("top_ids", "int32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] best first, -1 past num_top_logits"),
         Field("top_logits", "float32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] raw logits"),
         Field("pooled", "float32", seqs * limits.pooled_width, "[S, pooled_width] pooled results where do_sample is 1"),
+        Field("move_faults", "int32", limits.max_moves * limits.hands_over, "[num_moves] 1: the block of the hand-over"
+              " pool had another header or other bytes. The agents only set ones"),
         Field("draft_ids", "int32", seqs * limits.max_draft_ids, "[S, max_draft_ids] drafts of the next tokens, then"
               " NO_DRAFT; a sequence with drafts in the step has them at its last entry that counts"),
     )
@@ -221,6 +236,8 @@ class StepSlot:
     history_prompt_lens: npt.NDArray[np.int32]
     history: npt.NDArray[np.int32]
     moves: npt.NDArray[np.int32]
+    move_headers: npt.NDArray[np.uint32]
+    move_faults: npt.NDArray[np.int32]
     sampled_ids: npt.NDArray[np.int32]
     sampled_logit: npt.NDArray[np.float32]
     logsumexp: npt.NDArray[np.float32]

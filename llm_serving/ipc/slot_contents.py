@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import MOVE_WIDTH, StepSlot
+from llm_serving.ipc.shm import HEADER_WORDS, MOVE_WIDTH, StepSlot
 from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
@@ -52,7 +52,8 @@ class SlotContents:
         self._pooled_width = limits.pooled_width
         self._max_draft_ids = limits.max_draft_ids
         names = (*_PER_TOKEN, *_PER_SEQUENCE, *_RESULTS, *_TOPS)
-        names += ("block_tables", "history", "moves", "tiles", "masks", "pooled", "draft_ids")
+        names += ("block_tables", "history", "moves", "move_headers", "move_faults", "tiles", "masks", "pooled")
+        names += ("draft_ids",)
         self._columns = {name: _Column.of(slot, name) for name in names}
         self._header = slot.header.data.cast("B")
         self._tokens = [column for name in _PER_TOKEN if len((column := self._columns[name]).data)]
@@ -102,6 +103,7 @@ class SlotContents:
         parts.append(columns["block_tables"].first(num_seqs * slot.table_width))
         parts.append(columns["history"].first(slot.history_len))
         parts.append(columns["moves"].first(slot.num_moves * MOVE_WIDTH))
+        parts.append(columns["move_headers"].first(slot.num_moves * HEADER_WORDS))
         parts.append(columns["tiles"].first(slot.num_tiles * TILE_WIDTH))
         return parts
 
@@ -114,6 +116,7 @@ class SlotContents:
         parts = [columns[name].first(num_seqs) for name in _RESULTS]
         if num_seqs and int(np.max(slot.num_top_logits[:num_seqs])) > 0:
             parts += [columns[name].first(num_seqs * MAX_TOP_LOGITS) for name in _TOPS]
+        parts.append(columns["move_faults"].first(slot.num_moves))
         parts.append(columns["pooled"].first(num_seqs * self._pooled_width))
         if slot.num_wanted:
             parts.append(columns["draft_ids"].first(num_seqs * self._max_draft_ids))

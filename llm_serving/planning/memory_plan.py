@@ -64,6 +64,7 @@ from llm_serving.planning.rank_memory import (
     MemoryItem,
     device_items,
     format_bytes,
+    hand_over_items,
     host_block_items,
     linear_bytes,
     rank_kv_bytes_per_token,
@@ -238,7 +239,8 @@ def _plan(
 def _cpu_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem, ...]:
     kernels = kernel_items(config, rank, machine.num_cores)
     draft = _draft_items(config, rank, machine)
-    return (*device_items(config, rank), *kernels, *host_block_items(config, rank), *draft, _agent_item(config))
+    blocks = (*host_block_items(config, rank), *hand_over_items(config, rank))
+    return (*device_items(config, rank), *kernels, *blocks, *draft, _agent_item(config))
 
 
 def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem, ...]:

@@ -206,6 +206,16 @@ def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
     return (MemoryItem(HOST_BLOCKS, num_bytes, basis),)
 
 
+def hand_over_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
+    """Return the item of a rank's part of the hand-over pool, which all replicas share. Empty without roles."""
+    if not config.num_hand_over_blocks:
+        return ()
+    block_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size
+    num_bytes = block_bytes * config.num_hand_over_blocks // config.parallel_config.data_parallel
+    basis = f"{config.num_hand_over_blocks} blocks that move between {config.parallel_config.data_parallel} replicas"
+    return (MemoryItem("hand-over pool", num_bytes, basis),)
+
+
 def _weight_bytes(config: Config, part: _Part) -> int:
     """Return the bytes of a rank's weights: linear layers in the weight format, other weights in ``model_dtype``."""
     shape, linear_format = part.shape, config.linear_format

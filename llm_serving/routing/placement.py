@@ -37,6 +37,17 @@ class Routing(enum.Enum):
     ROUND_ROBIN = "round_robin"
 
 
+class Role(enum.Enum):
+    """The task of a replica, by ``parallel_config.roles``."""
+
+    PREFILL = "prefill"
+    """Computes long prompts, and hands their blocks over."""
+    DECODE = "decode"
+    """Takes short prompts and handed blocks, and decodes."""
+    BOTH = "both"
+    """Takes prompts of any length and handed blocks, and decodes."""
+
+
 class Placed(enum.Enum):
     """The reason why the router chose a replica, for logs and metrics."""
 
@@ -46,6 +57,10 @@ class Placed(enum.Enum):
     """The replica has the least load, among those with the largest cached part of the prompt."""
     TURN = "turn"
     """The replica was next in round-robin order."""
+    PROMPT = "prompt"
+    """The replica computes long prompts for others."""
+    HANDED = "handed"
+    """Another replica has computed the prompt."""
     GROUP = "group"
     """The replica has another sample of the same prompt, or another beam of the same search."""
 

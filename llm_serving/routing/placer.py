@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from llm_serving.routing.placement import Candidate, Placed, Routing, choose
+from llm_serving.routing.placement import Candidate, Placed, Role, Routing, choose
 from llm_serving.routing.replica import Entry, RoutedReplica, Survey
 from llm_serving.scheduler.figures import Capacity
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason
 from llm_serving.waiting.intake import Intake
+
+if TYPE_CHECKING:
+    from llm_serving.routing.prefill_split import PrefillSplit
 
 BALANCE_DIVISOR = 8
 """Loads of replicas are in balance if they differ by at most the tokens of a KV cache divided by this number."""
@@ -29,7 +34,12 @@ class Placer:
     """
 
     def __init__(
-        self, replicas: Sequence[RoutedReplica], intake: Intake, entries: dict[str, Entry], routing: Routing
+        self,
+        replicas: Sequence[RoutedReplica],
+        intake: Intake,
+        entries: dict[str, Entry],
+        routing: Routing,
+        split: PrefillSplit | None = None,
     ) -> None:
         limits: SchedulerLimits = replicas[0].scheduler.limits
         self.placed: set[int] = set()
@@ -38,6 +48,8 @@ class Placer:
         self._intake = intake
         self._entries = entries
         self._routing = routing
+        self._split = split
+        """Decides which prompts are handed over. None if every replica does everything."""
         self._balance_tokens = (limits.num_blocks - 1) * limits.block_size // BALANCE_DIVISOR
         self._groups: OrderedDict[str, RoutedReplica] = OrderedDict()
         self._next_index = 0
@@ -85,14 +97,36 @@ class Placer:
             if choice is None:
                 if not surveys and self._is_still_blocked(entry, live):
                     return
-                candidates = self._candidates(entry, live, surveys)
-                choice = self._choose(entry, candidates)
+                candidates, choice = self._choose_role(entry, live, surveys)
             if choice is None:
                 self._note_blocked(entry, live, candidates, now)
                 return
             replica, why = choice
             surveys.pop(replica.index, None)
-            self._bind(entry, replica, why, now)
+            self._leave_queue(entry, now)
+            self.bind(entry, replica, why, now)
+
+    def _choose_role(
+        self, entry: Entry, live: list[RoutedReplica], surveys: dict[int, Survey]
+    ) -> tuple[list[Candidate], tuple[RoutedReplica, Placed] | None]:
+        """Returns the candidates for a request, and the chosen one with the reason. It is None if none can start it."""
+        split = self._split
+        if split is None:
+            candidates = self._candidates(entry, live, surveys)
+            return candidates, self._choose(entry, candidates)
+        if entry.lease is not None:
+            return [], (split.least_loaded(live), Placed.HANDED)
+        candidates = self._candidates(entry, split.decoders(live), surveys)
+        num_uncached = entry.request.num_tokens - max(one.cached_tokens for one in candidates)
+        able = split.for_prompt(entry, num_uncached, live)
+        if not able:
+            return candidates, self._choose(entry, candidates)
+        candidates = self._candidates(entry, able, surveys)
+        if able[0].role is Role.PREFILL:
+            # Long prompts queue at the prefill replica, so that short ones behind them need not wait.
+            candidates = [replace(one, fits=True, is_open=True) for one in candidates]
+        choice = self._choose(entry, candidates)
+        return candidates, None if choice is None else (choice[0], Placed.PROMPT)
 
     def _replica_of_group(self, entry: Entry) -> tuple[RoutedReplica, Placed] | None:
         """Returns the replica that got the last request of ``entry``'s request group (samples of a prompt or beams of a
@@ -122,15 +156,18 @@ class Placer:
         entry.cached_tokens = next(one.cached_tokens for one in candidates if one.index == index)
         return self._replicas[index], why
 
-    def _bind(self, entry: Entry, replica: RoutedReplica, why: Placed, now: float) -> None:
-        """Moves the first request of the router's queue to a replica."""
-        request = entry.request
+    def _leave_queue(self, entry: Entry, now: float) -> None:
+        """Removes the first request from the router's queue."""
         if entry.is_paid and not entry.has_run:
             self._intake.remove(entry.sequence)
         else:
             self._intake.start(entry.sequence, now)
         self._intake.line.moved(now)
         entry.is_paid = True
+
+    def bind(self, entry: Entry, replica: RoutedReplica, why: Placed, now: float) -> None:
+        """Moves a request, which has left the router's queue, to a replica."""
+        request = entry.request
         entry.replica = replica
         request.replica = replica.index
         replica.entries[request.request_id] = entry
@@ -143,7 +180,10 @@ class Placer:
                 self._groups.popitem(last=False)
         self.placed.add(replica.index)
         self._with_new.add(replica.index)
-        replica.scheduler.place_request(request, entry.sequence.arrival_index, now)
+        handed = entry.lease.blocks if entry.lease is not None else None
+        hands_over = why is Placed.PROMPT and replica.role is Role.PREFILL
+        index = entry.sequence.arrival_index
+        replica.scheduler.place_request(request, index, now, hands_over=hands_over, handed=handed)
 
     def _recall_held_up(self, live: list[RoutedReplica], now: float) -> bool:
         """Moves requests that wait at a replica and cannot start there back to the router's queue, if another replica
@@ -159,7 +199,10 @@ class Placer:
                 continue
             stuck = [entry for entry in replica.entries.values() if not entry.has_run and not entry.request.group]
             others = [other for other in live if other is not replica]
-            if stuck and self._choose(stuck[0], self._candidates(stuck[0], others, {})) is not None:
+            if self._split is not None:
+                # Long prompts queue at a prefill replica, and others are not for it.
+                others = [other for other in others if Role.PREFILL not in (other.role, replica.role)]
+            if stuck and others and self._choose(stuck[0], self._candidates(stuck[0], others, {})) is not None:
                 self.recall(replica, stuck, now)
                 recalled = True
         return recalled

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from llm_serving.kvcache.block_hash import hash_blocks, root_hash
 from llm_serving.request import Request
-from llm_serving.routing.placement import Candidate, Placed
+from llm_serving.routing.placement import Candidate, Placed, Role
 from llm_serving.scheduler.limits import BatchingStrategy, Policy, SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from llm_serving.handover.pool import Lease
 
 
 class Entry:
     """A request that the router has accepted and that has not ended."""
 
-    __slots__ = ("cached_tokens", "hashes", "is_paid", "replica", "request", "sequence")
+    __slots__ = ("cached_tokens", "hashes", "is_paid", "lease", "replica", "request", "sequence")
 
     def __init__(self, sequence: Sequence) -> None:
         self.request: Request = sequence.request
@@ -25,6 +30,8 @@ class Entry:
         """Hashes of the full blocks of the request's tokens. None before the first use."""
         self.cached_tokens = 0
         """Number of the request's tokens that were in the replica's prefix cache when the router placed the request."""
+        self.lease: Lease | None = None
+        """The blocks of the hand-over pool that the request has."""
         self.is_paid = False
         """True if the tenant has been charged for the prompt, for fairness between tenants."""
 
@@ -70,8 +77,9 @@ class Survey:
 class RoutedReplica:
     """A replica behind the router: a scheduler and the requests that the router placed there."""
 
-    def __init__(self, index: int, scheduler: Scheduler) -> None:
+    def __init__(self, index: int, scheduler: Scheduler, role: Role = Role.BOTH) -> None:
         self.index = index
+        self.role = role
         self.scheduler = scheduler
         self.entries: dict[str, Entry] = {}
         """Requests on this replica that have not ended, by id, in the order of their placement."""

@@ -16,10 +16,11 @@ if they must wait there, because they share blocks through its prefix cache.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from llm_serving.errors import QueueFullError
 from llm_serving.request import FinishReason, Request
-from llm_serving.routing.placement import Routing
+from llm_serving.routing.placement import Role, Routing
 from llm_serving.routing.placer import Placer
 from llm_serving.routing.replica import Entry, RoutedReplica
 from llm_serving.scheduler.figures import Figures
@@ -29,16 +30,35 @@ from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.waiting.intake import Intake
 from llm_serving.waiting.slo_order import make_order
 
+if TYPE_CHECKING:
+    from llm_serving.routing.hand_over_desk import HandOverDesk
+    from llm_serving.routing.prefill_split import PrefillSplit
+
 
 class Router:
     """The router for several ``schedulers``, which must be new and have equal limits."""
 
-    def __init__(self, schedulers: Sequence[Scheduler], routing: Routing = Routing.PREFIX) -> None:
+    def __init__(
+        self,
+        schedulers: Sequence[Scheduler],
+        routing: Routing = Routing.PREFIX,
+        split: PrefillSplit | None = None,
+    ) -> None:
+        """``split`` separates prefill and decode. None: every replica does everything."""
         self.limits: SchedulerLimits = schedulers[0].limits
-        self.replicas = [RoutedReplica(index, scheduler) for index, scheduler in enumerate(schedulers)]
+        self.split = split
+        roles = [Role.BOTH] * len(schedulers) if split is None else split.roles
+        self.replicas = [RoutedReplica(index, *pair) for index, pair in enumerate(zip(schedulers, roles, strict=True))]
         self._intake = Intake(self.limits, make_order(self.limits))
         self._entries: dict[str, Entry] = {}
-        self._placer = Placer(self.replicas, self._intake, self._entries, routing)
+        self._placer = Placer(self.replicas, self._intake, self._entries, routing, split)
+        self._desk = None if split is None else self._made_desk(split)
+
+    def _made_desk(self, split: PrefillSplit) -> HandOverDesk:
+        """Imports what only separate prefill and decode needs."""
+        from llm_serving.routing.hand_over_desk import HandOverDesk
+
+        return HandOverDesk(split, self.replicas, self._entries, self._intake, self._placer)
 
     @property
     def is_idle(self) -> bool:
@@ -70,8 +90,10 @@ class Router:
         if entry is None:
             return None
         if entry.replica is not None:
-            update = entry.replica.scheduler.finish_request(request_id, reason, now)
+            replica = entry.replica
+            update = replica.scheduler.finish_request(request_id, reason, now)
             self._forget(entry)
+            self._take_hand_overs(replica, now)
             return update
         self._end_waiting(entry, reason, now)
         return RequestUpdate(entry.request)
@@ -84,6 +106,7 @@ class Router:
         for replica in self.replicas:
             ended = replica.scheduler.fail_all(error, now)
             self._note_updates(ended)
+            self._take_hand_overs(replica, now)
             updates += ended
         return updates
 
@@ -109,6 +132,8 @@ class Router:
             raise AssertionError(
                 f"{len(self._entries)} requests: {len(self._intake)} wait for a replica, {placed} have one"
             )
+        if self._desk is not None:
+            self._desk.check_integrity()
         if self._entries.keys() != self._intake.sequences.keys():
             raise AssertionError(f"the intake has {len(self._intake.sequences)} of {len(self._entries)} requests")
 
@@ -150,6 +175,10 @@ class Router:
         self._placer.placed.discard(replica.index)
         step = replica.scheduler.schedule(now)
         self._take_ended(replica)
+        if self._desk is not None:
+            self._take_hand_overs(replica, now)
+            if step is not None:
+                self._desk.add_headers(step)
         return step
 
     def next_wakeup(self, replica: RoutedReplica, now: float) -> float | None:
@@ -163,6 +192,7 @@ class Router:
         """Passes the result of a step to the replica's scheduler, and returns the updates of its requests."""
         updates = replica.scheduler.update(result, now)
         self._note_updates(updates)
+        self._take_hand_overs(replica, now)
         return updates
 
     def agent_lost(self, replica: RoutedReplica, now: float, *, blameless: bool = False) -> None:
@@ -173,7 +203,14 @@ class Router:
         replica.scheduler.agent_lost(now, blameless=blameless)
         replica.is_live = False
         self._take_ended(replica)
+        if self._desk is not None:
+            self._desk.lose(replica, now)
         self._placer.recall(replica, list(replica.entries.values()), now)
+
+    def _take_hand_overs(self, replica: RoutedReplica, now: float) -> None:
+        """Follows the hand-overs of a replica after a call of its scheduler."""
+        if self._desk is not None:
+            self._desk.take(replica, now)
 
     # Ends
 
@@ -201,6 +238,8 @@ class Router:
     def _end_waiting(self, entry: Entry, reason: FinishReason, now: float) -> None:
         """Ends a request that is in the router's queue."""
         del self._entries[entry.request.request_id]
+        if self._desk is not None:
+            self._desk.free(entry)
         self._intake.remove(entry.sequence)
         self._intake.end(entry.sequence, reason, now)
 

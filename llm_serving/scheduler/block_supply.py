@@ -70,6 +70,13 @@ class PrefixSupply(BlockSupply):
         self._prefixes.insert(sequence.prefix_chain, first, blocks)
         self._change(sequence)
 
+    def arrived(self, sequence: Sequence) -> None:
+        if sequence.prefix_chain is None:
+            request = sequence.request
+            tokens = sequence.known_tokens(0, request.num_computed_tokens)
+            sequence.prefix_chain = self._prefixes.new_chain(tokens, request.cache_salt)
+        self.computed(sequence, sequence.request.num_computed_tokens)
+
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         return self._kv_cache.spare_blocks(self._match(sequence), sequence.request.num_tokens) >= reserve
 

@@ -155,7 +155,7 @@ class StepComposer(Stateful):
                 return []
             if len(ready) > state.limits.decode_batch_size:
                 ready = self._choose(ready)
-            if state.limits.num_host_blocks:
+            if state.limits.num_host_blocks or state.limits.hands_over:
                 ready = limit_history(ready, state.limits.max_step_history)
             self._held_since = None
             sequences = self.grow(ready, now)

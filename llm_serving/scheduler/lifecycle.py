@@ -5,6 +5,7 @@ ends it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from llm_serving.ipc.drafts import REJECTED
 from llm_serving.ipc.shm import NOT_FINITE
@@ -12,11 +13,14 @@ from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.output import NOT_FINITE_ERROR, RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.running import BlockSupply
-from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
+from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
 from llm_serving.telemetry.receipt import Phase
 from llm_serving.waiting.context_length import max_output_tokens
+
+if TYPE_CHECKING:
+    from llm_serving.scheduler.hand_overs import HandOvers
 
 _ENDED_NORMALLY = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -28,23 +32,37 @@ class Lifecycle:
     """
 
     def __init__(
-        self, state: SchedulerState, supply: BlockSupply, preemption: Preemption, admission: Admission
+        self,
+        state: SchedulerState,
+        supply: BlockSupply,
+        preemption: Preemption,
+        admission: Admission,
+        hand_overs: HandOvers | None = None,
     ) -> None:
         self._state = state
         self._supply = supply
         self._preemption = preemption
         self._admission = admission
+        self._hand_overs = hand_overs
 
-    def place(self, request: Request, arrival_index: int, now: float) -> None:
+    def place(
+        self, request: Request, arrival_index: int, now: float, *, hands_over: bool = False, handed: list[int] | None
+    ) -> None:
         """Adds a request that a router sends to this scheduler. The request may have run on another replica.
 
         The router has checked the admission limits. Raises RequestError if the request can never be served. In this
-        case, nothing has changed.
+        case, nothing has changed. ``Scheduler.place_request`` explains the other arguments.
         """
         state, intake = self._state, self._state.intake
         sequence = Sequence(request, arrival_index, max_output_tokens(request, state.limits))
         intake.num_arrivals = max(intake.num_arrivals, arrival_index + 1)
         intake.sequences[request.request_id] = sequence
+        if handed is not None:
+            assert self._hand_overs is not None, "only replicas that hand over get handed blocks"
+            self._hand_overs.arrive(sequence, handed)
+            return
+        if hands_over:
+            sequence.hand_over = HandOverState.WANTED
         if request.first_scheduled_time is None:
             intake.enqueue(sequence, now)
         else:
@@ -78,7 +96,7 @@ class Lifecycle:
         if sequence.state is SequenceState.RUNNING:
             state.running.stop(sequence)
         else:
-            state.running.finish_leaving()
+            state.running.finish_leaving(sequence)
         self._preemption.settle(sequence)
 
     def restart(self, sequences: Iterable[Sequence], now: float) -> None:
@@ -131,9 +149,11 @@ class Lifecycle:
             self.restart(flight.sequences, now)
         elif flight.step.kind is StepKind.MOVE:
             updates = []
-            self._preemption.moved(flight)
+            self._preemption.moved(flight, result, now)
         else:
             updates = self._take_tokens(flight, result, now)
+        if self._hand_overs is not None:
+            self._hand_overs.take_computed(flight.sequences)
         if self._state.running.num_leaving:
             for sequence in flight.sequences:
                 self._preemption.settle(sequence)

@@ -93,6 +93,8 @@ class SchedulerLimits:
     """Blocks of host memory for swapped sequences."""
     has_tiers: bool = False
     """True if KV tiers keep copies of computed blocks, see ``tier_moves``."""
+    hands_over: bool = False
+    """True if replicas hand the blocks of computed prompts over to each other, see ``hand_overs``."""
     page_attention: bool = True
     """Sequences get blocks on demand. Otherwise a sequence reserves one range of blocks for its longest output."""
     prefix_cache: bool = False
@@ -125,6 +127,8 @@ class SchedulerLimits:
             raise ValueError("prefix_cache needs page_attention, because contiguous sequences cannot share blocks")
         if self.has_tiers and not self.prefix_cache:
             raise ValueError("has_tiers needs prefix_cache, which finds the blocks that the tiers keep")
+        if self.hands_over and not self.page_attention:
+            raise ValueError("hands_over needs page_attention, because blocks arrive one by one")
         if not 0 <= self.decode_steps_ahead <= MAX_DECODE_STEPS_AHEAD:
             raise ValueError(
                 f"decode_steps_ahead is {self.decode_steps_ahead}; it must be 0 to {MAX_DECODE_STEPS_AHEAD}"

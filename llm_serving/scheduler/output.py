@@ -74,6 +74,8 @@ class StepReason(enum.Enum):
     SWAP_IN = "blocks are free again: a sequence comes back from the host"
     STORE = "blocks were computed: copies of them go to the KV tiers"
     LOAD = "a KV tier has blocks of a waiting sequence"
+    HAND_OUT = "prompts are computed: their blocks go to the replica that decodes"
+    HAND_IN = "another replica has computed a prompt: its blocks arrive"
     SUSPECT = "the sequence may have killed an agent, so it runs alone"
 
 
@@ -126,6 +128,8 @@ class ScheduledStep:
     """[S] True in a sequence's first step on its batch row. An empty list means False for all sequences."""
     moves: list[BlockMove] = field(default_factory=list)
     """Copies of blocks. They run before the computation, in this order."""
+    headers: list[bytes] = field(default_factory=list)
+    """The header of each move to or from the hand-over pool. The router sets them, see ``handover.header``."""
     num_drafts: int = 0
     """Number of entries of a DECODE step whose input token is a draft."""
     num_wanted: int = 0
@@ -173,6 +177,8 @@ class StepResult:
     """[S] The pooled result of each sequence, float32. None if the agents sample tokens."""
     aborted: bool = False
     error: str | None = None
+    bad_moves: list[int] = field(default_factory=list)
+    """Indices of the moves from the hand-over pool whose block had another header or other bytes than expected."""
     queue_us: int = 0
     graph_us: int = 0
     sample_us: int = 0

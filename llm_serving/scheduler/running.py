@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
-from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.sequence import HandOverState, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 
 
@@ -45,6 +45,9 @@ class BlockSupply:
     def look_up(self, sequence: Sequence) -> CachedPrefix:
         """Returns which known tokens of a waiting sequence are cached. Does not change blocks."""
         return _NOTHING_CACHED
+
+    def arrived(self, sequence: Sequence) -> None:
+        """Records that the blocks of a sequence have arrived from another replica, with all its computed tokens."""
 
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         """Returns True if enough blocks are free to start the sequence and leave ``reserve`` blocks free."""
@@ -134,7 +137,8 @@ class RunningSet(Stateful):
     def num_preempted_leaving(self) -> int:
         """Number of leaving sequences that were preempted.
 
-        When their steps in flight complete, they wait again or are swapped.
+        When their steps in flight complete, they wait again or are swapped. Sequences that leave for another replica do
+        not count.
         """
         return self._num_preempted
 
@@ -191,9 +195,15 @@ class RunningSet(Stateful):
         self._prefilling[sequence.arrival_index] = sequence
 
     def end_prefill(self, sequence: Sequence) -> None:
-        """Marks a sequence as decoding: its known tokens are computed, or steps in flight compute them."""
+        """Marks a sequence as decoding: its known tokens are computed, or steps in flight compute them.
+
+        A sequence that another replica decodes only ends its prefill.
+        """
         self._prefilling.pop(sequence.arrival_index, None)
-        sequence.is_decoding = True
+        sequence.is_decoding = sequence.hand_over is not HandOverState.WANTED
+
+    def is_prefilling(self, sequence: Sequence) -> bool:
+        return sequence.arrival_index in self._prefilling
 
     def in_need_of_block(self, sequences: list[Sequence]) -> list[Sequence]:
         """Returns the sequences whose blocks are full, so that their next token needs another block."""
@@ -211,18 +221,27 @@ class RunningSet(Stateful):
         self._prefilling.pop(sequence.arrival_index, None)
         self._leaving[sequence.arrival_index] = sequence
         sequence.state = SequenceState.LEAVING
-        self._num_preempted += not sequence.request.is_finished
+        self._num_preempted += is_preempted(sequence)
 
-    def finish_leaving(self) -> None:
-        """Records that a preempted sequence was ended while it was LEAVING."""
-        self._num_preempted -= 1
+    def finish_leaving(self, sequence: Sequence) -> None:
+        """Records that a LEAVING sequence that had not ended was ended."""
+        self._num_preempted -= sequence.hand_over is not HandOverState.LEAVING
+
+    def note_stays(self) -> None:
+        """Records that a LEAVING sequence will be computed again here, and does not leave for another replica."""
+        self._num_preempted += 1
 
     def release(self, sequence: Sequence) -> None:
         """Takes the batch row and the blocks of a LEAVING sequence back. No step in flight may use them."""
         if sequence.num_inflight_steps:
             raise AssertionError(f"{sequence.num_inflight_steps} steps in flight use the blocks that would become free")
         del self._leaving[sequence.arrival_index]
-        self._num_preempted -= not sequence.request.is_finished
+        self._num_preempted -= is_preempted(sequence)
         self._supply.release(sequence, computed=not sequence.drop_tokens)
         self._free_rows.append(sequence.request.row)
         sequence.leave_device()
+
+
+def is_preempted(leaving: Sequence) -> bool:
+    """Returns True if a LEAVING sequence was preempted. Others have ended, or leave for another replica."""
+    return not leaving.request.is_finished and leaving.hand_over is not HandOverState.LEAVING

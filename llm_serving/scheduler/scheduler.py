@@ -19,7 +19,7 @@ decides which sequences are in the step. The ``Starter`` and the batching mode d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llm_serving.errors import AgentLostTwiceError, ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
@@ -39,17 +39,20 @@ from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResul
 from llm_serving.scheduler.policies import PrefillFirst, SchedulingPolicy
 from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.quarantine import Quarantine, note_loss
-from llm_serving.scheduler.running import RunningSet
+from llm_serving.scheduler.running import BlockSupply, RunningSet
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo import Slo
 from llm_serving.scheduler.snapshot import RequestCodec, Stateful
-from llm_serving.scheduler.starting import Starter
+from llm_serving.scheduler.starting import Admission, Starter
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
 from llm_serving.scheduler.swapping import Swapper, SwapPreemption
 from llm_serving.scheduler.tier_moves import SchedulerTiers, TierMoves
 from llm_serving.scheduler.whole_state import all_sequences, restore_scheduler, save_scheduler
 from llm_serving.waiting.intake import Intake
 from llm_serving.waiting.slo_order import make_order
+
+if TYPE_CHECKING:
+    from llm_serving.scheduler.hand_overs import HandOverChange, HandOvers
 
 _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
     Policy.PREFILL_FIRST: PrefillFirst,
@@ -83,11 +86,9 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         self._state = SchedulerState(limits, self._kv_cache, self._intake, self._running, self._in_flight)
         self._admission = make_admission(limits)
         self._swapper = Swapper(self._state) if limits.num_host_blocks else None
-        if self._swapper is None:
-            self._preemption = Preemption(self._state, self._admission)
-        else:
-            self._preemption = SwapPreemption(self._state, self._admission, self._swapper)
-        self._lifecycle = Lifecycle(self._state, self._supply, self._preemption, self._admission)
+        self._hand_overs = _make_hand_overs(self._state, self._supply) if limits.hands_over else None
+        self._preemption = _made_preemption(self._state, self._admission, self._swapper, self._hand_overs)
+        self._lifecycle = Lifecycle(self._state, self._supply, self._preemption, self._admission, self._hand_overs)
         batching = make_batching_mode(self._state)
         light_keys = LightKeys(self._state)
         self._tiers = None
@@ -112,6 +113,7 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
             "preemption": self._preemption,
             **({"swapper": self._swapper} if self._swapper is not None else {}),
             **({"tiers": self._tiers} if self._tiers is not None else {}),
+            **({"hand_overs": self._hand_overs} if self._hand_overs is not None else {}),
             "admission": self._admission,
             "light_keys": light_keys,
             "batching": batching,
@@ -164,14 +166,23 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
 
     # The following two methods are for a router in front of several schedulers.
 
-    def place_request(self, request: Request, arrival_index: int, now: float) -> None:
+    def place_request(
+        self,
+        request: Request,
+        arrival_index: int,
+        now: float,
+        *,
+        hands_over: bool = False,
+        handed: list[int] | None = None,
+    ) -> None:
         """Adds a request that a router has placed at this scheduler. If the request has run before, it continues after
         its known tokens.
 
         ``arrival_index`` is the number of the request in the order of arrival at the router. The router has checked the
-        id and the admission limits.
+        id and the admission limits. With ``hands_over``, the request leaves after its prompt, see ``hand_overs``.
+        ``handed`` are blocks of the hand-over pool with all known tokens except the last one.
         """
-        self._lifecycle.place(request, arrival_index, now)
+        self._lifecycle.place(request, arrival_index, now, hands_over=hands_over, handed=handed)
         self._may_have_suspects = self._may_have_suspects or request.is_suspect
 
     def release_requests(self, request_ids: Iterable[str]) -> None:
@@ -216,6 +227,12 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         return self._next_step(now) or (None if tiers is None else tiers.next_store())
 
     def _next_step(self, now: float) -> ScheduledStep | None:
+        if self._hand_overs is not None:
+            hand_overs = self._hand_overs
+            return hand_overs.next_step() or self._next_own_step(now) or hand_overs.next_step()
+        return self._next_own_step(now)
+
+    def _next_own_step(self, now: float) -> ScheduledStep | None:
         swapper = self._swapper
         if swapper is None:
             return self._policy.next_step(now)
@@ -246,6 +263,8 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
             self._swapper.step_completed(flight.step, result)
         if self._tiers is not None:
             self._tiers.step_completed(flight.step, result)
+        if self._hand_overs is not None:
+            self._hand_overs.step_completed(flight.step, result)
         self._admission.step_completed()
         return self._lifecycle.take_result(flight, result, now)
 
@@ -279,6 +298,24 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         """Reports each change of the prefix cache to ``observer`` from now on. Without a prefix cache, there is none.
         """
         self._kv_cache.prefix_index.observer = observer
+
+    # The following methods are for separate prefill and decode. ``HandOvers`` describes them.
+
+    def take_hand_overs(self) -> list[HandOverChange]:
+        """Returns what has changed about hand-overs since the last call."""
+        return [] if self._hand_overs is None else self._hand_overs.take_changes()
+
+    def grant_hand_over(self, request_id: str, blocks: Iterable[int]) -> None:
+        """Takes the router's reply to WANTED: blocks of the hand-over pool. None of them: the request stays here."""
+        assert self._hand_overs is not None, "only replicas that hand over ask for blocks"
+        refused = self._hand_overs.grant(request_id, list(blocks))
+        if refused is not None:
+            self._preemption.settle(refused)
+
+    @property
+    def hand_over_costs(self) -> tuple[float | None, float | None]:
+        """The learned seconds per token of a prefill and seconds per moved block. None before a measurement."""
+        return (None, None) if self._hand_overs is None else self._hand_overs.costs
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless each block and batch row is either held or free, and the counts agree with the
@@ -318,3 +355,18 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         num_lost = restore_scheduler(self._state, self._supply, self._parts, state, codec)
         self._may_have_suspects = any(sequence.request.is_suspect for sequence in self.sequences())
         return num_lost
+
+
+def _make_hand_overs(state: SchedulerState, supply: BlockSupply) -> HandOvers:
+    """Imports the part that only separate prefill and decode needs."""
+    from llm_serving.scheduler.hand_overs import HandOvers
+
+    return HandOvers(state, supply)
+
+
+def _made_preemption(
+    state: SchedulerState, admission: Admission, swapper: Swapper | None, hand_overs: HandOvers | None
+) -> Preemption:
+    if swapper is None:
+        return Preemption(state, admission, hand_overs)
+    return SwapPreemption(state, admission, swapper, hand_overs)

@@ -27,6 +27,19 @@ class SequenceState(enum.Enum):
     REMOVED = enum.auto()
 
 
+class HandOverState(enum.IntEnum):
+    """How a sequence takes part in separate prefill and decode, see ``hand_overs``."""
+
+    NONE = 0
+    WANTED = 1
+    """After its prompt is computed, the sequence leaves for another replica."""
+    LEAVING = 2
+    """The prompt is computed. The sequence is LEAVING and holds its blocks until they are copied."""
+    ARRIVING = 3
+    """The blocks of the sequence come from another replica. The sequence is SWAPPED, or RUNNING while they are copied.
+    """
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One sequence in the scheduler, with its blocks and its steps in flight.
@@ -72,6 +85,11 @@ class Sequence:
     """Number of the first full block for which the KV tiers were last asked. -1 if they were not."""
     waits_for_load: bool = False
     """True while the KV tiers look for blocks of the waiting sequence, or a step copies them to the device."""
+    hand_over: HandOverState = HandOverState.NONE
+    handed_blocks: list[int] = field(default_factory=list)
+    """Blocks of the hand-over pool for the sequence's computed tokens."""
+    num_handed: int = 0
+    """Number of handed blocks that completed steps have copied."""
     last_chosen: int = 0
     """When the sequence was last chosen for a decode step that could not take all decoding sequences: a number that
     increases with each choice.

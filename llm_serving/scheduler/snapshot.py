@@ -18,7 +18,7 @@ from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.kvcache.prefix_index import PrefixIndex
 from llm_serving.request import Request
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason
-from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
+from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
 
 Sequences = dict[int, Sequence]
 """Type of the sequences of a restored scheduler, by arrival index."""
@@ -30,7 +30,7 @@ or a dict."""
 _SEQUENCE_STATE = (
     *("arrival_index", "max_output_tokens", "on_host", "is_decoding", "restarts", "notes_tokens", "drop_tokens"),
     *("num_inflight_steps", "num_inflight_decodes", "num_inflight_drafts", "last_chosen", "block_table", "host_table"),
-    *("asked_from", "waits_for_load"),
+    *("asked_from", "waits_for_load", "handed_blocks", "num_handed"),
 )
 
 
@@ -137,6 +137,7 @@ def save_sequence(sequence: Sequence, codec: RequestCodec, version: int) -> dict
         "prefix_chain": None if chain is None else chain.snapshot(codec.chain_tokens(chain, sequence.request)),
         "prefix_match": None if match is None or match[0] != version else match[1].snapshot(),
         "num_drafts": len(sequence.draft),
+        "hand_over": int(sequence.hand_over),
         **{name: save(getattr(sequence, name)) for name in _SEQUENCE_STATE},
     }
 
@@ -152,6 +153,7 @@ def load_sequence(state: dict[str, Any], codec: RequestCodec, kv_cache: KVCacheM
     if state["prefix_match"] is not None:
         sequence.prefix_match = (version, PrefixMatch.restored(state["prefix_match"]))
     sequence.draft = [0] * state["num_drafts"]
+    sequence.hand_over = HandOverState(state["hand_over"])
     for name in _SEQUENCE_STATE:
         setattr(sequence, name, state[name])
     return sequence

@@ -7,40 +7,22 @@ blocks are copied. So no other step in flight uses a block that a MOVE step read
 
 from __future__ import annotations
 
-from bisect import insort
+from typing import TYPE_CHECKING
 
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import RequestStatus
 from llm_serving.scheduler.limits import PreemptionKind
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.preemption import Preemption
-from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
+from llm_serving.scheduler.rates import Rate
+from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.telemetry.receipt import Phase
 
-_KEEP = 1 - 1 / 32
-"""Each new step multiplies the weights of earlier steps by this factor. About the last 32 steps count."""
-
-
-class Rate(Stateful):
-    """Mean seconds per unit: a computed token or a moved block. The latest steps have the largest weight."""
-
-    STATE = ("_seconds", "_units")
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._units = 0.0
-
-    def note(self, seconds: float, units: int) -> None:
-        self._seconds = self._seconds * _KEEP + seconds
-        self._units = self._units * _KEEP + units
-
-    @property
-    def seconds_per_unit(self) -> float | None:
-        """Mean seconds per computed token or moved block. None before the first measurement."""
-        return self._seconds / self._units if self._units else None
+if TYPE_CHECKING:
+    from llm_serving.scheduler.hand_overs import HandOvers
 
 
 class PreemptionChoice(Stateful):
@@ -165,15 +147,17 @@ class Swapper(Stateful):
     def _move_in(self) -> ScheduledStep | None:
         """Returns a MOVE step that brings swapped sequences back, the oldest first, or None.
 
-        The step has as many sequences as there is capacity for. ``SwapPreemption`` keeps their order.
+        The step has as many sequences as there is capacity for. ``SchedulerState.add_swapped`` keeps their order.
         """
         state = self._state
         sequences: list[Sequence] = []
         moves: list[BlockMove] = []
-        while state.swapped and not self._must_wait(state.swapped[0]):
+        while state.swapped and not state.must_stay_swapped(state.swapped[0]):
             sequence = state.swapped[0]
+            if sequence.hand_over is HandOverState.ARRIVING:
+                break  # its blocks are in the hand-over pool
             exceeds = len(moves) + len(sequence.host_table) > state.limits.max_moves
-            if exceeds or not self._return(sequence):
+            if exceeds or not state.take_back(sequence):
                 break
             del state.swapped[0]
             sequence.request.status = RequestStatus.RUNNING
@@ -182,32 +166,6 @@ class Swapper(Stateful):
             pairs = zip(sequence.host_table, sequence.block_table, strict=False)
             moves += [BlockMove(MoveKind.SWAP_IN, host, block) for host, block in pairs]
         return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
-
-    def _return(self, sequence: Sequence) -> bool:
-        """Gives a swapped sequence a batch row and blocks for its known tokens.
-
-        Returns False if no batch row or too few blocks are free. The sequence gets steps again when a MOVE step has
-        copied its blocks back.
-        """
-        state, kv_cache, num_tokens = self._state, self._state.kv_cache, sequence.request.num_tokens
-        needed = kv_cache.blocks_for(num_tokens) + state.running.reserve(state.limits.watermark_blocks)
-        if not state.running.num_free_rows or needed > kv_cache.num_free_blocks:
-            return False
-        if not kv_cache.grow(sequence.block_table, num_tokens):
-            raise AssertionError(f"no blocks for {sequence.request.request_id} to come back")
-        state.running.enter(sequence)
-        return True
-
-    def _must_wait(self, sequence: Sequence) -> bool:
-        """Returns True if a swapped sequence may not come back yet, because a preempted sequence has precedence.
-
-        This is a waiting preempted sequence that arrived earlier, or any preempted sequence whose blocks are still in
-        use by steps in flight.
-        """
-        if self._state.running.num_preempted_leaving:
-            return True
-        first = self._state.intake.first_preempted
-        return first is not None and first.arrival_index < sequence.arrival_index
 
     def _send(self, moves: list[BlockMove], sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
         in_flight = self._state.in_flight
@@ -225,8 +183,10 @@ class Swapper(Stateful):
 class SwapPreemption(Preemption):
     """Preempts sequences as ``Preemption`` does, and swaps those that the ``Swapper`` gives host blocks."""
 
-    def __init__(self, state: SchedulerState, admission: Admission, swapper: Swapper) -> None:
-        super().__init__(state, admission)
+    def __init__(
+        self, state: SchedulerState, admission: Admission, swapper: Swapper, hand_overs: HandOvers | None = None
+    ) -> None:
+        super().__init__(state, admission, hand_overs)
         self._swapper = swapper
 
     def settle(self, sequence: Sequence) -> None:
@@ -236,6 +196,8 @@ class SwapPreemption(Preemption):
         free when the MOVE step has completed.
         """
         if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
+            return
+        if self._hand_overs is not None and self._hand_overs.settle(sequence):
             return
         swaps = bool(sequence.host_table) and not sequence.request.is_finished and not sequence.drop_tokens
         if not swaps:
@@ -247,30 +209,23 @@ class SwapPreemption(Preemption):
             self._state.running.release(sequence)
             sequence.request.status = RequestStatus.SWAPPED
             sequence.state = SequenceState.SWAPPED
-            insort(self._state.swapped, sequence, key=_arrival_index)
+            self._state.add_swapped(sequence)
 
-    def end_swapped(self, sequence: Sequence) -> None:
-        self._state.swapped.remove(sequence)
+    def moved(self, flight: InFlightStep, result: StepResult, now: float) -> None:
+        kind = flight.step.moves[0].kind
+        if kind is MoveKind.SWAP_OUT or kind is MoveKind.SWAP_IN:
+            self._swapper.moved(kind, flight.sequences)
+        else:
+            super().moved(flight, result, now)
+
+    def _drop(self, sequence: Sequence) -> None:
         self._swapper.drop(sequence)
-
-    def lose_swapped(self, now: float) -> None:
-        swapped, self._state.swapped = self._state.swapped, []
-        for sequence in swapped:
-            sequence.request.receipt.enter(Phase.RESTARTED, now)
-            self._swapper.drop(sequence)
-            self._wait_again(sequence)
-
-    def moved(self, flight: InFlightStep) -> None:
-        self._swapper.moved(flight.step.moves[0].kind, flight.sequences)
+        super()._drop(sequence)
 
     def _prepare(self, sequence: Sequence) -> Phase:
         swaps = self._swapper.prepare(sequence)
         self.num_swaps += swaps
         return Phase.SWAPPED if swaps else Phase.PREEMPTED
-
-
-def _arrival_index(sequence: Sequence) -> int:
-    return sequence.arrival_index
 
 
 def limit_history(ready: list[Sequence], capacity: int) -> list[Sequence]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.scheduler.block_supply import PrefixSupply
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
+from llm_serving.scheduler.rates import Rate
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.scheduler.swapping import Rate
 
 NO_HOST_BLOCK = -1
 """Reply of the tiers for an offered block that they do not keep."""

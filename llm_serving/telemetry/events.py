@@ -211,6 +211,16 @@ EVENTS: Mapping[str, LogEvent] = {
             **_REPLICA,
         },
     ),
+    "hand_over_missed": LogEvent(
+        "Blocks from the hand-over pool had another header or other bytes than expected. Their request is computed "
+        "again.",
+        {
+            "message": "the finding",
+            "step": "number of the step",
+            "blocks": "number of these blocks",
+            **_REPLICA,
+        },
+    ),
     "canary_unusable": LogEvent(
         "The canary had no finite logits in its first run, so that later runs cannot be compared with it.",
         {"message": "the finding"},

@@ -70,6 +70,8 @@ class EngineStatus:
     recorder_s: float = 0.0
     """Seconds of the engine thread that the flight recorders have taken."""
     replicas: list[ReplicaStatus] = field(default_factory=list)
+    hand_overs: Mapping[str, float] | None = None
+    """Counts of separate prefill and decode. None without roles of replicas."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the status as a JSON object with the member names of ``/server_info``."""
@@ -80,4 +82,5 @@ class EngineStatus:
             **self.figures.as_json(),
             "agents": self.agents,
             "replicas": [replica.as_json() for replica in self.replicas],
+            **({} if self.hand_overs is None else {"hand_overs": dict(self.hand_overs)}),
         }

@@ -67,6 +67,10 @@ class StatusCollector(Collector):
         yield from _replica_families(status.replicas)
         yield from _agent_families(status.agents)
         yield from tier_families([one.tiers for one in status.replicas if one.tiers is not None])
+        if status.hand_overs is not None:
+            from llm_serving.telemetry.hand_over_metrics import hand_over_families
+
+            yield from hand_over_families(status.hand_overs)
 
 
 class DroppedLinesCollector(Collector):
@@ -115,8 +119,8 @@ def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
     )
     placed = CounterMetricFamily(
         "llm_serving_replica_requests_placed",
-        "Requests placed at the replica. Reasons: it held most of the prompt, had the smallest load, was next, or has "
-        "the request's group.",
+        "Requests placed at the replica. Reasons: it held most of the prompt, had the smallest load, was next, has "
+        "the request's group, computes long prompts, or decodes a handed one.",
         labels=["replica", "reason"],
     )
     for one in replicas:

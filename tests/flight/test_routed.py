@@ -10,14 +10,16 @@ import pytest
 
 from llm_serving.flight.format import replica_folder
 from llm_serving.flight.history import arrivals
-from llm_serving.flight.reader import Added, Released, read_recording
+from llm_serving.flight.reader import Added, Completed, Granted, Released, read_recording
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import record
 from llm_serving.scheduler.limits import Policy, PreemptionKind
 from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits
+from support.handover_simulation import ROLES, play_hand_overs
 from support.recorded_runs import RING_BYTES, fail, some_requests
 from support.routed_simulation import RoutedSimulation
+from support.script_drawing import draw_script
 from support.sweeps import with_sweeps
 from tools.replaying.main import main
 from tools.replaying.replayer import replay
@@ -81,6 +83,34 @@ def test_the_recording_of_each_replica_replays(tmp_path: Path, policy: Policy, p
             went += len(event.numbers) if isinstance(event, Released) else 0
     assert came_with_output
     assert went == sum(replica.num_recalled for replica in routed.router.replicas)
+
+
+def test_recordings_with_hand_overs_replay(tmp_path: Path) -> None:
+    recorders: list[FlightRecorder] = []
+
+    def recorded(scheduler: Scheduler, index: int) -> Scheduler:
+        folder = replica_folder(tmp_path / str(seed), index)
+        recorders.append(record(scheduler, folder, RING_BYTES, on_error=fail))
+        return as_scheduler(recorders[-1])
+
+    granted = handed = bad = 0
+    for seed in range(8):
+        roles = ROLES[seed % len(ROLES)]
+        routed = play_hand_overs(draw_script(300 + seed), roles, seed, faults=0.3, record=recorded)
+        for recorder in recorders:
+            recorder.close()
+        recorders.clear()
+        for index in range(len(roles)):
+            [stretch] = read_recording(replica_folder(tmp_path / str(seed), index))
+            assert replay(stretch).difference is None
+            assert replay(stretch).num_steps == routed.replicas[index].num_steps
+            for event in stretch.events():
+                granted += isinstance(event, Granted)
+                handed += isinstance(event, Added) and event.handed is not None
+                bad += len(event.bad_moves) if isinstance(event, Completed) else 0
+    assert granted
+    assert handed
+    assert bad
 
 
 def test_a_replay_can_begin_with_any_segment(tmp_path: Path) -> None:

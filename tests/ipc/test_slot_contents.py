@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import MOVE_WIDTH, SlotLayout, SlotLimits, StepSlot
+from llm_serving.ipc.shm import HEADER_WORDS, MOVE_WIDTH, SlotLayout, SlotLimits, StepSlot
 from llm_serving.ipc.slot_contents import SlotContents
 from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS
 
 LIMITS = SlotLimits(
     max_tokens=40, max_seqs=6, max_blocks_per_seq=5, max_context=80, mask_words=3, pooled_width=4, max_adapters=2,
-    max_draft_ids=3, tile_rows=8, shifts_positions=True,
+    max_draft_ids=3, tile_rows=8, shifts_positions=True, hands_over=True,
 )  # fmt: skip
-_RESULTS = {"sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits", "pooled", "draft_ids"}
+_RESULTS = {"sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits", "pooled", "draft_ids", "move_faults"}
 
 
 def new_slot(rng: random.Random) -> StepSlot:
@@ -50,6 +50,7 @@ def used(slot: StepSlot) -> dict[str, int]:
                "position_shifts": tokens}
     counts |= {"block_tables": seqs * slot.table_width, "history": slot.history_len}
     counts["tiles"] = slot.num_tiles * TILE_WIDTH
+    counts |= {"move_headers": slot.num_moves * HEADER_WORDS, "move_faults": slot.num_moves}
     counts |= {"moves": slot.num_moves * MOVE_WIDTH, "masks": slot.num_masks * LIMITS.mask_words}
     tops = seqs * MAX_TOP_LOGITS if seqs and slot.num_top_logits[:seqs].max() > 0 else 0
     counts |= {"top_ids": tops, "top_logits": tops, "pooled": seqs * LIMITS.pooled_width}

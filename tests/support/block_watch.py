@@ -39,10 +39,11 @@ class _Touches:
 class BlockWatch:
     """Compares each step with all steps in flight. Raises AssertionError for every conflict."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, num_handed_blocks: int = 0) -> None:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._num_host_blocks = num_host_blocks
+        self._num_handed_blocks = num_handed_blocks
         self._unanswered: dict[int, _Touches] = {}
 
     def clear(self) -> None:
@@ -77,29 +78,40 @@ class BlockWatch:
         return touches
 
     def _add_move(self, touches: _Touches, move: BlockMove) -> None:
-        self._check_block(move, move.source, on_host=move.kind is MoveKind.SWAP_IN)
-        self._check_block(move, move.destination, on_host=move.kind is MoveKind.SWAP_OUT)
+        handed = move.kind in (MoveKind.HAND_OUT, MoveKind.HAND_IN)
+        comes = move.kind in (MoveKind.SWAP_IN, MoveKind.HAND_IN)
+        goes = move.kind in (MoveKind.SWAP_OUT, MoveKind.HAND_OUT)
+        self._check_block(move, move.source, on_host=comes, handed=handed)
+        self._check_block(move, move.destination, on_host=goes, handed=handed)
         readers = touches.reads.get(move.destination, [])
-        if move.kind is MoveKind.SWAP_IN:
-            touches.host_reads.add(move.source)
+        if comes:
+            touches.host_reads.add(_host_number(move.source, handed=handed))
         elif move.source not in touches.moved_to:
             used = readers[0][1] if move.kind is MoveKind.COPY and readers else self._block_size
             touches.copied[move.source] = max(used, touches.copied.get(move.source, 0))
-        if move.kind is MoveKind.SWAP_OUT:
-            assert move.destination not in touches.host_writes, f"{move} writes a host block for the second time"
-            touches.host_writes.add(move.destination)
+        if goes:
+            host = _host_number(move.destination, handed=handed)
+            assert host not in touches.host_writes, f"{move} writes a host block for the second time"
+            touches.host_writes.add(host)
         else:
             assert move.destination not in touches.moved_to, f"{move} writes a block for the second time"
             touches.moved_to[move.destination] = readers[0][0] if readers else None
 
-    def _check_block(self, move: BlockMove, block: int, *, on_host: bool) -> None:
-        """Checks that the index ``block`` is valid: in the host pool if ``on_host`` is true, and otherwise in the
-        cache.
+    def _check_block(self, move: BlockMove, block: int, *, on_host: bool, handed: bool) -> None:
+        """Checks that the index ``block`` is valid: in a pool in host memory if ``on_host`` is true, and otherwise in
+        the cache.
 
         The null block 0 of the cache is not valid.
         """
         first, limit = (0, self._num_host_blocks) if on_host else (1, self._num_blocks)
+        if on_host and handed:
+            limit = self._num_handed_blocks
         assert first <= block < limit, f"{move}: block {block} is not in {first} .. {limit - 1}"
+
+
+def _host_number(block: int, *, handed: bool) -> int:
+    """Returns a number that is unique among the blocks of both pools in host memory."""
+    return -1 - block if handed else block
 
 
 def _check_alone(touches: _Touches) -> None:

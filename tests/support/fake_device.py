@@ -18,6 +18,7 @@ from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind, StepResult
 from support.block_watch import BlockWatch
+from support.handed_memory import HandedMemory
 
 VOCABULARY = 53
 END_TOKEN = 1
@@ -72,6 +73,7 @@ class _Slot:
     histories: list[History]
     restarts: list[bool]
     moves: list[BlockMove]
+    headers: list[bytes]
     num_drafts: int
 
     @classmethod
@@ -91,6 +93,7 @@ class _Slot:
             list(step.histories),
             list(step.restarts) or [False] * step.num_seqs,
             list(step.moves),
+            list(step.headers),
             step.num_drafts,
         )
 
@@ -114,11 +117,14 @@ class FakeDevice:
     """Number of the step that is running. No step can overtake it, and it cannot be dropped."""
     tier_hosts: int = 0
     """Host blocks of the KV tiers, after those for swapped sequences."""
+    handed: HandedMemory = field(default_factory=lambda: HandedMemory(0, 1))
+    """The hand-over pool, which several devices share."""
 
     def __post_init__(self) -> None:
         limits = self.limits
         self._garbage = random.Random(0)
-        self._watch = BlockWatch(limits.block_size, limits.num_blocks, limits.num_host_blocks + self.tier_hosts)
+        num_host_blocks = limits.num_host_blocks + self.tier_hosts
+        self._watch = BlockWatch(limits.block_size, limits.num_blocks, num_host_blocks, self.handed.num_blocks)
         self.reset()
 
     def reset(self) -> None:
@@ -189,6 +195,9 @@ class FakeDevice:
         """
         size = self.limits.block_size
         for move in slot.moves:
+            if move.kind is MoveKind.HAND_OUT:
+                self.handed.overwrite(move.destination)
+                continue
             memory = self.host if move.kind is MoveKind.SWAP_OUT else self.cache
             for place in range(move.destination * size, (move.destination + 1) * size):
                 memory[place] = self._garbage.randrange(1 << 30)
@@ -200,7 +209,11 @@ class FakeDevice:
         result, offset = StepResult(slot.seq), 0
         drafts: list[int] = []
         histories = {history.index: history for history in slot.histories}
-        for move in slot.moves:
+        for number, move in enumerate(slot.moves):
+            if move.kind in (MoveKind.HAND_OUT, MoveKind.HAND_IN):
+                if not self._hand(move, slot.headers[number]):
+                    result.bad_moves.append(number)
+                continue
             self._move(move)
         for index, query_len in enumerate(slot.query_lens):
             tokens = slot.token_ids[offset : offset + query_len]
@@ -227,6 +240,16 @@ class FakeDevice:
         destination = self.host if move.kind is MoveKind.SWAP_OUT else self.cache
         tokens = source[move.source * size : (move.source + 1) * size]
         destination[move.destination * size : (move.destination + 1) * size] = tokens
+
+    def _hand(self, move: BlockMove, header: bytes) -> bool:
+        """Copies a block to or from the hand-over pool. Returns False if an arriving block was not the expected one."""
+        size, is_good = self.limits.block_size, True
+        if move.kind is MoveKind.HAND_OUT:
+            self.handed.write(move.destination, self.cache[move.source * size : (move.source + 1) * size], header)
+        else:
+            tokens, is_good = self.handed.read(move.source, header)
+            self.cache[move.destination * size : (move.destination + 1) * size] = tokens
+        return is_good
 
     def _keep_tokens(self, slot: _Slot, sampled_ids: list[int]) -> None:
         """Rejects tokens after wrong drafts, and appends all other tokens to their batch rows."""

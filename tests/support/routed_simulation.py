@@ -13,6 +13,7 @@ from typing import Any
 
 from llm_serving.request import Request
 from llm_serving.routing.placement import Routing
+from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import ReplicaSource, replica_sources
 from llm_serving.scheduler.limits import SchedulerLimits
@@ -20,6 +21,7 @@ from llm_serving.scheduler.output import RequestUpdate, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 from support.cache_check import check_cache
 from support.fakes import FakeDevice
+from support.handed_memory import HandedMemory
 from support.salt_watch import SaltWatch
 from support.scheduler_scripts import Operation, Player, Script, make_script_limits
 from support.simulated_clients import SimulatedClients
@@ -30,11 +32,13 @@ __all__ = ["RoutedPlayer", "RoutedSimulation", "play_routed"]
 class FakeReplica:
     """A scheduler behind the router, its device, and the device's results that have not arrived yet."""
 
-    def __init__(self, source: ReplicaSource, inner: Scheduler, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, source: ReplicaSource, inner: Scheduler, limits: SchedulerLimits, handed: HandedMemory | None
+    ) -> None:
         self.scheduler = source
         self.inner = inner
-        self.device = FakeDevice(limits)
-        self.salt_watch = SaltWatch(limits.block_size)
+        self.device = FakeDevice(limits) if handed is None else FakeDevice(limits, handed=handed)
+        self.salt_watch = SaltWatch(limits.block_size, None if handed is None else handed.salts)
         self.answers: deque[StepResult] = deque()
         self.is_ready = True
         self.num_steps = 0
@@ -54,16 +58,22 @@ class RoutedSimulation(SimulatedClients):
         seed: int = 0,
         routing: Routing = Routing.PREFIX,
         record: Callable[[Scheduler, int], Scheduler] | None = None,
+        split: PrefillSplit | None = None,
     ) -> None:
+        """``split`` separates prefill and decode."""
+        self.split = split
+        self.handed = None if split is None else HandedMemory(split.pool.num_blocks, limits.block_size, seed)
         schedulers = [Scheduler(limits) for _ in range(num_replicas)]
         self.inner = schedulers
         self.router = Router(
-            schedulers if record is None else [record(one, index) for index, one in enumerate(schedulers)], routing
+            schedulers if record is None else [record(one, index) for index, one in enumerate(schedulers)],
+            routing,
+            split,
         )
         super().__init__(self.router)
         self.limits = limits
         self.replicas = [
-            FakeReplica(source, inner, limits)
+            FakeReplica(source, inner, limits, self.handed)
             for source, inner in zip(replica_sources(self.router), schedulers, strict=True)
         ]
         for index in range(num_replicas):
@@ -105,7 +115,7 @@ class RoutedSimulation(SimulatedClients):
 
     def _check_busy(self) -> None:
         """Checks that every ready replica has work while a request waits for a replica."""
-        if self.router.num_unplaced:
+        if self.router.num_unplaced and self.split is None:
             for index, replica in enumerate(self.replicas):
                 assert not (replica.is_ready and replica.inner.is_idle), f"replica {index} idles"
 
@@ -203,6 +213,7 @@ class RoutedSimulation(SimulatedClients):
         inner = self.inner[index]
         assert (inner.figures.steps_in_flight, inner.num_requests) == (0, 0)
         assert inner.figures.free_blocks == inner.figures.total_blocks
+        assert not inner.take_hand_overs()
         self.take_ended()
         self.check()
 
@@ -232,6 +243,8 @@ class RoutedSimulation(SimulatedClients):
             assert len(scheduler._kv_cache.host_pool._free) == self.limits.num_host_blocks
             check_cache(scheduler._kv_cache)
         assert (figures.running, figures.waiting, figures.swapped) == (0, 0, 0)
+        if self.split is not None:
+            assert self.split.pool.num_free == self.split.pool.num_blocks, "blocks of the hand-over pool have leaked"
         self.check_texts(self.limits.max_model_len)
 
 

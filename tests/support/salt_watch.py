@@ -11,8 +11,10 @@ class SaltWatch:
     Texts do not depend on the salt. Therefore a comparison of texts would not detect a block shared between salts.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, handed: dict[int, bytes] | None = None) -> None:
+        """``handed`` has the salts of the blocks in the hand-over pool, which several replicas share."""
         self._block_size = block_size
+        self._handed = {} if handed is None else handed
         self._cache: dict[int, bytes] = {}
         self._host: dict[int, bytes] = {}
 
@@ -22,8 +24,8 @@ class SaltWatch:
         The scheduler sends steps in the order in which it allocates their blocks.
         """
         for move in step.moves:
-            source = self._host if move.kind is MoveKind.SWAP_IN else self._cache
-            destination = self._host if move.kind is MoveKind.SWAP_OUT else self._cache
+            source = {MoveKind.SWAP_IN: self._host, MoveKind.HAND_IN: self._handed}.get(move.kind, self._cache)
+            destination = {MoveKind.SWAP_OUT: self._host, MoveKind.HAND_OUT: self._handed}.get(move.kind, self._cache)
             destination[move.destination] = source[move.source]
         size = self._block_size
         for request, start, table in zip(step.requests, step.starts, step.block_tables, strict=True):

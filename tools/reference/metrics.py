@@ -10,6 +10,7 @@ from llm_serving.kvstore.disk import DiskFigures
 from llm_serving.kvstore.store import TierFigures
 from llm_serving.registry.states import ModelState
 from llm_serving.routing.placement import Placed
+from llm_serving.telemetry import hand_over_metrics
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.model_metrics import ModelCollector
 from llm_serving.telemetry.npu_metrics import NpuCollector
@@ -63,7 +64,9 @@ def metrics_page() -> str:
     shadow = {"answers": {"compared": 0}, "recommendation": "wait"}
     comparison = {"agreement": 0.0, "perplexity": {"change": 0.0}, "latency_ratio": 0.0}
     metrics.registry.register(ShadowCollector(lambda: {**shadow, "comparison": comparison}))
-    metrics.bind(lambda: _Status(state="ready", agents=[agent], replicas=[replica]))  # type: ignore[arg-type, return-value]
+    hand_overs = dict.fromkeys((*hand_over_metrics.COUNTERS, *hand_over_metrics.GAUGES), 0)
+    status = _Status(state="ready", agents=[agent], replicas=[replica], hand_overs=hand_overs)
+    metrics.bind(lambda: status)  # type: ignore[arg-type, return-value]
     declared = {each._name: each._labelnames for each in metrics.registry._collector_to_names if hasattr(each, "_name")}
     titles = ("Requests and steps", "Models", "Replicas", "Agents", "NPUs", "Process")
     rows: dict[str, list[str]] = {title: [] for title in titles}

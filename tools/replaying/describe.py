@@ -12,6 +12,7 @@ from llm_serving.flight.reader import (
     Event,
     FailedAll,
     Finished,
+    Granted,
     Loaded,
     Offered,
     Raised,
@@ -50,6 +51,8 @@ def _describe_call(event: Event) -> str:
         return f"KV tiers take offered blocks (host block, -1 for none): {shorten(event.hosts)}"
     if isinstance(event, Loaded):
         return f"KV tiers have {len(event.hosts)} blocks of request {event.number} from its block {event.first}"
+    if isinstance(event, Granted):
+        return f"request {event.number} gets {len(event.blocks)} blocks of the hand-over pool"
     if isinstance(event, Scheduled):
         if event.step is None:
             wakeup = "" if event.wakeup is None else f", call again at {event.wakeup:.6f}"
@@ -58,6 +61,7 @@ def _describe_call(event: Event) -> str:
     if isinstance(event, Completed):
         ends = f", ends {event.ends}" if event.ends else ""
         ends += f", rejects {len(event.rejected)} drafts" if event.rejected else ""
+        ends += f", {len(event.bad_moves)} bad blocks" if event.bad_moves else ""
         fault = "" if event.fault is None else (", dropped" if event.fault[0] else ", failed")
         return f"result of step {event.seq}: {event.outcome} updates{ends}{fault}{_after(event.state)}"
     if isinstance(event, Finished):

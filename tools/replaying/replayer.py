@@ -20,6 +20,7 @@ from llm_serving.flight.reader import (
     Event,
     FailedAll,
     Finished,
+    Granted,
     Loaded,
     Offered,
     Raised,
@@ -202,6 +203,8 @@ class _Replayer:
             self._scheduler.store_blocks(event.hosts)
         elif isinstance(event, Loaded):
             self._load(event)
+        elif isinstance(event, Granted):
+            self._scheduler.grant_hand_over(self._id_of(event.number), event.blocks)
         elif isinstance(event, Scheduled):
             self._schedule(event)
         elif isinstance(event, Completed):
@@ -233,7 +236,9 @@ class _Replayer:
                 self._scheduler.add_request(request)
             else:
                 request.output_token_ids += event.output or []
-                self._scheduler.place_request(request, event.arrival_index, event.now)
+                self._scheduler.place_request(
+                    request, event.arrival_index, event.now, hands_over=event.hands_over, handed=event.handed
+                )
         except LLMServingError as error:
             refusal = type(error).__name__
         else:
@@ -246,8 +251,11 @@ class _Replayer:
         self._scheduler.offer_drafts([(request_id, [PLAIN_TOKEN] * size) for request_id, size in known])
 
     def _load(self, event: Loaded) -> None:
-        request = self._requests.get(-1 if event.number is None else event.number)
-        self._scheduler.load_blocks("unknown" if request is None else request.request_id, event.first, event.hosts)
+        self._scheduler.load_blocks(self._id_of(event.number), event.first, event.hosts)
+
+    def _id_of(self, number: int | None) -> str:
+        request = self._requests.get(-1 if number is None else number)
+        return "unknown" if request is None else request.request_id
 
     def _schedule(self, event: Scheduled) -> None:
         try:
@@ -275,7 +283,9 @@ class _Replayer:
         times = (event.queue_us, event.graph_us, event.sample_us)
         do_sample = self._sampling.pop(event.seq, [])
         self._let_end(event)
-        result = make_result(event.seq, do_sample, event.fault, event.ends, event.names, times, event.rejected)
+        result = make_result(
+            *(event.seq, do_sample, event.fault, event.ends, event.names, times, event.rejected, event.bad_moves)
+        )
         outcome: int | str
         try:
             outcome = len(self._scheduler.update(result, event.now))
@@ -298,9 +308,7 @@ class _Replayer:
                 endings.names.add(event.names[index])
 
     def _finish(self, event: Finished) -> None:
-        request = self._requests.get(-1 if event.number is None else event.number)
-        request_id = "unknown" if request is None else request.request_id
-        update = self._scheduler.finish_request(request_id, FinishReason[event.reason], event.now)
+        update = self._scheduler.finish_request(self._id_of(event.number), FinishReason[event.reason], event.now)
         self._compare("finish_request", "was known", event.was_there, update is not None)
 
     def _raise_again(self, event: Raised) -> None:

@@ -1,0 +1,46 @@
+"""Runs the MOVE steps between the KV cache and the hand-over pool of separate prefill and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agent.kernels import BlockHandOvers
+from agent.step_inputs import Int32Array
+from agent.weights.storage import Array
+from llm_serving.errors import AgentStartError, ProtocolError
+from llm_serving.ipc.hand_over_memory import HandOverMemory
+from llm_serving.ipc.shm import HEADER_WORDS, MoveKind, StepSlot
+
+_KINDS = (MoveKind.HAND_OUT, MoveKind.HAND_IN)
+
+
+class HandedBlocks:
+    """The hand-over pool of an agent, and the copies to and from it."""
+
+    def __init__(self, memory: HandOverMemory, arrays: Sequence[Array]) -> None:
+        """``arrays`` are those of the KV cache. Raises AgentStartError if the pool has other blocks."""
+        try:
+            self._copies = BlockHandOvers(arrays, memory.blocks, memory.headers)
+        except ValueError as error:
+            problem = f"{error}; blocks of this cache cannot be handed over: remove parallel_config.roles"
+            raise AgentStartError(problem) from error
+
+    def run(self, slot: StepSlot, moves: Int32Array) -> None:
+        """Runs the moves of a step, and marks those whose block was not the expected one in the slot.
+
+        Raises ProtocolError if a move is of another kind or writes the null block of the cache, and KernelError if a
+        block does not exist.
+        """
+        kinds = set(moves[:, 0].tolist())
+        if not kinds <= set(_KINDS):
+            raise ProtocolError(f"a step of hand-overs has moves of the kinds {sorted(kinds)}")
+        device_blocks = moves[:, 1] if MoveKind.HAND_OUT in kinds else moves[:, 2]
+        if len(kinds) != 1 or (device_blocks == 0).any():
+            raise ProtocolError("a step of hand-overs has moves of both kinds, or one with the cache's null block")
+        count = moves.shape[0]
+        self._copies.run(moves, slot.move_headers[: count * HEADER_WORDS], slot.move_faults[:count])
+
+
+def is_hand_over(moves: Int32Array) -> bool:
+    """Returns True if a step has moves to or from the hand-over pool."""
+    return bool(moves.size) and int(moves[0, 0]) in _KINDS

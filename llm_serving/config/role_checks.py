@@ -1,0 +1,71 @@
+"""Checks of the roles of replicas (separate prefill and decode)."""
+
+from __future__ import annotations
+
+from llm_serving.config.config import Config
+from llm_serving.config.parallel_section import BOTH, DECODE, PREFILL
+from llm_serving.config.source import RawConfig
+
+
+def check_roles(raw: RawConfig, config: Config) -> None:
+    """Check that the roles can serve every request, and that the blocks of this model can be handed over."""
+    parallel = config.parallel_config
+    if parallel.roles is not None:
+        problem = _problem_of(parallel.roles, parallel.data_parallel)
+        if problem is not None:
+            raise raw.error("parallel_config.roles", list(parallel.roles), problem)
+    if not parallel.has_roles:
+        for name in ("prefill_threshold", "hand_over_blocks"):
+            if (value := getattr(parallel, name)) is not None:
+                problem = "has no effect without roles; set parallel_config.roles"
+                raise raw.error(f"parallel_config.{name}", value, problem)
+        return
+    obstacle = _obstacle(config)
+    if obstacle is not None:
+        raise raw.error("parallel_config.roles", list(parallel.replica_roles), obstacle)
+    needed = config.max_blocks_per_seq
+    if config.num_hand_over_blocks < needed:
+        problem = f"the longest sequence has {needed} blocks; use at least {needed}"
+        raise raw.error("parallel_config.hand_over_blocks", config.num_hand_over_blocks, problem)
+
+
+def _problem_of(roles: tuple[str, ...], num_replicas: int) -> str | None:
+    """Return the reason why these roles cannot work, or None."""
+    unknown = set(roles) - {PREFILL, DECODE, BOTH}
+    if unknown:
+        return f"{', '.join(sorted(unknown))} is no role; roles are prefill, decode and both"
+    if len(roles) != num_replicas:
+        return f"has {len(roles)} roles for {num_replicas} replicas (data_parallel); state one for each"
+    if set(roles) == {PREFILL}:
+        return "no replica can decode; give one the role decode or both"
+    if set(roles) == {DECODE}:
+        return "no replica computes long prompts; give one the role prefill or both"
+    return None
+
+
+def _obstacle(config: Config) -> str | None:
+    """Return the reason why the blocks of this model cannot be handed over, or None."""
+    reasons = {
+        "blocks of agents on other machines are not sent yet; use executor: local": config.parallel_config.is_remote,
+        "blocks in the memory of a device are not handed over yet; use a CPU, or no roles": config.device != "CPU",
+        f"{config.shape.architecture} has states that blocks do not contain; use no roles": (
+            config.shape.delta is not None
+        ),
+        "the server computes embeddings or scores, which have nothing to decode; use no roles": (
+            config.pooling is not None
+        ),
+        "the tiles of images are not handed over yet; use no roles": config.shape.vision is not None,
+        "sequences need blocks on demand; set model_config.page_attention: true": (
+            not config.model_config.page_attention
+        ),
+        "blocks of a draft model are not handed over yet; set speculative_config.method to suffix or off": (
+            config.draft is not None
+        ),
+        "KV tiers and roles do not work together yet; set kv_tier_config.host_blocks: 0": (
+            config.kv_tier_config.host_blocks > 0
+        ),
+        "native operators keep the scales of an int8 KV cache in blocks of another size; use kv_format auto": (
+            config.op_table == "native" and config.kv_format == "int8"
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -1,0 +1,26 @@
+"""Makes the rule for the roles of replicas from a config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llm_serving.config import Config
+from llm_serving.scheduler.limits import SchedulerLimits
+
+if TYPE_CHECKING:
+    from llm_serving.routing.prefill_split import PrefillSplit
+
+
+def prefill_split(config: Config, limits: SchedulerLimits) -> PrefillSplit | None:
+    """Return the rule for the roles of the replicas, or None if every replica does everything."""
+    if not limits.hands_over:
+        return None
+    from llm_serving.handover.pool import HandOverPool
+    from llm_serving.handover.threshold import PromptThreshold
+    from llm_serving.routing.placement import Role
+    from llm_serving.routing.prefill_split import PrefillSplit
+
+    parallel = config.parallel_config
+    pool = HandOverPool(config.num_hand_over_blocks, limits.cache_namespace)
+    threshold = PromptThreshold(limits.block_size, parallel.prefill_threshold)
+    return PrefillSplit([Role(role) for role in parallel.replica_roles], pool, threshold, limits.block_size)

@@ -1,0 +1,1 @@
+"""Separate prefill and decode: the pool of handed blocks, their headers, the learned threshold, and transports."""

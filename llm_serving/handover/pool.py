@@ -1,0 +1,82 @@
+"""The ledger of the hand-over pool: the hand-over that holds each block, and the content that the block must have.
+
+The agents own the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_serving.handover.header import namespace_digest, pack_header
+from llm_serving.kvcache.host_block_pool import HostBlockPool
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The blocks of one hand-over, from the grant until they are freed."""
+
+    generation: int
+    blocks: list[int]
+    headers: list[bytes]
+    asked_at: float
+    """When the prompt was computed, in seconds."""
+    is_complete: bool = False
+    """True if the pool has the content of all blocks."""
+
+
+class HandOverPool:
+    """Allocates the blocks ``0 .. num_blocks - 1`` of the hand-over pool, which all replicas share.
+
+    ``namespace`` is ``SchedulerLimits.cache_namespace``.
+    """
+
+    def __init__(self, num_blocks: int, namespace: bytes) -> None:
+        self.num_blocks = num_blocks
+        self._namespace = namespace_digest(namespace)
+        self._pool = HostBlockPool(num_blocks)
+        self._leases: dict[int, tuple[Lease, int]] = {}
+        """For each held block: its lease, and its number in the lease."""
+        self._generation = 0
+        self._num_free = num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def lease(self, hashes: Sequence[bytes], now: float) -> Lease | None:
+        """Allocates a block for each of ``hashes``, which are the chained hashes of the content.
+
+        Returns None if too few blocks are free.
+        """
+        blocks = self._pool.allocate(len(hashes))
+        if blocks is None:
+            return None
+        self._generation += 1
+        self._num_free -= len(blocks)
+        headers = [pack_header(self._namespace, each, self._generation) for each in hashes]
+        lease = Lease(self._generation, blocks, headers, now)
+        self._leases.update((block, (lease, number)) for number, block in enumerate(blocks))
+        return lease
+
+    def lease_of(self, blocks: Sequence[int]) -> Lease:
+        """Returns the lease of held blocks."""
+        return self._leases[blocks[0]][0]
+
+    def free(self, lease: Lease) -> None:
+        """Frees the blocks of a lease. No step in flight may use them. Raises KeyError if they are not held."""
+        for block in lease.blocks:
+            del self._leases[block]
+        self._num_free += len(lease.blocks)
+        self._pool.free(lease.blocks)
+
+    def header(self, block: int) -> bytes:
+        """Returns the header that a held block must have."""
+        lease, number = self._leases[block]
+        return lease.headers[number]
+
+    def check_integrity(self, leases: Sequence[Lease]) -> None:
+        """Raises AssertionError unless exactly the blocks of ``leases`` are held."""
+        self._pool.check_integrity([block for lease in leases for block in lease.blocks])
+        if len(self._leases) != self.num_blocks - self._num_free:
+            raise AssertionError(f"{len(self._leases)} blocks are leased, {self._num_free} of {self.num_blocks} free")

@@ -1,0 +1,90 @@
+"""The hand-over pool in shared memory: blocks of computed prompts that move between replicas of one machine.
+
+The agents with the same place in their replicas map the same segment. The server creates it once, and restarted agents
+map it again. Content: a header of 64 bytes for each block, then from a page on the blocks. A block has its part of each
+array of the KV cache, one after the other. So it can be sent to another machine in one piece.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.config import Config
+from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
+from llm_serving.model.parallel import local_shape
+
+Array = npt.NDArray[Any]
+
+STORED_HEADER_BYTES = 64
+"""The header of ``handover.header`` (32 bytes), the checksum (16 bytes), and unused bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverLayout:
+    """The sizes of the pool of one rank."""
+
+    num_arrays: int
+    num_blocks: int
+    part_bytes: int
+    """Bytes of a block in one array of the KV cache."""
+
+    @classmethod
+    def of(cls, config: Config, rank: int) -> HandOverLayout | None:
+        """Returns the layout for the agent ``rank`` (``config`` has the whole model). None without roles."""
+        if not config.num_hand_over_blocks:
+            return None
+        shape = local_shape(config.shape, config.shard(rank))
+        num_arrays = shape.num_layers * (2 if shape.latent is None else 1)
+        block_bytes = config.kv_bytes_of(shape) * config.pa_config.block_size
+        return cls(num_arrays, config.num_hand_over_blocks, block_bytes // num_arrays)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all arrays."""
+        return self.num_arrays * self.part_bytes
+
+    @property
+    def first_block(self) -> int:
+        """Offset of the first block."""
+        return -(-self.num_blocks * STORED_HEADER_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first_block + self.num_blocks * self.block_bytes
+
+
+class HandOverMemory(NamedSegment):
+    """The mapped hand-over pool of one rank. The server creates and unlinks it; the agents attach to it."""
+
+    def __init__(self, name: str, layout: HandOverLayout, mapping: mmap.mmap) -> None:
+        super().__init__(name)
+        self.layout = layout
+        size = layout.num_blocks, STORED_HEADER_BYTES
+        self.headers: Array = np.ndarray(size, np.uint8, mapping)
+        """[blocks, STORED_HEADER_BYTES]"""
+        self.blocks: Array = np.ndarray(
+            (layout.num_blocks, layout.block_bytes), np.uint8, mapping, offset=layout.first_block
+        )
+        """[blocks, block_bytes]"""
+
+    @classmethod
+    def create(cls, layout: HandOverLayout) -> HandOverMemory:
+        """Create a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
+        with new_segment(layout.num_bytes) as (name, mapping):
+            memory = cls(name, layout, mapping)
+        memory.has_name = True
+        return memory
+
+    @classmethod
+    def attach(cls, name: str, layout: HandOverLayout) -> HandOverMemory:
+        """Map a segment that the server created. Raises ProtocolError if name or size is wrong."""
+        return cls(name, layout, map_segment(name, layout.num_bytes, "hand-over pool"))
+
+    def close(self) -> None:
+        """Remove the segment's name. The mapping ends with the last use of its blocks."""
+        self.unlink()

@@ -1,0 +1,164 @@
+"""Follows the hand-overs of computed prompts between the replicas of a router.
+
+A prefill replica asks for blocks of the hand-over pool, and later reports that they have the content. The request then
+moves to the least loaded decode replica. Its blocks stay in the pool until they have arrived there, so a second decode
+replica can load them if the first one is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from llm_serving.handover.header import block_hashes
+from llm_serving.handover.pool import Lease
+from llm_serving.ipc.shm import MoveKind
+from llm_serving.routing.placement import Placed, Role
+from llm_serving.routing.placer import Placer
+from llm_serving.routing.prefill_split import PrefillSplit
+from llm_serving.routing.replica import Entry, RoutedReplica
+from llm_serving.scheduler.hand_overs import Change, HandOverChange
+from llm_serving.scheduler.output import ScheduledStep
+from llm_serving.waiting.intake import Intake
+
+
+class HandOverDesk:
+    """Grants and frees the blocks of hand-overs, and moves the requests between replicas."""
+
+    def __init__(
+        self,
+        split: PrefillSplit,
+        replicas: Sequence[RoutedReplica],
+        entries: dict[str, Entry],
+        intake: Intake,
+        placer: Placer,
+    ) -> None:
+        self._split = split
+        self._pool = split.pool
+        self._replicas = replicas
+        self._entries = entries
+        self._intake = intake
+        self._placer = placer
+        self._wanted: deque[tuple[Entry, RoutedReplica, float]] = deque()
+        """Requests that wait for blocks of the pool, the prefill replica and the end of the prefill."""
+        self._leases: dict[Lease, None] = {}
+
+    def take(self, replica: RoutedReplica, now: float) -> None:
+        """Takes the changes that a replica's scheduler reports."""
+        for change in replica.scheduler.take_hand_overs():
+            self._take(change, replica, now)
+        if self._wanted:
+            self._grant_all()
+
+    def lose(self, replica: RoutedReplica, now: float) -> None:
+        """Takes the changes after the loss of a replica's agents.
+
+        The pool still has the blocks of requests that had not arrived there. They keep their blocks for another
+        replica, unless the request may have killed the agents.
+        """
+        for change in replica.scheduler.take_hand_overs():
+            entry = self._entries.get(change.request_id)
+            if entry is not None and _may_reload(entry, change):
+                self._split.figures.reloads += 1
+                continue
+            self._take(change, replica, now)
+        self._wanted = deque(each for each in self._wanted if each[1] is not replica)
+        self._grant_all()
+
+    def add_headers(self, step: ScheduledStep) -> None:
+        """Gives each move of a step to or from the pool the header that its block must have."""
+        if step.moves and step.moves[0].kind is MoveKind.HAND_OUT:
+            step.headers = [self._pool.header(move.destination) for move in step.moves]
+        elif step.moves and step.moves[0].kind is MoveKind.HAND_IN:
+            step.headers = [self._pool.header(move.source) for move in step.moves]
+
+    def free(self, entry: Entry) -> None:
+        """Frees the blocks of a request that ended while it waited for a replica."""
+        if entry.lease is not None:
+            self._free(entry.lease)
+            entry.lease = None
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the held blocks are those of the leases."""
+        self._pool.check_integrity(list(self._leases))
+        held = {entry.lease for entry in self._entries.values() if entry.lease is not None}
+        if not held <= self._leases.keys():
+            raise AssertionError("a request has blocks of the hand-over pool that are not leased")
+
+    def _take(self, change: HandOverChange, replica: RoutedReplica, now: float) -> None:
+        entry = self._entries.get(change.request_id)
+        if change.kind is Change.WANTED:
+            if entry is not None and entry.replica is replica:
+                self._wanted.append((entry, replica, now))
+            return
+        lease = self._pool.lease_of(change.blocks)
+        if change.kind is Change.READY:
+            assert entry is not None
+            lease.is_complete = True
+            self._hand_over(entry, replica, now)
+            return
+        self._note_end(change, lease, now)
+        self._free(lease)
+        if entry is not None and entry.lease is lease:
+            entry.lease = None
+
+    def _note_end(self, change: HandOverChange, lease: Lease, now: float) -> None:
+        figures = self._split.figures
+        if change.kind is Change.LOADED:
+            latency = now - lease.asked_at
+            figures.completed += 1
+            figures.blocks += change.num_blocks
+            figures.seconds += latency
+            self._split.threshold.note(latency, change.num_blocks)
+        elif change.kind is Change.MISSED:
+            figures.misses += 1
+
+    def _hand_over(self, entry: Entry, replica: RoutedReplica, now: float) -> None:
+        """Moves a request whose blocks are in the pool to the replica that decodes it."""
+        del replica.entries[entry.request.request_id]
+        entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
+        live = [one for one in self._replicas if one.is_live]
+        if live:
+            self._placer.bind(entry, self._split.least_loaded(live), Placed.HANDED, now)
+        else:
+            self._intake.put_back(entry.sequence)
+
+    def _grant_all(self) -> None:
+        """Grants blocks to the requests that wait for them, in order, as far as blocks are free."""
+        while self._wanted:
+            entry, replica, asked_at = self._wanted[0]
+            request = entry.request
+            if self._entries.get(request.request_id) is not entry or entry.replica is not replica:
+                self._wanted.popleft()  # it ended
+                continue
+            blocks: list[int] = []
+            if any(one.is_live and one.role is not Role.PREFILL for one in self._replicas):
+                lease = self._lease(entry, asked_at)
+                if lease is None:
+                    return
+                entry.lease, blocks = lease, lease.blocks
+            else:
+                self._split.figures.refused += 1
+            self._wanted.popleft()
+            replica.scheduler.grant_hand_over(request.request_id, blocks)
+            self._placer.placed.add(replica.index)
+
+    def _lease(self, entry: Entry, asked_at: float) -> Lease | None:
+        limits, request = self._replicas[0].scheduler.limits, entry.request
+        tokens = entry.sequence.known_tokens(0, request.num_tokens - 1)
+        hashes = block_hashes(tokens, limits.block_size, limits.cache_namespace, request.cache_salt)
+        lease = self._pool.lease(hashes, asked_at)
+        if lease is not None:
+            self._leases[lease] = None
+        return lease
+
+    def _free(self, lease: Lease) -> None:
+        del self._leases[lease]
+        self._pool.free(lease)
+
+
+def _may_reload(entry: Entry, change: HandOverChange) -> bool:
+    """Returns True if the pool still has the blocks of a request whose decode replica was lost."""
+    lease = entry.lease
+    has_copy = lease is not None and lease.is_complete and lease.blocks == change.blocks
+    return has_copy and not entry.request.is_suspect

@@ -1,0 +1,88 @@
+"""Decides which prompts a prefill replica computes (``parallel_config.roles``).
+
+A prompt goes to a prefill replica if a hand-over pays (``handover.threshold``). Short prompts, samples of one prompt
+and beams stay at the replicas that decode. While no replica that decodes is ready, prefill replicas do everything. So a
+request never waits for a replica with a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from llm_serving.handover.pool import HandOverPool
+from llm_serving.handover.threshold import PromptThreshold
+from llm_serving.routing.placement import Role
+from llm_serving.routing.replica import Entry, RoutedReplica
+
+
+@dataclass(slots=True)
+class HandOverFigures:
+    """Counts of hand-overs since the start."""
+
+    completed: int = 0
+    blocks: int = 0
+    """Blocks of completed hand-overs."""
+    misses: int = 0
+    """Hand-overs with a block that was not the expected one. Their requests were computed again."""
+    reloads: int = 0
+    """Handed requests that went to another decode replica because the first one was lost."""
+    refused: int = 0
+    """Hand-overs that were given up because no replica was ready to decode."""
+    seconds: float = 0.0
+    """Sum of the latencies of completed hand-overs, from the end of the prefill to the arrival of all blocks."""
+
+
+class PrefillSplit:
+    """The roles of the replicas, the pool of handed blocks, and the threshold. There is one for each router."""
+
+    def __init__(
+        self, roles: Sequence[Role], pool: HandOverPool, threshold: PromptThreshold, block_size: int
+    ) -> None:
+        self.roles = list(roles)
+        self._block_size = block_size
+        self.pool = pool
+        self.threshold = threshold
+        self.figures = HandOverFigures()
+        self.threshold_tokens: int | None = threshold.tokens(None, None)
+        """The present threshold, for the status. None: hand-overs do not pay."""
+
+    def as_json(self) -> dict[str, float]:
+        """Returns the figures for the status pages and the metrics. A threshold of -1: hand-overs do not pay."""
+        threshold = self.threshold_tokens
+        return {
+            **asdict(self.figures),
+            "pool_blocks": self.pool.num_blocks,
+            "pool_free_blocks": self.pool.num_free,
+            "threshold_tokens": -1 if threshold is None else threshold,
+        }
+
+    def decoders(self, live: list[RoutedReplica]) -> list[RoutedReplica]:
+        """Returns the ready replicas that decode. If there is none, returns all ready replicas."""
+        return [replica for replica in live if replica.role is not Role.PREFILL] or live
+
+    def least_loaded(self, live: list[RoutedReplica]) -> RoutedReplica:
+        """Returns the replica for a request with handed blocks."""
+        return min(self.decoders(live), key=lambda replica: (replica.survey().load, replica.index))
+
+    def for_prompt(self, entry: Entry, num_uncached: int, live: list[RoutedReplica]) -> list[RoutedReplica]:
+        """Returns the replicas for a prompt with ``num_uncached`` uncached tokens, if it is long. [] if it is not."""
+        decoders = self.decoders(live)
+        if entry.request.group or entry.request.is_suspect or len(decoders) == len(live) or not self._fits(entry):
+            # Without a ready prefill replica, long prompts go to the replicas that may take any prompt.
+            both = [replica for replica in decoders if replica.role is Role.BOTH]
+            return both if len(both) < len(decoders) and self._pays(num_uncached, live) else []
+        if not self._pays(num_uncached, live):
+            return []
+        return [replica for replica in live if replica.role is Role.PREFILL]
+
+    def _fits(self, entry: Entry) -> bool:
+        return -(-entry.request.num_tokens // self._block_size) <= self.pool.num_blocks
+
+    def _pays(self, num_tokens: int, live: list[RoutedReplica]) -> bool:
+        costs = [replica.scheduler.hand_over_costs for replica in live]
+        token_s = [token for token, _ in costs if token is not None]
+        block_s = [block for _, block in costs if block is not None]
+        known = (min(token_s, default=None), max(block_s, default=None))
+        self.threshold_tokens = self.threshold.tokens(*known)
+        return self.threshold.pays(num_tokens, *known)

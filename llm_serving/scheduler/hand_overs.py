@@ -1,0 +1,299 @@
+"""Hand-overs of computed prompts between replicas (separate prefill and decode).
+
+A prefill replica computes the prompt of a sequence and samples its first token. Then the sequence is LEAVING: it asks
+the router for blocks of the hand-over pool, and a MOVE step copies its blocks there. The decode replica gets the
+sequence as a swapped one. MOVE steps copy the blocks to its device, in pieces, so that decode steps run in between. The
+agent checks each block. After a bad block, the sequence is computed again from its tokens.
+
+The router owns the hand-over pool. Its grants and placements are inputs of the scheduler, like the results of steps.
+(DistServe, Zhong et al., OSDI 2024, and Splitwise, Patel et al., ISCA 2024, separate prefill and decode.)
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from llm_serving.ipc.shm import MoveKind
+from llm_serving.request import RequestStatus
+from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
+from llm_serving.scheduler.rates import Rate
+from llm_serving.scheduler.running import BlockSupply
+from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
+from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.scheduler.state import SchedulerState
+from llm_serving.telemetry.receipt import Phase
+
+PIECE_S = 0.002
+"""A step that copies arriving blocks should take at most this time. Decode steps wait for it."""
+FIRST_PIECE = 16
+"""Maximum number of blocks of a piece, while the time of a copy is unknown."""
+
+
+class Change(enum.Enum):
+    """A kind of report from a scheduler to the router about a hand-over."""
+
+    WANTED = "wanted"
+    """The prompt is computed, and the sequence needs ``num_blocks`` blocks of the hand-over pool."""
+    READY = "ready"
+    """The blocks are copied to the hand-over pool. The sequence has left this scheduler."""
+    LOADED = "loaded"
+    """The blocks have arrived on the device. The hand-over pool may free its copies."""
+    MISSED = "missed"
+    """An arriving block was not the expected one. The sequence is computed again, and the copies may be freed."""
+    DROPPED = "dropped"
+    """The sequence needs the blocks no more, because it ended, restarts or lost its agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverChange:
+    """A change of the hand-over of one request."""
+
+    kind: Change
+    request_id: str
+    num_blocks: int
+    blocks: list[int]
+    """The blocks of the hand-over pool. Empty for WANTED."""
+
+    @property
+    def has_left(self) -> bool:
+        """True if the request is no longer a request of this scheduler."""
+        return self.kind is Change.READY
+
+
+class HandOvers(Stateful):
+    """Makes the MOVE steps to and from the hand-over pool, and knows the sequences that leave or arrive."""
+
+    STATE = ("_asking", "_to_copy", "_arriving", "_prefill", "_move")
+
+    def __init__(self, state: SchedulerState, supply: BlockSupply) -> None:
+        self._state = state
+        self._supply = supply
+        self._asking: list[Sequence] = []
+        """Leaving sequences that wait for blocks of the hand-over pool."""
+        self._to_copy: list[Sequence] = []
+        """Leaving sequences whose blocks a step must still copy to the hand-over pool."""
+        self._arriving: Sequence | None = None
+        """The sequence whose blocks come to the device now. There is one at a time."""
+        self._prefill = Rate()
+        self._move = Rate()
+        self._changes: list[HandOverChange] = []
+
+    # The interface to the router
+
+    def take_changes(self) -> list[HandOverChange]:
+        """Returns the changes since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def grant(self, request_id: str, blocks: list[int]) -> Sequence | None:
+        """Takes the reply to WANTED: blocks of the hand-over pool. An empty list refuses the hand-over.
+
+        A refused sequence stays and is computed again. If the sequence waits no more, reports DROPPED. Returns the
+        sequence, which the caller must settle, or None.
+        """
+        sequence = next((one for one in self._asking if one.request.request_id == request_id), None)
+        if sequence is None:
+            if blocks:
+                self._changes.append(HandOverChange(Change.DROPPED, request_id, len(blocks), blocks))
+            return None
+        self._asking.remove(sequence)
+        if blocks:
+            sequence.handed_blocks = blocks
+            self._to_copy.append(sequence)
+            return None
+        sequence.drop_tokens = True
+        sequence.hand_over = HandOverState.NONE
+        self._state.running.note_stays()
+        return sequence
+
+    def arrive(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Takes a new sequence of this scheduler whose computed tokens are in ``blocks`` of the hand-over pool."""
+        request = sequence.request
+        sequence.hand_over, sequence.handed_blocks = HandOverState.ARRIVING, blocks
+        request.num_computed_tokens = request.num_tokens - 1
+        self._state.num_started += 1
+        self._swap(sequence)
+
+    @property
+    def costs(self) -> tuple[float | None, float | None]:
+        """The learned seconds per token of a prefill and seconds per moved block. None before a measurement."""
+        return self._prefill.seconds_per_unit, self._move.seconds_per_unit
+
+    # The interface to the scheduler
+
+    def next_step(self) -> ScheduledStep | None:
+        """Returns the next MOVE step to or from the hand-over pool, or None."""
+        if self._to_copy:
+            return self._copy_out()
+        return self._copy_in() if self._arriving is not None or self._state.swapped else None
+
+    def take_computed(self, sequences: list[Sequence]) -> None:
+        """Makes the sequences leave whose prompt is computed and whose first token is known."""
+        running = self._state.running
+        for sequence in sequences:
+            if sequence.hand_over is not HandOverState.WANTED or sequence.state is not SequenceState.RUNNING:
+                continue
+            if sequence.num_uncomputed_tokens == 1 and not running.is_prefilling(sequence):
+                sequence.hand_over = HandOverState.LEAVING
+                running.stop(sequence)
+
+    def settle(self, sequence: Sequence) -> bool:
+        """Continues the hand-over of a LEAVING sequence that no step in flight uses.
+
+        Returns False if the sequence takes part in none any more. Its device blocks are then freed as usual.
+        """
+        if sequence.request.is_finished or sequence.drop_tokens:
+            self.drop(sequence)
+            return False
+        if sequence.hand_over is HandOverState.LEAVING:
+            self._leave(sequence)
+            return True
+        if sequence.hand_over is HandOverState.ARRIVING:
+            self._state.running.release(sequence)
+            self._swap(sequence)
+            return True
+        return False
+
+    def drop(self, sequence: Sequence) -> None:
+        """Ends the hand-over of a sequence that ended, restarts or lost its agent. No MOVE step may use its blocks."""
+        for waiting in (self._asking, self._to_copy):
+            if sequence in waiting:
+                waiting.remove(sequence)
+        if sequence.handed_blocks:
+            self._end(sequence, Change.DROPPED)
+
+    def wait_again(self, sequence: Sequence) -> None:
+        """Prepares a sequence that will be computed again."""
+        if sequence.hand_over is HandOverState.LEAVING:
+            sequence.hand_over = HandOverState.WANTED
+        elif sequence.hand_over is HandOverState.ARRIVING:
+            sequence.hand_over = HandOverState.NONE
+
+    def moved(self, flight: InFlightStep, result: StepResult, now: float) -> None:
+        """Updates the sequences whose blocks were copied by a MOVE step that has completed."""
+        if flight.step.moves[0].kind is MoveKind.HAND_OUT:
+            for sequence in flight.sequences:
+                sequence.num_handed = len(sequence.handed_blocks)
+            return
+        (sequence,) = flight.sequences
+        if sequence.state is not SequenceState.RUNNING:
+            return  # it ended or was preempted
+        sequence.num_handed += len(flight.step.moves)
+        if result.bad_moves:
+            self._miss(sequence, now)
+        elif sequence.num_handed == len(sequence.handed_blocks):
+            self._end(sequence, Change.LOADED)
+            sequence.hand_over, self._arriving = HandOverState.NONE, None
+            self._supply.arrived(sequence)
+            self._state.running.end_prefill(sequence)
+
+    def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
+        """Learns the mean times per computed token and per moved block."""
+        seconds = result.graph_us / 1e6
+        if result.aborted or result.error is not None or seconds <= 0.0:
+            return
+        if step.kind is StepKind.PREFILL or step.kind is StepKind.MIXED:
+            self._prefill.note(seconds, step.num_tokens)
+        elif step.kind is StepKind.MOVE and step.moves[0].kind in (MoveKind.HAND_OUT, MoveKind.HAND_IN):
+            self._move.note(seconds, len(step.moves))
+
+    # Leaving
+
+    def _leave(self, sequence: Sequence) -> None:
+        if not sequence.handed_blocks:
+            if sequence not in self._asking:
+                self._asking.append(sequence)
+                needed = self._state.kv_cache.blocks_for(sequence.request.num_computed_tokens)
+                self._changes.append(HandOverChange(Change.WANTED, sequence.request.request_id, needed, []))
+        elif sequence.num_handed == len(sequence.handed_blocks):
+            state = self._state
+            state.running.release(sequence)
+            sequence.state = SequenceState.REMOVED
+            sequence.request.status = RequestStatus.WAITING
+            del state.intake.sequences[sequence.request.request_id]
+            state.num_started -= 1
+            self._report(sequence, Change.READY)
+
+    def _copy_out(self) -> ScheduledStep | None:
+        sequences: list[Sequence] = []
+        moves: list[BlockMove] = []
+        waiting, max_moves = self._to_copy, self._state.limits.max_moves
+        while waiting and len(moves) + len(waiting[0].handed_blocks) <= max_moves:
+            sequence = waiting.pop(0)
+            sequences.append(sequence)
+            # the last block may have no computed tokens; it is not copied
+            pairs = zip(sequence.block_table, sequence.handed_blocks, strict=False)
+            moves += [BlockMove(MoveKind.HAND_OUT, block, host) for block, host in pairs]
+        return self._send(moves, sequences, StepReason.HAND_OUT)
+
+    # Arriving
+
+    def _copy_in(self) -> ScheduledStep | None:
+        """Returns a step with the next piece of the arriving sequence. Only one piece is in flight at a time."""
+        sequence = self._arriving
+        if sequence is None or sequence.hand_over is not HandOverState.ARRIVING or not _has_blocks(sequence):
+            sequence = self._arriving = self._next_arrival()
+        if sequence is None or sequence.num_inflight_steps or sequence.state is not SequenceState.RUNNING:
+            return None
+        begin = sequence.num_handed
+        pairs = list(zip(sequence.handed_blocks, sequence.block_table, strict=False))[begin : begin + self._piece]
+        moves = [BlockMove(MoveKind.HAND_IN, host, block) for host, block in pairs]
+        return self._send(moves, [sequence], StepReason.HAND_IN)
+
+    def _next_arrival(self) -> Sequence | None:
+        """Gives a batch row and blocks to the oldest swapped sequence if it arrives from another replica.
+
+        Returns None if there is none, or if the capacity does not suffice.
+        """
+        state = self._state
+        if not state.swapped or state.swapped[0].hand_over is not HandOverState.ARRIVING:
+            return None
+        sequence = state.swapped[0]
+        if state.must_stay_swapped(sequence):
+            return None
+        if not state.take_back(sequence):
+            return None
+        del state.swapped[0]
+        sequence.request.status = RequestStatus.RUNNING
+        sequence.notes_tokens, sequence.num_handed = True, 0
+        return sequence
+
+    @property
+    def _piece(self) -> int:
+        """Maximum number of blocks of the next piece. If no other sequence runs, nothing waits for the copy."""
+        max_moves, block_s = self._state.limits.max_moves, self._move.seconds_per_unit
+        if len(self._state.running) == 1:
+            return max_moves
+        return min(max_moves, FIRST_PIECE if block_s is None else max(1, int(PIECE_S / block_s)))
+
+    def _miss(self, sequence: Sequence, now: float) -> None:
+        """Makes a sequence with a bad block wait for a new computation of all its tokens."""
+        self._end(sequence, Change.MISSED)
+        sequence.drop_tokens = True
+        sequence.request.receipt.enter(Phase.RESTARTED, now)
+        self._state.running.stop(sequence)
+
+    def _swap(self, sequence: Sequence) -> None:
+        """Puts an arriving sequence among the swapped ones."""
+        sequence.num_handed = 0
+        sequence.request.status = RequestStatus.SWAPPED
+        sequence.state = SequenceState.SWAPPED
+        self._state.add_swapped(sequence)
+
+    def _end(self, sequence: Sequence, kind: Change) -> None:
+        self._report(sequence, kind)
+        sequence.handed_blocks, sequence.num_handed = [], 0
+
+    def _report(self, sequence: Sequence, kind: Change) -> None:
+        blocks = sequence.handed_blocks
+        self._changes.append(HandOverChange(kind, sequence.request.request_id, len(blocks), blocks))
+
+    def _send(self, moves: list[BlockMove], sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
+        in_flight = self._state.in_flight
+        step = ScheduledStep(in_flight.next_seq, StepKind.MOVE, moves=moves, reason=reason)
+        return in_flight.add(step, sequences)
+
+
+def _has_blocks(sequence: Sequence) -> bool:
+    return sequence.state in (SequenceState.RUNNING, SequenceState.LEAVING)

@@ -1,0 +1,27 @@
+"""Mean times of computed tokens and of moved blocks, which a scheduler learns from completed steps."""
+
+from __future__ import annotations
+
+from llm_serving.scheduler.snapshot import Stateful
+
+_KEEP = 1 - 1 / 32
+"""Each new step multiplies the weights of earlier steps by this factor. About the last 32 steps count."""
+
+
+class Rate(Stateful):
+    """Mean seconds per unit: a computed token or a moved block. The latest steps have the largest weight."""
+
+    STATE = ("_seconds", "_units")
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._units = 0.0
+
+    def note(self, seconds: float, units: int) -> None:
+        self._seconds = self._seconds * _KEEP + seconds
+        self._units = self._units * _KEEP + units
+
+    @property
+    def seconds_per_unit(self) -> float | None:
+        """Mean seconds per computed token or moved block. None before the first measurement."""
+        return self._seconds / self._units if self._units else None

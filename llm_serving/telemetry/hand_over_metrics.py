@@ -1,0 +1,38 @@
+"""Prometheus metrics of separate prefill and decode. Without roles of replicas there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+COUNTERS = {
+    "completed": ("hand_overs", "Prompts that a prefill replica computed and a decode replica continued."),
+    "blocks": ("hand_over_blocks", "Blocks that arrived at decode replicas."),
+    "seconds": (
+        "hand_over_seconds",
+        "Sum of the times from the end of a prefill to the arrival of all blocks at the decode replica.",
+    ),
+    "misses": (
+        "hand_over_misses",
+        "Hand-overs with a block that was not the expected one. Their requests were computed again.",
+    ),
+    "reloads": ("hand_over_reloads", "Handed requests that a second decode replica loaded, as the first was lost."),
+    "refused": ("hand_over_refused", "Hand-overs that were given up because no decode replica was ready."),
+}
+GAUGES = {
+    "pool_blocks": ("hand_over_pool_blocks", "Blocks of the hand-over pool."),
+    "pool_free_blocks": ("hand_over_pool_free_blocks", "Free blocks of the hand-over pool."),
+    "threshold_tokens": (
+        "hand_over_threshold_tokens",
+        "Uncached tokens from which a prompt goes to a prefill replica. -1 while hand-overs do not pay.",
+    ),
+}
+
+
+def hand_over_families(figures: Mapping[str, float]) -> Iterable[Metric]:
+    """Return the metrics of the hand-overs between all replicas. ``figures`` is ``PrefillSplit.as_json``."""
+    for field, (name, text) in COUNTERS.items():
+        yield CounterMetricFamily(f"llm_serving_{name}", text, value=figures[field])
+    for field, (name, text) in GAUGES.items():
+        yield GaugeMetricFamily(f"llm_serving_{name}", text, value=figures[field])

@@ -1,0 +1,56 @@
+"""Tests the settings of separate prefill and decode: which roles are possible, and what they need."""
+
+from __future__ import annotations
+
+import pytest
+
+from llm_serving.config import load_config
+from llm_serving.engine.scheduler_limits import scheduler_limits
+from llm_serving.errors import ConfigError
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import estimate_memory
+
+PLENTY = Machine(1000 << 30, "test machine")
+CONFIG = "llama_tiny_cpu.yaml"
+TWO = ["parallel_config.data_parallel=2"]
+ROLES = [*TWO, "parallel_config.roles=[prefill, decode]"]
+
+NATIVE_INT8 = ["model_config.op_table=native", "model_config.model_dtype=bfloat16", "model_config.kv_format=int8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ([*TWO, "parallel_config.roles=[prefill, prefill]"], "no replica can decode"),
+        ([*TWO, "parallel_config.roles=[decode, decode]"], "no replica computes long prompts"),
+        ([*TWO, "parallel_config.roles=[decode]"], "has 1 roles for 2 replicas"),
+        ([*TWO, "parallel_config.roles=[prefil, both]"], "prefil is no role; roles are prefill, decode and both"),
+        (["parallel_config.prefill_threshold=100"], "has no effect without roles"),
+        ([*TWO, "parallel_config.roles=[both, both]", "parallel_config.hand_over_blocks=9"], "no effect without roles"),
+        ([*ROLES, "parallel_config.hand_over_blocks=1"], "the longest sequence has"),
+        ([*ROLES, "parallel_config.prefill_threshold=0"], "must be at least 1"),
+        ([*ROLES, "kv_tier_config.host_blocks=8"], "KV tiers and roles do not work together yet"),
+        ([*ROLES, "model_config.page_attention=false", "scheduler_config.prefix_cache=false"], "page_attention: true"),
+        ([*ROLES, *NATIVE_INT8], "blocks of another size"),
+    ],
+)
+def test_roles_that_cannot_work_are_refused(overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(CONFIG, overrides)
+
+
+def test_without_roles_nothing_is_reserved() -> None:
+    config = load_config(CONFIG, [*TWO, "parallel_config.roles=[both, both]"])
+    assert (config.num_hand_over_blocks, config.slot_limits().hands_over) == (0, False)
+    assert not scheduler_limits(config).hands_over
+    assert not estimate_memory(config, PLENTY).bytes_of("hand-over pool")
+
+
+def test_the_memory_plan_has_the_pool_once_for_all_replicas() -> None:
+    config = load_config(CONFIG, [*ROLES, "pa_config.num_host_blocks=10"])
+    assert config.num_hand_over_blocks == 3 * config.max_blocks_per_seq
+    assert config.slot_limits().hands_over
+    assert scheduler_limits(config).hands_over
+    plan = estimate_memory(config, PLENTY)
+    # both agents have 10 host blocks
+    assert plan.bytes_of("hand-over pool") == plan.bytes_of("host blocks") // 20 * config.num_hand_over_blocks

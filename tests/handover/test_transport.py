@@ -1,0 +1,159 @@
+"""Tests the transports of handed blocks over real sockets, also with TLS, wrong peers and broken connections."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+
+import numpy as np
+import pytest
+
+from llm_serving.cluster.key import ClusterKey, make_key
+from llm_serving.errors import LLMServingError, ProtocolError
+from llm_serving.handover.transport import (
+    MAGIC,
+    Array,
+    Pairs,
+    PoolReceiver,
+    SharedPoolTransport,
+    TcpTransport,
+    TransferError,
+)
+from llm_serving.ipc.messages import NONCE_BYTES, prove
+
+SECRET = bytes(range(32))
+BLOCKS, BLOCK_BYTES = 12, 200_000
+
+
+class SomePool:
+    """A hand-over pool with random content."""
+
+    def __init__(self, num_blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.headers: Array = rng.integers(0, 256, (num_blocks, 64), np.uint8)
+        self.blocks: Array = rng.integers(0, 256, (num_blocks, block_bytes), np.uint8)
+
+
+class Rig:
+    """A receiver with a pool, and connections to it."""
+
+    def __init__(self, key: ClusterKey | None = None) -> None:
+        self.pool = SomePool(seed=1)
+        self.key = key
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.receiver = PoolReceiver(self.pool, listener, SECRET, None if key is None else key.server)
+
+    def connect(self) -> socket.socket:
+        plain = socket.create_connection(self.address, timeout=5.0)
+        return plain if self.key is None else self.key.client.wrap_socket(plain)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.receiver.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-over")]
+
+
+def transfer(transport: TcpTransport | SharedPoolTransport, pairs: Pairs) -> LLMServingError | None:
+    results: Queue[LLMServingError | None] = Queue()
+    transport.transfer(pairs, results.put)
+    return results.get(timeout=10.0)
+
+
+def check_arrived(rig: Rig, source: SomePool, pairs: Pairs) -> None:
+    untouched = SomePool(seed=1)
+    arrived = {destination: origin for origin, destination in pairs}
+    for block in range(BLOCKS):
+        expected, number = (source, arrived[block]) if block in arrived else (untouched, block)
+        np.testing.assert_array_equal(rig.pool.headers[block], expected.headers[number])
+        np.testing.assert_array_equal(rig.pool.blocks[block], expected.blocks[number])
+
+
+def test_blocks_arrive_with_their_headers(rig: Rig) -> None:
+    source = SomePool(seed=2)
+    transport = TcpTransport(source, rig.connect(), SECRET)
+    assert transfer(transport, [(3, 0), (1, 11)]) is None
+    assert transfer(transport, [(5, 4)]) is None
+    check_arrived(rig, source, [(3, 0), (1, 11), (5, 4)])
+    transport.close()
+    with pytest.raises(LLMServingError, match="closed"):
+        raise transfer(transport, [(3, 0)]) or AssertionError
+
+
+def test_with_tls(tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    rig, source = Rig(ClusterKey(str(tmp_path / "key"))), SomePool(seed=2)
+    transport = TcpTransport(source, rig.connect(), SECRET)
+    assert transfer(transport, [(3, 0), (1, 11)]) is None
+    check_arrived(rig, source, [(3, 0), (1, 11)])
+    transport.close()
+    rig.receiver.close()
+
+
+def test_a_peer_without_the_secret_or_with_other_blocks_is_refused(rig: Rig) -> None:
+    with pytest.raises(ProtocolError, match="did not prove the launch secret"):
+        TcpTransport(SomePool(), rig.connect(), bytes(32))
+    with pytest.raises(ProtocolError, match=r"\[64, 100\] bytes, those of the receiver have \[64, 200000\]"):
+        TcpTransport(SomePool(block_bytes=100), rig.connect(), SECRET)
+    check_arrived(rig, SomePool(), [])
+
+
+@pytest.mark.parametrize(
+    ("count", "destination"), [(0, 0), (BLOCKS + 1, 0), (1, BLOCKS), (0xFFFFFFFF, 0), (1, 0xFFFFFFFF)]
+)
+def test_a_transfer_out_of_range_ends_the_connection(rig: Rig, count: int, destination: int) -> None:
+    with rig.connect() as link:
+        challenge = link.recv(8 + NONCE_BYTES, socket.MSG_WAITALL)
+        proof = prove(SECRET, "sender", challenge[8:])
+        link.sendall(struct.pack("<8s32sQQQ", MAGIC, proof, 64, BLOCK_BYTES, BLOCKS))
+        assert link.recv(12, socket.MSG_WAITALL) == MAGIC + bytes(4)
+        link.sendall(struct.pack("<QI", 1, count) + struct.pack("<I", destination) * (count == 1))
+        assert link.recv(8) == b""
+    check_arrived(rig, SomePool(), [])
+
+
+def test_if_the_connection_breaks_all_waiting_transfers_fail(rig: Rig) -> None:
+    source = SomePool(num_blocks=400)
+    transport = TcpTransport(source, rig.connect(), SECRET)
+    assert transfer(transport, [(0, 0)]) is None
+    results: Queue[LLMServingError | None] = Queue()
+    for _ in range(40):
+        transport.transfer([(block, block) for block in range(BLOCKS)], results.put)
+    rig.receiver.close()
+    ended = [results.get(timeout=10.0) for _ in range(40)]
+    assert isinstance(ended[-1], TransferError)
+    transport.close()
+    assert results.empty()
+
+
+def test_an_unfinished_block_has_no_header(rig: Rig) -> None:
+    with rig.connect() as link:
+        challenge = link.recv(8 + NONCE_BYTES, socket.MSG_WAITALL)
+        proof = prove(SECRET, "sender", challenge[8:])
+        link.sendall(struct.pack("<8s32sQQQ", MAGIC, proof, 64, BLOCK_BYTES, BLOCKS))
+        link.recv(12, socket.MSG_WAITALL)
+        link.sendall(struct.pack("<QII", 1, 1, 5) + bytes(64) + bytes(BLOCK_BYTES // 2))
+    rig.receiver.close()
+    assert not rig.pool.headers[5].any()
+    assert rig.pool.headers[4].any()
+
+
+def test_an_unknown_source_is_refused(rig: Rig) -> None:
+    transport = TcpTransport(SomePool(), rig.connect(), SECRET)
+    with pytest.raises(ValueError, match="not in the pool of 12 blocks"):
+        transport.transfer([(BLOCKS, 0)], lambda error: None)
+    transport.close()
+
+
+def test_a_shared_pool_needs_no_transfer() -> None:
+    transport = SharedPoolTransport()
+    assert transfer(transport, [(3, 3), (4, 4)]) is None
+    assert isinstance(transfer(transport, [(3, 4)]), TransferError)
+    transport.close()

@@ -1,0 +1,187 @@
+"""Tests separate prefill and decode: prompts that one replica computes and another one continues.
+
+The simulation checks after every event that each request is in exactly one place and that no block leaks. At the end,
+each request has the text that it gets when it runs alone.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from llm_serving.handover.pool import HandOverPool
+from llm_serving.handover.threshold import PromptThreshold
+from llm_serving.routing.placement import Placed, Role
+from llm_serving.routing.prefill_split import PrefillSplit
+from support.fakes import make_limits, make_request
+from support.handover_simulation import ROLES, play_hand_overs
+from support.routed_simulation import FakeReplica, RoutedSimulation
+from support.script_drawing import draw_script
+from support.sweeps import with_sweeps
+
+EXPECTED = ("agents lost", "completed", "ends from outside", "misses", "preemptions", "swaps")
+
+
+@pytest.mark.parametrize(("first", "count"), with_sweeps([(0, 36), (36, 400)], lambda first, count: first > 0))
+def test_texts_do_not_depend_on_roles(first: int, count: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        routed = play_hand_overs(draw_script(77000 + seed), ROLES[seed % len(ROLES)], seed, faults=0.2)
+        assert routed.split is not None
+        seen.update(routed.seen)
+        seen.update(completed=routed.split.figures.completed, misses=routed.split.figures.misses)
+    missing = [name for name in EXPECTED if not seen[name]]
+    assert not missing, (missing, seen)
+
+
+def split_simulation(
+    *roles: Role, pool_blocks: int = 40, threshold: int = 10, seed: int = 0, **limits: object
+) -> RoutedSimulation:
+    made = make_limits(hands_over=True, **limits)
+    pool = HandOverPool(pool_blocks, made.cache_namespace)
+    split = PrefillSplit(roles, pool, PromptThreshold(made.block_size, threshold), made.block_size)
+    return RoutedSimulation(made, len(roles), seed, split=split)
+
+
+def advance(simulation: RoutedSimulation, replica: FakeReplica, until: str) -> None:
+    """Lets one replica run steps until the next step in its queue moves blocks for the reason ``until``."""
+    for _ in range(100):
+        simulation.schedule()
+        if any(move.kind.name == until for slot in replica.device.queue for move in slot.moves):
+            return
+        simulation.run(replica)
+        simulation.update(replica, replica.answers.popleft())
+    raise AssertionError(f"no step with {until}")
+
+
+def test_long_prompts_are_computed_by_the_prefill_replica_and_short_ones_are_not() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE)
+    simulation.add(make_request("long", 25, 6), make_request("short", 5, 6), make_request("one token", 25, 1))
+    simulation.finish()
+    assert simulation.served_by == {"long": {0, 1}, "short": {1}, "one token": {0}}
+    assert simulation.split is not None
+    assert (simulation.split.figures.completed, simulation.split.figures.misses) == (1, 0)
+    placed = simulation.router.replicas[1].num_placed
+    assert (placed[Placed.HANDED], simulation.router.replicas[0].num_placed[Placed.PROMPT]) == (1, 2)
+
+
+def test_short_prompts_do_not_wait_behind_long_ones() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE, max_num_seqs=1)
+    simulation.add(*(make_request(f"long {number}", 25, 6) for number in range(3)), make_request("short", 5, 6))
+    simulation.schedule()
+    assert simulation.requests["short"].first_scheduled_time is not None
+    simulation.finish()
+
+
+def test_the_arrived_prefix_is_cached_at_the_decode_replica() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE, prefix_cache=True)
+    prompt = [2 + place % 40 for place in range(24)]
+    simulation.add(make_request("first", prompt, 6))
+    simulation.finish()
+    simulation.add(make_request("again", [*prompt, 3], 6))
+    simulation.finish()
+    assert simulation.served_by == {"first": {0, 1}, "again": {1}}
+    assert simulation.requests["again"].num_cached_tokens == 24
+
+
+def test_a_damaged_block_is_computed_again() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE)
+    simulation.add(make_request("long", 25, 6))
+    advance(simulation, simulation.replicas[0], "HAND_OUT")
+    simulation.run(simulation.replicas[0])
+    simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
+    assert simulation.handed is not None
+    simulation.handed.flip(0)
+    simulation.finish()
+    assert simulation.split is not None
+    assert (simulation.split.figures.completed, simulation.split.figures.misses) == (0, 1)
+
+
+def test_if_the_decode_replica_is_lost_another_one_loads_the_blocks() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE, Role.DECODE)
+    simulation.add(make_request("long", 25, 6))
+    advance(simulation, simulation.replicas[0], "HAND_OUT")
+    simulation.run(simulation.replicas[0])
+    simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
+    assert simulation.requests["long"].replica == 1
+    simulation.lose(1, blameless=True)
+    simulation.schedule()
+    assert simulation.requests["long"].replica == 2
+    simulation.finish()
+    assert simulation.split is not None
+    assert (simulation.split.figures.reloads, simulation.split.figures.completed) == (1, 1)
+    assert simulation.served_by["long"] == {0, 2}
+
+
+def test_if_the_prefill_replica_is_lost_its_prompts_are_computed_elsewhere() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE)
+    simulation.add(make_request("long", 25, 6))
+    advance(simulation, simulation.replicas[0], "HAND_OUT")
+    simulation.lose(0)
+    assert simulation.split is not None
+    assert simulation.split.pool.num_free == simulation.split.pool.num_blocks
+    simulation.replicas[0].is_ready = True  # ``finish`` does not revive it
+    for _ in range(200):
+        simulation.step_all()
+    assert set(simulation.ended) == {"long"}
+    assert simulation.served_by["long"] == {0, 1}
+
+
+def test_without_a_decode_replica_the_prefill_replica_serves_alone() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE, pool_blocks=7)
+    simulation.lose(1)
+    simulation.add(make_request("long", 25, 6), make_request("short", 5, 6))
+    for _ in range(60):
+        simulation.schedule()
+        if simulation.replicas[0].has_work:
+            if not simulation.replicas[0].answers:
+                simulation.run(simulation.replicas[0])
+            simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
+    assert set(simulation.ended) == {"long", "short"}
+
+
+def test_prompts_wait_for_blocks_of_the_pool_in_order() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE, pool_blocks=7)
+    simulation.add(*(make_request(f"long {number}", 25, 6) for number in range(4)))
+    simulation.finish()
+    assert simulation.split is not None
+    assert simulation.split.figures.completed == 4
+
+
+def test_a_preempted_arrival_keeps_its_blocks_in_the_pool() -> None:
+    """A decoding sequence takes the last block while the blocks of another one arrive. These are copied again later."""
+    simulation = split_simulation(
+        Role.PREFILL, Role.DECODE, num_blocks=14, num_host_blocks=40, preemption="swap", max_model_len=48
+    )
+    decode = simulation.replicas[1]
+    simulation.add(make_request("old", 4, 40), make_request("long", 25, 10))
+    advance(simulation, simulation.replicas[0], "HAND_OUT")
+    simulation.run(simulation.replicas[0])
+    simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
+    simulation.schedule()
+    for _ in range(60):
+        simulation.run(decode)
+        if len(decode.answers) == 1 and not decode.answers[0].sampled_ids:
+            continue  # the copy has run, and its result does not arrive yet
+        simulation.update(decode, decode.answers.pop())
+        simulation.schedule()
+        if simulation.requests["long"].num_preemptions:
+            break
+    assert simulation.requests["long"].num_preemptions == 1
+    assert simulation.split is not None
+    assert simulation.split.pool.num_free < simulation.split.pool.num_blocks
+    simulation.finish()
+    assert (simulation.split.figures.completed, simulation.split.figures.misses) == (1, 0)
+    assert simulation.served_by["long"] == {0, 1}
+
+
+def test_without_roles_nothing_of_it_is_imported() -> None:
+    program = (
+        "import sys, llm_serving.engine.core, llm_serving.flight.recorder\n"
+        "print([name for name in sys.modules if 'handover' in name or 'hand_over' in name or 'prefill_split' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
