@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.server_process import ServerProcess, running_server, shm_entries
+from support.time_limits import time_limit
 from tools.replaying.main import main as replay
 
 LONG = [f"Once upon a time there was a little fox number {number}. " * 12 for number in range(4)]
@@ -62,28 +65,54 @@ def test_texts_are_those_of_a_server_without_roles(separate: ServerProcess, expe
     assert separate.counter("hand_overs") == len(LONG)
 
 
+def agent_of(server: ServerProcess, rank: int) -> int:
+    """Returns the process id of an agent, when both agents are ready."""
+    wait_for(lambda: all(one["state"] == "ready" for one in engine_of(server)["replicas"]))
+    pid: int = engine_of(server)["agents"][rank]["pid"]
+    return pid
+
+
+def engine_of(server: ServerProcess) -> Any:
+    return server.get("/server_info")["engine"]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + time_limit(timeout_s)
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
 def test_a_damaged_pool_is_a_miss(separate: ServerProcess) -> None:
-    """Writes zeros over the whole pool, again and again, while a prompt is handed over."""
+    """Writes zeros over the pool while the decode agent is stopped and its blocks wait there."""
     [name] = shm_entries(separate.pid)
-    prompts = [f"A {colour} owl sat in a tree and looked at the moon. " * 12 for colour in ("grey", "white", "red")]
-    done = False
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, Path("/dev/shm", name).open("r+b") as damaged:
-        answers = pool.submit(ask_all, separate, prompts)
-        while not done:
-            os.pwrite(damaged.fileno(), bytes(1 << 16), 0)
-            done = answers.done()
+    prompt = "A grey owl sat in a tree and looked at the moon. " * 12
+    decode_agent, before = agent_of(separate, 1), engine_of(separate)["replicas"][1]["placed"]["handed"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        os.kill(decode_agent, signal.SIGSTOP)
+        try:
+            answer = pool.submit(ask_all, separate, [prompt])
+            wait_for(lambda: engine_of(separate)["replicas"][1]["placed"]["handed"] > before)
+            size = Path("/dev/shm", name).stat().st_size
+            with Path("/dev/shm", name).open("r+b") as damaged:
+                damaged.write(bytes(size))
+        finally:
+            os.kill(decode_agent, signal.SIGCONT)
+        tokens = answer.result()
     figures = separate.wait_until_idle()["hand_overs"]
-    assert figures["misses"] > 0
+    assert figures["misses"] == 1
     assert figures["pool_free_blocks"] == figures["pool_blocks"]
-    assert separate.events("hand_over_missed")
-    assert ask_all(separate, prompts) == answers.result()
+    [event] = separate.events("hand_over_missed")
+    assert event["blocks"] > 0
+    assert ask_all(separate, [prompt]) == tokens
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_either_agent_may_die(separate: ServerProcess, expected: list[list[int]], rank: int) -> None:
+    victim = agent_of(separate, rank)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_all, separate, LONG + SHORT)
-        separate.agents()[rank].kill()
+        os.kill(victim, signal.SIGKILL)
         assert answers.result() == expected
     figures = separate.wait_until_idle()["hand_overs"]
     assert figures["pool_free_blocks"] == figures["pool_blocks"]
