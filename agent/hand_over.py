@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agent.kernels import BlockHandOvers
-from agent.step_inputs import Int32Array
+from agent.step_inputs import moves_of
 from agent.weights.storage import Array
 from llm_serving.errors import AgentStartError, ProtocolError
 from llm_serving.ipc.hand_over_memory import HandOverMemory
@@ -25,12 +25,13 @@ class HandedBlocks:
             problem = f"{error}; blocks of this cache cannot be handed over: remove parallel_config.roles"
             raise AgentStartError(problem) from error
 
-    def run(self, slot: StepSlot, moves: Int32Array) -> None:
+    def run(self, slot: StepSlot) -> None:
         """Runs the moves of a step, and marks those whose block was not the expected one in the slot.
 
         Raises ProtocolError if a move is of another kind or writes the null block of the cache, and KernelError if a
         block does not exist.
         """
+        moves = moves_of(slot)
         kinds = set(moves[:, 0].tolist())
         if not kinds <= set(_KINDS):
             raise ProtocolError(f"a step of hand-overs has moves of the kinds {sorted(kinds)}")
@@ -41,6 +42,6 @@ class HandedBlocks:
         self._copies.run(moves, slot.move_headers[: count * HEADER_WORDS], slot.move_faults[:count])
 
 
-def is_hand_over(moves: Int32Array) -> bool:
+def is_hand_over(slot: StepSlot) -> bool:
     """Returns True if a step has moves to or from the hand-over pool."""
-    return bool(moves.size) and int(moves[0, 0]) in _KINDS
+    return slot.num_moves > 0 and int(moves_of(slot)[0, 0]) in _KINDS

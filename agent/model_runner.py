@@ -346,11 +346,10 @@ class ModelRunner:
         start = time.perf_counter_ns()
         if slot.num_tokens:
             raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")
-        moves = self._reader.read_moves(slot)
-        if self._handed is not None and is_hand_over(moves):
-            self._handed.run(slot, moves)
+        if self._handed is not None and is_hand_over(slot):
+            self._handed.run(slot)
         else:
-            self.move_blocks(moves)
+            self.move_blocks(self._reader.read_moves(slot))
         return StepCost((time.perf_counter_ns() - start) // 1000)
 
     def reset(self) -> None:

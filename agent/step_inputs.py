@@ -152,16 +152,15 @@ class StepReader:
     def read_moves(self, slot: StepSlot) -> Int32Array:
         """Returns the block moves of a step, int32 [moves, 3]: ``MoveKind``, source block, destination block.
 
-        Any step may have block moves. Raises ProtocolError if a move is not valid.
+        Any step may have block moves. Raises ProtocolError if a move is not valid, or is a hand-over, which only a step
+        without tokens may have (``moves_of``, ``HandedBlocks``).
         """
-        num_moves = slot.num_moves
-        moves = slot.moves[: num_moves * MOVE_WIDTH].reshape(num_moves, MOVE_WIDTH)
-        if num_moves:
+        moves = moves_of(slot)
+        if slot.num_moves:
             kinds = moves[:, 0]
-            check_range("move kinds", kinds, 0, len(MoveKind))
-            own = moves[kinds < MoveKind.HAND_OUT]  # ``HandedBlocks`` checks the others
-            self._check_blocks("move sources", own[:, 1], own[:, 0] == MoveKind.SWAP_IN)
-            self._check_blocks("move destinations", own[:, 2], own[:, 0] == MoveKind.SWAP_OUT)
+            check_range("move kinds", kinds, 0, MoveKind.HAND_OUT)
+            self._check_blocks("move sources", moves[:, 1], kinds == MoveKind.SWAP_IN)
+            self._check_blocks("move destinations", moves[:, 2], kinds == MoveKind.SWAP_OUT)
         return moves
 
     def _check_blocks(self, name: str, blocks: Int32Array, on_host: npt.NDArray[np.bool_]) -> None:
@@ -206,6 +205,11 @@ class StepReader:
             for row in asking[self._row_last_tokens[asking] < 0].tolist():
                 raise no_last_token(row)
         raise ProtocolError(f"{tokens} tokens, {seqs} sequences and table width {width} do not fit a slot")
+
+
+def moves_of(slot: StepSlot) -> Int32Array:
+    """Returns the block moves of a step, int32 [moves, 3], without any check of their values."""
+    return slot.moves[: slot.num_moves * MOVE_WIDTH].reshape(slot.num_moves, MOVE_WIDTH)
 
 
 def rows_of_last_tokens(token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> Int32Array:
