@@ -32,8 +32,8 @@ class StepLogits:
 class DeviceScores(ABC):
     """The logits of a step on a device. Each method copies only the values that it returns to the host.
 
-    Valid until the graph runs again, or longer if the device runs ahead (``agent.run_ahead``). Every method may raise
-    RuntimeError if the device fails.
+    The values are valid until the graph runs again. If the graph keeps its logits (``StepGraph.keeps_logits``), they
+    are valid until the step is sampled. Every method may raise RuntimeError if the device fails.
     """
 
     vocab_size: int

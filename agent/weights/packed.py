@@ -334,8 +334,8 @@ def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
 def joined_inputs(found: Sequence[StaticInputs], spec: WeightSpec) -> StaticInputs:
     """Joins the static inputs (W8A8) of the tensors of one parameter, such as q, k and v.
 
-    The tensors share the scales and offsets of the inputs. Only the offsets of the integer sums are joined. Raises
-    CheckpointError if the tensors have different scales or offsets for the same inputs.
+    The tensors have the same inputs, so their input scales and input offsets must be equal; otherwise raises
+    CheckpointError. Only the corrections that are added to the integer sums differ, and they are concatenated.
     """
     first = found[0]
     for part, each in zip(spec.parts, found, strict=True):

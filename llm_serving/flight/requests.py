@@ -25,7 +25,8 @@ class TokenNames:
         self.pseudonyms = pseudonyms or Pseudonyms()
         self._names: dict[Request, array[int]] = {}
         self._chains: dict[Request, tuple[Callable[[bytes], None], Callable[[], bytes], Callable[[int], None]]] = {}
-        """Methods by request: ``update`` and ``digest`` of its token chain, and ``append`` of its pseudonyms."""
+        """Three bound methods for each request: ``update`` and ``digest`` of the hash of its tokens, and ``append`` of
+        its array in ``_names``."""
 
     def add(self, request: Request) -> bytes:
         """Computes the pseudonyms of a new request's tokens. Returns them as packed 32-bit integers."""

@@ -49,7 +49,10 @@ def weights_digest(config: Config, cache_folder: Path | None = None, *, expected
 
 
 def model_facts(config: Config) -> dict[str, object]:
-    """Returns the facts about the model and its arithmetic that the bits of a block depend on, without the weights."""
+    """Returns the properties of the model and of its arithmetic that determine the bytes of a KV block.
+
+    The weights are not part of it.
+    """
     model, parallel = config.model_config, config.parallel_config
     return {
         "shape": asdict(config.shape),

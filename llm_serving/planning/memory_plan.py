@@ -165,8 +165,8 @@ class MemoryPlan:
 def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
     """Return the memory plan. If it does not fit, raises MemoryPlanError with the largest setting that fits.
 
-    If the agents are on other machines, the plan is that of each of them. ``plan_node`` compares it with the memory
-    that a machine reports.
+    If the agents are on other machines, the plan is for one of these machines, and all need the same. ``plan_node``
+    compares it with the memory that a machine reports.
     """
     if config.parallel_config.is_remote:
         plan = estimate_memory(config, machine)

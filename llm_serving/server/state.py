@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from llm_serving.access.control import AccessControl
 from llm_serving.config import Config
 from llm_serving.config.image_section import ImageConfig
+from llm_serving.config.kv_tier_section import KvTierConfig
 from llm_serving.constraints.compiler import GrammarCompiler
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.chat_template import ChatTemplate
@@ -34,7 +35,7 @@ from llm_serving.server.http.loop_watch import LoopWatch
 from llm_serving.server.limits import DEFAULT_REQUEST_CONTEXTS
 from llm_serving.server.published.request_ids import RequestIds
 from llm_serving.server.responses.store import ResponseStore
-from llm_serving.sessions.book import DEFAULT_SESSIONS, SessionBook
+from llm_serving.sessions.book import SessionBook
 from llm_serving.shadow.runner import ShadowRunner
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
@@ -225,7 +226,7 @@ class ServerState:
     """The ids that clients gave to requests of `/chat`."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """The stored responses of `/v1/responses`."""
-    sessions: SessionBook = field(default_factory=lambda: SessionBook(DEFAULT_SESSIONS, time.time))
+    sessions: SessionBook = field(default_factory=lambda: SessionBook(KvTierConfig().sessions_per_key, time.time))
     """The sessions of all models."""
     shadow: ShadowRunner | None = None
     """Compares the main model with a candidate. None if that is turned off."""

@@ -15,8 +15,6 @@ from hashlib import blake2b
 
 MAX_BOOK_BYTES = 64 << 20
 """Maximum size of the tokens of all sessions together, 4 bytes for each token."""
-DEFAULT_SESSIONS = 256
-"""Default of ``kv_tier_config.sessions_per_key``."""
 ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 SESSION_ID = re.compile(ID_PATTERN)
 

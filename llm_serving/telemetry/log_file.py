@@ -43,9 +43,9 @@ class LossReports:
     """Two functions that a log file calls if it cannot write lines."""
 
     notice: Callable[[int], bytes]
-    """Makes the line that reports a number of lost lines. It is written before the next line that can be written."""
+    """Makes the line that reports how many lines were lost. The log writes it as soon as writing works again."""
     complain: Callable[[str], None]
-    """Reports the failure elsewhere, at most once in ``COMPLAINT_INTERVAL_S``."""
+    """Reports to another place that a line could not be written, at most once in ``COMPLAINT_INTERVAL_S``."""
 
 
 class DroppedLines:

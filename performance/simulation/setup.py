@@ -99,7 +99,10 @@ def make_setup(name: str, settings: Sequence[str], device: str, fit: StepFit | N
 
 
 def identity(config: Config) -> dict[str, str]:
-    """Returns the settings on which a fit depends: model, number formats and op table."""
+    """Returns the settings for which measured step times hold: model, number formats and op table.
+
+    Step times of a recording must not be used for a config with other values.
+    """
     return {
         "model": config.model_name,
         "weight_format": config.weight_format,

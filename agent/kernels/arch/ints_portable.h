@@ -50,7 +50,7 @@ namespace llmk::LLMK_ARCH {
 struct Quads {
   IntVec byte[4];
 };
-// Four int8 activations, the same for every lane.
+// Four int8 activations, each widened to 32 bits. Every lane uses the same four.
 struct BroadcastQuad {
   int32_t value[4];
 };

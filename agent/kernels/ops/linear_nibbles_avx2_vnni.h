@@ -1,8 +1,8 @@
 // The step for nibbles with AVX-VNNI (linear_tiles.h). VPDPBUSD multiplies unsigned nibbles by signed bytes and adds
 // four products to each 32-bit sum, so the results are exact.
 //
-// There are 16 registers. The sums of a tile take 12 of them, so the step has a loop of its own. It multiplies the low
-// nibbles of a vector first, then the high nibbles, and loads the vector for each.
+// The sums of a tile take 12 of the 16 registers, and the general loop needs more than the other four. This step
+// therefore has its own loop. It loads each vector twice: once for the low nibbles, and once for the high nibbles.
 #pragma once
 
 namespace llmk::LLMK_ARCH {

@@ -90,7 +90,7 @@ def _with_plan(
 
 
 def _can_be_composed(grammar: Grammar) -> bool:
-    """Return whether a client's grammar is short enough, and JSON if it is a schema."""
+    """Return whether a client's grammar is short enough. A JSON schema must also be a valid JSON object."""
     if len(grammar.text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
         return False
     if grammar.kind == JSON_SCHEMA:
