@@ -317,7 +317,7 @@ class ModelRunner:
             entry = inputs.token_ids if self._images is None else self._images.entry(slot, inputs)
             scores = self._graph.run(inputs, entry)
             computed = time.perf_counter_ns()
-            self._sampler.sample(scores, slot)
+            self._sample(scores, slot)
         except RuntimeError as error:
             raise self.after_failure(error) from error
         cost = cost_of_step(start, computed, scores)
@@ -439,10 +439,8 @@ class ModelRunner:
             try:
                 if stream is not None and self._pooler is not None:
                     self._pooler.take(stream, inputs, slot)
-                elif scores is not None and self._part.returns_results:
-                    self._sampler.sample(scores, slot)
-                elif isinstance(scores, DeviceScores):
-                    find_candidates(scores, slot)
+                elif scores is not None:
+                    self._sample(scores, slot)
             finally:
                 last_tokens.step_done(slot)
             cost = cost_of_step(start, computed, scores)
@@ -451,6 +449,21 @@ class ModelRunner:
         except RuntimeError as error:
             raise self.after_failure(error) from error
         return cost
+
+    def _sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
+        """Samples a step. An agent that does not sample only takes part in finding the candidates.
+
+        Also waits for the device, because the next step overwrites memory that the device may still read. The sampler
+        does not fetch results in every case. Raises the errors of ``Sampler.sample``.
+        """
+        try:
+            if self._part.returns_results:
+                self._sampler.sample(scores, slot)
+            elif isinstance(scores, DeviceScores):
+                find_candidates(scores, slot)
+        finally:
+            if isinstance(scores, DeviceScores):
+                scores.wait()
 
     def _compute_in_group(self, inputs: StepInputs, slot: StepSlot | None) -> StepLogits | DeviceScores | None:
         """Runs this agent's part of the graph. Returns the scores in the last stage.
@@ -482,6 +495,8 @@ class ModelRunner:
             assert self._graph is not None
             entry = inputs.token_ids if self._images is None else self._images.embedded(inputs)
             again = self._graph.run(inputs, entry)
+        if isinstance(again, DeviceScores):
+            again.wait()  # agents that do not compare fetch nothing
         if again is not None:
             check.compare(again)
 

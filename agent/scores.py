@@ -83,6 +83,13 @@ class DeviceScores(ABC):
         ``callback`` is called as well.
         """
 
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits until the device has computed the step, and the candidates if ``find_candidates`` was called.
+
+        Copies only what the launches copy to the host anyway, which is nothing in an agent that does not sample.
+        """
+
 
 def score_bits(scores: StepLogits | DeviceScores, index: int, *, whole: bool) -> bytes:
     """Returns bits of the logits of sequence ``index``, with which two runs of a step can be compared.

@@ -135,6 +135,10 @@ class _Scores(DeviceScores):
     def when_computed(self, callback: Callable[[], None]) -> None:
         (self._found or self._step).when_fetched(callback)
 
+    def wait(self) -> None:
+        # The launch of an agent that does not sample copies nothing. Its ``fetch`` only waits.
+        (self._found or self._step).fetch()
+
     def _fetch(self, launch: Launch) -> tuple[Array, ...]:
         arrays = launch.fetch()
         self.fetched_bytes += sum(array.nbytes for array in arrays)

@@ -7,6 +7,7 @@ a step after 1 ms. ``group_program`` describes the arguments.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "agent"
 
 from group_program import print_models, start_driver  # noqa: E402
 from run_ahead_program import greedy_plan, plan, random_sampling, run_steps  # noqa: E402
+from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
+from agent.row_check import RowCheckError  # noqa: E402
+from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
 from performance.artificial_device.ops import use_artificial_device  # noqa: E402
 from performance.artificial_device.queue import ArtificialDevice, QueuedLaunch, Run  # noqa: E402
 from support.agent_group import Setup  # noqa: E402
@@ -25,14 +29,16 @@ SPOILED = 8
 
 
 class NotedDevice(ArtificialDevice):
-    """Takes note of the results that the host copies from the launches."""
+    """Takes note of all launches, and of the results that the host copies from them."""
 
     def launch(self, run: Run, fetched: slice) -> QueuedLaunch:
         copied.add((fetched.start, fetched.stop))
-        return super().launch(run, fetched)
+        launches.append(super().launch(run, fetched))
+        return launches[-1]
 
 
 copied: set[tuple[int | None, int | None]] = set()
+launches: list[QueuedLaunch] = []
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -44,9 +50,33 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
         "mixed": run_steps(driver, list(plan(random_sampling, moves=True))),
     }
     found["copied"] = sorted(copied, key=str)
+    found["checked"] = run_checked(driver)
     for reader in driver.runner._readers:
         reader._num_blocks *= 2**20  # the readers then accept numbers of blocks that do not exist
     return found | {"failing": run_steps(driver, greedy_plan(), spoil=SPOILED)}
+
+
+def run_checked(driver: StepDriver) -> dict[str, Any]:
+    """Runs a prompt step and a checked decode step, each of which must end before the next one starts.
+
+    Returns the tokens, the error of the check, and the number of launches that the device still computes after each
+    step.
+    """
+    driver.runner.reset()
+    prompts = [[7, 8, 9, 10, 11], [50, 51, 52], [120, 121, 122, 123]]
+    parts = [Part(prompt, 0, blocks_for(row, 64), row) for row, prompt in enumerate(prompts)]
+    tokens, error = [[each.token for each in driver.prefill(*parts)]], ""
+    running = [num_running()]
+    parts = [replace(part, tokens=[LAST_TOKEN], start=len(part.tokens), sample_position=1) for part in parts]
+    try:
+        tokens.append([each.token for each in driver.decode(*parts, checked_row=2)])
+    except RowCheckError as problem:
+        error = str(problem)
+    return {"tokens": tokens, "error": error, "running": [*running, num_running()]}
+
+
+def num_running() -> int:
+    return sum(not launch._is_done.is_set() for launch in launches)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,17 @@ def test_the_agents_of_a_group_wait_for_tokens_that_the_host_chooses(group: list
     assert 0 < len(ahead[0]) < len(first["plain"]["mixed"]["results"]) // 2
 
 
+def test_each_agent_of_a_group_waits_for_the_device_before_a_step_ends(group: list[dict[str, Any]]) -> None:
+    """A checked step overwrites the inputs of its first launch. All agents must wait for this launch.
+
+    Neither agent launches these steps ahead.
+    """
+    assert [agent[kind]["checked"]["running"] for agent in group for kind in ("plain", "ahead")] == [[0, 0]] * 4
+    plain, ahead = (group[0][kind]["checked"] for kind in ("plain", "ahead"))
+    assert ahead["tokens"] == plain["tokens"]
+    assert plain["error"] == ahead["error"] == ""
+
+
 def test_a_step_that_fails_ends_all_agents_of_a_group(group: list[dict[str, Any]]) -> None:
     for kind in ("plain", "ahead"):
         runs = [agent[kind]["failing"] for agent in group]
