@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 _WEIGHT_OF_LATEST = 0.5
@@ -15,7 +16,8 @@ def is_wanted(standby: Standby | None) -> bool:
 class Standby:
     """Wants nodes from the first request until ``idle_s`` seconds after the last one. Learns how long a start takes.
 
-    The engine thread calls ``note``. Any thread may read the attributes. Times are seconds of the engine's clock.
+    The engine thread calls ``note`` and ``note_refused``. Any thread may read the attributes. Times are seconds of the
+    engine's clock.
     """
 
     def __init__(self, idle_s: float) -> None:
@@ -29,6 +31,8 @@ class Standby:
         self._idle_since: float | None = None
         self._began: float | None = None
         """When nodes were wanted and no replica was ready."""
+        self._retry_at = -math.inf
+        """When the client of the last refused request may retry it."""
         self._wakers: list[Callable[[], None]] = []
 
     def on_change(self, wake: Callable[[], None]) -> None:
@@ -46,7 +50,7 @@ class Standby:
             self._idle_since = None
             self._want(True)
         elif self._idle_since is None:
-            self._idle_since = now
+            self._idle_since = max(now, self._retry_at)
         elif now - self._idle_since >= self._idle_s:
             self._want(False)
         self.is_ready = is_ready
@@ -56,6 +60,19 @@ class Standby:
             seconds = now - self._began
             self.wake_s = seconds if self.wake_s is None else self.wake_s + _WEIGHT_OF_LATEST * (seconds - self.wake_s)
             self._began = None
+
+    def note_refused(self, now: float) -> None:
+        """Note that a request was refused because no replica is ready. Call ``note`` next.
+
+        Its client may retry it when the start is expected to end. Nodes are wanted until ``idle_s`` after that time.
+        """
+        self._retry_at = now + (self.expected_s(now) or 0.0)
+        self._idle_since = None
+        self._want(True)
+
+    def awaits_retry(self, now: float) -> bool:
+        """Return whether machines are needed only because a refused request may be retried."""
+        return now < self._retry_at + (0.0 if self.is_ready else self._idle_s)
 
     def expected_s(self, now: float) -> float | None:
         """Return the expected seconds until a replica is ready. 0 if one is, None if it is not known."""

@@ -17,7 +17,7 @@ from llm_serving.cluster.standby import Standby
 from llm_serving.config import Config
 from llm_serving.engine.agent_questions import AgentQuestions
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
-from llm_serving.engine.commands import Abort, Add, Distrust, DropAdapter, Stop
+from llm_serving.engine.commands import Abort, Add, Distrust, DropAdapter, Stop, WakeNodes
 from llm_serving.engine.core import EngineCore
 from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
 from llm_serving.engine.outputs import AdapterAnswer, CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer
@@ -208,12 +208,13 @@ class AsyncEngine:
         return 0.0 if self.standby is None else self.standby.expected_s(self._clock())
 
     def check_wait(self, left_s: float | None) -> None:
-        """Raise ModelUnavailableError if no agents are ready, and will not be for a request with ``left_s`` seconds.
+        """Raise ModelUnavailableError if agents will not be ready within ``left_s`` seconds. None: no deadline.
 
-        None stands for a request without a deadline.
+        The engine then uses nodes, so that agents are ready when the client retries the request.
         """
         expected_s = self.wake_s
         if left_s is not None and expected_s and expected_s > left_s:  # at 0 s, a late request is left to the scheduler
+            self._core.submit(WakeNodes())
             raise ModelUnavailableError(
                 f"No node has agents of the model now. Until one is ready, it takes about {expected_s:.1f} s; the "
                 f"request may wait {max(0.0, left_s):.1f} s. Try again later.",
@@ -381,8 +382,7 @@ class AsyncEngine:
 
         Each step of the search is a request whose prompt is the search's prompt plus the tokens of a beam. The length
         of the prompt plus ``max_tokens`` must therefore not exceed the maximum prompt length. ``constraint`` says which
-        tokens may follow in each beam. Raises the errors of
-        ``open``, and EngineFailedError if the engine fails.
+        tokens may follow in each beam. Raises the errors of ``open``, and EngineFailedError if the engine fails.
         """
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
         whole = self._requests.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)

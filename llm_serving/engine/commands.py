@@ -52,6 +52,11 @@ class Distrust:
 
 
 @dataclass(frozen=True, slots=True)
+class WakeNodes:
+    """Command to the engine thread: use nodes, because a request was refused until a node has ready agents."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadAdapter:
     """Command to the engine thread: load a LoRA adapter into an adapter slot of all agents.
 
@@ -87,4 +92,4 @@ class UseStores:
     work: Callable[[Sequence[BlockStore]], None]
 
 
-Command = Add | Abort | Probe | Profile | Distrust | LoadAdapter | DropAdapter | UseStores | Stop
+Command = Add | Abort | Probe | Profile | Distrust | LoadAdapter | DropAdapter | UseStores | WakeNodes | Stop

@@ -27,6 +27,7 @@ from llm_serving.engine.commands import (
     Probe,
     Profile,
     UseStores,
+    WakeNodes,
 )
 from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, RequestRefused
 from llm_serving.engine.replica import Replica
@@ -163,6 +164,7 @@ class EngineCore:
             last_step_age_s=max(0.0, self._clock() - max(times)) if times else None,
             agents=[agent for replica in self._replicas for agent in replica.executor.agents()],
             replicas=[replica.status(self._router) for replica in self._replicas],
+            awaits_retry=self._standby is not None and self._standby.awaits_retry(self._clock()),
             hand_overs=None if self._router is None or self._router.split is None else self._router.split.as_json(),
         )
 
@@ -295,6 +297,9 @@ class EngineCore:
                 self._outputs += self._adapters.load(command.slot, command.memory)
             elif isinstance(command, DropAdapter):
                 self._adapters.drop(command.slot)
+            elif isinstance(command, WakeNodes):
+                assert self._standby is not None, "only a server that gives its nodes back refuses requests so"
+                self._standby.note_refused(now)
             elif isinstance(command, UseStores):
                 command.work([replica.store for replica in self._replicas if replica.store is not None])
             else:

@@ -72,6 +72,13 @@ class EngineStatus:
     replicas: list[ReplicaStatus] = field(default_factory=list)
     hand_overs: Mapping[str, float] | None = None
     """Counts of separate prefill and decode. None without roles of replicas."""
+    awaits_retry: bool = False
+    """Whether nodes are wanted for a request that was refused because no node had ready agents."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue, plus 1 for refused requests that may be retried, so that an autoscaler sees them."""
+        return self.figures.waiting + self.awaits_retry
 
     def as_json(self) -> dict[str, Any]:
         """Return the status as a JSON object with the member names of ``/server_info``."""

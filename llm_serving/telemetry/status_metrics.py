@@ -19,7 +19,10 @@ _AGENT_LABELS = ["replica", "rank"]
 
 _ENGINE_GAUGES = {
     "running": ("requests_running", "Requests in the batch."),
-    "waiting": ("requests_waiting", "Requests in the queue."),
+    "waiting": (
+        "requests_waiting",
+        "Requests in the queue. Also 1 while requests that were refused without a ready node may be retried.",
+    ),
     "total_blocks": ("kv_blocks_total", "Blocks of the KV cache."),
     "swapped": ("requests_swapped", "Requests whose keys and values are in host memory."),
     "kv_waste": ("kv_waste_ratio", "Fraction of the running requests' cache positions that hold no token."),

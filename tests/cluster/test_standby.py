@@ -72,6 +72,24 @@ def test_a_request_that_ends_before_a_node_joins_teaches_nothing() -> None:
     assert engine.standby.wake_s == 4.0
 
 
+def test_a_refused_request_wants_nodes_until_some_time_after_its_retry() -> None:
+    engine = Clocked(2.0)
+    engine.after(0, idle=False, ready=False)
+    engine.after(8, idle=True, ready=True)
+    assert not engine.after(2, idle=True, ready=True).is_wanted
+    assert not engine.after(1, idle=True, ready=False).awaits_retry(engine.now)
+    engine.standby.note_refused(engine.now)
+    assert engine.after(0, idle=True, ready=False).is_wanted
+    assert engine.standby.due == engine.now + 8.0 + 2.0, "the start takes 8 s, and the wait for the retry 2 s"
+    engine.after(3, idle=False, ready=False)
+    assert engine.after(0, idle=True, ready=False).due == engine.now + 5.0 + 2.0, "another request has ended"
+    assert engine.after(6, idle=True, ready=False).awaits_retry(engine.now), "the machine is late"
+    assert not engine.after(0, idle=True, ready=True).awaits_retry(engine.now)
+    assert engine.after(0.5, idle=True, ready=True).is_wanted
+    assert not engine.after(0.5, idle=True, ready=True).is_wanted
+    assert engine.changes == [True, False, True, False]
+
+
 @pytest.fixture
 def pool(tmp_path: Path):
     make_key(tmp_path / "key")

@@ -7,10 +7,12 @@ from contextlib import aclosing
 
 import pytest
 
+from llm_serving.cluster.standby import Standby
 from llm_serving.engine.outputs import merge_outputs
-from llm_serving.errors import AgentLostError, ContextLengthError, QueueFullError, RequestError
-from llm_serving.executor.base import AgentLost
+from llm_serving.errors import AgentLostError, ContextLengthError, ModelUnavailableError, QueueFullError, RequestError
+from llm_serving.executor.base import AgentLost, AgentReady
 from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.telemetry.status_metrics import StatusCollector
 from support.fakes import (
     END_TOKEN,
     VOCABULARY,
@@ -226,5 +228,26 @@ def test_stopping_ends_every_stream() -> None:
             assert {output.error for output in outputs} == {"the server is shutting down"}
             with pytest.raises(AgentLostError, match="shutting down"):
                 await serving.whole(make_request("late"))
+
+    asyncio.run(run())
+
+
+def test_a_request_that_cannot_wait_for_a_node_is_refused_and_wakes_nodes() -> None:
+    async def run() -> None:
+        standby = Standby(60.0)
+        standby.wake_s = 5.0
+        async with served(standby=standby) as serving:
+            with pytest.raises(ModelUnavailableError, match=r"about 5.0 s; the request may wait 0.1 s"):
+                serving.engine.check_wait(0.1)
+            await serving.until(lambda: standby.is_wanted)
+            status = serving.engine.status()
+            assert (status.waiting, status.figures.waiting) == (1, 0), "the queue does not have the refused request"
+            metrics = StatusCollector()
+            metrics.status = lambda: status
+            [waiting] = [one for one in metrics.collect() if one.name == "llm_serving_requests_waiting"]
+            assert waiting.samples[0].value == 1
+            serving.executor.push(AgentReady({}))
+            await serving.until(lambda: standby.is_ready)
+            serving.engine.check_wait(0.1)
 
     asyncio.run(run())

@@ -103,15 +103,31 @@ def test_all_requests_that_wait_for_a_node_are_served(scaled: Scaled, server: Se
     assert scaled.server.events("agent_lost") == [], "the node was given back before it ended"
 
 
-def test_a_request_whose_deadline_is_shorter_than_a_start_is_refused(scaled: Scaled) -> None:
+def ask_in_haste(scaled: Scaled) -> tuple[int, dict, str | None]:
+    """Sends a request with a deadline that is shorter than a start. Returns status, body and Retry-After."""
     data = json.dumps(body("Hello")).encode()
     headers = {"content-type": "application/json", "X-Deadline-Ms": "100"}
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(urllib.request.Request(scaled.server.url + "/v1/completions", data, headers))
-    with refused.value as reply:
-        error = json.loads(reply.read())["error"]
-        assert reply.code == 503
-        assert int(reply.headers["Retry-After"]) >= 1
-    assert error["code"] == "model_unavailable"
-    assert "the request may wait 0.1 s" in error["message"]
-    assert scaled.state()[0] == "sleeping", "a refused request wakes nothing"
+    request = urllib.request.Request(scaled.server.url + "/v1/completions", data, headers)
+    try:
+        with urllib.request.urlopen(request) as reply:
+            return reply.status, json.loads(reply.read()), None
+    except urllib.error.HTTPError as refused:
+        with refused as reply:
+            return reply.code, json.loads(reply.read()), reply.headers["Retry-After"]
+
+
+def test_a_request_whose_deadline_is_shorter_than_a_start_is_refused_and_wakes_nodes(scaled: Scaled) -> None:
+    assert scaled.state()[0] == "sleeping"
+    status, reply, retry_after = ask_in_haste(scaled)
+    assert (status, reply["error"]["code"]) == (503, "model_unavailable")
+    assert "the request may wait 0.1 s" in reply["error"]["message"]
+    assert int(retry_after or 0) >= 1
+    wait_for(lambda: scaled.state()[0] == "loading")
+    waiting = "\nllm_serving_requests_waiting 1.0\n"
+    assert waiting in scaled.server.get_text("/metrics"), "an autoscaler must start a machine"
+    node = scaled.new_node()
+    try:
+        wait_for(lambda: ask_in_haste(scaled)[0] != 503 or scaled.state()[0] == "ready")
+        wait_for(lambda: scaled.state()[0] == "sleeping" and not node.agents())
+    finally:
+        node.stop()

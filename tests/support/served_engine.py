@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llm_serving.cluster.standby import Standby
 from llm_serving.engine import schedulers
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.outputs import merge_outputs
@@ -64,8 +65,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(**limits: object) -> AsyncIterator[Served]:
-    """Provides a running engine. Afterwards checks that it is idle and that its thread has ended."""
+async def served(*, standby: Standby | None = None, **limits: object) -> AsyncIterator[Served]:
+    """Provides a running engine. Afterwards checks that it is idle and that its thread has ended.
+
+    With ``standby``, no agent is ready.
+    """
     sizes = make_limits(**limits)
     config: Any = SimpleNamespace(
         model_name="fake",
@@ -81,9 +85,9 @@ async def served(**limits: object) -> AsyncIterator[Served]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedulers, "scheduler_limits", lambda config: sizes)
-        executor, log = FakeExecutor(sizes), RecordingLog()
+        executor, log = FakeExecutor(sizes, ready=standby is None), RecordingLog()
         tokenizer: Any = object()
-        engine = AsyncEngine(config, tokenizer, [executor], FakeDetokenizer, log, RecordingMetrics())
+        engine = AsyncEngine(config, tokenizer, [executor], FakeDetokenizer, log, RecordingMetrics(), standby=standby)
     engine.start()
     running = Served(engine, executor, log)
     try:
