@@ -20,15 +20,20 @@ LOOK_S = 2.0
 _LEFT = (NodeState.CONNECTING.value, NodeState.DOWN.value, NodeState.REFUSED.value, NodeState.FREE.value)
 """States in which a node is forgotten after its address has disappeared."""
 
+_NO_ADDRESSES = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
+"""Errors with which DNS says that a name has no addresses. Any other error says nothing about the addresses."""
+
 Resolve = Callable[[Address], set[str]]
 
 
 def resolve(name: Address) -> set[str]:
-    """Return the IP addresses of a host. Empty if the name has none now."""
+    """Return the IP addresses of a host. Empty if the name has none now. Raises OSError if the look-up fails."""
     try:
         found = socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
-    except OSError:
-        return set()
+    except socket.gaierror as error:
+        if error.errno in _NO_ADDRESSES:
+            return set()
+        raise
     return {str(each[4][0]) for each in found}
 
 
@@ -43,6 +48,8 @@ class NamedNodes:
         self._pool = pool
         self._find = find
         self._added: set[str] = set()
+        self._problem = ""
+        """Error of the last look-up. Empty if it succeeded."""
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"nodes of {name.host}", daemon=True)
         self._thread.start()
@@ -58,8 +65,13 @@ class NamedNodes:
                 return
 
     def look(self) -> None:
-        """Look the name up once, and change the nodes accordingly."""
-        now = {str(Address(host, self._name.port)) for host in self._find(self._name)}
+        """Look the name up once, and change the nodes accordingly. If the look-up fails, keep all nodes."""
+        try:
+            now = {str(Address(host, self._name.port)) for host in self._find(self._name)}
+        except OSError as error:
+            self._note_problem(str(error))
+            return
+        self._problem = ""
         for address in sorted(now - self._added):
             with contextlib.suppress(NodeError):  # too many nodes: the next look tries again
                 self._pool.add(address)
@@ -71,3 +83,9 @@ class NamedNodes:
                     self._pool.remove(address)
             if address not in states or states[address] in _LEFT:
                 self._added.discard(address)
+
+    def _note_problem(self, problem: str) -> None:
+        """Log that the look-up failed, once for each problem."""
+        if problem != self._problem:
+            self._problem = problem
+            self._pool.event("node_lookup_failed", level="warning", address=str(self._name), reason=problem)

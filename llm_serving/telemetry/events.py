@@ -189,6 +189,10 @@ EVENTS: Mapping[str, LogEvent] = {
     "node_draining": LogEvent("A node gets no more requests.", _NODE),
     "node_released": LogEvent("A replica uses a node no more, in order or after a loss.", _NODE),
     "node_removed": LogEvent("A node was removed.", _NODE),
+    "node_lookup_failed": LogEvent(
+        "DNS did not say which addresses a name of `parallel_config.nodes` has. The nodes stay as they are.",
+        {"address": "the name, and the port", "reason": "error of the look-up"},
+    ),
     "ray_waiting": LogEvent(
         "Ray has no free resources for some nodes.", {"message": "number of nodes, and the resources"}
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.cluster.named_nodes import NamedNodes, resolve
 from llm_serving.cluster.nodes import NodePool
 from llm_serving.cluster.standby import Standby
+from support.fakes import RecordingLog
 
 
 class Clocked:
@@ -118,6 +120,33 @@ def test_nodes_follow_the_addresses_of_a_name(pool: NodePool) -> None:
     assert names() == [], "an operator has removed it"
 
 
+@pytest.mark.parametrize("code", [socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_SYSTEM])
+def test_a_failed_look_up_changes_no_node(pool: NodePool, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    log = RecordingLog()
+    pool.log_to(log)
+    nodes = NamedNodes(Address("127.0.0.1", 9), pool)
+    nodes.close()
+    nodes._thread.join()  # its one look has added the node
+
+    def fail(*args: object, **named: object) -> None:
+        raise socket.gaierror(code, "the look-up failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", fail)
+        nodes.look()
+        nodes.look()
+    assert [node["name"] for node in pool.status()] == ["127.0.0.1:9"]
+    assert [each["address"] for each in log.named("node_lookup_failed")] == ["127.0.0.1:9"], "it is logged once"
+
+
+@pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_NODATA])
+def test_a_name_without_addresses_is_no_failure(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*args: object, **named: object) -> None:
+        raise socket.gaierror(code, "no address")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert resolve(Address("agents", 9)) == set()
+
+
 def test_a_name_is_looked_up() -> None:
     assert "127.0.0.1" in resolve(Address("localhost", 80))
-    assert resolve(Address("no-such-host.invalid", 80)) == set()
