@@ -17,7 +17,7 @@ PREFIX = "dns:"
 """Begins an entry of ``parallel_config.nodes`` that names all nodes of a DNS name."""
 LOOK_S = 2.0
 """Time between two look-ups."""
-_LEFT = (NodeState.CONNECTING.value, NodeState.DOWN.value, NodeState.REFUSED.value, NodeState.FREE.value)
+_UNUSED = (NodeState.CONNECTING, NodeState.DOWN, NodeState.REFUSED, NodeState.FREE, NodeState.DRAINED)
 """States in which a node is forgotten after its address has disappeared."""
 
 _NO_ADDRESSES = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
@@ -76,12 +76,8 @@ class NamedNodes:
             with contextlib.suppress(NodeError):  # too many nodes: the next look tries again
                 self._pool.add(address)
                 self._added.add(address)
-        states = {str(node["name"]): node["state"] for node in self._pool.status()}
         for address in sorted(self._added - now):
-            if states.get(address) in _LEFT:
-                with contextlib.suppress(NodeError):  # an operator has removed it
-                    self._pool.remove(address)
-            if address not in states or states[address] in _LEFT:
+            if self._pool.remove_if(address, _UNUSED):
                 self._added.discard(address)
 
     def _note_problem(self, problem: str) -> None:

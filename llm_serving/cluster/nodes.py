@@ -10,7 +10,7 @@ import enum
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from llm_serving.cluster import messages
@@ -173,14 +173,25 @@ class NodePool:
     def remove(self, name: str) -> Node:
         """Forget a node. A replica that uses it loses its agents. Raises NodeError if no node has this name."""
         with self._changed:
-            node = self._nodes.pop(self._find(name).name)
-            node.is_removed = True
+            node = self._forget(self._find(name))
             if node.state in (NodeState.USED, NodeState.DRAINING):
                 node.state, node.leave_at = NodeState.DRAINING, time.monotonic()
-            self._changed.notify_all()
         self.event("node_removed", **_event_fields(node))
         self._wake()
         return node
+
+    def remove_if(self, name: str, states: Collection[NodeState]) -> bool:
+        """Forget a node if its state is one of ``states``. No replica may use a node in these states.
+
+        Returns True if no node has this name now.
+        """
+        with self._changed:
+            node = self._nodes.get(name)
+            if node is None or node.state not in states:
+                return node is None
+            self._forget(node)
+        self.event("node_removed", **_event_fields(node))
+        return True
 
     def take(self, replica: int) -> Node | None:
         """Give a free node and its link to a replica. None if no node is free."""
@@ -233,6 +244,13 @@ class NodePool:
         node = self._nodes.get(name)
         if node is None:
             raise NodeError(f"There is no node {name[:200]!r}; GET /v1/cluster lists them.")
+        return node
+
+    def _forget(self, node: Node) -> Node:
+        """Remove a node from the pool, and let its thread end. The caller holds the lock."""
+        del self._nodes[node.name]
+        node.is_removed = True
+        self._changed.notify_all()
         return node
 
     def _use_again(self, node: Node) -> None:

@@ -10,7 +10,7 @@ import pytest
 from llm_serving.cluster.dialling import Address
 from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.cluster.named_nodes import NamedNodes, resolve
-from llm_serving.cluster.nodes import NodePool
+from llm_serving.cluster.nodes import NodePool, NodeState
 from llm_serving.cluster.standby import Standby
 from support.fakes import RecordingLog
 
@@ -118,6 +118,42 @@ def test_nodes_follow_the_addresses_of_a_name(pool: NodePool) -> None:
     assert names() == ["127.0.0.1:9"]
     pool.remove("127.0.0.1:9")
     assert names() == [], "an operator has removed it"
+
+
+def test_a_node_that_a_replica_has_just_taken_keeps_its_requests(
+    pool: NodePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"127.0.0.1"}
+    nodes = NamedNodes(Address("agents", 9), pool, lambda name: set(found))
+    nodes.close()
+    nodes._thread.join()
+    node, stale = pool.add("127.0.0.1:9"), [{"name": "127.0.0.1:9", "state": "free"}]
+    with pool._changed:
+        node.state = NodeState.USED
+    found.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "status", lambda: stale)  # the replica takes the node after this answer
+        nodes.look()
+    assert [each["state"] for each in pool.status()] == ["used"]
+    pool.give_back(node)
+    nodes.look()
+    assert pool.status() == []
+
+
+def test_a_drained_node_is_forgotten_with_its_address_and_used_when_the_address_is_back(pool: NodePool) -> None:
+    found = {"127.0.0.1"}
+    nodes = NamedNodes(Address("agents", 9), pool, lambda name: set(found))
+    nodes.close()
+    nodes._thread.join()
+    pool.drain("127.0.0.1:9", 0.0)
+    nodes.look()
+    assert [node["state"] for node in pool.status()] == ["drained"]
+    found.clear()
+    nodes.look()
+    assert pool.status() == []
+    found.add("127.0.0.1")
+    nodes.look()
+    assert [node["state"] for node in pool.status()] in (["connecting"], ["down"])
 
 
 @pytest.mark.parametrize("code", [socket.EAI_AGAIN, socket.EAI_FAIL, socket.EAI_SYSTEM])
