@@ -83,7 +83,7 @@ class Figures:
 def _num_held_tokens(running: RunningSet, block_size: int) -> int:
     """Returns the number of KV positions that have a token, or will have one when the running prompts are computed."""
     held = 0
-    for sequence in [*running, *running.leaving]:
+    for sequence in running.holders:
         request = sequence.request
         held += min(max(request.num_tokens, request.num_computed_tokens), len(sequence.block_table) * block_size)
     return held

@@ -11,7 +11,7 @@ def check_integrity(state: SchedulerState) -> None:
     """Raises AssertionError unless each block and batch row is either free or held, and all counts agree with the steps
     in flight.
     """
-    holders = [*state.running, *state.running.leaving]
+    holders = state.running.holders
     _check_blocks_and_rows(state, holders)
     steps = dict.fromkeys(holders, 0)
     for flight in state.in_flight:

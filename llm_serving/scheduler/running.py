@@ -122,6 +122,12 @@ class RunningSet(Stateful):
         return list(self._leaving.values())
 
     @property
+    def holders(self) -> list[Sequence]:
+        """The running and leaving sequences, as a copy. Any thread may read it."""
+        # Each part is copied in C code. A Python call between could let the engine thread change the dict meanwhile.
+        return [*self._running.values(), *self._leaving.values()]
+
+    @property
     def num_leaving(self) -> int:
         return len(self._leaving)
 

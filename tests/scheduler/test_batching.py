@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 
 from llm_serving.scheduler.limits import BatchingStrategy
@@ -125,3 +128,25 @@ def test_with_paged_blocks_only_the_last_block_has_empty_positions() -> None:
     assert simulation.scheduler.figures.kv_waste == pytest.approx(3 / 16)
     simulation.finish()
     assert simulation.scheduler.figures.kv_waste == 0.0
+
+
+def test_any_thread_may_read_the_figures_while_sequences_start_and_end() -> None:
+    """The trace function acts as the engine thread, which may run between any two lines of Python code."""
+    simulation = Simulation(make_limits(prefill_batch_size=4))
+    simulation.add(make_request("a", 5, 8), make_request("b", 8, 8))
+    simulation.schedule()
+    state, before, switches = simulation.scheduler._state, sys.gettrace(), 0
+    sequences, one = state.running._running, next(iter(state.running))
+
+    def engine_thread(frame: FrameType, event: str, arg: object) -> object:
+        nonlocal switches
+        switches += 1
+        sequences[1000 + switches] = one
+        return engine_thread
+
+    sys.settrace(engine_thread)
+    try:
+        figures = simulation.scheduler.figures
+    finally:
+        sys.settrace(before)
+    assert 2 < figures.running <= 2 + switches
