@@ -204,7 +204,8 @@ class PoolReceiver:
         self._listener.close()
         for connection, thread in connections.items():
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                # That of SSLSocket would take the TLS state from the thread that reads.
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
             thread.join()
 
     def _accept(self) -> None:
@@ -229,7 +230,10 @@ class PoolReceiver:
             connection.settimeout(TIMEOUT_S)
             _send_promptly(connection)
             if self._context is not None:
-                link = self._context.wrap_socket(connection, server_side=True)
+                # The wrap takes the descriptor from ``connection``, so ``close`` can end only the TLS socket.
+                tls = link = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                self._note_tls(connection, tls)
+                tls.do_handshake()
             self._introduce(link)
             link.settimeout(None)
             while True:
@@ -238,8 +242,15 @@ class PoolReceiver:
             pass  # the sender notices the closed connection, and its requests are computed again
         finally:
             with self._lock:
-                self._connections.pop(connection, None)
+                self._connections.pop(link, None)
             link.close()
+
+    def _note_tls(self, connection: socket.socket, tls: ssl.SSLSocket) -> None:
+        """Lets ``close`` find the TLS socket of a connection. Raises ConnectionError if ``close`` was called before."""
+        with self._lock:
+            self._connections[tls] = self._connections.pop(connection)
+            if self._is_closed:
+                raise ConnectionError("the receiver is closed")
 
     def _introduce(self, link: socket.socket) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)

@@ -24,6 +24,7 @@ from llm_serving.handover.transport import (
     TransferError,
 )
 from llm_serving.ipc.messages import NONCE_BYTES, prove
+from support.time_limits import time_limit
 
 SECRET = bytes(range(32))
 BLOCKS, BLOCK_BYTES = 12, 200_000
@@ -93,8 +94,14 @@ def test_with_tls(tmp_path: Path) -> None:
     transport = TcpTransport(source, rig.connect(), SECRET)
     assert transfer(transport, [(3, 0), (1, 11)]) is None
     check_arrived(rig, source, [(3, 0), (1, 11)])
+    silent = socket.create_connection(rig.address, timeout=5.0)
+    closing = threading.Thread(target=rig.receiver.close, daemon=True)
+    closing.start()
+    closing.join(time_limit(5.0))
+    assert not closing.is_alive(), "the idle sender, or the one without a handshake, delays the end"
+    silent.close()
+    assert isinstance(transfer(transport, [(3, 0)]), TransferError)
     transport.close()
-    rig.receiver.close()
 
 
 def test_a_peer_without_the_secret_or_with_other_blocks_is_refused(rig: Rig) -> None:
