@@ -33,6 +33,19 @@ class _Pending:
     num_missing: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The masks of the tokens after each of a request's drafts."""
+
+    masks: list[Mask]
+    num_output_tokens: int
+    """Number of output tokens of the request when the drafts were made."""
+
+    def is_stale(self, request: Request) -> bool:
+        """Return True if the request has ended, or if another replica computed its next token."""
+        return request.is_finished or len(request.output_token_ids) != self.num_output_tokens
+
+
 class StepMasks:
     """The masks of the steps that one replica has in flight. The engine thread calls all methods."""
 
@@ -41,9 +54,7 @@ class StepMasks:
         self._free_requests: list[Request] | None = None
         """The list of requests of the last step without constraints. Decode steps of one batch share this list object.
         """
-        self._prepared: dict[Request, list[Mask]] = {}
-        """For each request with prepared masks: the mask for the token after each of its drafts. Kept until its next
-        token."""
+        self._prepared: dict[Request, _Prepared] = {}
         self._sampling: dict[int, list[Request]] = {}
         """For each step in flight: its constrained requests."""
         self._newest: dict[Request, int] = {}
@@ -57,8 +68,8 @@ class StepMasks:
         return bool(self._sampling)
 
     def prepare(self, request: Request, masks: list[Mask]) -> None:
-        """Keep the masks of the tokens after each of a request's drafts, until its next token."""
-        self._prepared[request] = masks
+        """Keep the masks of the tokens after each of a request's drafts, until its next token or its end."""
+        self._prepared[request] = _Prepared(masks, len(request.output_token_ids))
 
     def sent(self, step: ScheduledStep) -> None:
         """Note that a step was submitted. If all of its masks are known, publish them.
@@ -76,7 +87,7 @@ class StepMasks:
         for place, request in enumerate(requests):
             before = self._newest.get(request)
             if place and request is requests[place - 1]:
-                pending.masks.append(self._prepared[request][num_drafts])
+                pending.masks.append(self._prepared[request].masks[num_drafts])
                 num_drafts += 1
                 continue
             num_drafts = 0
@@ -96,6 +107,9 @@ class StepMasks:
 
         Returns a pair for each constraint that failed: the update of its request, and the error text.
         """
+        if self._prepared:
+            # Requests that were aborted or have moved to another replica get no update here.
+            self._prepared = {request: one for request, one in self._prepared.items() if not one.is_stale(request)}
         if not self._sampling:
             return []
         failures = []

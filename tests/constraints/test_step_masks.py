@@ -117,6 +117,19 @@ def test_nothing_is_kept_after_the_agents_were_lost() -> None:
     assert published.by_step == {0: [0], 2: [0]}
 
 
+def test_masks_of_drafts_are_dropped_if_their_request_ends_or_moves_to_another_replica() -> None:
+    masks, stays = StepMasks(Published()), constrained("stays")
+    masks.prepare(stays, [TokensSoFar().mask()])
+    for number in range(100):
+        ends, moves = constrained(f"ends {number}"), constrained(f"moves {number}")
+        masks.prepare(ends, [TokensSoFar().mask()])
+        masks.prepare(moves, [TokensSoFar().mask()])
+        ends.status, ends.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
+        moves.output_token_ids.append(5)
+        masks.advance([])
+    assert list(masks._prepared) == [stays]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_schedules_publish_every_mask_with_all_tokens_known(seed: int) -> None:
     """When a mask is published, its constraint has received all earlier tokens of the sequence.
