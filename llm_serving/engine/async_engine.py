@@ -88,11 +88,9 @@ class AsyncEngine:
         are the KV tiers, or None. The engine closes them at the end, too. ``nodes`` are the machines of the agents, or
         None if the agents are on this machine. The engine is then ready with its first replica. ``images`` are the
         places of the tiles of images, or None. ``observe`` returns the observer of a replica's prefix cache.
-        ``standby`` decides whether nodes are used, or is None.
+        The registry tells ``observers`` when the engine gets requests. ``standby`` decides whether nodes are used.
         """
-        self.nodes = nodes
-        self.standby = standby
-        self.observe = observe
+        self.nodes, self.standby, self.observe = nodes, standby, observe
         self.config = config
         self.tokenizer = tokenizer
         self.model_name = config.model_name
@@ -114,7 +112,8 @@ class AsyncEngine:
         """The LoRA adapters that requests may name. Only the event loop uses it."""
         self.tiles = images
         """The places of the tiles of images. None if the model reads only text."""
-        schedulers, self._recorders = make_schedulers(config, len(executors), observe, record)
+        self.observers = [] if observe is None else [observe(index) for index in range(len(executors))]
+        schedulers, self._recorders = make_schedulers(config, len(executors), self.observers, record)
         self._core = self._made_core(schedulers, executors, detokenizer, log)
         self._questions = AgentQuestions(self._core)
         self._requests = RequestMaker(config, clock, self._core.note_traces)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from llm_serving.config import Config
 from llm_serving.engine.scheduler_limits import scheduler_limits
@@ -10,24 +11,33 @@ from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.kvcache.prefix_index import IndexObserver
 from llm_serving.scheduler.scheduler import Scheduler
 
-ObserveCache = Callable[[int], IndexObserver]
-"""Returns the observer of a replica's prefix cache, which is empty."""
+
+class ServingObserver(IndexObserver, Protocol):
+    """Observes the prefix cache of one replica."""
+
+    def enter_service(self) -> None:
+        """Called when the replica gets requests: its cache takes the place of the cache of an earlier engine."""
+
+
+ObserveCache = Callable[[int], ServingObserver]
+"""Returns an observer of a replica's prefix cache, which is empty."""
 Record = Callable[[Scheduler, int], FlightRecorder | None]
 """Takes a scheduler and the number of its replica. Returns the flight recorder that wraps the scheduler, or None."""
 
 
 def make_schedulers(
-    config: Config, count: int, observe: ObserveCache | None, record: Record | None
+    config: Config, count: int, observers: Sequence[IndexObserver], record: Record | None
 ) -> tuple[list[Scheduler], list[FlightRecorder]]:
     """Returns a scheduler for each of ``count`` replicas, and the flight recorders that wrap them.
 
-    Each scheduler that has a recorder is replaced by the recorder.
+    ``observers`` has the observer of each replica's prefix cache, or nothing. Each scheduler that has a recorder is
+    replaced by the recorder.
     """
     limits, schedulers, recorders = scheduler_limits(config), list[Scheduler](), list[FlightRecorder]()
     for index in range(count):
         scheduler = Scheduler(limits)
-        if observe is not None:
-            scheduler.observe_cache(observe(index))
+        if observers:
+            scheduler.observe_cache(observers[index])
         recorder = None if record is None else record(scheduler, index)
         if recorder is not None:
             recorders.append(recorder)

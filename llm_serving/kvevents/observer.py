@@ -6,7 +6,7 @@ import contextlib
 import os
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
 from llm_serving.kvcache.block_hash import TOKEN_BYTES
@@ -82,19 +82,32 @@ class ChangeQueue:
 class ReplicaObserver:
     """Observes the prefix cache of a replica. It is an ``IndexObserver``.
 
-    A block whose parent is not cached can never be found, so it is not published.
+    Changes are ignored before ``enter_service``, and after another engine has taken over the replica. A block whose
+    parent is not published is not published either, because a request could not find it.
     """
 
-    def __init__(self, queue: ChangeQueue, replica: int) -> None:
-        self.is_current = True
-        """False after another engine has taken over the replica. Its changes are then ignored."""
+    def __init__(self, queue: ChangeQueue, replica: int, take_over: Callable[[ReplicaObserver], None]) -> None:
+        """``take_over`` ends the earlier observer of the replica, and calls ``begin``."""
+        self.replica = replica
+        self.is_current = False
+        """Whether changes are published."""
         self._queue = queue
-        self._replica = replica
+        self._take_over = take_over
         self._hashes: dict[int, bytes] = {}
         """The hash of each published block by its entry."""
-        self._put(None)
+
+    def enter_service(self) -> None:
+        """Publishes the changes of this replica from now on, instead of those of the engine that served before."""
+        self._take_over(self)
+
+    def begin(self) -> None:
+        """Clears the blocks of the earlier engine, and publishes changes from now on."""
+        self._queue.put(self.replica, None)
+        self.is_current = True  # only now, because the engine thread may store a block at any time
 
     def stored(self, entry: int, block_hash: bytes, content: bytes, parent: Parent) -> None:
+        if not self.is_current:
+            return
         before, salt = None, b""
         if isinstance(parent, bytes):
             salt = parent
@@ -116,7 +129,7 @@ class ReplicaObserver:
 
     def _put(self, change: Change) -> None:
         if self.is_current:
-            self._queue.put(self._replica, change)
+            self._queue.put(self.replica, change)
 
 
 def events_of(changes: Sequence[Change]) -> list[Event]:

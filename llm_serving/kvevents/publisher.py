@@ -46,6 +46,8 @@ class EventPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer_batches)
         """The last batches, each with its sequence number."""
         self._observers: dict[int, ReplicaObserver] = {}
+        """The observer of each replica whose changes are published. Only the thread that creates this object uses it.
+        """
         self._sequence = 0
         self._num_counted = 0
         self._is_closing = False
@@ -68,12 +70,8 @@ class EventPublisher:
         self._thread.start()
 
     def observer(self, replica: int) -> ReplicaObserver:
-        """Returns the observer of a replica that has no cached block yet. The replica's earlier observer is ignored."""
-        earlier = self._observers.get(replica)
-        if earlier is not None:
-            earlier.is_current = False
-        observer = self._observers[replica] = ReplicaObserver(self._queue, replica)
-        return observer
+        """Returns an observer of a replica of a new engine. Until it enters service, the earlier one publishes on."""
+        return ReplicaObserver(self._queue, replica, self._take_over)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends the changes that wait, for at most ``timeout_s`` seconds, and ends the thread."""
@@ -84,6 +82,14 @@ class EventPublisher:
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self._queue.close()
+
+    def _take_over(self, observer: ReplicaObserver) -> None:
+        earlier = self._observers.get(observer.replica)
+        if earlier is not None:
+            earlier.is_current = False
+        if not self._is_closing:
+            self._observers[observer.replica] = observer
+            observer.begin()
 
     def _socket(self, kind: int, key: str, endpoint: str, high_water_mark: int) -> Any:
         socket = self._context.socket(kind)

@@ -86,6 +86,8 @@ class Transitions(Generic[V]):
         model.version, model.state, model.error, model.failed_at = version, ModelState.READY, "", None
         model.tokenizer = version.engine.tokenizer
         model.last_used = self.clock()
+        for observer in version.engine.observers:
+            observer.enter_service()
         version.on_idle = lambda: self._note_idle(model)
         self.keep(self._watch(model, version))
 

@@ -55,6 +55,13 @@ def subscribed(publisher: EventPublisher, topic: str = "") -> Iterator[Subscribe
         subscriber.close()
 
 
+def serving(publisher: EventPublisher, replica: int = 0) -> ReplicaObserver:
+    """Returns the observer of a replica that gets requests."""
+    observer = publisher.observer(replica)
+    observer.enter_service()
+    return observer
+
+
 def block(number: int, before: int | None = None, salt: bytes = b"") -> tuple[bytes, bytes, bytes | None, bytes]:
     """Returns a stored block of two tokens."""
     content, name = struct.pack("<2i", number, number + 1), (lambda each: each.to_bytes(16, "big"))
@@ -76,13 +83,14 @@ def test_the_events_of_random_scripts_lead_to_the_index(layout: str, first_seed:
                 continue
             replica, player = seed % 2, Player(script.limits)
             index = player.simulation.scheduler._kv_cache.prefix_index
-            player.simulation.scheduler.observe_cache(publisher.observer(replica))
+            player.simulation.scheduler.observe_cache(serving(publisher, replica))
             for operation in script.operations:
                 player.do(operation)
             subscriber.catch_up()
-            subscriber.follow(lambda: agrees(index, subscriber.blocks.get(replica, {})))  # noqa: B023
+            blocks = subscriber.blocks.setdefault(replica, {})
+            subscriber.follow(lambda: agrees(index, blocks))  # noqa: B023
             seen["scripts"] += 1
-            seen["salts"] += any(each[2] for each in subscriber.blocks[replica].values())
+            seen["salts"] += any(each[2] for each in blocks.values())
             seen["preemptions"] += player.simulation.scheduler.num_preemptions
         kinds = {name: sum(each["type"] == name for each in subscriber.events) for name in
                  ("BlockStored", "BlockRemoved", "AllBlocksCleared")}  # fmt: skip
@@ -131,7 +139,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_a_full_queue_drops_changes_and_leaves_a_gap() -> None:
     """The queue never waits for the publisher. A subscriber sees the loss, which no replay repairs."""
     with publishing(max_waiting_events=4) as (publisher, dropped), subscribed(publisher) as subscriber:
-        observer = publisher.observer(0)
+        observer = serving(publisher)
         subscriber.catch_up()
         subscriber.follow(lambda: subscriber.expected == 1)
         wait_for(lambda: publisher._queue._is_asleep)
@@ -148,7 +156,7 @@ def test_a_full_queue_drops_changes_and_leaves_a_gap() -> None:
 
 def test_a_replay_has_the_last_batches_only() -> None:
     with publishing(buffer_batches=3) as (publisher, _), subscribed(publisher) as subscriber:
-        observer = publisher.observer(0)
+        observer = serving(publisher)
         for number in range(8):
             sent = publisher._sequence
             observer.removed(number)  # nothing that was published
@@ -163,15 +171,21 @@ def test_a_replay_has_the_last_batches_only() -> None:
         assert len(subscriber.replay(0)) == 3, "malformed requests get no answer, and the next one does"
 
 
-def test_a_later_engine_takes_over_a_replica() -> None:
+def test_a_later_engine_takes_over_a_replica_when_it_enters_service() -> None:
     with publishing() as (publisher, _), subscribed(publisher) as subscriber:
-        old = publisher.observer(0)
+        old = serving(publisher)
         old.stored(1, block(1)[0], block(1)[1], b"")
         subscriber.catch_up()
         subscriber.follow(lambda: 1 in subscriber.blocks.get(0, {}))
+        publisher.observer(0).stored(1, block(7)[0], block(7)[1], b"")  # of an engine that does not start
         new = publisher.observer(0)
+        new.stored(1, block(8)[0], block(8)[1], b"")
         old.stored(2, block(2)[0], block(2)[1], b"")
-        new.stored(1, block(3)[0], block(3)[1], b"")
+        subscriber.follow(lambda: 2 in subscriber.blocks[0])
+        assert sorted(subscriber.blocks[0]) == [1, 2], "the old engine still serves"
+        new.enter_service()
+        old.stored(3, block(4)[0], block(4)[1], b"")
+        new.stored(2, block(3)[0], block(3)[1], b"")
         old.removed(1)
         subscriber.follow(lambda: 3 in subscriber.blocks[0])
         assert sorted(subscriber.blocks[0]) == [3]
@@ -179,7 +193,8 @@ def test_a_later_engine_takes_over_a_replica() -> None:
 
 def test_a_block_without_a_cached_parent_is_not_published() -> None:
     queue = ChangeQueue(100)
-    observer = ReplicaObserver(queue, 5)
+    observer = ReplicaObserver(queue, 5, ReplicaObserver.begin)
+    observer.enter_service()
     observer.stored(2, block(2)[0], block(2)[1], 1)
     observer.removed(2)
     assert list(queue.take(10)) == [(5, None)]

@@ -323,6 +323,18 @@ def test_the_old_version_stays_if_the_new_one_does_not_start(tmp_path: Path) -> 
     play(script, tmp_path, {})
 
 
+def test_the_observers_of_a_version_learn_once_that_it_gets_requests(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        (old,) = models.registry.main.engine.observers
+        await models.registry.reload(models["main"], None, drain_first=False)
+        (new,) = models.registry.main.engine.observers
+        assert new is not old
+        for observer in (old, new):
+            observer.enter_service.assert_called_once_with()  # type: ignore[attr-defined]
+
+    play(script, tmp_path, {})
+
+
 def test_a_model_that_sleeps_gets_its_new_config_for_the_next_start(tmp_path: Path) -> None:
     async def script(models: Models) -> None:
         (await models.registry.acquire(models["a"])).release()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError, QueueFullError
@@ -31,6 +32,7 @@ class FakeEngine:
         self.standby = None
         self.adapters = SimpleNamespace(find=lambda name: None, adapters=[])
         self.is_stopped = False
+        self.observers = [Mock(spec=["enter_service"])]
 
     async def stop(self) -> None:
         self.is_stopped = True
