@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import warnings
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -27,13 +28,7 @@ def decode(data: bytes, settings: ImageConfig, param: str) -> Image.Image:
     # Pillow makes buffers for all pixels when it opens a WebP, so the size of a WebP is read before.
     width, height = _webp_size(data)
     _check_pixels(width, height, settings, param)
-    if width * height > MAX_WEBP_PIXELS:
-        raise ImageError(
-            f"'{param}' is a WebP of {width} x {height} = {width * height} pixels; the maximum of a WebP is "
-            f"{MAX_WEBP_PIXELS}. Send a JPEG or a PNG, or a smaller image.",
-            param=param,
-            code="image_too_large",
-        )
+    _check_webp(width, height, settings, param)
     with warnings.catch_warnings():
         # Pillow warns of images above its own limit and of damaged metadata. This module has its own limit.
         warnings.simplefilter("ignore")
@@ -73,6 +68,18 @@ def _check_pixels(width: int, height: int, settings: ImageConfig, param: str) ->
         raise ImageError(
             f"'{param}' has {width} x {height} = {width * height} pixels; the maximum is {settings.max_pixels} "
             "(image_config.max_pixels). Send a smaller image.",
+            param=param,
+            code="image_too_large",
+        )
+
+
+def _check_webp(width: int, height: int, settings: ImageConfig, param: str) -> None:
+    if width * height > MAX_WEBP_PIXELS:
+        scale = math.sqrt(MAX_WEBP_PIXELS / (width * height))
+        raise ImageError(
+            f"'{param}' is a WebP of {width} x {height} = {width * height} pixels; the maximum of a WebP is "
+            f"{MAX_WEBP_PIXELS}, whatever image_config.max_pixels is. Send it as a JPEG or a PNG, whose maximum is "
+            f"{settings.max_pixels}, or reduce it to {int(width * scale)} x {int(height * scale)}.",
             param=param,
             code="image_too_large",
         )

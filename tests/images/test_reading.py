@@ -211,6 +211,13 @@ def test_a_webp_has_a_limit_of_its_own() -> None:
         decode(webp_header(2048, 2049), SETTINGS, "field")
     with pytest.raises(ImageError, match="damaged"):
         decode(webp_header(2048, 2048), SETTINGS, "field")
+    advice = "Send it as a JPEG or a PNG, whose maximum is 16777216, or reduce it to 2364 x 1773."
+    with pytest.raises(ImageError, match=advice):
+        decode(webp_header(4000, 3000), SETTINGS, "field")
+    with pytest.raises(ImageError, match="damaged"):
+        decode(webp_header(2364, 1773), SETTINGS, "field")
+    with pytest.raises(ImageError, match="damaged"):  # the size is permitted for a PNG
+        decode(png_header(4000, 3000), SETTINGS, "field")
 
 
 def test_an_image_beyond_the_limit_of_the_library_is_too_large() -> None:
