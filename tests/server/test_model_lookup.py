@@ -61,6 +61,15 @@ def test_a_request_holds_its_model_until_the_response(tmp_path: Path) -> None:
     play(script, tmp_path, {"a": 3})
 
 
+def test_a_request_that_cannot_wait_for_a_node_is_refused(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        assert await served(state_of(models), request(X_Deadline_Ms="60000"), "a") == "a.0"
+        with pytest.raises(ModelUnavailableError, match="no node has agents"):
+            await served(state_of(models), request(X_Deadline_Ms="10000"), "a")
+
+    play(script, tmp_path, {"a": 3})
+
+
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     async def script(models: Models) -> None:
         with pytest.raises(ModelNotFoundError, match="unknown b"):

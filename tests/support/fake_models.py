@@ -11,13 +11,15 @@ from typing import Any
 from unittest.mock import Mock
 
 from llm_serving.config import Config
-from llm_serving.errors import AgentStartError, QueueFullError
+from llm_serving.errors import AgentStartError, ModelUnavailableError, QueueFullError
 from llm_serving.registry.arbiter import Arbiter
 from llm_serving.registry.planned import PlannedModel
 from llm_serving.registry.registry import ModelRegistry
 from llm_serving.registry.served_model import ServedModel
 from llm_serving.registry.version import RunningVersion
 from support.small_configs import small_config
+
+ASLEEP_S = 20.0
 
 
 class FakeEngine:
@@ -39,10 +41,19 @@ class FakeEngine:
         self.ended.set()
 
 
+def _check_wait(left_s: float | None) -> None:
+    if left_s is not None and left_s < ASLEEP_S:
+        raise ModelUnavailableError("no node has agents")
+
+
 class View(str):
-    """The view of a version: the name of its model and its number. It refuses the tenant ``full``."""
+    """The view of a version: the name of its model and its number. It refuses the tenant ``full``.
+
+    Its engine refuses requests whose deadline is in less than ``ASLEEP_S`` seconds.
+    """
 
     __slots__ = ()
+    engine = SimpleNamespace(check_wait=_check_wait)
 
     def refuse_if_full(self, tenant: str) -> None:
         if tenant == "full":
