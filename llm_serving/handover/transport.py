@@ -204,7 +204,7 @@ class PoolReceiver:
         self._listener.close()
         for connection, thread in connections.items():
             with contextlib.suppress(OSError):
-                # That of SSLSocket would take the TLS state from the thread that reads.
+                # SSLSocket.shutdown would take the TLS state from the thread that reads.
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
             thread.join()
 
