@@ -54,7 +54,8 @@ class _BestOfAgents(nn.Cell):
     """Chooses among the best tokens of all agents: token ids (int32), their logits -> the same, all [seqs].
 
     The ids of the input are counted from the agent's first token. If logits of several agents are equal, the token of
-    the first of these agents is chosen, which has the smallest id.
+    the first of these agents is chosen, which has the smallest id. A NaN counts as the largest logit. So the NaN of any
+    agent is the result, and the sampler marks the sequence as not finite.
     """
 
     def __init__(self, part: ModelPart) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from agent.kernels.library import library_path, load_library
 
@@ -21,6 +23,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor, nn, ops
+
+from agent.device_sampling import cells
 
 ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
 ms.set_device("CPU")
@@ -299,3 +303,38 @@ def test_the_largest_is_nan_or_the_first() -> None:
         index, value = ops.ArgMaxWithValue(axis=-1)(Tensor(np.array(rows, np.float32), kind))
         assert index.asnumpy().tolist() == [0, 0, 3, 0, 0]
         assert np.isnan(value.astype(ms.float32).asnumpy()).tolist() == [True, True, True, False, False]
+
+
+class Same(nn.Cell):
+    """Takes the place of the gather of all agents. Its input has the values of all agents already."""
+
+    def construct(self, x: Any) -> Any:
+        return x
+
+
+class BestOfThree(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        part: Any = SimpleNamespace(parallel=SimpleNamespace(tensor_parallel=3), vocab_stride=10)
+        with mock.patch.object(cells, "all_gather", return_value=Same()):
+            self.choose = cells._BestOfAgents(part)
+
+    def construct(self, ids: Any, values: Any) -> Any:
+        return self.choose(ids, values)
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_the_best_of_agents_shows_the_nan_of_any_agent(kind: str) -> None:
+    """If one agent has a NaN or an infinity, the best logit is this value. Other sequences keep their tokens.
+
+    An agent whose logits are all -infinity does not spoil the tokens of other agents.
+    """
+    graph, ids = BestOfThree(), Tensor(np.arange(6, dtype=np.int32))
+    for bad in (np.nan, np.inf, -np.inf):
+        for agent in range(3):
+            values = np.array([[1, 2], [5, 1], [3, 4]], np.float32)
+            values[agent, 0] = bad
+            chosen, best = graph(ids, Tensor(values.reshape(-1), FLOATS[kind]))
+            wanted = int(values[:, 0].argmax())  # NumPy takes a NaN as the largest, too
+            assert chosen.asnumpy().tolist() == [12 * wanted, 25]
+            np.testing.assert_array_equal(best.astype(ms.float32).asnumpy(), [values[wanted, 0], 4])
