@@ -511,10 +511,8 @@ class ModelRunner:
         if self._part.shard.is_first_stage:
             self._last_tokens.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
             return self._first_entry(inputs, slot)
-        if self._rotary is not None and slot is not None:
-            self._rotary.fill(slot, inputs)
-        elif self._rotary is not None:
-            self._rotary.gather(inputs)
+        if self._rotary is not None:
+            _fill_rotary(self._rotary, inputs, slot)
         stream: Array = self._stream[: inputs.token_ids.size]
         self._exchange.receive(stream)
         return stream
@@ -555,6 +553,21 @@ class ModelRunner:
         )
         graph.compile()
         return graph
+
+
+def _fill_rotary(rotary: RotaryRows, inputs: StepInputs, slot: StepSlot | None) -> None:
+    """Fills the rotary rows of a later stage. ``slot`` is None if a step is computed again.
+
+    Raises RuntimeError if a position is not valid. The step cannot be refused any more, because the other agents of the
+    group have accepted it.
+    """
+    if slot is None:
+        rotary.gather(inputs)
+        return
+    try:
+        rotary.fill(slot, inputs)
+    except ProtocolError as problem:
+        raise RuntimeError(str(problem)) from problem
 
 
 def _first_line(error: RuntimeError) -> str:
