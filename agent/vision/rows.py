@@ -88,7 +88,10 @@ class ImageRows:
         return cls(config, encoder, table, model.ops.rows, tiles, rotary)
 
     def warm_up(self) -> None:
-        """Encodes a tile of the smallest size, so that all code has run once."""
+        """Encodes a tile of the smallest size, so that all code has run once.
+
+        If tiles have any size, the largest tile would take too long. Its memory rests on the memory plan.
+        """
         height = self._vision.image_size or self._vision.row_edge
         width = self._vision.image_size or self._vision.row_edge * self._smallest
         self._encoder.rows(np.zeros((height, width, 3), np.uint8))
