@@ -68,7 +68,8 @@ def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens:
         return all_agree(graph._part, vote and not lies)
 
     tensors = [] if plant == "unnamed" and rank == 0 else [*decode.parameters(), *decode.constants()]
-    replays = NativeReplays("decode", decode.run, tensors, driver.config.slot_limits(), agrees)
+    limits = driver.config.slot_limits()
+    replays = NativeReplays("decode", decode.run, tensors, limits, agrees, inserts_ids=graph._inserts_ids)
     replays.record(graph._empty_entry, is_decode=True)
     graph.replays = {GraphKind.DECODE: replays}
     honest = RecordedLaunches.agrees

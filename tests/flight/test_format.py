@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from llm_serving.flight.format import MAGIC, FlightRecordingError, FrameReader, SegmentHeader, encode_frame
+from llm_serving.flight.format import (
+    FORMAT_VERSION,
+    MAGIC,
+    FlightRecordingError,
+    FrameReader,
+    SegmentHeader,
+    encode_frame,
+)
 
 FILE = Path("a.flight")
 FRAMES = [{"a": 1}, [[2, None, 0.1], [3, b"x", "y"]], []]
@@ -64,8 +71,9 @@ def test_a_header_can_be_read_again():
 
 
 def test_an_unknown_format_version_is_refused():
-    with pytest.raises(FlightRecordingError, match="version 9, this program reads 1 to 8"):
-        SegmentHeader.from_map(header(format_version=9).to_map(), FILE)
+    newer = FORMAT_VERSION + 1
+    with pytest.raises(FlightRecordingError, match=f"version {newer}, this program reads 1 to {FORMAT_VERSION}"):
+        SegmentHeader.from_map(header(format_version=newer).to_map(), FILE)
 
 
 @pytest.mark.parametrize("values", [[], {"run": "r"}])

@@ -82,8 +82,8 @@ class DeviceBlockMoves(BlockMoves):
             swap_cache(self._staging, cache, back, False)
 
     def _check(self, kind: int, source: int, destination: int) -> None:
-        if kind not in list(MoveKind):
-            raise AgentError(f"a move has kind {kind}; kinds are 0 to {max(MoveKind)}")
+        if not MoveKind.COPY <= kind <= MoveKind.SWAP_IN:  # hand-overs do not reach this class
+            raise AgentError(f"a move has kind {kind}; kinds are 0 to {MoveKind.SWAP_IN}")
         source_limit = self._num_host_blocks if kind == MoveKind.SWAP_IN else self._num_blocks
         destination_limit = self._num_host_blocks if kind == MoveKind.SWAP_OUT else self._num_blocks
         for name, block, limit in (("source", source, source_limit), ("destination", destination, destination_limit)):
