@@ -19,6 +19,8 @@ _SO_TIMESTAMPNS = 35  # the value on 64-bit Linux; Python's socket module has no
 _TIMESPEC = struct.Struct("@qq")
 _READ_BYTES = 256 * 1024
 _HAS_TIMESTAMPS = sys.platform == "linux"
+_SAME_MOMENT_S = 1e-4
+_MAX_READINGS = 5
 
 
 class SocketUser(Protocol):
@@ -116,10 +118,23 @@ class TimedSocket:
 
 def _arrival(ancillary: list[tuple[int, int, bytes]]) -> float:
     """Returns the kernel's time stamp of the last bytes, or the current time if there is none."""
-    now = perf_counter()
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
             seconds, nanoseconds = _TIMESPEC.unpack(content)
-            age = time.time_ns() - (seconds * 1_000_000_000 + nanoseconds)
+            now, wall = _both_clocks()
+            age = wall - (seconds * 1_000_000_000 + nanoseconds)
             return now - max(age, 0) * 1e-9
-    return now
+    return perf_counter()
+
+
+def _both_clocks() -> tuple[float, int]:
+    """Returns the same moment on the clock of ``perf_counter`` and on that of the time stamps, in nanoseconds.
+
+    If the process has to wait for a core between the two readings, they belong to different moments. They are read
+    again then.
+    """
+    for _ in range(_MAX_READINGS):
+        before, wall, after = perf_counter(), time.time_ns(), perf_counter()
+        if after - before < _SAME_MOMENT_S:
+            break
+    return after, wall

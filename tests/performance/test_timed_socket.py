@@ -10,6 +10,7 @@ from time import perf_counter
 
 import pytest
 
+from performance.load import timed_socket
 from performance.load.timed_socket import TimedSocket
 
 
@@ -106,3 +107,18 @@ def test_a_port_without_a_server_is_an_error() -> None:
             await TimedSocket.connect("127.0.0.1", port, Recorder())
 
     asyncio.run(run())
+
+
+def test_a_pause_between_the_readings_of_two_clocks_does_not_change_the_arrival(monkeypatch) -> None:
+    """The process waits 50 ms for a core after its first reading of a clock. Both clocks then show later times."""
+    elapsed, readings = [0.0], [0]
+
+    def advance() -> float:
+        readings[0] += 1
+        elapsed[0] += 0.05 if readings[0] == 2 else 1e-6
+        return elapsed[0]
+
+    monkeypatch.setattr(timed_socket, "perf_counter", lambda: 100.0 + advance())
+    monkeypatch.setattr(timed_socket.time, "time_ns", lambda: 7_000_000_000 + int(advance() * 1e9))
+    stamp = (socket.SOL_SOCKET, timed_socket._SO_TIMESTAMPNS, timed_socket._TIMESPEC.pack(7, 0))
+    assert timed_socket._arrival([stamp]) == pytest.approx(100.0, abs=1e-4)
