@@ -29,7 +29,7 @@ BUGS = [
     PlantedBug(
         "a preempted sequence that ends while it leaves still counts as preempted",
         SCHEDULER + "lifecycle.py",
-        "state.running.finish_leaving()",
+        "state.running.finish_leaving(sequence)",
         "pass",
     ),
     PlantedBug(
