@@ -306,11 +306,16 @@ def _check_host_memory(config: Config, machine: Machine) -> None:
     world = range(config.parallel_config.agents_per_machine)
     needed = sum(item.num_bytes for rank in world for item in host_block_items(config, rank))
     if needed > machine.available_bytes:
-        block_bytes = needed // config.num_host_blocks
+        largest = machine.available_bytes // (needed // config.num_pool_blocks)
+        tiers = config.kv_tier_config.host_blocks
+        too_many = f"pa_config.num_host_blocks = {config.num_host_blocks}"
+        if tiers:
+            too_many += f" and kv_tier_config.host_blocks = {tiers} do not fit; at most {largest} blocks together do"
+        else:
+            too_many += f" does not fit; the largest that does is {largest}"
         raise MemoryPlanError(
             f"the host blocks need {format_bytes(needed)}, of {format_bytes(machine.available_bytes)} "
-            f"({machine.available_from}): pa_config.num_host_blocks = {config.num_host_blocks} does not fit; "
-            f"the largest that does is {machine.available_bytes // block_bytes}"
+            f"({machine.available_from}): {too_many}"
         )
 
 

@@ -305,6 +305,19 @@ def test_host_blocks_of_an_ascend_must_fit_the_memory_of_the_machine(tmp_path: P
         plan_memory(config, Machine(9 * block - 1, "host"))
 
 
+def test_blocks_of_kv_tiers_must_fit_the_memory_of_the_machine_without_swapped_blocks(tmp_path: Path) -> None:
+    mindformers, block = tmp_path / "mf.yaml", 2 * 2 * 2 * 16 * 2 * 16
+    mindformers.write_text('context: {max_device_memory: "59GB"}\n', encoding="utf-8")
+    overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
+    tiers = ("pa_config.num_host_blocks=0", "kv_tier_config.host_blocks=9")
+    config = small(tmp_path, *tiers, *overrides, ascend=True)
+    with pytest.raises(
+        MemoryPlanError,
+        match=r"num_host_blocks = 0 and kv_tier_config\.host_blocks = 9 do not fit; at most 8 blocks together do$",
+    ):
+        plan_memory(config, Machine(9 * block - 1, "host"))
+
+
 def test_an_ascend_plan_counts_device_memory(tmp_path: Path) -> None:
     mindformers = tmp_path / "mf.yaml"
     overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
