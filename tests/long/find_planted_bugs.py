@@ -25,7 +25,7 @@ from planted_bugs import BUGS, PlantedBug  # noqa: E402
 NUM_SCRIPTS = 500
 TIMEOUT_S = 900
 COPIED = ("llm_serving", "tests", "pyproject.toml")
-LINKED = ("configs", "models", "agent", "performance", "tools")
+LINKED = ("configs", "docs", "models", "agent", "performance", "tools")
 
 PLAY = f"""
 import sys

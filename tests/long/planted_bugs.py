@@ -41,8 +41,8 @@ BUGS = [
     ),
     PlantedBug(
         "the host memory of a lost agent is used",
-        SCHEDULER + "swapping.py",
-        """            self._swapper.drop(sequence)
+        SCHEDULER + "preemption.py",
+        """            self._drop(sequence)
             self._wait_again(sequence)""",
         "            self._wait_again(sequence)",
     ),
@@ -66,9 +66,9 @@ BUGS = [
     ),
     PlantedBug(
         "an aborted swapped request keeps its host blocks",
-        SCHEDULER + "swapping.py",
+        SCHEDULER + "preemption.py",
         """        self._state.swapped.remove(sequence)
-        self._swapper.drop(sequence)""",
+        self._drop(sequence)""",
         "        self._state.swapped.remove(sequence)",
     ),
     PlantedBug(
