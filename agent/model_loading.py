@@ -60,8 +60,6 @@ def load_model(
     Raises CheckpointError or AgentStartError.
     """
     from agent.backends.selector import select_op_table
-
-    kv_cache = None
     from agent.models.registry import find_model
 
     whole = part.whole
@@ -76,9 +74,8 @@ def load_model(
         ops = select_op_table(config, part, forms=forms)
         packs = ops.traits.packs_weights
         own = shard_specs(specs, part, equal_vocabularies=not packs)
-        if cache is not None and cache.has_entry:
-            # A thread is reading the weights from the cache, so this thread allocates the KV cache meanwhile.
-            kv_cache = KVCache(config, ops, pool)
+        # If a thread is reading the weights from the cache, this thread allocates the KV cache meanwhile.
+        kv_cache = KVCache(config, ops, pool) if cache is not None and cache.has_entry else None
         weights = None if cache is None else cache.load()
         if weights is None:
             cut = CutSource(source, own.cuts) if own.cuts else source

@@ -90,13 +90,8 @@ class ModelRunner:
         self._weight_cache: WeightCache | None = None
         self._stored: StoredStart | None = None
         self._starts_stored = False
-        if keeps_files:
-            self._open_files(config, rank)
         self._start_runtime = partial(start_runtime, config, rank)
-        if self._starts_stored:
-            start_without_mindspore(config, rank)
-        else:
-            self._start_runtime()
+        self._start(config, rank, keeps_files=keeps_files)
         self._pooler = self._made_pooler(config)
         self._config = config = self._part.narrow(config)
         self._report = report
@@ -134,13 +129,21 @@ class ModelRunner:
         self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
-    def _open_files(self, config: Config, rank: int) -> None:
-        """Opens the converted weights and the launches of the graph that an earlier start may have kept."""
-        self._weight_cache = WeightCache(config, rank)
-        self._weight_cache.begin_load()
-        if self._weight_cache.is_on and ProgramStore.fits(config):
-            self._stored = StoredStart(config, rank)
-            self._starts_stored = self._weight_cache.has_entry and self._stored.find()
+    def _start(self, config: Config, rank: int, *, keeps_files: bool) -> None:
+        """Opens the files that an earlier start may have kept, and imports mindspore if they are not enough.
+
+        The files are the converted weights and the launches of the graph.
+        """
+        if keeps_files:
+            self._weight_cache = WeightCache(config, rank)
+            self._weight_cache.begin_load()
+            if self._weight_cache.is_on and ProgramStore.fits(config):
+                self._stored = StoredStart(config, rank)
+                self._starts_stored = self._weight_cache.has_entry and self._stored.find()
+        if self._starts_stored:
+            start_without_mindspore(config, rank)
+        else:
+            self._start_runtime()
 
     def _made_sampler(self, config: Config) -> Sampler:
         """Returns the sampler of this agent's batch rows. ``config`` is that of the agent's part of the model."""
