@@ -73,6 +73,33 @@ def image_of(number: int, encode: Any) -> dict[str, Any]:
     return image
 
 
+def greedy(model: Any, ids: list[int], made: list[Any]) -> tuple[list[int], list[list[list[Any]]]]:
+    """Returns the greedy tokens for a prompt with images, and the best two tokens of each step with their logits.
+
+    ``made`` has the values and the grid of each image, as ``prepared`` returns them.
+    """
+    import torch
+
+    inputs = torch.tensor([ids])
+    pixels = torch.from_numpy(np.concatenate([values for values, _ in made]))
+    grids = torch.tensor([[1, *grid] for _, grid in made])
+    chosen, tops = [], []
+    with torch.no_grad():
+        output = model(
+            input_ids=inputs, pixel_values=pixels, image_grid_thw=grids, use_cache=True,
+            mm_token_type_ids=(inputs == IMAGE_TOKEN).int(),
+        )  # fmt: skip
+        for _ in range(NUM_TOKENS):
+            logits = output.logits[0, -1].numpy()
+            best = np.argsort(-logits, kind="stable")[:2]
+            chosen.append(int(best[0]))
+            tops.append([[int(token), round(float(logits[token]), 5)] for token in best])
+            output = model(
+                input_ids=torch.tensor([[chosen[-1]]]), past_key_values=output.past_key_values, use_cache=True
+            )
+    return chosen, tops
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden" / "qwen_images.json")
@@ -109,23 +136,7 @@ def main() -> None:
         for values, _ in made:
             text = text.replace("<|image_pad|>", "<PAD>" * (len(values) // joined), 1)
         ids = tokenizer.encode(text.replace("<PAD>", "<|image_pad|>"), add_special_tokens=False).ids
-        inputs = torch.tensor([ids])
-        pixels = torch.from_numpy(np.concatenate([values for values, _ in made]))
-        grids = torch.tensor([[1, *grid] for _, grid in made])
-        chosen, tops = [], []
-        with torch.no_grad():
-            output = model(
-                input_ids=inputs, pixel_values=pixels, image_grid_thw=grids, use_cache=True,
-                mm_token_type_ids=(inputs == IMAGE_TOKEN).int(),
-            )  # fmt: skip
-            for _ in range(NUM_TOKENS):
-                logits = output.logits[0, -1].numpy()
-                best = np.argsort(-logits, kind="stable")[:2]
-                chosen.append(int(best[0]))
-                tops.append([[int(token), round(float(logits[token]), 5)] for token in best])
-                output = model(
-                    input_ids=torch.tensor([[chosen[-1]]]), past_key_values=output.past_key_values, use_cache=True
-                )
+        chosen, tops = greedy(model, ids, made)
         margins = [float(top[0][1] - top[1][1]) for top in tops]
         print(f"{len(ids)} tokens, smallest margin {min(margins):.4f}: {chosen}")
         cases.append({"parts": [before, list(numbers), after], "prompt": ids, "tokens": chosen, "top": tops})
