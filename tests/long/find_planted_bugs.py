@@ -3,7 +3,8 @@
     python tests/long/find_planted_bugs.py [--only WORDS] [--jobs 2]
 
 First, random scripts run through the scheduler. If they do not find the bug, the tests of scheduler and KV cache run.
-The program exits with 1 if no test finds a bug, or if the present code no longer contains the text that a bug changes.
+The program exits with 1 if no test finds a bug, if the present code no longer contains the text that a bug changes, or
+if the tests fail in a copy without a bug.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ if seed is not None:
 TESTS = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests/scheduler", "tests/waiting", "tests/kvcache"]
 
 
-def plant(bug: PlantedBug, folder: Path) -> None:
-    """Copies the files that the tests need, and changes the code as the bug describes."""
+def copy_tree(folder: Path) -> None:
+    """Copies the files that the tests need."""
     for name in COPIED:
         source = REPOSITORY / name
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, folder / name)
     for name in LINKED:
         (folder / name).symlink_to(REPOSITORY / name)
+
+
+def plant(bug: PlantedBug, folder: Path) -> None:
+    """Changes the code in a copy of the tree as the bug describes."""
     file = folder / bug.file
     text = file.read_text()
     if text.count(bug.old) != 1:
@@ -58,8 +63,18 @@ def find(bug: PlantedBug) -> str | None:
     """Returns the output of the test that finds the bug, or None if no test does."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        copy_tree(folder)
         plant(bug, folder)
         return _run(["-c", PLAY], folder) or _run(TESTS, folder)
+
+
+def check_copy() -> None:
+    """Runs the tests in a copy without a bug. If a test fails there, it would seem to find every bug."""
+    with tempfile.TemporaryDirectory() as name:
+        copy_tree(Path(name))
+        failure = _run(TESTS, Path(name))
+    if failure is not None:
+        raise SystemExit(f"the tests fail in a copy without a planted bug: {failure}")
 
 
 def _run(arguments: list[str], folder: Path) -> str | None:
@@ -85,6 +100,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="bugs looked for at a time")
     arguments = parser.parse_args()
     bugs = [bug for bug in BUGS if arguments.only in bug.name]
+    check_copy()
     missed = 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for bug, finder in zip(bugs, pool.map(find, bugs), strict=True):
