@@ -5,8 +5,8 @@ are those of the server. The device is simulated and completes a step immediatel
 ``--evict MIB`` the simulated device reads this amount of memory in each step. The processor's caches are then as cold
 as in a busy server.
 
-With ``--replicas``, the engine has several replicas behind the router. The program prints the processor time of the
-engine thread for a step, and the number of replicas that one engine thread drives if each step takes ``--step-ms``.
+With ``--replicas``, the engine has several replicas behind the router. The program prints the engine thread's processor
+time for a step. It also prints how many replicas the thread can drive if a device needs ``--step-ms`` for each step.
 """
 
 from __future__ import annotations
