@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -15,7 +16,9 @@ def frozen(tmp_path, monkeypatch):
     """Lets ``import mindspore`` run ``tmp_path / "mindspore.py"``, and collects the calls of ``gc.freeze``."""
     calls: list[bool] = []
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mindspore", raising=False)
+    # After the test, a set item that had no value is deleted. Deletion alone would leave the test's module there.
+    monkeypatch.setitem(sys.modules, "mindspore", ModuleType("mindspore"))
+    monkeypatch.delitem(sys.modules, "mindspore")
     monkeypatch.setattr(gc, "freeze", lambda: calls.append(True))
     return calls
 
