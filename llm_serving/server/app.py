@@ -45,8 +45,8 @@ def create_app(
 ) -> ServerApp:
     """Make the ASGI application that serves ``engine``. ``metrics`` reads its gauges from the engine's status.
 
-    Without ``access``, every client may send requests. Without ``tracing``, no request is traced. Without
-    ``batches``, the server has neither files nor batches.
+    Each optional part is off if it is None. Without ``access``, every client may send requests. Without ``tracing``, no
+    request is traced. Without ``batches``, requests about files and batches are refused.
     """
     settings = config if isinstance(config, ServerSettings) else ServerSettings.from_config(config)
     metrics.bind(engine.status)
@@ -61,9 +61,9 @@ def create_app(
 
 
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:
-    """Return two applications for two listeners: the first without the administration, the second with only that.
+    """Return two applications for two listeners: one without the administration endpoints, and one with only these.
 
-    Both serve the health endpoints and the files of the web pages.
+    Both also serve the health endpoints and the files of the web pages.
     """
     endpoints = app.state.endpoints
     public = [one for one in endpoints if not one.admin]
@@ -122,7 +122,8 @@ class ServerApp:
 
 
 class _Route:
-    """The ASGI application of one endpoint: calls the handler, turns errors into responses, closes the generation."""
+    """The ASGI application of one endpoint: calls its handler, turns errors into responses, and closes the
+    generation."""
 
     def __init__(self, app: ServerApp, endpoint: Endpoint) -> None:
         self._app = app

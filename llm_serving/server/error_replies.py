@@ -24,7 +24,7 @@ from llm_serving.telemetry.log import EventLog
 
 RETRY_AFTER_S = 1
 _NO_RETRY = {"X-Should-Retry": "false"}
-"""Without this header, OpenAI's clients would send the request again."""
+"""A header that stops OpenAI's clients from sending the same request again."""
 MAX_RETRY_AFTER_S = 30
 INTERNAL_ERROR = "internal_error"
 
@@ -76,7 +76,7 @@ class ErrorReply:
 
 
 ANTHROPIC_PATH = "/v1/messages"
-"""The path, and the start of the paths, whose errors have the form of Anthropic's API."""
+"""Errors of this path, and of all paths below it, have the form of Anthropic's API."""
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -103,7 +103,7 @@ def has_kserve_errors(path: str) -> bool:
 
 
 def error_reply(error: Exception, path: str = "") -> ErrorReply:
-    """Return the HTTP response for an exception. The text of a failure is one of ``FAILURE_TEXTS``, without details.
+    """Return the HTTP response for an exception. For a failure of the server, the text comes from ``FAILURE_TEXTS``.
 
     ``path`` is the path of the URL, which determines the form of the body.
     """

@@ -35,11 +35,12 @@ async def call_handler(
     headers: Sequence[tuple[bytes, bytes]] = (),
     more: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the body of a handler's response to a POST of ``body``, which is JSON.
+    """Call ``handler`` with a POST of the JSON ``body`` and return the body of its response.
 
     ``path`` is the path of the endpoint. ``headers`` are further headers, with names in lower case. ``more`` are
-    further members of the ASGI scope, for example the ``Visit`` of an API key. With ``stream``, the result has the
-    events of all pieces. Cancel the call to abort its sequences. Raises LLMServingError, as the handler does.
+    further members of the ASGI scope, for example the ``Visit`` of an API key. If the request asks for a stream, the
+    result is the text of all its events. If the call is cancelled, its sequences are aborted. Raises LLMServingError,
+    as the handler does.
     """
     scope: Scope = {
         "type": "http",
@@ -72,7 +73,7 @@ class _Exchange:
         self.parts: list[bytes] = []
 
     async def receive(self) -> Message:
-        """Return the body. Further calls wait until they are cancelled, because nothing can disconnect."""
+        """Return the body. Further calls wait until they are cancelled, because there is no connection to close."""
         if self._body is None:
             await asyncio.get_running_loop().create_future()
         body, self._body = self._body, None

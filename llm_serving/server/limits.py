@@ -1,6 +1,6 @@
 """Limits of a request. They are checked before the text is tokenized and before the request is queued.
 
-The limits of sampling parameters, also of stop strings, are in llm_serving/sampling_params.py.
+llm_serving/sampling_params.py has the limits of sampling parameters and of stop strings.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MAX_BEAM_RESENDS = 64
 MAX_LENGTH_PENALTY = 8.0
 MAX_PRIORITY = 2**31 - 1
 MAX_MILLISECONDS = 24 * 3600 * 1000
-"""Maximum of a request's objectives and deadline."""
+"""Maximum of a request's objectives and deadline in milliseconds: one day."""
 
 BODY_TIMEOUT_S = 30.0
-"""Maximum time in seconds until a request's body has arrived."""
+"""Maximum time in seconds until the complete body of a request has arrived."""
 HEADER_TIMEOUT_S = 15.0
-"""Maximum time in seconds until a request's headers have arrived, from the connection or the request's first byte."""
+"""Maximum time in seconds until a request's headers have arrived. It counts from the connection or the first byte."""
 MESSAGE_TIMEOUT_S = BODY_TIMEOUT_S + 5.0
-"""Maximum time in seconds from a request's headers to the end of its message, also if no handler reads its body."""
+"""Maximum time in seconds from a request's headers to its end. It also applies if no handler reads the body."""
 MAX_HEADER_BYTES = 64 * 1024
 MAX_FRAMING_RATIO = 8
 """Maximum bytes of chunk framing for each byte of a chunked body. A chunk with one byte of content has five bytes of
@@ -51,7 +51,7 @@ KEEP_ALIVE_S = 75.0
 
 INLINE_ITEMS = 2048
 """Maximum number of tokens or log-probabilities that the event loop's thread converts in one call. Another thread
-converts more."""
+converts longer lists."""
 INLINE_TOKENIZE_CHARS = 4096
 """Maximum length of a text that the event loop's thread tokenizes. Another thread tokenizes longer texts, so that they
 do not delay other requests."""
@@ -64,8 +64,8 @@ INLINE_BODY_BYTES = 65536
 MAX_DETOKENIZE = 131072
 """Maximum number of tokens in a request to ``/detokenize``."""
 MAX_JSON_VALUES = 262_144
-"""Maximum number of values in a request body. Token ids of prompts are most of them."""
+"""Maximum number of values in a request body. It is this high because each token id of a prompt is a value."""
 MAX_JSON_OBJECTS = 65536
 """Maximum number of strings, and of objects and lists together, in a request body."""
 WRITE_TIMEOUT_S = 60.0
-"""Seconds that a client has for reading a written piece of the response. Then the server closes the connection."""
+"""Seconds for which the server waits until a client reads a written piece. Then the server closes the connection."""

@@ -88,8 +88,8 @@ def security(*, has_keys: bool) -> dict[str, Any]:
 
 
 def of_operation(path: str, *, generates: bool, has_keys: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two parts of an operation in the OpenAPI document: the responses to refused requests, and members about
-    security.
+    """Return two parts of an operation in the OpenAPI document: its responses to refused requests, and its
+    ``security``.
 
     ``generates`` is True if the operation passes requests to the engine's queue.
     """

@@ -1,4 +1,4 @@
-"""The files of the web pages, the OpenAPI document, and the page ``/docs``, without external resources."""
+"""Makes the page ``/docs`` and the OpenAPI document, and sends the files of the web pages. All files are local."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ENDPOINTS = (
 
 
 def content_security_policy(page: str) -> str:
-    """Return the Content-Security-Policy of a page without scripts: only its own styles."""
+    """Return the Content-Security-Policy of ``page``. It forbids scripts, and allows only the styles of the page."""
     styles = _hashes(re.findall(r"<style>(.*?)</style>", page, re.DOTALL))
     return (
         f"default-src 'none'; style-src {styles}; img-src data:; "

@@ -26,9 +26,9 @@ from llm_serving.server.http.tls_listener import TlsListener
 from llm_serving.server.limits import KEEP_ALIVE_S
 
 CLOSE_S = 1.0
-"""Seconds in which clients can read the last bytes after all requests have ended. Then connections are closed."""
+"""Seconds between the end of all requests and the closing of the connections. Clients can read the last bytes then."""
 RESERVED_FILES = 128
-"""File descriptors that connections do not use: for agents, logs and shared memory."""
+"""Number of file descriptors that are kept free of connections, for agents, logs and shared memory."""
 TICK_S = 1.0
 """Seconds between updates of the response header ``Date``."""
 
@@ -57,8 +57,8 @@ async def serve(
     With ``tls``, connections to ``sock`` are encrypted. ``others`` are further listeners. All listeners together have
     one limit of connections.
 
-    After ``stop``, new requests get a 503. Active requests have ``drain_s`` seconds to complete, then they end with an
-    error. A stream ends with an error event. The stop takes less than ``drain_s`` + 3 seconds. If the engine has
+    After ``stop``, new requests get a 503. Active requests have ``drain_s`` seconds to complete. Then they end with an
+    error, and a stream with an error event. The stop takes less than ``drain_s`` + 3 seconds. If the engine has
     stopped, active requests end immediately. The caller handles signals. Any event loop works; uvloop is the fastest.
     """
     state = app.state
@@ -158,7 +158,7 @@ class _Server(uvicorn.Server):
         await self._tick_until(asyncio.ensure_future(self._stop.wait()))
         if self._batches is not None:
             await self._batches.stop()  # the stop does not wait for batches, which continue after the next start
-        # The socket still listens, so that clients get a 503 with a reason instead of a refused connection.
+        # The socket still listens. So new clients get a 503 with a reason instead of a refused connection.
         drain_s = 0.0 if self._state.has_ended else self._drain_s
         await self._tick_until(asyncio.ensure_future(self._state.active.drain(drain_s)))
 

@@ -52,7 +52,7 @@ _NOT_READY = {
 class ServerSettings:
     """The settings that the HTTP handlers need.
 
-    ``max_context`` is the maximum length of a sequence, prompt and output together.
+    ``max_context`` is the maximum number of tokens of a sequence, prompt and output together.
     """
 
     max_prompt_tokens: int
@@ -60,19 +60,19 @@ class ServerSettings:
     vocab_size: int
     max_body_bytes: int = 8 * 1024 * 1024
     max_request_tokens: int | None = None
-    """See ``request_token_limit``. None stands for the default."""
+    """Maximum number of tokens of one HTTP request. None means the default, see ``request_token_limit``."""
     max_body_bytes_in_flight: int = 64 * 1024 * 1024
-    """Maximum size of all request bodies together that are being read or parsed."""
+    """Maximum size in bytes of all request bodies together that are being read or parsed."""
     max_connections: int = 4096
     structured_outputs: bool = True
     tool_format: str = AUTO
     """Name of the format of tool calls, see ``llm_serving.parsing.formats``."""
     reasoning_format: str = AUTO
-    """Name of the format of the reasoning."""
+    """Name of the format in which the model writes its reasoning."""
     log_prompts: bool = False
     cache_salt: str = "auto"
-    """``tenant``: requests with different API keys share nothing in the prefix cache. ``none``: they may. ``auto``:
-    as ``tenant`` if the server has keys, otherwise as ``none``."""
+    """Which requests share blocks of the prefix cache. ``none``: all requests. ``tenant``: only requests with the same
+    API key. ``auto``: ``tenant`` if the server has keys, otherwise ``none``."""
     hosts: frozenset[str] = frozenset()
     """Names of this server in lower case that the header ``Host`` may have. Addresses and ``localhost`` are always
     allowed. ``*`` allows every name."""
@@ -83,11 +83,11 @@ class ServerSettings:
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     """Addresses and networks of the clients whose header ``X-Request-Start`` the server uses."""
     max_keep_s: float = 3600.0
-    """Maximum of ``cache_keep_s`` of a request."""
+    """Maximum value of a request's ``cache_keep_s``, in seconds."""
     max_session_bytes: int = 1 << 30
-    """Maximum size of a session file in a request."""
+    """Maximum size of a session file in a request, in bytes."""
     pooling: Pooling | None = None
-    """How the server computes embeddings or scores. None if it generates text."""
+    """How the server computes embeddings, scores or classes. None if it generates text."""
     info: dict[str, object] = field(default_factory=dict)
     """Facts about the model that ``/server_info`` shows."""
     vision: VisionShape | None = None
@@ -103,11 +103,11 @@ class ServerSettings:
     recordings_folder: str | None = None
     """Folder of the flight recordings. None if the flight recorder is off."""
     settings: dict[str, object] = field(default_factory=dict)
-    """Settings of MindSpore as they took effect, and settings without effect. ``/server_info`` shows them."""
+    """Settings of MindSpore with their effective values, and settings without effect. ``/server_info`` shows them."""
 
     @property
     def request_token_limit(self) -> int:
-        """Maximum number of tokens, prompts and outputs together, that one HTTP request may take."""
+        """Maximum number of tokens of one HTTP request. It counts all prompts and the maximum outputs."""
         if self.max_request_tokens is not None:
             return self.max_request_tokens
         return DEFAULT_REQUEST_CONTEXTS * self.max_context
@@ -177,21 +177,20 @@ def _host_names(server_ip: str, allow_remote: bool, allowed: Sequence[str]) -> f
 
 @dataclass(slots=True)
 class RunningProfile:
-    """The running profile of the agents, if there is one. ``lock`` is held while the agents start or stop a profile."""
+    """The profile of the agents. ``lock`` is held while the agents start or stop a profile."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     folder: str | None = None
-    """Folder of the running profile. None if no profile runs."""
+    """Folder with the files of the running profile. None if no profile runs."""
     timer: asyncio.TimerHandle | None = None
-    """Ends a profile that no request has stopped."""
+    """Timer that stops a profile at its maximum time."""
     last: dict[str, Any] | None = None
-    """Result of a profile that the timer has stopped, until a request asks for it."""
+    """Result of a profile that the timer stopped. It is kept until a request asks for it."""
 
 
 @dataclass(slots=True)
 class ServerState:
-    """The objects and settings of one server, from the view of one version of a model. Every handler receives this
-    object.
+    """The objects and settings that handlers use for one version of a model.
 
     The versions of all models share the objects that do not depend on the model. A handler receives the state of the
     main model; ``models.served`` returns the state of the request's model.
@@ -218,30 +217,31 @@ class ServerState:
     body_bytes: int = 0
     """Bytes of all request bodies that are being read or parsed."""
     renders_inline: bool = True
-    """False after the chat template took too many steps for the event loop's thread. Another thread then renders."""
+    """Whether the event loop's thread may render the chat template. It becomes False after the template took too many
+    steps there. From then on, another thread renders."""
     started_at: float = field(default_factory=time.time)
     batches: BatchStore | None = None
     """The files and batches of `/v1/files` and `/v1/batches`. None if they are turned off."""
     chat_ids: RequestIds = field(default_factory=RequestIds)
-    """The ids that clients gave to requests of `/chat`."""
+    """The request ids in use that clients of `/chat` have chosen."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """The stored responses of `/v1/responses`."""
     sessions: SessionBook = field(default_factory=lambda: SessionBook(KvTierConfig().sessions_per_key, time.time))
     """The sessions of all models."""
     shadow: ShadowRunner | None = None
-    """Compares the main model with a candidate. None if that is turned off."""
+    """Compares the main model with a candidate. None if shadow serving is off."""
     models: ModelRegistry[ServerState] | None = None
-    """All models of the server. None if it has one model that is never replaced."""
+    """All models of the server. None if the server has only one model, which cannot be replaced."""
     _format: tuple[ChatTemplate, OutputFormat] | None = None
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server will serve no request any more. While a reload exchanges the model, requests only wait."""
+        """Whether the server has stopped serving for good. During a reload, requests wait and this is False."""
         return self.engine.state == "stopped" and (self.models is None or self.models.ended.is_set())
 
     @property
     def output_format(self) -> OutputFormat:
-        """How the model writes reasoning and tool calls."""
+        """The formats in which the model writes reasoning and tool calls."""
         tokenizer = self.engine.tokenizer
         template = tokenizer.tool_template or tokenizer.chat_template
         if self._format is None or self._format[0] is not template:
@@ -253,7 +253,8 @@ class ServerState:
     def check_queue(self, tenant: str) -> None:
         """Raise QueueFullError if the queue is full for ``tenant``. Call this method before the body is read.
 
-        If the server has several models, only the body may name the model. ``models.served`` then checks its queue.
+        If the server has several models, this method does nothing, because the body names the model. ``models.served``
+        then checks the queue of that model.
         """
         if self.models is None or not self.models.has_several:
             self.refuse_if_full(tenant)
@@ -269,12 +270,12 @@ class ServerState:
                 del full  # breaks a reference cycle: the error's traceback refers to this frame
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless ``name`` is the name of a served model, of an adapter, or None."""
+        """Raise ModelNotFoundError for an unknown ``name``. None and the names of models and adapters are known."""
         if self.models is None or self.models.find(name) is None:
             self.find_adapter(name)
 
     def find_adapter(self, name: str | None) -> Adapter | None:
-        """Return the LoRA adapter ``name`` of this model, or None if ``name`` is the name of this model or None.
+        """Return the LoRA adapter ``name`` of this model. None and the name of this model stand for no adapter (None).
 
         Raises ModelNotFoundError for any other name.
         """
@@ -286,7 +287,7 @@ class ServerState:
         return adapter
 
     def unknown_model(self, name: str) -> ModelNotFoundError:
-        """Return the error for a request whose model is not one of the server's."""
+        """Return the error for a request that names a model which the server does not have."""
         names = [self.engine.model_name] if self.models is None else [model.name for model in self.models.models]
         served = ", ".join(short(each) for each in names)
         adapters = " and its loaded adapters" if self.engine.adapters.max_adapters else ""

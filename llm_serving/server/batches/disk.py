@@ -14,12 +14,12 @@ _READ_BYTES = 1 << 20
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only this user can read, with the folders above it."""
+    """Create a folder that only this user can read. Missing parent folders are created, too."""
     path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def open_new(path: Path) -> int:
-    """Open a file for writing that does not exist yet, and return its descriptor."""
+    """Create a file for writing and return its descriptor. Raises FileExistsError if the file exists."""
     return os.open(path, _NEW | os.O_EXCL, FILE_MODE)
 
 
@@ -29,14 +29,14 @@ def open_appending(path: Path) -> int:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all bytes. The system may write a part of them in one call."""
+    """Write all of ``data``. A loop is needed, because one call of ``os.write`` may write only a part."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that a reader, or the next start, finds the old or the new content completely."""
+    """Replace the content of a file atomically. After a crash, the file has either the old or the new content."""
     part = path.with_suffix(".part")
     with contextlib.suppress(FileNotFoundError):
         part.unlink()
@@ -51,7 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Write the names in a folder to disk, so that a renamed or removed file stays so after a power failure."""
+    """Flush the entries of a folder to disk, so that a renamed or removed file stays so after a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -81,9 +81,9 @@ def cut_partial_line(path: Path) -> int:
 
 
 def lines_of(path: Path, max_bytes: int) -> Generator[tuple[int, bytes | None], None, None]:
-    """Yield number and bytes of each line that is not empty. Numbers begin at 1.
+    """Yield the number and the bytes of each line that is not empty. Numbers begin at 1.
 
-    A line with more than ``max_bytes`` bytes is None, and its rest is skipped.
+    For a line with more than ``max_bytes`` bytes, yields None instead of the bytes.
     """
     with open(path, "rb") as file:
         number = 0

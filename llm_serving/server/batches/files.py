@@ -127,7 +127,7 @@ class _Form:
 
 
 def _clean_name(name: str) -> str:
-    """Return the last part of a client's file name. It is only shown, and never the name of a file on disk."""
+    """Return the last part of a client's file name. The server shows this name, but uses it for no file on disk."""
     last = name.replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[:MAX_NAME_CHARS]
 
@@ -183,7 +183,8 @@ def page_of(request: Request, items: list[dict[str, Any]], default: int, most: i
 
 
 class _FileContent:
-    """A response with the content of a file. Other threads read it, and the response waits for a slow client."""
+    """A response with the content of a file. A thread reads the next part after the client has accepted the last
+    one."""
 
     status_code = 200
 

@@ -35,7 +35,7 @@ class PartBegin:
 
 @dataclass(frozen=True, slots=True)
 class PartData:
-    """Content of the part that began last."""
+    """A chunk of content. It belongs to the part that began last."""
 
     data: bytes
 

@@ -60,7 +60,7 @@ class BatchRunner:
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self) -> None:
-        """End all running lines. Their batches continue at the next start. May be called twice."""
+        """Cancel all running lines. Their batches continue at the next start. May be called twice."""
         tasks = [run.task for run in self._running.values()] + ([] if self._task is None else [self._task])
         for task in tasks:
             task.cancel()
@@ -84,7 +84,7 @@ class BatchRunner:
         run.start(partial(self._ended, batch.owner))
 
     def _ended(self, owner: str, task: asyncio.Task[None]) -> None:
-        """Begin the next batch of a tenant, unless this one ended with an error of the server."""
+        """Let the tenant's next batch begin, unless the batch that ended raised an exception."""
         self._running.pop(owner, None)
         if task.cancelled():
             return
@@ -95,7 +95,11 @@ class BatchRunner:
             self._app.state.log.error(f"a batch of {owner!r} stopped: {error!r}", event="batch_failed")
 
     async def _respond(self, batch: Batch, line: LineRequest) -> tuple[int, bytes]:
-        """Return status and body of the response to a line. Tries again while the server cannot serve the request."""
+        """Return status and body of the response to a line.
+
+        While the server is unavailable or refuses the request with "try later", the method waits and tries again. It
+        also tries again after the loss of an agent, up to ``_MAX_LOSSES`` times.
+        """
         endpoint, state, losses = self._endpoints[batch.endpoint], self._app.state, 0
         while True:
             try:
@@ -121,7 +125,8 @@ class BatchRunner:
         """Call the endpoint on behalf of the batch's tenant. The request counts for the quotas of its API key."""
         access = self._app.state.access
         if access is None or access.keys is None:
-            # The tenant of a server without keys is a hash, which stands for the bearer token here.
+            # Without API keys, the tenant's name is a hash of the client's bearer token. The hash itself is sent as a
+            # token, which separates the tenants here, too.
             headers = [(b"authorization", f"Bearer {batch.owner}".encode())] if batch.owner else []
             return await call_handler(self._app, endpoint.handler, endpoint.path, line.body, headers=headers)
         visit = Visit(access, {"method": "POST", "path": endpoint.path}, time.monotonic())
@@ -160,7 +165,7 @@ class BatchRun:
         self.task.add_done_callback(ended)
 
     def cancel_lines(self) -> None:
-        """End the lines that run, and begin no further lines."""
+        """Cancel the running lines, and begin no further lines."""
         self._is_cut.set()
         for line in self._lines:
             line.cancel()

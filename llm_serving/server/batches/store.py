@@ -1,12 +1,12 @@
-"""Files and batches of all tenants in one folder. A tenant finds only its own.
+"""Stores the files and batches of all tenants in one folder. A tenant can use only its own files and batches.
 
     FOLDER/lock                          held by the server that uses the folder
     FOLDER/TENANT/files/file-ID.data     content of a file; TENANT is a hash of the tenant's name
     FOLDER/TENANT/files/file-ID.json     record of a file; without the record, the file does not exist
     FOLDER/TENANT/batches/batch_ID.json  record of a batch
 
-A record is replaced as a whole, so a killed server leaves the old or the new one. Names of files on disk are made from
-ids that the server has made, and never from text of a client.
+A record is replaced atomically, so a killed server leaves either the old or the new record. The names of files on disk
+come from ids that the server creates, never from a client's text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
-"""A smaller file, or a record, counts as this number of bytes, so that many small ones reach the limits, too."""
+"""Minimum number of bytes that a file or a record counts towards the limits, so that they also limit tiny files."""
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class BatchStore:
         self._count(tenant, -_counted(file.num_bytes))
 
     def keep_file(self, file: StoredFile, *, is_counted: bool = False) -> None:
-        """Add a file to its tenant's files. Its content is on disk.
+        """Add a file, whose content is already on disk, to its tenant's files.
 
         ``is_counted`` is True if the bytes of the file are already counted.
         """
@@ -273,7 +273,7 @@ class BatchStore:
     # The following methods are parts of the methods above.
 
     def _tenant(self, owner: str) -> _Tenant:
-        """Return the tenant, with its folder."""
+        """Return the record of a tenant. If the tenant is new, creates its folder."""
         found = self._tenants.get(owner)
         if found is None:
             folder = self._root / blake2b(owner.encode(), digest_size=16).hexdigest()
@@ -283,7 +283,7 @@ class BatchStore:
         return found
 
     def _found(self, owner: str) -> _Tenant:
-        """Return the tenant. If the tenant is unknown, returns an empty one without storing it."""
+        """Return the record of a tenant. For an unknown tenant, returns an empty record and does not store it."""
         return self._tenants.get(owner) or _Tenant(self._root)
 
     def _drop_oldest(self, tenant: _Tenant) -> None:

@@ -1,4 +1,4 @@
-"""Images of other APIs as parts of a chat's message, and errors of these images with the fields of the other API."""
+"""Converts images of other APIs to parts of chat messages, and renames the fields in errors about these images."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def named_images(error: RequestError, messages: Sequence[Message], fields: Sequence[ImageField]) -> RequestError:
-    """Return an error about an image of a chat with the name that the field has in the client's request.
+    """Return ``error`` with the image's field name in the client's API, if the error is about an image of the chat.
 
-    ``fields`` has the names of all images in ``messages``, in order. Returns other errors as they are.
+    ``fields`` has the names of all images in ``messages``, in order. Other errors are returned unchanged.
     """
     found = _PART.match(error.param or "")
     if found is None:

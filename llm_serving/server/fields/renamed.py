@@ -1,4 +1,4 @@
-"""Errors of a chat with the field names of another API that was converted to the chat."""
+"""Renames the fields in an error of a chat request that was converted from another API's request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from llm_serving.errors import RequestError
 
 
 def renamed(error: RequestError, fields: Sequence[tuple[str, str]]) -> RequestError:
-    """Return a copy of ``error`` whose ``param`` and text have other names of fields.
+    """Return a copy of ``error`` with replaced field names in its ``param`` and text.
 
-    ``fields`` are pairs: a pattern for the start of a name, and its replacement. The first pattern that fits counts.
+    ``fields`` are pairs: a pattern for the start of a name, and its replacement. The first pattern that matches is
+    used.
     """
     if error.param is None:
         return error

@@ -35,7 +35,8 @@ from llm_serving.server.limits import (
 
 
 def _strings(value: object, info: ValidationInfo) -> object:
-    """Return a field that is a string or a list of strings as a tuple. ``PARAMETERS`` has the limits."""
+    """Return a string, or a list of strings, as a tuple. ``PARAMETERS`` limits the number and the length of the
+    strings."""
     if value is None:
         return ()
     parameter = PARAMETERS[info.field_name or ""]
@@ -108,7 +109,7 @@ _Strings = Annotated[
 
 
 def _described(name: str) -> Any:
-    """Return the pydantic field of a sampling parameter with strings."""
+    """Return the pydantic field of a sampling parameter whose value is a list of strings."""
     return Field(description=f"{PARAMETERS[name].meaning} At most {PARAMETERS[name].max_items}.")
 
 
@@ -206,9 +207,9 @@ def is_image(part: object) -> bool:
 
 
 def _join_content(value: object) -> object:
-    """Return a message's ``content`` as text. Clients send text, or a list of parts of type ``text``.
+    """Return a message's ``content`` as one text. Clients send a text, or a list of parts of type ``text``.
 
-    ``Message`` keeps the parts of type ``image_url``, and passes only the others.
+    Parts of type ``image_url`` are skipped, because ``Message`` keeps them itself.
     """
     if not isinstance(value, list):
         return value
@@ -229,14 +230,14 @@ def _join_content(value: object) -> object:
 
 
 def _check_content(value: str | None, info: ValidationInfo) -> str | None:
-    """Check that a message without content is one of the assistant with tool calls."""
+    """Check that ``content`` is null only in a message of the assistant with tool calls."""
     if value is None and not (info.data.get("role") == "assistant" and info.data.get("tool_calls")):
         raise PydanticKnownError("string_type")
     return value
 
 
 def _check_tool_call_id(value: str | None, info: ValidationInfo) -> str | None:
-    """Check that the messages of tools, and only these, name a call."""
+    """Check that each message of a tool has ``tool_call_id``, and that other messages do not have it."""
     is_tool = info.data.get("role") == "tool"
     if is_tool and value is None:
         raise PydanticKnownError("missing")
@@ -295,8 +296,8 @@ Content = Annotated[
 class Message(StrictModel):
     """One message of a conversation."""
 
-    # Clients send the assistant's earlier messages back with all members of a response. Members without content are
-    # therefore accepted.
+    # Clients send the assistant's earlier messages back with all members of a response. Therefore these members are
+    # accepted if they are empty.
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "refusal": (None,),
         "audio": (None,),
@@ -333,7 +334,7 @@ class Message(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _without_content(cls, data: object) -> object:
-        """Give messages with tool calls a content, because clients leave it out."""
+        """Add ``"content": null`` to messages with tool calls, because clients leave the member out."""
         return (
             {**data, "content": None}
             if isinstance(data, dict) and data.get("tool_calls") and "content" not in data

@@ -17,8 +17,9 @@ SHORT_CHARS = 80
 class RequestModel(BaseModel):
     """Base class of every request body.
 
-    ``unsupported`` maps each field of a missing feature to the values that are allowed because they do not use the
-    feature. ``ignored`` names the fields that are accepted and have no effect.
+    ``unsupported`` names the fields of features that the server does not have. It maps each field to the values that
+    are accepted, because they do not use the feature. ``ignored`` names the fields that are accepted and have no
+    effect.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}

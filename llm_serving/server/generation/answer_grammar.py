@@ -104,7 +104,7 @@ def _can_be_composed(grammar: Grammar) -> bool:
 def _is_constrained(
     state: ServerState, body: ToolRequest, plan: AnswerPlan, tools: list[CallableTool], special: Mapping[str, int]
 ) -> bool:
-    """Return whether calls that the model decides on must fit the schemas."""
+    """Return whether the arguments of optional calls (``tool_choice`` "auto") must fit the schemas of their tools."""
     assert plan.tools is not None
     explicit = next((i for i, one in enumerate(body.tools or ()) if one.function.strict), None)
     has_trigger = has_free_text(plan.tools, special)
@@ -120,7 +120,10 @@ def _is_constrained(
 
 
 def _check_content(plan: AnswerPlan, param: str, content: Grammar) -> None:
-    """Raise RequestError if calls cannot be distinguished from content in this form."""
+    """Raise RequestError if a text that may contain calls cannot also be constrained by ``content``.
+
+    This needs a JSON schema for the content, and a format of calls with a trigger that does not start with a brace.
+    """
     assert plan.tools is not None
     if content.kind != JSON_SCHEMA or plan.tools.starts_with_brace or not plan.tools.trigger:
         raise RequestError(

@@ -125,7 +125,7 @@ def template_values(state: ServerState, body: ToolRequest) -> Mapping[str, Any]:
 
 
 def plan_answer(state: ServerState, body: ToolRequest, prompt: Prompt) -> AnswerPlan | None:
-    """Return how the choices are read. None if all text is content."""
+    """Return the plan by which the text of the choices is read. None if all text is content."""
     formats, tools = state.output_format, offered_tools(body)
     channels = formats.tools if formats.reasoning is not None and formats.reasoning.is_in_channels else None
     used = formats.tools if tools else channels

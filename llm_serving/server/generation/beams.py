@@ -115,8 +115,9 @@ def _params(
 def _max_tokens(generation: Generation, choice: Choice, *, has_limit: bool) -> int:
     """Return the maximum number of tokens of a beam.
 
-    Each step of the search sends the prompt and the beam as one prompt, whose length is limited. If the client gave a
-    maximum length (``has_limit``) that is too large, raises ContextLengthError.
+    Each step of the search sends the prompt and the beam as one prompt, whose length is limited. Raises
+    ContextLengthError if the client's maximum length is too large. ``has_limit`` is True if the client gave a maximum
+    length.
     """
     longest, num_tokens = generation.state.settings.max_prompt_tokens, len(choice.prompt.token_ids)
     available, wanted = longest - num_tokens + 1, choice.sampling.max_tokens

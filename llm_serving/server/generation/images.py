@@ -47,11 +47,12 @@ class ReadImages:
     images: Sequence[Tiles]
     vision: VisionShape
     pixels_per_token: float
-    """Encoding this number of pixels takes as long as a token."""
+    """Number of pixels whose encoding takes as long as the prefill of one token."""
     pool: TilePool
 
     def in_text(self, text: str) -> str:
-        """Return a prompt with the tokens of its images. Raises RequestError if it names another number of images."""
+        """Return the prompt ``text`` with the tokens of its images. Raises RequestError if it names another number of
+        images."""
         from llm_serving.images.prompt import expanded
 
         return expanded(text, self.images, self.vision)
@@ -134,7 +135,10 @@ def _image_url(part: dict[str, object], param: str) -> ImageURL:
 
 
 async def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_places: int) -> list[Tiles]:
-    """Return the tiles of images. Raises RequestError, also as soon as they cannot fit a prompt or the memory."""
+    """Return the tiles of images. Raises RequestError for an unreadable image.
+
+    The size of all tiles is checked after each image. If they cannot fit the prompt or the memory, raises RequestError.
+    """
     from llm_serving.images.urls import FetchTime, is_remote, read_url
 
     loop, left = asyncio.get_running_loop(), FetchTime()
@@ -156,7 +160,7 @@ async def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_plac
 
 
 def _cut(each: ImageURL, settings: ServerSettings, data: bytes | None = None) -> Tiles:
-    """Return the tiles of an image. ``data`` is its file, or None if its URL is not that of another host."""
+    """Return the tiles of an image. ``data`` is a file from another host, or None if the URL itself has the image."""
     from llm_serving.images.decoding import decode
     from llm_serving.images.resizing import resized
     from llm_serving.images.tiling import cut

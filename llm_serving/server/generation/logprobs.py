@@ -56,7 +56,7 @@ class CompletionLogprobs:
         self._echoed_text = IncrementalDetokenizer(tokenizer, skip_special_tokens=choice.sampling.skip_special_tokens)
 
     def encoded(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
-        """Return ``logprobs`` for all tokens of the choice, with encoded lists."""
+        """Return ``logprobs`` for all tokens of the choice. The lists are already encoded as JSON."""
         return {
             "text_offset": EncodedList(self._next_offset(token) for token in logits),
             "token_logprobs": EncodedList(_finite(token.logprob) for token in logits),

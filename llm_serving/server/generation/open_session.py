@@ -24,7 +24,7 @@ class OpenSession:
     session_id: str
     model: str
     nonce: bytes
-    """The nonce of the import if the session was imported for this model. Empty for other sessions."""
+    """Nonce of the session's import. Empty if the session was not imported for this model."""
 
     @classmethod
     def of(cls, state: ServerState, fields: RequestModel, request: HttpRequest) -> OpenSession | None:

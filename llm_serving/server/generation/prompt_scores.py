@@ -1,9 +1,9 @@
 """Log-probabilities of prompt tokens, for ``echo`` with ``logprobs`` and for ``prompt_logprobs``.
 
-A sequence of its own scores each prompt: its prompt is the first token, and a constraint forces it to generate the
-other tokens. So each log-probability has exactly the bits that decoding gives at this position. A step scores many of
-these tokens (``llm_serving.speculation.forced``). The agents need no more memory for logits than for a batch, however
-long the prompt is. No block of the prefix cache replaces the computation.
+An extra sequence scores each prompt. It starts with the first token of the prompt, and a constraint forces it to
+generate the other tokens. So each log-probability has exactly the bits that decoding gives at this position. One step
+scores several of these tokens (``llm_serving.speculation.forced``). The agents need no more memory for logits than for
+a batch, even if the prompt is long. The prefix cache is not used, because it has no log-probabilities.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def scoring_name(request_id: str, number: int) -> str:
 
 
 def check_prompt_scores(param: str, *, stream: bool, beams: bool) -> None:
-    """Raise RequestError if the field ``param``, which asks for log-probabilities of the prompt, cannot be used."""
+    """Raise RequestError if log-probabilities of the prompt, which the field ``param`` asks for, are not available."""
     for name, is_set in (("stream", stream), ("use_beam_search", beams)):
         if is_set:
             raise RequestError(
@@ -52,10 +52,10 @@ def check_prompt_scores(param: str, *, stream: bool, beams: bool) -> None:
 def scoring_choices(
     state: ServerState, request_id: str, choices: Sequence[Choice], n: int, top: int, param: str
 ) -> list[Choice]:
-    """Return a sequence for each prompt of two tokens or more, which scores the prompt. ``choices`` are those of a
-    request with ``n`` choices for each prompt.
+    """Return the sequences that score the prompts: one for each prompt with at least two tokens.
 
-    ``top`` is the number of best tokens at each position. Errors name the field ``param``. Raises RequestError.
+    ``choices`` are those of a request with ``n`` choices for each prompt. ``top`` is the number of best tokens at each
+    position. Raises RequestError, which names the field ``param``.
     """
     check_available(state, param, ignore_eos=False, beams=False)
     prompts = [choice.prompt for choice in choices[::n]]

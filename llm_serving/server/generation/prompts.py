@@ -203,7 +203,7 @@ def _has_calls(message: Mapping[str, Any]) -> bool:
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
-    """Return the length of a conversation and its tools."""
+    """Return the size of a conversation and its tools: characters of messages, and bytes of tools and calls as JSON."""
     contents = sum(len(message["content"] or "") for message in messages)
     objects = [*tools, *(call for message in messages for call in message.get("tool_calls") or ())]
     return contents + (len(orjson.dumps(objects)) if objects else 0)

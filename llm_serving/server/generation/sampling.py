@@ -89,7 +89,7 @@ def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
 
 
 def _usable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters in the form of the sampler: a very low temperature becomes 0 (greedy), and ``top_k`` -1
+    """Convert sampling parameters to the sampler's values: a temperature near 0 becomes 0 (greedy), ``top_k`` -1
     becomes 0.
     """
     values = dict(given)
@@ -109,13 +109,13 @@ def make_choices(
     seed: int | None,
     grammar: ConstraintSource | None = None,
 ) -> list[Choice]:
-    """Make ``n`` choices for each prompt. ``sampling`` has, for each prompt, the parameters and ``max_tokens``.
+    """Make ``n`` choices for each prompt. ``sampling`` has the parameters and ``max_tokens`` of each prompt.
 
     ``grammar`` constrains the text of all choices. Raises RequestError if the request could need more work than the
     server's limits allow.
 
-    The seed of a choice follows from the request's seed and the choice's number for its prompt. Other prompts of the
-    request do not change it.
+    The seed of a choice is computed from the request's seed and the number of the choice within its prompt. It does not
+    depend on other prompts of the request.
     """
     lengths = [(prompt.work(), most) for prompt, (_, most) in zip(prompts, sampling, strict=True)]
     check_work(settings, lengths, n, max(_entries_per_token(params) for params, _ in sampling))

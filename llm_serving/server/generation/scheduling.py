@@ -93,7 +93,7 @@ def session_id_of(fields: RequestModel, request: Request) -> str | None:
 
 
 def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
-    """Return the deadline of a request in seconds after its arrival, or None. ``fields`` may lack this field.
+    """Return the deadline of a request in seconds after its arrival, or None. ``fields`` may be None or lack the field.
 
     Raises RequestError with the name of a wrong header.
     """
@@ -101,7 +101,7 @@ def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
 
 
 def _urgency(fields: RequestModel | None, request: Request) -> dict[str, Any]:
-    """Return the values of the body fields of ``SCHEDULING_HEADERS``. A missing one has the value of its header."""
+    """Return the values of the body fields in ``SCHEDULING_HEADERS``. If a field is missing, its header is used."""
     given = {alias: request.headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in request.headers}
     try:
         from_headers = SchedulingHeaders.model_validate(given)
@@ -120,7 +120,7 @@ def visit_of(request: Request) -> Visit | None:
 def tenant_of(request: Request) -> str:
     """Return the tenant of a request: the name of its API key.
 
-    If the server has no keys, the tenant is a short hash of the bearer token. Without a token, it is an empty text. The
+    If the server has no keys, the tenant is a short hash of the bearer token, or an empty text without a token. The
     hash separates the requests of different tokens and does not reveal the token.
     """
     visit = visit_of(request)

@@ -35,14 +35,14 @@ from llm_serving.server.state import ServerState
 from llm_serving.shadow.scoring import answer_of
 
 OPEN_TOKENS = 32768
-"""The event loop runs other tasks after this number of prompt tokens has been passed to the engine."""
+"""Number of prompt tokens after which the event loop runs other tasks, while a request's sequences are opened."""
 OPEN_OVERHEAD_TOKENS = 1024
-"""Opening a sequence takes, apart from its tokens, about as long as checking this number of prompt tokens."""
+"""Overhead of opening a sequence, as a number of prompt tokens that takes the same time to check."""
 
 POOLED_APIS = ("embeddings", "rerank", "score", "classify")
 """Names of the endpoints whose responses have pooled results instead of text."""
 GENERATION = "llm_serving.generation"
-"""Key of the ASGI scope whose value is the request's ``Generation``, so that the application closes it at the end."""
+"""Key of the ASGI scope for the request's ``Generation``. The application closes it after the response."""
 
 
 @dataclass(slots=True)
@@ -112,9 +112,9 @@ class Generation:
         self.stream = stream
         self.choices: list[Choice] = []
         self.scoring: list[Choice] = []
-        """Further sequences of a response that is not streamed. They score prompts and are no choices."""
+        """Further sequences that score prompts. They are no choices. Streamed responses do not have them."""
         self.is_scoring_only = False
-        """True if only the sequences of ``scoring`` run, because the choices have no tokens."""
+        """True if the choices generate no tokens, so that only the sequences of ``scoring`` run."""
         self._open: list[OpenRequest] = []
         self._is_refused = False
         self._cached_tokens: dict[int, int] = {}
@@ -180,8 +180,7 @@ class Generation:
     async def open(self, sink: PieceSink, *, streamed: bool) -> None:
         """Pass all choices to the engine, which passes the pieces of their outputs to ``sink``.
 
-        Pieces of the first choices may arrive before the last choice is open, because other tasks may run meanwhile.
-
+        Other tasks may run before the last choice is open. So pieces of the first choices may arrive during the call.
         If ``streamed`` is True, the caller reports each written piece with ``delivered``. Raises LLMServingError. An
         error that the engine finds later is passed to ``sink.fail``.
         """
@@ -233,9 +232,9 @@ class Generation:
         self._open.clear()  # breaks a reference cycle, which only the garbage collector would free
 
     async def answers(self, *, keep_logits: bool = False) -> list[Answer]:
-        """Return the complete outputs of all choices, then those of ``scoring``.
+        """Return the complete outputs of all choices, followed by the outputs of ``scoring``.
 
-        Raises LLMServingError if one cannot be completed.
+        Raises LLMServingError if an output cannot be completed.
         """
         collector = _Collector(self, keep_logits=keep_logits)
         try:
@@ -254,7 +253,7 @@ class Generation:
         self._log_arrival(replace(choice, request_id=name))
         self._searches.append(name)
         prompt = choice.prompt.token_ids
-        # If the search is aborted, this maximum number of tokens counts against the quota.
+        # If the search is aborted, the number of its tokens is unknown. Then this maximum counts against the quota.
         num_output_tokens = params.width * params.max_tokens
         try:
             result = await self.state.engine.search(
@@ -286,7 +285,7 @@ class Generation:
         return UnavailableError("The request was aborted by the server.", "aborted")
 
     def note_refusal(self, error: Exception) -> None:
-        """Log that the engine refused a choice, unless another choice of the request was refused before."""
+        """Log that the engine refused a choice. For each request, only the first refusal is logged."""
         if self._is_refused or not isinstance(error, RequestError):
             return
         self._is_refused = True

@@ -27,7 +27,7 @@ async def compile_grammar(
 
 
 def check_available(state: ServerState, param: str, *, ignore_eos: bool, beams: bool) -> None:
-    """Raise RequestError if the field ``param``, which constrains the text, cannot be used."""
+    """Raise RequestError if the output cannot be constrained. ``param`` is the field that asks for the constraint."""
     if state.grammars is None:
         raise RequestError(
             f"'{param}' is turned off on this server (serving_config.structured_outputs).",

@@ -18,8 +18,8 @@ from llm_serving.server.generation.work import off_loop
 from llm_serving.server.state import ServerState
 
 MASK_FIELDS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
-"""The fields that need the masks of a step. A request with ``logit_bias`` has a mask that allows every token, because
-the agents choose tokens under a mask from all logits."""
+"""The fields that need the token masks of a step. For ``logit_bias`` alone, the mask allows every token. Its purpose is
+that the agents choose from all logits, which they do under a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ async def with_token_rules(
 
 
 def _forbidden(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Return the sequences of tokens that stand for words at the start of a text, and after a space.
+    """Return the token sequences of words: as the start of a text, and after a space.
 
-    This is vLLM's rule: the form after a space counts if it has other tokens and the same number of tokens.
+    The form after a space is added only if it begins with another token and has the same number of tokens, as in vLLM.
     """
     sequences = []
     for word in words:

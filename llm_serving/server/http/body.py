@@ -70,7 +70,7 @@ class BodyCounter(Protocol):
 
 
 class _CountedBytes:
-    """The bytes of one request body, counted as part of all bodies that are being read or parsed."""
+    """Counts the bytes of one request body as a part of the bytes of all bodies that are being read or parsed."""
 
     def __init__(self, state: BodyCounter) -> None:
         self._state = state
@@ -112,7 +112,10 @@ async def whole_response(generation_id: str, num_items: int, build: Callable[[],
 
 
 def _check_headers(request: Request) -> None:
-    """Raise MediaTypeError unless the body is declared as JSON. A form on a foreign web page cannot declare JSON."""
+    """Raise MediaTypeError unless the body is declared as JSON.
+
+    This also stops forms of foreign web pages, which a browser sends without a check: a form cannot declare JSON.
+    """
     kind, _, options = request.headers.get("content-type", "").partition(";")
     if kind.strip().lower() != "application/json":
         raise MediaTypeError(
@@ -179,7 +182,8 @@ def _too_large(size: str, max_bytes: int) -> PayloadTooLargeError:
 
 
 async def drain_body(receive: Receive) -> None:
-    """Discard the rest of a body for a short time, because many clients read the response only after sending it."""
+    """Read and discard the rest of a body for a short time. Many clients read the response only after sending it
+    all."""
 
     async def discard() -> None:
         size = 0
@@ -235,7 +239,8 @@ def _too_many(what: str, number: int, limit: int) -> InvalidJSONError:
 
 
 def _repeated_key(body: bytes) -> str:
-    """Return a message with the repeated key of a body. orjson keeps the last value of a key and reports nothing."""
+    """Return a message that names the repeated key of a body. It needs the slow ``json``, because orjson reports
+    nothing."""
     try:
         json.loads(body, object_pairs_hook=no_duplicate_keys)
     except ValueError as reason:

@@ -12,12 +12,12 @@ from starlette.responses import Response
 from llm_serving.server.http.protocol import Header
 
 MAX_AGE_S = 600
-"""Time for which a browser may keep the result of a preflight request."""
+"""Seconds for which a browser may keep the result of a preflight request."""
 _REQUESTED_METHOD, _REQUESTED_HEADERS = "access-control-request-method", "access-control-request-headers"
 
 
 def cors_headers(origin: str) -> list[Header]:
-    """Return the headers with which a browser lets pages of ``origin`` read a response."""
+    """Return the headers that allow pages of ``origin`` to read a response in a browser."""
     return [
         (b"access-control-allow-origin", origin.encode("latin-1")),
         (b"access-control-expose-headers", b"x-request-id, retry-after"),

@@ -1,9 +1,9 @@
-"""Access control: refuses requests that foreign web pages make a browser on this machine send to the server.
+"""Refuses requests that web pages of other servers make a browser on this machine send.
 
 A browser lets any page send requests to ``http://127.0.0.1``. Their header ``Origin`` names the page's server. A page
 may also point its own host name at 127.0.0.1 (DNS rebinding). The header ``Host`` then has that name.
 
-To add another kind of access control, check the request here. ``ServerApp`` calls ``check_origin`` for every request.
+To add another check of this kind, change ``check_origin``. ``ServerApp`` calls it for every request.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-
 
 
 def check_origin(headers: Headers, settings: ServerSettings) -> str | None:
-    """Return the foreign origin of a request that ``serving_config.cors_origins`` allows, or None without an origin.
+    """Return the ``Origin`` of a request if ``serving_config.cors_origins`` allows it, or None for the server's own
+    pages.
 
-    Raises ForbiddenError (403) for a request that any other foreign web page makes a browser send.
+    Raises ForbiddenError (403) if a web page of any other origin made the browser send the request.
     """
     host = headers.get("host", "")
     if not _is_own_name(_host_name(host), settings):

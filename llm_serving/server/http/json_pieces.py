@@ -10,7 +10,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 ITEMS_PER_PIECE = 64
-"""Number of list items in one call of the JSON encoder, which blocks all other threads."""
+"""Number of list items in one call of the JSON encoder. It is small, because other threads cannot run during a call."""
 SEND_BYTES = 128 * 1024
 """Number of bytes after which the sender of a response lets other tasks run."""
 
@@ -19,14 +19,14 @@ _MARK = b"\0"
 
 
 class EncodedList:
-    """A JSON list that is already encoded. ``pieces`` together are its text."""
+    """A list that is already encoded as JSON. Its text is the concatenation of ``pieces``."""
 
     def __init__(self, items: Iterable[object]) -> None:
         self.pieces = list(_pieces_of_list(iter(items)))
 
     @classmethod
     def of_encoded(cls, items: Iterable[bytes]) -> EncodedList:
-        """Return a list whose items are JSON already."""
+        """Return a list whose items are already encoded as JSON."""
         encoded = cls(())
         encoded.pieces = [b"[", b",".join(items), b"]"]
         return encoded
@@ -50,7 +50,7 @@ def encode_in_pieces(content: object) -> list[bytes]:
 
 
 class PiecesResponse:
-    """A JSON response in pieces. It waits while the client does not read, and other tasks run between the pieces."""
+    """A JSON response in pieces. It waits for a slow client, and lets other tasks run between the pieces."""
 
     def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
         self.status_code = 200

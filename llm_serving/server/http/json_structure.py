@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLICE_BYTES = 64 * 1024
-"""Number of bytes that one pass examines. Other threads may run between two slices."""
+"""Number of bytes of a slice, which is examined without interruption. Other threads may run between two slices."""
 
 _AS_SQUARE = bytes.maketrans(b"{}", b"[]")
 _NOT_STRUCTURAL = bytes(byte for byte in range(256) if byte not in b"[]{},:")
@@ -28,7 +28,7 @@ class JSONStructure:
     """All brackets in their order. Braces are written as square brackets."""
 
     def is_deeper_than(self, depth: int) -> bool:
-        """Return whether containers are nested deeper than ``depth``. False for unmatched brackets."""
+        """Return whether containers are nested deeper than ``depth``. Returns False if brackets do not match."""
         brackets = self.brackets
         for _ in range(depth):  # each pass removes the innermost brackets
             brackets = brackets.replace(b"[]", b"")
@@ -38,7 +38,7 @@ class JSONStructure:
 def structure_of(text: bytes) -> JSONStructure:
     """Return the structure of a JSON text. The time and the memory are proportional to its length.
 
-    Invalid JSON gives some numbers and no error, because the parser refuses the text afterwards.
+    For invalid JSON the counts mean nothing, and no error is raised. The JSON parser refuses the text afterwards.
     """
     commas = keys = quotes = start = 0
     brackets = []

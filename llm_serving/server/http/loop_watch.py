@@ -1,4 +1,4 @@
-"""Measures how long the event loop is blocked. While it is blocked, no client of the server gets a byte."""
+"""Measures how long the event loop is blocked. While it is blocked, the server sends nothing to any client."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import time
 from collections.abc import Callable
 
 PERIOD_S = 0.01
-"""Time between two measurements in seconds. The measured time for which the loop was blocked is too short by at most
-one period."""
+"""Seconds between two measurements. A block may be measured too short, by at most this time."""
 
 AWAKE_S = 1.0
-"""Seconds after the last bytes of a client in which the loop is still measured. An idle server needs no processor."""
+"""Seconds for which the loop is measured after a client has sent data. Then the timer stops, which saves energy."""
 
 
 class LoopWatch:
-    """Measures the longest delay of a timer on the event loop, which is the longest time that the loop was blocked.
+    """Measures the longest time for which the event loop was blocked: the longest delay of a timer on the loop.
 
-    A busy machine also delays the timer. Therefore the processor time of the server process in each delay is measured,
-    too. The loop cannot have worked for longer than that. The timer runs only while clients send data or requests are
-    active.
+    A busy machine also delays the timer. Therefore, the processor time of the server process during each delay is
+    measured, too. It is an upper bound of the time for which the loop itself worked. The timer runs only while clients
+    send data or requests are active.
     """
 
     def __init__(self) -> None:
@@ -54,8 +53,8 @@ class LoopWatch:
     def take_longest(self) -> tuple[float, float]:
         """Return two maxima since the last call, in seconds.
 
-        The first is the longest time for which the event loop was blocked. The second is the most processor time that
-        this process used during one of these times.
+        The first is the longest time for which the event loop was blocked. The second is the maximum processor time
+        that this process used during one of these times.
         """
         longest = self._longest, self._longest_busy
         self._longest = self._longest_busy = 0.0

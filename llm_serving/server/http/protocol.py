@@ -1,4 +1,4 @@
-"""Extends uvicorn's HTTP protocol by limits on headers, and by ``StreamChannel``, a direct path to the socket."""
+"""Extends uvicorn's HTTP protocol with limits on headers, and with ``StreamChannel``, which writes to the socket."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from llm_serving.server.limits import (
 )
 
 RECEIVED_AT = "llm_serving.received_at"
-"""Key of the ASGI scope for the start of the request on the monotonic clock, from which latencies count.
+"""Key of the ASGI scope for the start of the request, in seconds of the monotonic clock. Latencies count from it.
 
-It is the arrival of the request's first byte, or the earlier time in the header ``X-Request-Start`` of a trusted proxy.
+It is the arrival of the request's first byte, or an earlier time that a trusted proxy states in ``X-Request-Start``.
 """
 STREAM_CHANNEL = "llm_serving.stream_channel"
 """Key of the ASGI scope for the ``StreamChannel`` of the response."""
@@ -101,7 +101,7 @@ class StreamChannel:
         return self._protocol.flow.write_paused
 
     def add_headers(self, headers: Iterable[Header]) -> None:
-        """Add headers to the response, which must not have begun. Every way of writing the response sends them."""
+        """Add headers to the response, which must not have begun. Both this channel and ASGI's ``send`` send them."""
         self._cycle.default_headers = [*self._cycle.default_headers, *headers]
 
     def attach(self, user: ChannelUser) -> None:
@@ -115,7 +115,7 @@ class StreamChannel:
             user.lost()
 
     def detach(self) -> None:
-        """Stop the reports to the ``ChannelUser``. If nothing was written, ASGI's ``send`` may write a response."""
+        """Stop reporting events to the ``ChannelUser``. If nothing was written, ASGI's ``send`` may then respond."""
         self._protocol.channel_user = None
 
     def start(self, headers: Iterable[Header], body: bytes, *, is_last: bool = False) -> None:
@@ -273,7 +273,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.keep_alive = False  # the connection closes after the response
 
     def _count_framing(self, received: int) -> None:
-        """Refuse a chunked body with endless trailers or chunk extensions.
+        """Refuse a chunked body with too many bytes of framing, for example endless trailers or chunk extensions.
 
         Without this check, the parser would store an unfinished line of any length.
         """
@@ -305,7 +305,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._message_timer = None
 
     def _refuse(self, status: bytes) -> None:
-        """Close the connection. Send a response without a body, unless a response to the refused message has begun."""
+        """Close the connection. Before that, send a response without a body, unless a response has already begun."""
         has_response = self._in_body and self.cycle.response_started
         self._headers_done()
         self._message_done()

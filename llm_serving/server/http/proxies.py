@@ -1,6 +1,5 @@
-"""Decides whether a client is a trusted reverse proxy.
-
-The server uses only a trusted proxy's headers about a request.
+"""Decides whether a client is a trusted reverse proxy. Headers that describe a request count only from these
+proxies.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class TrustedProxies:
         if client is None:
             return False
         try:
-            # Without the zone of an IPv6 address, such as ``%eth0``.
+            # Cut off the zone of an IPv6 address, for example ``%eth0``, which ``ip_address`` would keep.
             address = ipaddress.ip_address(client[0].partition("%")[0])
         except ValueError:
             return False

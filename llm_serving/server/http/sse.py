@@ -30,7 +30,7 @@ class EventFormat(Protocol):
     """Formats the pieces of one stream as an API's events. An event ends with an empty line."""
 
     def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
-        """Return the events of a piece of choice ``choice``. Empty if the piece has nothing for the client."""
+        """Return the events of a piece of ``choice``. Empty if the client needs no event for the piece."""
 
     def last(self) -> bytes:
         """Return the events that end the stream, after all choices have ended."""
@@ -42,7 +42,7 @@ class EventFormat(Protocol):
 class _Backlog:
     """The pieces of a choice that wait for the socket.
 
-    The pieces are merged into larger ones. Their size is limited, so that the formatting of one piece takes little
+    The pieces are merged into larger ones. The size of a merged piece is limited, so that formatting it takes little
     time.
     """
 
@@ -75,8 +75,8 @@ class _Backlog:
 class EventStream:
     """A streamed response. The engine passes each piece of text to ``push``, which writes the piece to the socket.
 
-    Nothing is sent before the first event, so an early error still gets its own HTTP status. A later error becomes an
-    event. While a client does not read, ``MERGE_AT`` pieces of a choice are merged into one.
+    Nothing is sent before the first event, so an error before it still gets its own HTTP status. A later error becomes
+    an event. While the client is too slow, up to ``MERGE_AT`` pieces of a choice are merged into one.
     """
 
     def __init__(self, generation: Generation, events: EventFormat) -> None:
@@ -113,7 +113,8 @@ class EventStream:
                 self.status_code = reply.status
                 await reply.response(generation.request_id)(scope, receive, send)
         else:
-            # The end is recorded here, at the time of the last byte. After an error, ``app.py`` closes the generation.
+            # Close the generation now, so that it ends at the time of the last byte. After an error, ``app.py`` closes
+            # it.
             generation.close()
         finally:
             channel.detach()
@@ -143,7 +144,7 @@ class EventStream:
     # The following methods are those of ``ChannelUser``, which the connection calls.
 
     def drained(self) -> None:
-        """Note the delivery of the written pieces, and write the kept pieces, because the socket accepts data again."""
+        """Report the written pieces as delivered, and write the kept pieces, because the socket accepts data again."""
         now = time.monotonic()
         for index in self._unsent:
             self._generation.delivered(index, now)

@@ -15,7 +15,7 @@ from llm_serving.server.http.protocol import ConnectionRules
 from llm_serving.server.limits import HEADER_TIMEOUT_S
 
 RETRY_S = 1.0
-"""Pause after a failed acceptance, for example because the process has too many open files."""
+"""Seconds to wait after a failed ``accept``, for example because the process has too many open files."""
 
 
 class TlsListener:

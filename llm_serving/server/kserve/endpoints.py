@@ -61,7 +61,7 @@ async def _model_ready(state: ServerState, request: Request) -> Response:
 
 
 async def _is_model_ready(state: ServerState, name: str) -> bool:
-    """Return whether a model serves requests now. A model that starts on demand is not started by this call."""
+    """Return whether a model serves requests now. The call does not start a model that is not in memory."""
     model = None if state.models is None else state.models.find(name)
     if model is None:
         return (await is_ready(state))[0]

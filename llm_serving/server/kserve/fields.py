@@ -24,7 +24,7 @@ _REFUSED = frozenset(
     ("model", "prompt", "n", "best_of", "stream_options", "use_beam_search", "beam_width", "length_penalty", "echo",
      "logprobs", "prompt_logprobs", "return_token_ids", "return_receipt")
 )  # fmt: skip
-"""Fields of a completion that have no place in a response of this protocol."""
+"""Fields of a completion that are refused, because a response of this protocol cannot carry their results."""
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 
@@ -100,7 +100,7 @@ def completion_of(
 
 
 def named_by_parameters(error: RequestError) -> RequestError:
-    """Return the error with another field name, because the client sent this field as a member of ``parameters``."""
+    """Return the error with the field's name as a member of ``parameters``, because the client sent the field there."""
     if error.param is None or error.param.startswith("prompt"):
         return error
     text, param = str(error), f"parameters.{error.param}"

@@ -19,7 +19,7 @@ class BlockWriter:
         self._kind: str | None = None
 
     def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the events of Anthropic's stream that follow from the next events of the parser."""
+        """Return the events of Anthropic's stream for the next events of the parser."""
         found: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, Content | Reasoning):
@@ -85,13 +85,14 @@ def blocks_of(events: Iterable[Event], call_id: Callable[[], str]) -> list[dict[
 
 
 INVALID = "_invalid_json"
-"""Name of the only member of a call's ``input`` if the model's arguments are no JSON object. Its value is the text."""
+"""Name of the only member of a call's ``input`` if the model's arguments are no JSON object. Its value is their
+text."""
 
 
 def input_of(text: str) -> dict[str, Any]:
-    """Return the input of a tool call.
+    """Return the input of a tool call, which the model wrote as the JSON object ``text``.
 
-    If ``max_tokens`` has cut the text, the input has the members that are complete, as in Anthropic's clients.
+    If ``max_tokens`` has cut the text, the input has only the complete members. Anthropic's clients do the same.
     """
     if not text.strip():
         return {}

@@ -1,4 +1,4 @@
-"""Converts a request of Anthropic's API to a chat request, and the fields in the chat's errors back."""
+"""Converts a request of Anthropic's API to a chat request, and the field names in the chat's errors back."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _FIELDS = (
     (r"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
     (r"stop\b", "stop_sequences"),
 )
-"""Patterns of fields of a chat request, and the fields of Anthropic's API from which they were made."""
+"""Pairs of a pattern for a field of the chat request, and the field of Anthropic's API from which it was made."""
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn the reasoning on and off."""
 
 
 def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> ChatRequest:
-    """Return the chat request with the meaning of ``body``. Raises RequestError.
+    """Convert ``body`` to a chat request with the same meaning. Raises RequestError.
 
     ``known_variables`` are the variables of the chat template that control the reasoning.
     """
@@ -86,21 +86,21 @@ _TAGS = (
     (rf"{_CONTENT}{_TYPE}{_SOURCE}\b", r"\1.source"),
     (rf"{_CONTENT}{_TYPE}\b", r"\1"),
 )
-"""Patterns of pydantic's locations in an error, and the locations in the request. Pydantic adds the type of a block."""
+"""Pairs of a pattern for a location that pydantic reports, with the type of the block, and the location without it."""
 
 
 def without_tags(error: RequestError) -> RequestError:
-    """Return the error of a wrong request body with the field's location as the client sent it."""
+    """Return the error with the field's location as the client sent it. ``error`` has pydantic's location."""
     return renamed(error, _TAGS)
 
 
 def named_back(error: RequestError) -> RequestError:
-    """Return the error of the converted chat request, with its fields renamed to those of Anthropic's API."""
+    """Return the error of the converted chat request with the field names of Anthropic's API."""
     return renamed(error, _FIELDS)
 
 
 def image_fields(body: ConversationFields) -> list[ImageField]:
-    """Return the names of the fields of all images, in the order of the chat's images."""
+    """Return the field names of all images in ``body``, in the order in which the chat has the images."""
     fields = []
     for i, message in enumerate(body.messages):
         for j, block in enumerate(message.content):
@@ -234,7 +234,7 @@ def _choice_fields(body: ConversationFields) -> dict[str, Any]:
 
 
 def _thinking_fields(body: ConversationFields, known_variables: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of a chat about the reasoning."""
+    """Return the fields of the chat request that control the reasoning."""
     thinking, values = body.thinking, dict(body.chat_template_kwargs or {})
     fields: dict[str, Any] = {}
     if body.output_config is not None and body.output_config.effort is not None:

@@ -51,7 +51,7 @@ async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
 
 
 def _named(error: RequestError, body: ConversationFields, chat: ChatRequest) -> RequestError:
-    """Return the error of a chat with the fields of the request from which the chat was made."""
+    """Return the error of the converted chat with the field names of the client's request."""
     return named_back(named_images(error, chat.messages, image_fields(body)))
 
 

@@ -17,7 +17,7 @@ from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
 _CACHE = frozenset({"cache_control"})
 """Fields that have no effect. The prefix cache finds equal prefixes by itself, so clients need not mark them."""
 _KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-"""The edit that keeps the reasoning of all earlier answers, which is what the server does. Claude Code sends it."""
+"""The only accepted edit: keep the reasoning of all earlier answers, as the server always does."""
 _BLOCKS = ("text", "image", "thinking", "tool_use", "tool_result")
 
 
@@ -85,7 +85,7 @@ def _only_text(value: object) -> object:
 
 
 def _blocks_of_result(value: object) -> object:
-    """Return the content of a tool's result as blocks. Refuses blocks that are neither texts nor images."""
+    """Return the content of a tool's result as blocks. Refuses blocks that are neither text nor images."""
     if isinstance(value, list):
         _check_types(value, ("text", "image"))
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
@@ -179,14 +179,14 @@ class Thinking(StrictModel):
 
 
 class OutputSchema(StrictModel):
-    """The JSON schema of the text."""
+    """The JSON schema that the generated text must fit."""
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(StrictModel):
-    """The form of the text and the effort of the reasoning."""
+    """The fields ``format`` and ``effort``: the schema of the text, and the effort of the reasoning."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="How long the model reasons, if its chat template supports this. `max` is `xhigh`."

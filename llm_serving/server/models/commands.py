@@ -66,7 +66,8 @@ async def _reload(state: ServerState, request: Request) -> Response:
 
 
 def _named(state: ServerState, request: Request) -> tuple[ModelRegistry[ServerState], ServedModel[ServerState]]:
-    """Return the registry, and the model that the path names. Raises ModelNotFoundError, also for an adapter."""
+    """Return the registry, and the model that the path names. Raises ModelNotFoundError, also if it names an
+    adapter."""
     name = request.path_params["name"]
     if state.models is None:
         raise ModelStateError("This server has a model that cannot be changed.")

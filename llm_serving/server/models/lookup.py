@@ -1,7 +1,8 @@
-"""Finds the model of a request, waits until it is in memory, and holds it there until the response has been sent.
+"""Finds the model of a request, waits until the model is in memory, and keeps it there until the response was sent.
 
-Each version of a model has a ``ServerState`` of its own, its view: with its engine, its limits and its grammars. A
-handler calls ``served`` when it knows the name of the model, and works with the returned view from then on.
+Each version of a model has its own ``ServerState``, which is called its view. The view has the engine, the limits and
+the grammars of the version. A handler calls ``served`` when it knows the name of the model. From then on, it uses the
+returned view.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LEASE = "llm_serving.lease"
 def open_models(
     state: ServerState, models: PlannedModels, settings: ModelsConfig, agents: ExitStack
 ) -> ModelRegistry[ServerState]:
-    """Return the registry of a server whose main model ``state`` serves. ``agents`` ends the main model's agents."""
+    """Return the registry of a server. ``state`` serves the main model, and closing ``agents`` ends its agents."""
     main = RunningVersion(0, state.engine, state, models.models[0].need, agents)
     make_view = partial(view_of, state)
     starter = VersionStarter(state.log, state.metrics, make_view, state.engine.observe)
@@ -59,8 +60,8 @@ def open_models(
 
 
 def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerState:
-    """Return the view of a version that ``engine`` serves. It shares with ``state`` the objects that do not depend on
-    the model.
+    """Return the view of a version that ``engine`` serves. Objects that do not depend on the model are those of
+    ``state``.
     """
     _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
     settings, grammars = ServerSettings.from_config(engine.config), None
@@ -74,7 +75,8 @@ def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerSta
 async def served(
     state: ServerState, request: Request, name: str | None, fields: RequestModel | None = None
 ) -> ServerState:
-    """Return the view of the model that a request names. None is the main model. The model stays until the response.
+    """Return the view of the model ``name``, or of the main model for None. The model stays in memory until the
+    response.
 
     A model that is not in memory is started first. ``fields`` may have the request's deadline. Raises
     ModelNotFoundError, NotPermittedError, ModelUnavailableError if the wait would be too long, QueueFullError, and

@@ -16,7 +16,7 @@ TOOL_CALLS = "tool_calls"
 
 
 def message_of(plan: AnswerPlan, text: str) -> tuple[dict[str, Any], bool]:
-    """Return the message of a choice with this text, and whether it has tool calls."""
+    """Return the message of a choice with the output ``text``, and whether the message has tool calls."""
     parser = plan.parser()
     answer = collect([*parser.feed(text), *parser.finish()])
     content = answer.content or (None if answer.calls else "")
@@ -32,7 +32,7 @@ def message_of(plan: AnswerPlan, text: str) -> tuple[dict[str, Any], bool]:
 
 
 class DeltaWriter:
-    """Turns the pieces of one choice into the JSON of deltas."""
+    """Turns the pieces of one choice into deltas, which are encoded as JSON."""
 
     def __init__(self, plan: AnswerPlan) -> None:
         self._plan = plan
@@ -46,7 +46,8 @@ class DeltaWriter:
         return [orjson.dumps(self._delta(event)) for event in events if not isinstance(event, CallEnd)]
 
     def finish_reason(self, reason: FinishReason) -> bytes | None:
-        """Return the finish reason of a choice with tool calls. None for other choices."""
+        """Return the finish reason ``tool_calls`` as JSON if the choice ends with tool calls. None for other
+        choices."""
         return f'"{TOOL_CALLS}"'.encode() if self._parser.has_calls and reason is FinishReason.STOP else None
 
     def _delta(self, event: Event) -> dict[str, Any]:

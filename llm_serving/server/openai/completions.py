@@ -102,7 +102,7 @@ async def _create_completion(state: ServerState, request: Request) -> AnyRespons
 async def start_completion(
     state: ServerState, request: Request, body: CompletionRequest, api: str, id_prefix: str
 ) -> Generation:
-    """Return the choices of a completion, which are ready for the engine.
+    """Return the choices of a completion, ready for the engine.
 
     All APIs that continue prompts may call this function. ``api`` is the API's name in the log. Raises RequestError,
     and UnavailableError if the server cannot serve requests now.
@@ -176,7 +176,7 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
 def _choice(
     generation: Generation, body: CompletionRequest, scores: Mapping[str, Sequence[TokenLogits]], answer: Answer
 ) -> dict[str, Any]:
-    """Return one choice as JSON. ``scores`` has the log-probabilities of prompts by the name of their sequence."""
+    """Return one choice as JSON. ``scores`` maps the name of a scoring sequence to the scores of its prompt."""
     tokenizer, choice = generation.state.engine.tokenizer, answer.choice
     if generation.is_scoring_only:
         answer.finish_reason = FinishReason.LENGTH.value

@@ -21,7 +21,7 @@ from llm_serving.server.state import AnyResponse
 DONE = b"data: [DONE]\n\n"
 
 FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"length"'}
-"""Maps the finish reason of a piece to its JSON. None: the output continues."""
+"""Maps the finish reason of a piece to its JSON. The key None is for pieces before the end."""
 
 
 async def response_of(
@@ -52,7 +52,7 @@ async def response_of(
 
 
 def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], logprobs: object) -> dict[str, Any]:
-    """Return one member of ``choices`` in a response. ``output`` has the text under the endpoint's own key."""
+    """Return one member of ``choices`` in a response. ``output`` is the member with the generated text or message."""
     choice = {
         "index": answer.choice.index,
         **output,
@@ -103,12 +103,13 @@ class OpenAIStream(ABC):
         """Return the chunks of a piece as bytes. An implementation must call ``count`` first."""
 
     def last(self) -> bytes:
-        """Return the end of the stream: usage and receipt, if the request asked for them, and ``[DONE]``."""
+        """Return the end of the stream: usage and receipt, if the request asked for them, and then ``[DONE]``."""
         wanted = self._include_usage or self.generation.return_receipt
         return self._usage_chunk() + DONE if wanted else DONE
 
     def error(self, reply: ErrorReply) -> bytes:
-        """Return an error as the end of the stream. Clients raise on the key ``error`` and stop at ``[DONE]``."""
+        """Return an error as the end of the stream. The key ``error`` makes clients raise it. They stop at
+        ``[DONE]``."""
         return b"data: " + reply.body() + b"\n\n" + DONE
 
     def count(self, choice: Choice, piece: RequestOutput) -> bool:
@@ -127,7 +128,8 @@ class OpenAIStream(ABC):
         return b"".join((self._head, b"%d" % index, *fields, b"}]", more, self._tail))
 
     def token_ids(self, choice: Choice, token_ids: Sequence[int], first: bool) -> bytes:
-        """Return the JSON member ``token_ids`` if the request asked for it. ``first`` adds ``prompt_token_ids``."""
+        """Return the JSON member ``token_ids`` if the request asked for it, with ``prompt_token_ids`` if ``first`` is
+        True."""
         if not self.wants_token_ids:
             return b""
         members: dict[str, Any] = {"token_ids": list(token_ids)}

@@ -31,7 +31,7 @@ from llm_serving.version import __version__
 RECENT_STEP_S = 0.5
 """If a step completed within this number of seconds, the agents work, and ``/health/ready`` does not probe them."""
 PROBE_TIMEOUT_S = 1.0
-"""Longest wait for the agents' replies. With ``RECENT_STEP_S``, the answer is at most 1.5 s old."""
+"""Maximum wait in seconds for the agents' replies. With ``RECENT_STEP_S``, a health response is at most 1.5 s old."""
 
 _PUBLIC_FACTS = frozenset(
     {"rank", "replica", "tensor_parallel_index", "pipeline_stage", "state", "restarts", "steps", "queued"}
@@ -79,7 +79,7 @@ async def _get_model(state: ServerState, request: Request) -> Response:
 
 
 async def _health_live(state: ServerState, request: Request) -> Response:
-    """Respond with 200 while the engine can serve, now or after a restart of its agents."""
+    """Handle ``/health/live``. Responds with 200 unless the server has ended, also while its agents restart."""
     is_live = not state.has_ended
     return json_response({"status": "live" if is_live else "stopped"}, status=200 if is_live else 503)
 
@@ -101,7 +101,7 @@ async def is_ready(state: ServerState) -> tuple[bool, str]:
 
 
 async def _health_ready(state: ServerState, request: Request) -> Response:
-    """Respond with 200 if the server would serve a request now."""
+    """Handle ``/health/ready``. Responds with 200 if the server would serve a request now, otherwise with 503."""
     ready, name = await is_ready(state)
     return json_response({"status": name, "ready": ready}, status=200 if ready else 503)
 
@@ -122,7 +122,7 @@ def _engine_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
 
 
 def _models_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
-    """Return the member ``models``: the state and the engine of each model. There is none for a single model."""
+    """Return the member ``models``: the state and the engine of each model. Empty if the server has only one model."""
     if state.models is None or not state.models.has_several:
         return {}
     found = []
@@ -134,7 +134,7 @@ def _models_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
 
 
 async def _server_info(state: ServerState, request: Request) -> Response:
-    """Respond with facts about the server. Processes, addresses and files are only for clients on this machine."""
+    """Respond with facts about the server. Only clients on this machine see processes, addresses and files."""
     tokenizer, formats = state.engine.tokenizer, state.output_format
     is_local = is_on_this_machine(request)
     engine = _engine_json(state, is_local=is_local)
@@ -197,7 +197,7 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
 async def _detokenize(state: ServerState, request: Request) -> Response:
     """Respond with the text of tokens.
 
-    The fields ``text`` and ``prompt`` both have the text, because clients differ.
+    The text is in both fields, ``text`` and ``prompt``, because some clients read one and some the other.
     """
     body = await read_request(DetokenizeRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)

@@ -23,7 +23,7 @@ __all__ = ["ENDPOINTS"]
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 300.0
-"""Maximum seconds to stop a profile: the agents write files, the longer the more operators were profiled."""
+"""Maximum seconds to stop a profile. The agents write its files then, which takes longer with more operators."""
 MAX_PROFILE_S = 600
 
 logger = logging.getLogger("llm_serving.server.operations.profile")
@@ -56,7 +56,7 @@ async def _start(state: ServerState, request: Request) -> Response:
         folder = str(Path(state.settings.profile_folder).absolute() / time.strftime("%Y%m%d-%H%M%S"))
         agents = await _tell(state, folder, START_TIMEOUT_S)
         if any(agent["error"] for agent in agents):
-            # one agent failed, so stop the profile of the agents that have started it
+            # If one agent failed, stop the profile on the agents that have started it.
             await _tell(state, None, STOP_TIMEOUT_S)
             reasons = "; ".join(str(agent["error"]) for agent in agents if agent["error"])
             logger.warning("a profile could not start: %s", reasons)
@@ -93,7 +93,7 @@ async def _finish(state: ServerState) -> dict[str, Any]:
 
 
 async def _stop_late(state: ServerState) -> None:
-    """Stop a profile that has run for its maximum time, and keep the result for ``POST /profile/stop``."""
+    """Stop a profile at its maximum time. The result is kept until ``POST /profile/stop`` asks for it."""
     try:
         state.profile.last = await _finish(state)
     except LLMServingError as error:

@@ -16,7 +16,7 @@ from llm_serving.server.operations.receipts import UnknownRequestError
 from llm_serving.server.state import Endpoint, ServerState
 
 READER = "llm_serving.flight.one_request"
-"""The program that reads the recording, as the name of a module."""
+"""Name of the module that reads the recording. It runs as a program."""
 READ_TIMEOUT_S = 30.0
 """Maximum seconds for reading the recording."""
 MAX_ID_CHARS = 256
@@ -42,7 +42,7 @@ async def _get_timeline(state: ServerState, request: Request) -> Response:
 
 
 def _read(folder: str, request_id: str) -> bytes:
-    """Run the reader. Raises UnavailableError if it takes too long or fails."""
+    """Run ``READER`` for one request and return its JSON. Raises UnavailableError if it takes too long or fails."""
     command = [sys.executable, "-m", READER, folder, request_id]
     try:
         done = subprocess.run(

@@ -67,7 +67,7 @@ async def classify(state: ServerState, request: Request) -> AnyResponse:
 
 
 def probabilities(logits: Vector, activation: str) -> Vector:
-    """Return the probabilities of classes from their logits: ``softmax``, ``sigmoid`` or ``identity``."""
+    """Return the probabilities of classes. ``activation`` is a function of the logits: softmax, sigmoid or identity."""
     if activation == IDENTITY:
         return logits
     if activation == SOFTMAX:

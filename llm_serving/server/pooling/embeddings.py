@@ -106,7 +106,7 @@ async def read_inputs(state: ServerState, value: object) -> list[str | list[int]
 
 
 def prompt_text(pooling: Pooling, name: str | None) -> str:
-    """Return the prompt of the model with this name, or the default prompt if it is None.
+    """Return the text of the model's prompt ``name``. If ``name`` is None, returns the text of the default prompt.
 
     Raises RequestError if the model has no prompt with this name.
     """

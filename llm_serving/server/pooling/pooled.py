@@ -1,4 +1,4 @@
-"""The common part of the endpoints for embeddings and scores: sequences without output, vectors, token counts."""
+"""Parts that the endpoints for embeddings, scores and classes share: sequences, vectors and token counts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from llm_serving.server.state import ServerState
 Vector = npt.NDArray[np.float32]
 
 _NO_OUTPUT = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""The agent returns a pooled result with the token that would be the first of the output."""
+"""Sampling of a pooled sequence. It asks for one token, because the agent returns the pooled result with this token."""
 _SHORTEST = np.float32(1e-12)
-"""Lower limit of the length by which a vector is divided, as in PyTorch."""
+"""Minimum length by which a vector is divided. It avoids a division by zero, and is the same as in PyTorch."""
 
 
 _RESULTS = {"embed": "embeddings", "score": "scores", "classify": "classes"}
-"""The results that a server computes for each task, as error messages name them."""
+"""Maps a task to the name of its results in error messages."""
 
 
 def pooling_of(state: ServerState, *tasks: str) -> Pooling:
-    """Return how the server computes pooled results. ``tasks`` are those with which an endpoint works.
+    """Return how the server computes pooled results. ``tasks`` are the tasks that the endpoint supports.
 
     Raises RequestError if the server has another task.
     """
@@ -67,7 +67,10 @@ async def pooled_results(
 
 
 def finished(vector: Vector, dimensions: int | None, *, normalises: bool) -> Vector:
-    """Return an embedding: the first ``dimensions`` values (None: all), divided by their length if ``normalises``."""
+    """Return an embedding made from ``vector``: its first ``dimensions`` values, or all of them for None.
+
+    If ``normalises`` is True, the values are divided by their length.
+    """
     kept = vector[:dimensions]
     if not normalises:
         return kept

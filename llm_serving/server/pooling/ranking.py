@@ -1,7 +1,7 @@
 """The endpoints ``/v1/rerank``, ``/v2/rerank`` (Jina's and Cohere's API) and ``/v1/score`` (vLLM's API).
 
-A server of scores reads query and text together, as Qwen3-Reranker does. A server of embeddings compares the embeddings
-of query and text.
+If the server's task is scores, the model reads the query and a text together, as Qwen3-Reranker does. If the task is
+embeddings, the score is the cosine of the embeddings of query and text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llm_serving.server.pooling.pooled import cosine, pooled_results, pooling_of
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""Instruction of requests that state none, as in Qwen3-Reranker."""
+"""Instruction of a request without one. It is the default of Qwen3-Reranker."""
 _BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -170,7 +170,10 @@ async def _judged(
     second: Sequence[str],
     names: tuple[str, str],
 ) -> list[float]:
-    """Return the scores of a model that answers yes or no. ``names`` are the fields of both texts, for errors."""
+    """Return the scores of pairs of texts, from a model that judges each pair with yes or no.
+
+    ``names`` are the request's fields of ``first`` and ``second``, for errors.
+    """
     _check_texts(first, second, names)
     instruction = INSTRUCTION if body.instruction is None else body.instruction
     texts: list[str | list[int]] = [
@@ -193,8 +196,9 @@ async def _compared(
     names: tuple[str, str],
     before: tuple[str, str],
 ) -> list[float]:
-    """Return the cosines of the embeddings of each pair of texts. ``before`` has the prompts before the texts of
-    ``first`` and of ``second``.
+    """Return the cosine of the two embeddings of each pair of texts.
+
+    ``before`` has the prompts for the texts of ``first`` and of ``second``.
     """
     for name in ("instruction", "use_activation"):
         if getattr(body, name) is not None:

@@ -31,7 +31,7 @@ from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 OBSERVATION = "observation"
 """Role of a message with the result of a tool."""
 END_FLAG = "end"
-"""Value of the member ``flag`` of the last event, and of a whole response."""
+"""Value of the member ``flag`` in the last event of a stream, and in a response that is not streamed."""
 Role = Literal["system", "user", "assistant", "observation"]
 
 
@@ -158,7 +158,7 @@ async def _choices(
 
 
 async def _prompt(state: ServerState, body: ChatDialectRequest, prefix: str | list[int] | None) -> Prompt:
-    """Return the prompt of a conversation, with the beginning of the response. Raises RequestError."""
+    """Return the prompt of a conversation. ``prefix`` is the given beginning of the response. Raises RequestError."""
     turns = [*body.history, Turn(role=body.role, content=body.query)]
     role = _observation_role(state.engine.tokenizer.chat_template.source)
     messages = [{"role": role if turn.role == OBSERVATION else turn.role, "content": turn.content} for turn in turns]
@@ -170,7 +170,7 @@ async def _prompt(state: ServerState, body: ChatDialectRequest, prefix: str | li
 
 
 def _observation_role(template: str | None) -> str:
-    """Return the role of a tool's result in a chat template: as in ChatGLM's, or ``tool``."""
+    """Return the role of a tool's result in a chat template: ``observation`` as in ChatGLM's template, or ``tool``."""
     return OBSERVATION if template is not None and OBSERVATION in template else "tool"
 
 
@@ -224,7 +224,7 @@ def _output_limit(settings: GenerationSettings, num_prompt_tokens: int) -> tuple
 
 
 class ChatEvents:
-    """Formats the events of ``/stream_chat_post``. ``delta`` of an event is the new text.
+    """Formats the events of ``/stream_chat_post``. The member ``delta`` of an event has the new text.
 
     The last event has ``"flag": "end"``, the whole ``response``, the finish reason and the token counts.
     """

@@ -125,7 +125,7 @@ ENDPOINTS = (
 def _summary(answer: Answer, details: Mapping[str, EncodedList] | None, receipt: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON members next to ``generated_text``: finish reason, number of tokens, seed, details and receipt.
 
-    ``details`` has the lists of tokens. None means that the request did not ask for them, and the member is null.
+    ``details`` has the lists of tokens, or is None if the request did not ask for them. The member is then null.
     ``receipt`` is ``{"receipt": ...}``, or empty if the request did not ask for it.
     """
     figures = {
@@ -185,7 +185,7 @@ class _Details:
 
 
 class GenerateEvents:
-    """Formats the events of ``/generate_stream``: one for each token. The last one has the whole text."""
+    """Formats the events of ``/generate_stream``: one event for each token. The last event has the whole text."""
 
     def __init__(self, generation: Generation, parameters: GenerateParameters, inputs: str) -> None:
         self._generation = generation
@@ -217,7 +217,7 @@ class GenerateEvents:
         return b"data:" + reply.body() + b"\n\n"
 
     def _token_events(self, piece: RequestOutput, first_index: int, last: dict[str, Any]) -> bytes:
-        """Return an event for each token of a piece. The last token's event has the text of all tokens of the piece."""
+        """Return an event for each token of a piece. The text of the whole piece is in the event of its last token."""
         parameters = self._parameters
         entries: Sequence[TokenLogits | None] = piece.logits or (None,)
         events: list[bytes] = []

@@ -10,14 +10,14 @@ from llm_serving.server.fields.validation import short
 
 
 class DuplicateRequestError(RequestError):
-    """The same client has a request with this id in flight."""
+    """The client uses this id for another request, which has not ended."""
 
     status = 409
     code = "duplicate_request_id"
 
 
 class RequestIds:
-    """The ids in use. Each tenant has its own, so the ids of other clients do not matter."""
+    """The request ids that are in use. The ids of different tenants are separate, so they may be equal."""
 
     def __init__(self) -> None:
         self._used: set[tuple[str, str]] = set()
@@ -26,7 +26,7 @@ class RequestIds:
         return len(self._used)
 
     def claim(self, tenant: str, request_id: str) -> Callable[[], None]:
-        """Mark an id as used, and return the function that gives it free. Raises DuplicateRequestError."""
+        """Mark an id as used, and return a function that releases it. Raises DuplicateRequestError."""
         used = (tenant, request_id)
         if used in self._used:
             raise DuplicateRequestError(

@@ -44,12 +44,13 @@ class Responder:
         return self.complete(len(answer.token_ids), is_cut=is_cut)
 
     def events(self, text: str, *, is_last: bool, is_cut: bool) -> list[dict[str, Any]]:
-        """Return the events of the next piece of text. ``is_cut``: the last piece ended at the limit of tokens."""
+        """Return the events of the next piece of text. ``is_cut`` is True if the maximum number of tokens ended the
+        output."""
         found = self._writer.write(self._reader.events(text, is_last=is_last))
         return found + self._writer.end(is_cut=is_cut) if is_last else found
 
     def begun(self) -> dict[str, Any]:
-        """Return the response before its first item."""
+        """Return the response as it is before its first item, with the status ``in_progress``."""
         return self._response("in_progress", [], None)
 
     def complete(self, num_output_tokens: int, *, is_cut: bool) -> dict[str, Any]:
@@ -68,9 +69,9 @@ class Responder:
         return response
 
     def keep(self, response: dict[str, Any]) -> None:
-        """Store a complete response, unless the client does not want this. Call this method on the event loop.
+        """Store a complete response, unless the request has ``"store": false``. Call this method on the event loop.
 
-        The member ``store`` becomes false if the response is too large.
+        If the response is too large, its member ``store`` becomes false.
         """
         if self._body.store is False:
             return

@@ -1,4 +1,4 @@
-"""Converts a request of ``/v1/responses`` to a chat request, and the fields in the chat's errors back."""
+"""Converts a request of ``/v1/responses`` to a chat request, and the field names in the chat's errors back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FIELDS = (
     (r"max_tokens", "max_output_tokens"),
     (r"messages", "input"),
 )
-"""Patterns of fields of a chat request, and the fields of ``/v1/responses`` from which they were made."""
+"""Pairs of a pattern for a field of the chat request, and the field of ``/v1/responses`` from which it was made."""
 
 
 _ITEM = r"input\[(\d+)\]\.(?:message|function_call_output|function_call|reasoning)"
@@ -46,22 +46,22 @@ _TAGS = (
     (rf"{_ITEM}\b", r"input[\1]"),
     (r"tool_choice\.(?:literal|NamedFunction).*", "tool_choice"),
 )
-"""Patterns of pydantic's locations in an error, and the locations in the request. Where a field has one of several
+"""Pairs of a pattern for a location that pydantic reports, and the location in the request. If a field may have several
 types, pydantic adds the name of the type."""
 
 
 def without_tags(error: RequestError) -> RequestError:
-    """Return the error of a wrong request body with the field's location as the client sent it."""
+    """Return the error with the field's location as the client sent it. ``error`` has pydantic's location."""
     return renamed(error, _TAGS)
 
 
 def named_back(error: RequestError) -> RequestError:
-    """Return the error of the converted chat request, with its fields renamed to those of ``/v1/responses``."""
+    """Return the error of the converted chat request with the field names of ``/v1/responses``."""
     return renamed(error, _FIELDS)
 
 
 def image_fields(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[ImageField]:
-    """Return the names of the fields of all images, in the order of the chat's images."""
+    """Return the field names of all images in ``body`` and ``earlier``, in the same order as the images of the chat."""
     stored = "previous_response_id"
     parts = chain.from_iterable(as_parts(message["content"] or "") for message in earlier)
     fields = [ImageField(stored, stored) for part in parts if is_image(part)]
@@ -75,7 +75,7 @@ def image_fields(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> l
 
 
 def conversation(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages after which the model answers, without the instructions. ``earlier`` are stored messages.
+    """Return the conversation as chat messages, without the instructions. ``earlier`` are its stored messages.
 
     Raises RequestError for an image in a message of the assistant.
     """
@@ -99,7 +99,7 @@ def conversation(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> l
 
 
 def chat_request(body: ResponsesRequest, messages: Sequence[dict[str, Any]]) -> ChatRequest:
-    """Return the chat request with the meaning of ``body`` for these messages. Raises RequestError."""
+    """Convert ``body`` to a chat request for these messages, with the same meaning. Raises RequestError."""
     chat: dict[str, Any] = {name: getattr(body, name) for name in SchedulingFields.model_fields}
     names = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "chat_template_kwargs")
     chat |= {name: getattr(body, name) for name in names}
@@ -144,7 +144,7 @@ def answer_message(output: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message. Neighbouring messages of the assistant become one."""
+    """Append a message. If the last message and the new one are the assistant's, they become one message."""
     if message["role"] != "assistant" or not messages or messages[-1]["role"] != "assistant":
         messages.append(message)
         return

@@ -15,17 +15,14 @@ class ItemWriter:
 
     def __init__(self, response_id: str, call_id: Callable[[], str]) -> None:
         self.items: list[dict[str, Any]] = []
-        """The items until now. The last one may be open: its text is then not yet complete."""
+        """The items until now. The text of the last item may be incomplete."""
         self._id = response_id.rpartition("-")[2]
         self._call_id = call_id
         self._texts: list[str] = []
         self._is_open = False
 
     def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the events of the response's stream that follow from the next events of the parser.
-
-        They have no sequence numbers yet.
-        """
+        """Return the stream's events for the next events of the parser. The caller adds the sequence numbers."""
         found: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, Content | Reasoning):
@@ -46,7 +43,8 @@ class ItemWriter:
         return found
 
     def end(self, *, is_cut: bool = False) -> list[dict[str, Any]]:
-        """Return the events that end the open item. ``is_cut`` is True if the limit of tokens has ended the text."""
+        """Return the events that end the open item. ``is_cut`` is True if the maximum number of tokens ended the
+        output."""
         if not self._is_open:
             return []
         self._is_open = False

@@ -15,7 +15,7 @@ MAX_BYTES = 128 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as JSON, and the messages of its conversation as JSON, with the answer."""
+    """A response and the messages of its conversation, both as JSON. The last message is the answer."""
 
     body: bytes
     messages: bytes
@@ -26,7 +26,7 @@ class StoredResponse:
 
 
 _ENTRY_BYTES = 512
-"""Memory of an entry in addition to its texts."""
+"""Memory of an entry in bytes, in addition to its texts."""
 
 
 @dataclass(slots=True)
@@ -38,9 +38,10 @@ class _Shelf:
 
 
 class ResponseStore:
-    """The stored responses of all tenants. A tenant finds only its own responses.
+    """The stored responses of all tenants. A tenant can read only its own responses.
 
-    If there are too many, the oldest response of the tenant with the most bytes is dropped.
+    If a tenant exceeds its limits, its oldest responses are dropped. If all tenants together exceed the limit, the
+    oldest response of the tenant with the most bytes is dropped.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
-        """Store a response. Returns False, and stores nothing, if the response is too large for a tenant."""
+        """Store a response. If it is larger than a tenant's limit, stores nothing and returns False."""
         if response.size > min(self._max_tenant_bytes, self._max_bytes):
             return False
         shelf = self._shelves.setdefault(tenant, _Shelf())

@@ -27,7 +27,7 @@ from llm_serving.sessions.exporting import SessionChangedError, SessionExport
 from llm_serving.sessions.importing import ImportResult, SessionImport
 
 MAX_TRANSFERS = 4
-"""Maximum number of exports and imports at the same time. Each needs memory for a few pieces of its file."""
+"""Maximum number of exports and imports at the same time. Each of them keeps a few pieces of its file in memory."""
 MEDIA_TYPE = "application/octet-stream"
 
 
@@ -106,10 +106,10 @@ async def _receive(state: ServerState, request: Request, work: SessionImport) ->
 
 
 class _SessionFile:
-    """The response with a session file. It waits for a slow client, and holds no blocks meanwhile.
+    """The response with a session file. It waits for a slow client. During this time, it holds no blocks of the KV
+    cache.
 
-    If the agents are lost, the response ends without its last chunk, so that the client sees that the file is not
-    complete.
+    If the agents are lost, the response ends without its last chunk. So the client sees that the file is incomplete.
     """
 
     status_code = 200
@@ -159,7 +159,7 @@ def _too_large(size: str, limit: int) -> PayloadTooLargeError:
 
 
 def _session_id(request: Request) -> str:
-    """Return the id in the path. Raises RequestError."""
+    """Return the session id in the URL's path. Raises RequestError if it is not a valid id."""
     session_id: str = request.path_params["session_id"]
     if not SESSION_ID.fullmatch(session_id):
         raise RequestError(
@@ -171,7 +171,7 @@ def _session_id(request: Request) -> str:
 
 
 def _found(state: ServerState, request: Request) -> Session:
-    """Return the session of the path. Raises UnknownSessionError, also if it belongs to another key."""
+    """Return the session that the URL's path names. Raises UnknownSessionError, also for a session of another key."""
     session_id = _session_id(request)
     session = state.sessions.find(tenant_of(request), session_id)
     if session is None:
@@ -192,8 +192,9 @@ def _tiers_of(state: ServerState) -> tuple[KvTiers, BlockTransfers]:
 
 
 async def _identity(tiers: KvTiers) -> BlockIdentity:
-    """Return the facts on which the values in the blocks depend: model, weights and kernels. Raises UnavailableError if
-    the weights have changed.
+    """Return the facts that determine the values in the blocks: model, weights and kernels.
+
+    Raises UnavailableError if the weights on disk have changed.
     """
     try:
         return await asyncio.to_thread(tiers.identity)
@@ -203,7 +204,7 @@ async def _identity(tiers: KvTiers) -> BlockIdentity:
 
 @contextlib.contextmanager
 def _transfer(state: ServerState) -> Iterator[None]:
-    """Count an export or an import. Raises UnavailableError if too many run."""
+    """Count an export or an import during the ``with`` block. Raises UnavailableError if too many run."""
     book = state.sessions
     if book.num_transfers >= MAX_TRANSFERS:
         raise UnavailableError(f"{MAX_TRANSFERS} sessions are being exported or imported; try again.", "overloaded")

@@ -13,6 +13,6 @@ class UnknownSessionError(RequestError):
 
 
 class SessionsOffError(RequestError):
-    """The model has no KV tiers, so it has no blocks to export and no place for blocks of a file."""
+    """The model has no KV tiers. Sessions need them to read blocks for a file, and to store blocks of a file."""
 
     code = "sessions_off"

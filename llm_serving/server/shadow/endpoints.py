@@ -1,4 +1,4 @@
-"""The endpoints ``/v1/shadow``: the figures and the recommendation of shadow serving, and a new beginning."""
+"""The endpoints ``/v1/shadow``: show the figures and the recommendation of shadow serving, and reset them."""
 
 from __future__ import annotations
 
