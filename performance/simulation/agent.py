@@ -17,8 +17,11 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "decode_first": ("move", "decode", "prefill"),
     "fcfs": ("move", ""),
 }
-"""Priority classes of step kinds by policy; the first class runs first. An empty name stands for all other kinds. A
-mixed step has the class of a prefill. The real queue is in ``agent/task_queue.py``."""
+"""For each policy, the kinds of steps in the order in which the agent prefers them.
+
+An empty name stands for all kinds that are not in the list. A mixed step counts as a prefill. The real queue of an
+agent is in ``agent/task_queue.py``.
+"""
 
 Sampler = Callable[[ScheduledStep], list[int]]
 """Returns the sampled token of each sequence of a step, or -1 for a sequence that does not sample."""
@@ -72,8 +75,8 @@ class VirtualAgent:
         self._noise_s = 0.0
         """Seconds by which random noise has lengthened all steps so far.
 
-        The noise model gets the virtual time minus these seconds. Otherwise slow periods would contain fewer steps than
-        in the measurement.
+        They are subtracted from the virtual time that the noise model gets. The noise model then has the clock of an
+        agent without noise, and a slow period contains as many steps as in the measurement.
         """
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None
@@ -117,8 +120,8 @@ class VirtualAgent:
         step = self._running
         if step is not None and moment < self._free_at:
             self._free_at += seconds
-        # The running step has already ended on the device, and only its result has not arrived. So the next step is
-        # delayed.
+        # Otherwise the running step has already ended on the device, and only its result is still on the way. Then the
+        # next step is delayed.
         else:
             start, step = self._next_start() if self._queue else (moment, None)
             if step is None or start > moment:
@@ -137,7 +140,8 @@ class VirtualAgent:
             if self._running is None and not self._begin(now):
                 break
             assert self._running is not None
-            # The same sum as in next_answer: with another rounding, the result might not be returned at that time.
+            # This must be exactly the sum that next_answer returns. If it were rounded differently, the result might
+            # not be returned at the announced time.
             if self._free_at + self._answer_delay_s > now:
                 break
             answers.append((self._free_at, self._answer(self._running)))

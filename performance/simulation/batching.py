@@ -51,8 +51,8 @@ MODES: dict[str, tuple[str, bool]] = {
 }
 """The settings ``batching_strategy`` and ``page_attention`` of each compared mode.
 
-Servers with whole batches are older than paged attention, so they run without it. In mode ``none`` a single request
-has the whole cache, so paged attention makes no difference.
+Real servers with static or dynamic batches date from before paged attention. Therefore these modes run without it. In
+mode ``none``, a single request has the whole cache, and paged attention makes no difference.
 """
 PROMPT_LEN = (64, 256)
 OUTPUTS = (64, 128, 256)
@@ -84,9 +84,9 @@ class Measured:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns the exit code. 0 means success.
+    """Runs the comparison and returns the exit code.
 
-    1 means that requests failed or texts differ between modes. 2 means that a server did not start.
+    0: success. 1: requests failed, or texts differ between modes. 2: a server did not start.
     """
     parsed = _parser().parse_args(arguments)
     _check(parsed)
@@ -115,7 +115,7 @@ def _simulate(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Names
 
 
 def mode_settings(mode: str, batch_size: int, batch_wait_s: float) -> list[str]:
-    """Returns the config overrides of a batching mode, as ``--set`` takes them."""
+    """Returns the config settings of a batching mode, each as text ``section.key=value``."""
     strategy, paged = MODES[mode]
     settings = [f"model_config.batching_strategy={strategy}", f"model_config.page_attention={str(paged).lower()}"]
     if strategy in ("static", "dynamic"):
@@ -157,7 +157,7 @@ def measure_mode(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Na
 
 
 def results_json(measured: Sequence[Measured], parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the comparison as JSON. ``texts_identical`` is None if there are no texts."""
+    """Returns the comparison as JSON. ``texts_identical`` is None for a simulation, which generates no texts."""
     by_mode = {one.mode: one for one in measured}
     texts = [one.texts for one in measured if one.texts]
     return {

@@ -1,8 +1,8 @@
 """Simulates a server whose replicas are on several nodes: links, losses of nodes, KV tiers in host memory.
 
-The loop of ``VirtualServer`` looks at each replica in each iteration. Here a heap has the replicas with events, so that
-a thousand replicas can be simulated. The engine thread takes the time of ``HostModel``, or the processor time that the
-real router and scheduler take for the same calls.
+``VirtualServer`` checks every replica in each loop iteration. ``VirtualCluster`` keeps the replicas' next events in a
+heap instead, so that it can simulate a thousand replicas. The time of the engine thread comes from ``HostModel``, or is
+the processor time of the real router and scheduler, measured while the simulation calls them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ __all__ = ["ClusterModel", "ClusterOutcome", "Loss", "VirtualCluster"]
 
 T = TypeVar("T")
 STEP_BYTES, TOKEN_BYTES, ROW_BYTES, BLOCK_BYTES = 256, 8, 96, 4
-"""Bytes of a step on a link: of the step, of each token, of each sequence, and of each entry of a block table."""
+"""Size of a step's message on a link, in bytes. STEP_BYTES is the fixed part. The other numbers are added for each
+token, each sequence, and each entry of a block table.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +51,43 @@ class ClusterModel:
     num_nodes: int
     num_replicas: int
     latency_s: float = 100e-6
-    """Time of a message on a link, in one direction, without the time of its bytes."""
+    """Seconds from sending a message to its arrival, in one direction. The transmission time of its bytes is added."""
     bytes_per_s: float = 1.25e9
     """Bandwidth of the link of each node, in each direction. The replicas of a node share it."""
     losses: tuple[Loss, ...] = ()
     notice_s: float = 2.4
-    """Time until the server notices that a node has stopped: ``cluster.messages.SERVER_PATIENCE_S``."""
+    """Seconds until the server notices that a node has stopped. See ``SERVER_PATIENCE_S`` of
+    ``llm_serving/cluster/messages.py``.
+    """
     restart_s: float = 10.0
     tier_blocks: int = 0
-    """Blocks of host memory of each replica for copies of computed blocks (KV tiers). 0: there are no tiers."""
+    """Number of blocks that each replica's KV tier has in host memory. 0 means that there is no KV tier."""
     measures: bool = False
-    """The engine thread takes the measured processor time of router and scheduler. Otherwise that of ``HostModel``."""
+    """True if each call of router and scheduler takes its measured processor time. False if ``HostModel`` has all times
+    of the engine thread.
+    """
 
 
 REST = HostModel(answer_s=22e-6, answer_seq_s=1.0e-6, send_s=14e-6, send_seq_s=0.3e-6, request_s=5e-6)
-"""The time of the engine thread for everything except router and scheduler, from ``bench_engine_host.py``."""
+"""The engine thread's times without those of router and scheduler, measured by ``performance/bench_engine_host.py``.
+
+Used if the times of router and scheduler are measured (``ClusterModel.measures``).
+"""
 
 
 @dataclass(slots=True)
 class ClusterOutcome(Outcome):
-    """Also has what the engine thread and the links did."""
+    """The result of a simulated run on several nodes: an ``Outcome`` with figures of engine thread, links and nodes."""
 
     engine_busy_s: float = 0.0
     """Virtual seconds in which the engine thread worked."""
     end_s: float = 0.0
     """Virtual time of the last event."""
     calls: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """With measured costs: number and processor seconds of the calls of router and scheduler, by name."""
+    """Number and processor seconds of the calls of router and scheduler, by the name of the call.
+
+    Empty unless ``ClusterModel.measures`` is True.
+    """
     link_bytes: int = 0
     losses: int = 0
     tier_hit_blocks: int = 0
@@ -87,7 +99,7 @@ class ClusterOutcome(Outcome):
         return self.engine_busy_s / self.end_s if self.end_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the values that only a cluster has."""
+        """Returns the fields that this class adds to ``Outcome``."""
         calls = {name: {"calls": number, "cpu_s": seconds} for name, (number, seconds) in self.calls.items()}
         return {
             "engine_busy_share": self.engine_share,
@@ -99,7 +111,7 @@ class ClusterOutcome(Outcome):
         }
 
     def lines(self) -> list[str]:
-        """Returns lines for a report."""
+        """Returns the report's lines about engine thread, links and KV tiers."""
         costs = [f"{1e6 * cpu_s / number:.0f} us to {name}" for name, (number, cpu_s) in self.calls.items()]
         rate = self.link_bytes / self.end_s / 1e6 if self.end_s else 0.0
         lines = [
@@ -113,7 +125,10 @@ class ClusterOutcome(Outcome):
 
 
 class _NoPool:
-    """Host blocks without content, which no KV tier behind host memory reads."""
+    """Stands for the content of host blocks, which a simulation does not have.
+
+    Only KV tiers on a disk or in a shared folder would read the content, and no simulated replica has these tiers.
+    """
 
     block_bytes = 0
 
@@ -151,7 +166,7 @@ class VirtualCluster(VirtualServer):
         )
         self._outcome: ClusterOutcome = ClusterOutcome([])
         self._events: list[tuple[float, int]] = []
-        """A heap of times at which a replica may have a result or a wake-up. Entries may be outdated."""
+        """A heap of (time, replica index): when a replica may have a result or wake up. Entries may be outdated."""
         self._free_links = [0.0] * cluster.num_nodes
         self._dead: set[int] = set()
         """Replicas whose node has stopped, until their agents are ready again."""
@@ -221,11 +236,14 @@ class VirtualCluster(VirtualServer):
         self._free_at = clock
 
     def _of_arrivals(self) -> set[int]:
-        """Returns the replicas that the engine asks for a step after new requests: one, which places them."""
+        """Returns the index of the replica that the engine asks for steps after new requests arrived.
+
+        One running replica is enough, because asking it makes the router place all new requests.
+        """
         return {next((index for index in range(len(self._replicas)) if index not in self._dead), 0)}
 
     def _change_nodes(self, now: float) -> bool:
-        """Applies the changes of nodes that are due. Returns True if the server has noticed one."""
+        """Applies the losses and restarts of nodes up to the time ``now``. Returns True if the server noticed one."""
         noticed, model, router = False, self._model, self._router
         assert router is not None
         while self._changes and self._changes[0][0] <= now:
@@ -257,7 +275,7 @@ class VirtualCluster(VirtualServer):
     # Calls of the router and the schedulers
 
     def _call(self, name: str, function: Callable[[], T]) -> tuple[T, float]:
-        """Returns the result of a call and the time that the engine thread needs for it, if that is measured."""
+        """Calls ``function`` and returns its result and processor seconds. The seconds are 0 unless measured."""
         if not self._model.measures:
             return function(), 0.0
         begin = time.thread_time()
@@ -303,7 +321,7 @@ class VirtualCluster(VirtualServer):
         return clock
 
     def _send_all(self, index: int, now: float, clock: float) -> float:
-        """Sends the steps that a replica can run now, over the link of its node."""
+        """Sends all steps that the scheduler of replica ``index`` has, over the link of its node."""
         host, replica, store = self._host, self._replicas[index], self._stores[index]
         source: Any = replica.source
         if store is not None:
@@ -328,7 +346,10 @@ class VirtualCluster(VirtualServer):
         return clock
 
     def _arrival(self, index: int, step: ScheduledStep, sent: float) -> float:
-        """Returns when a step reaches its agent. Steps to the replicas of a node follow each other on its link."""
+        """Returns the time at which a step reaches its agent.
+
+        The replicas of a node share one link. A step waits until earlier steps to this node have been transmitted.
+        """
         entries = sum(len(table) for table in step.block_tables)
         num_bytes = STEP_BYTES + TOKEN_BYTES * len(step.token_ids) + ROW_BYTES * len(step.rows) + BLOCK_BYTES * entries
         node = index % self._model.num_nodes

@@ -95,7 +95,7 @@ class StepFit:
     """Factors by which steps take longer now than when the coefficients were measured."""
 
     def slowed(self, by: Slowdown) -> StepFit:
-        """Returns the fit of the same machine in a period in which its steps take longer by the factors ``by``.
+        """Returns this fit for a period in which the machine is slower: steps take longer by the factors ``by``.
 
         The times of the server process are multiplied by ``by.steps``.
         """
@@ -188,10 +188,10 @@ def slowdown(fit: StepFit, steps: Sequence[MeasuredStep]) -> Slowdown:
 
 
 def at_one_speed(fit: StepFit, loads: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredStep]:
-    """Scales the steps of repeated runs as if the machine had always had the same speed.
+    """Returns the steps of repeated runs, scaled as if the machine had always had the same speed.
 
-    ``loads`` contains the runs of each load. The runs of a load differ only by the machine's speed. The steps of each
-    run are scaled to the median speed of its load. ``fit`` is the fit of all steps. A run without steps is ignored.
+    ``loads`` has, for each load, the steps of each run of this load. The runs of a load differ only by the machine's
+    speed. The steps of each run are scaled to the median speed of its load. ``fit`` is the fit of all steps together.
     """
     steps = []
     for runs in loads:

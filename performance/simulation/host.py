@@ -3,7 +3,7 @@
 The defaults for the engine thread come from ``performance/bench_engine_host.py``. On two cores of an AMD EPYC (Zen 4)
 it measured 57 us per step and 1.7 us per sequence of the step. This time has two parts. The result of a step (reading,
 updating, text) takes 32 us + 1.25 us per sequence. Scheduling and writing the next step takes 25 us + 0.45 us per
-sequence. While another step waits in the agent's queue, these times do not delay the device.
+sequence. These times delay the device only if no other step waits in the agent's queue.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ class HostModel:
     accept_s: float = 600e-6
     """Time from a request's first byte to the engine's queue: HTTP, JSON, checks and tokenizer."""
     deliver_s: float = 150e-6
-    """Time from the engine thread to the client's socket, for the first piece of a step: two wake-ups."""
+    """Time from the engine thread to the client's socket, for a step's first piece of output. Two threads wake up."""
     deliver_piece_s: float = 15e-6
-    """Additional delivery time of a piece for each piece of the same step that is delivered before it."""
+    """Additional delivery time of a piece of output, for each piece of the same step that is delivered earlier."""

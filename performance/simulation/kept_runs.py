@@ -22,7 +22,10 @@ _RECORD = tuple(declared.name for declared in fields(RequestRecord) if declared.
 
 
 def write_runs(path: Path, runs: Sequence[LoadRun], others: float = 0.0) -> None:
-    """Writes runs without their options. ``others`` is the fraction of the cores' time that other processes took."""
+    """Writes the runs of a load test to a JSON file, without their options.
+
+    ``others`` is the fraction of the cores' time that other processes took during the runs.
+    """
     content = [
         {name: getattr(run, name) for name in _RUN} | {"records": [_record_json(record) for record in run.records]}
         for run in runs

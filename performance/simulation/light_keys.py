@@ -1,8 +1,9 @@
 """Simulates light API keys during a flood from other keys: ``python -m performance.simulation.light_keys``.
 
-The loads and objectives are those of ``performance/bench_overload.py``: the light keys alone, then with four heavy keys
-that together send ten times the peak's rate. One table row for each deployment, with and without
-``scheduler_config.light_keys_first``. It takes a minute, and gives the same result on every machine.
+A light key sends few requests, and a heavy key sends many. The loads and objectives are those of
+``performance/bench_overload.py``. First the light keys send alone. Then four heavy keys also send, together ten times
+the deployment's peak rate. The table has a row for each deployment, with and without
+``scheduler_config.light_keys_first``. A run takes a minute, and gives the same result on every machine.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ INT8 = ("model_config.weight_format=int8", "model_config.kv_format=int8")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A deployment, and the request rate of its peak."""
+    """A deployment, and the highest request rate that it can serve (``peak_rate``, in requests per second)."""
 
     config: str
     device: str
@@ -59,7 +60,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The results of all seeds together.
+    """The results of one case, over the runs of all seeds.
 
     ``alone_ms`` and ``flood_ms``: 99th percentile of the light keys' time to first token, without and with the flood.
     ``goodput`` and ``peak_goodput``: completed requests per second, with the flood and with the load of the peak.
@@ -77,7 +78,7 @@ class Figures:
 
 
 def simulate_flood(case: Case, seeds: Sequence[int], seconds: float, *, light_keys_first: bool) -> Figures:
-    """Simulates ``seconds`` of each load for each seed."""
+    """Simulates ``seconds`` of the light keys alone, of the flood, and of the peak load, for each seed."""
     setup = case.setup()
     limits = replace(setup.limits, light_keys_first=light_keys_first)
     light = {f"light-{index}": LIGHT_SHARE * case.peak_rate / LIGHT_KEYS for index in range(LIGHT_KEYS)}

@@ -23,7 +23,7 @@ from performance.simulation.workload import OpenLoop
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 for success; 2 if nothing can be simulated; 130 if interrupted."""
+    """Runs the simulator. Returns 0 for success, 2 for an error in the options or files, 130 if interrupted."""
     options = parse_options(arguments)
     fit = _fit(options)
     if options.validate is not None:

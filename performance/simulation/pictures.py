@@ -120,7 +120,7 @@ def batching_runs(modes: Sequence[str] = tuple(MODES), requests: int = STUDY_REQ
 
 
 def policies_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
-    """Draws TTFT, times between tokens, and running requests, with one line per policy."""
+    """Draws TTFT, times between tokens, and the number of running requests, with one line per policy, to ``path``."""
     figure, (first, between, flight) = _figure(path, 3)
     for run in runs:
         colour = COLOURS[run.name]
@@ -182,7 +182,7 @@ def gaps_of(record: RequestRecord) -> list[Gap]:
 
 
 def _figure(path: Path, panels: int) -> tuple[Figure, list[Axes]]:
-    # imported late: tests use the loads of this module without drawing
+    # Imported here, because tests use the loads of this module without matplotlib.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -44,8 +44,9 @@ def meets_objectives(run: SimulatedRun) -> bool:
 
 
 def find_rate(simulate_at: SimulateAt, first: float) -> RateFound:
-    """Doubles or halves the request rate until one rate meets the objectives and the next does not. Then bisects.
+    """Searches the highest request rate that meets the objectives, beginning with the rate ``first``.
 
+    Doubles or halves the rate until one rate meets the objectives and twice this rate does not. Then bisects.
     The figures of a finite load vary a little with the rate, so the result depends on the run's length and seed. Raises
     UsageError if no rate meets the objectives, or if every rate does.
     """

@@ -74,9 +74,9 @@ SEEDS = 8
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns the exit code.
+    """Runs the comparison and returns the exit code.
 
-    It is 0; 1 if requests failed; 2 if a server did not start; 3 if the machine's speed changed too much during a load.
+    0: success. 1: requests failed. 2: a server did not start. 3: the machine's speed changed too much during a load.
     """
     parsed = _parser().parse_args(arguments)
     kept: Path | None = parsed.kept or parsed.keep
@@ -212,7 +212,7 @@ class _Study:
         return with_delivery(fit, self._recordings, records)
 
     def _probed(self, load: Load, runs: list[LoadRun], fit: StepFit) -> Probe:
-        """Calculates the machine's speed during a completed probe from the steps in the server's flight recording."""
+        """Returns a completed probe with the machine's speed, from the steps in the server's flight recording."""
         from performance.simulation.recording import slowdown_within
 
         return Probe(runs, slowdown_within(fit, self._recording_of(load), [_span(run) for run in runs]))

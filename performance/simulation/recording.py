@@ -40,7 +40,7 @@ from performance.simulation.workload import SimulatedRequest
 __all__ = ["TimedStep", "fit_recording", "of_recording", "slowdown_within", "timed_steps", "with_delivery"]
 
 MIN_BACK_TO_BACK = 20
-"""Minimum number of back-to-back steps. With fewer steps, the agent's overhead cannot be separated from noise."""
+"""Minimum number of steps that ran directly after another step. Fewer steps do not give a reliable overhead."""
 MICROSECOND = 1e-6
 Span = tuple[float, float]
 """A time span on the engine's clock: begin (included) and end (excluded), in seconds."""
@@ -59,7 +59,7 @@ class TimedStep:
 
     @property
     def transfer_s(self) -> float:
-        """Transfer time to the agent and back: the time in which the step neither waited in the queue nor ran."""
+        """Seconds in which the step neither waited in the agent's queue nor ran: the transfer to the agent and back."""
         return self.completed_at - self.scheduled - self.queue_s - self.run_s
 
     @property
@@ -89,9 +89,9 @@ def timed_steps(stretch: Stretch) -> list[TimedStep]:
 def fit_recording(path: Path, config: Config, repeated: Sequence[Sequence[Span]] = ()) -> StepFit:
     """Fits the device and the host to a recording (a file or a folder) of a server with ``config``.
 
-    ``repeated`` contains, for each of several loads, the spans in which this load ran. If it is given, only steps that
-    were scheduled within a span are fitted. Their times are scaled so that the machine has the same speed in all spans
-    of a load: the median speed of these spans.
+    ``repeated`` has an entry for each load that ran several times: the spans in which it ran. If ``repeated`` is given,
+    only steps that were scheduled within a span are fitted. Step times are then scaled to the median speed of the
+    load's spans, so that changes of the machine's speed do not disturb the fit.
 
     Raises FlightRecordingError if the file is not a recording, and UsageError if it has too few steps.
     """
@@ -123,8 +123,9 @@ def slowdown_within(fit: StepFit, path: Path, spans: Sequence[Span]) -> Slowdown
 def with_delivery(fit: StepFit, path: Path, records: Iterable[RequestRecord]) -> StepFit:
     """Returns the fit with the delivery time of tokens, measured by the clients of the recorded server.
 
-    The delivery time is the median time from the loop iteration that produced a request's first token to the arrival of
-    its first piece. It can be measured only if Python uses the same system clock in server and client.
+    The delivery time starts with the loop iteration that produced a request's first token. It ends when the client has
+    the first piece of output. Its median is used. If Python measures the times of server and client with different
+    system clocks, the fit is returned unchanged.
     """
     if time.get_clock_info("perf_counter").implementation != time.get_clock_info("monotonic").implementation:
         return fit
@@ -190,7 +191,7 @@ def _measured(timed: TimedStep, own_s: float, num_arrivals: int) -> MeasuredStep
 def _host(host: HostModel, timed: Iterable[TimedStep], own_s: float) -> HostModel:
     """Returns the host model with transfer times from the recording.
 
-    They are means and not medians, because slow transfers are a part of a busy machine's latency.
+    The transfer time is the mean and not the median, because slow transfers are part of the latency of a busy machine.
     """
     ways = [each.transfer_s - own_s - host.send_s - host.send_seq_s * each.step.num_seqs for each in timed]
     way_s = max(0.0, statistics.fmean(ways)) / 2

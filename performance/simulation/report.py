@@ -22,7 +22,7 @@ SERVER_COLUMNS: dict[str, Callable[[SimulatedRun], float]] = {
     "prefix hit %": lambda run: 100 * run.outcome.prefix_hit_share,
     "device %": lambda run: 100 * run.device_share,
 }
-"""Columns of the comparison table with values that a real client cannot measure."""
+"""Columns of the comparison table for values that only the server knows. A real client cannot measure them."""
 
 
 def run_title(simulated: SimulatedRun) -> str:
@@ -77,7 +77,7 @@ def comparison_table(runs: Sequence[SimulatedRun]) -> str:
 def result_json(options: SimulationOptions, runs: Sequence[SimulatedRun], rates: dict[str, Any]) -> dict[str, Any]:
     """Returns all runs as JSON. ``policies`` has the JSON of each run.
 
-    If settings are swept, the JSON of a run does not list its requests.
+    If ``--sweep`` varies settings, the JSON of a run does not list its requests.
     """
     return {
         "config": options.config,

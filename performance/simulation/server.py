@@ -38,11 +38,11 @@ TOKEN = 7
 """The token id that the simulated device samples. It never ends a request."""
 END_TOKEN = 2
 MAX_ITERATIONS = 1000
-"""Maximum number of loop iterations at the same virtual time. If there are more, the simulation does not advance and is
-ended with an error.
+"""Maximum number of loop iterations at the same virtual time. After more iterations, ``run`` reports that the
+simulation does not advance.
 """
 WASTE_SAMPLES = 8
-"""Number of decode steps after which the empty fraction of KV blocks is measured again."""
+"""Every how many decode steps the empty fraction of the KV blocks is measured."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Outcome:
     """Seconds in which devices ran steps, summed over all devices."""
     num_replicas: int = 1
     placed: list[dict[str, int]] = field(default_factory=list)
-    """For each of several replicas: the number of requests that the router placed there, by reason."""
+    """For each replica: the number of requests that the router placed there, by reason. Empty for a single replica."""
     steps: dict[str, int] = field(default_factory=dict)
     """Number of steps by kind of step."""
     step_s: dict[str, float] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class VirtualServer:
         self._arriving: deque[tuple[float, int]] = deque()
         self._free_at = 0.0
         self._has_interrupted = False
-        """True if the running steps have already been delayed because of the next request."""
+        """True if the arrival of the next request has already delayed the running steps."""
         self._num_decodes = 0
         self._waste_sum = 0.0
         self._waste_count = 0
@@ -182,13 +182,13 @@ class VirtualServer:
         return outcome
 
     def _next_event(self) -> float | None:
-        """Returns the time at which the engine thread wakes next, or None if nothing will happen.
+        """Returns the time at which the engine thread wakes next, or None if no event is left.
 
-        It wakes for a request, for a result, or for a batch that has waited long enough.
+        The thread wakes for a new request, for a result, or when a batch has waited long enough.
         """
         due = self._source.next_due()
         if due is not None and not self._has_interrupted and min(self._other_events(), default=due) >= due:
-            self._interrupt(due)  # no event will change which step runs at this time
+            self._interrupt(due)  # the request is the next event, so it is known which steps run at this time
         times = [] if due is None else [due + self._host.accept_s]
         return min([*times, *self._other_events()], default=None)
 
@@ -285,7 +285,7 @@ class VirtualServer:
         return clock
 
     def _deliver(self, updates: list[RequestUpdate], clock: float) -> None:
-        """Delivers the pieces of a step to their clients, one after the other."""
+        """Records when the clients get the pieces of output of a step. Pieces are delivered one after the other."""
         records, arrival, piece_s = self._records, clock + self._host.deliver_s, self._host.deliver_piece_s
         for update in updates:
             request = update.request
@@ -309,7 +309,7 @@ class VirtualServer:
         self._source.finished(now)
 
     def _measure_waste(self, step: ScheduledStep) -> None:
-        """Adds the fraction of token positions without a token in the blocks of a decode step.
+        """Measures which fraction of the token positions in a decode step's blocks is empty, and adds it to the mean.
 
         Only every ``WASTE_SAMPLES``-th step is measured.
         """

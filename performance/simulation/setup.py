@@ -99,9 +99,9 @@ def make_setup(name: str, settings: Sequence[str], device: str, fit: StepFit | N
 
 
 def identity(config: Config) -> dict[str, str]:
-    """Returns the settings for which measured step times hold: model, number formats and op table.
+    """Returns the settings that decide step times: model, number formats and op table.
 
-    Step times of a recording must not be used for a config with other values.
+    Measured step times are only valid for a config in which all these settings are equal.
     """
     return {
         "model": config.model_name,
@@ -122,7 +122,7 @@ def check_belongs(fit: StepFit, config: Config) -> None:
 
 
 def stored_fit(config: Config) -> Path:
-    """Returns the path of a model's fit on the machine of ``docs/performance.md``; it may not exist."""
+    """Returns the path of a model's fit on the machine of ``docs/performance.md``. The file may not exist."""
     return STORED_FITS / ("_".join(identity(config).values()) + ".json")
 
 

@@ -11,8 +11,8 @@ from performance.simulation.work import StepWork
 __all__ = ["FEW_ROWS", "MANY_ROWS", "Slowdown"]
 
 FEW_ROWS, MANY_ROWS = 4, 12
-"""Numbers of sequences in a decode step. Up to FEW_ROWS sequences, reading the weights takes most of the time. From
-MANY_ROWS sequences, arithmetic takes most of the time.
+"""Numbers of sequences in a decode step. Up to FEW_ROWS sequences, a step spends most of its time reading weights. From
+MANY_ROWS sequences on, it spends most of its time on arithmetic.
 """
 
 
@@ -42,5 +42,5 @@ class Slowdown:
 
     @staticmethod
     def of_all(each: Sequence[Slowdown], middle: Callable[[Sequence[float]], float]) -> Slowdown:
-        """Combines several slowdowns with ``middle``, for example the mean or the median of each factor."""
+        """Combines several slowdowns: applies ``middle``, for example the mean or the median, to each factor."""
         return Slowdown(*(middle(values) for values in zip(*(astuple(one) for one in each), strict=True)))

@@ -3,8 +3,8 @@
 Equal steps take different times because of other activity on the machine: other processes, a hypervisor that takes away
 cores, other users of the memory. Part of this noise lasts longer than a step: for some time every step is slow. The
 model is therefore the sum of two kinds of noise. The first is a state of the machine, which changes slowly; its
-influence decays exponentially. The second is independent for each step. This does not change how many steps are slow,
-but slow steps follow each other. The difference matters: independent noise averages out over the tokens of a request,
+influence decays exponentially. The second is independent for each step. With the first kind, as many steps are slow,
+but slow steps follow each other. This matters for latency: independent noise averages out over the tokens of a request,
 but requests queue up while the machine is slow for seconds.
 
 The sum of both is a normal random variable, which is mapped to the measured quantiles (a Gaussian copula). The state is
@@ -24,9 +24,10 @@ import numpy as np
 __all__ = ["Spread", "SpreadDraws", "lasting_part"]
 
 NEAREST_S, FARTHEST_S, CLASSES = 0.01, 2.56, 8
-"""Pairs of steps are grouped by the seconds between their starts, from NEAREST_S to FARTHEST_S. Each of the CLASSES
-classes is twice as long as the previous one. Distances below NEAREST_S occur only between consecutive steps. Beyond
-FARTHEST_S, the state of the machine has decayed.
+"""Pairs of steps are grouped by their distance: the seconds between their starts, from NEAREST_S to FARTHEST_S.
+
+Each of the CLASSES classes of distances is twice as wide as the previous one. Distances below NEAREST_S occur only
+between consecutive steps. Beyond FARTHEST_S, the state of the machine has decayed.
 """
 MIN_PAIRS = 100
 """Minimum number of pairs of steps in a class of distances. Classes with fewer pairs are ignored."""
@@ -61,8 +62,8 @@ class SpreadDraws:
     def draw(self, moment: float) -> float:
         """Returns the ratio (measured time / predicted time) of a step that begins at the time ``moment``.
 
-        ``moment`` is in seconds and does not include the time that earlier ratios added. For a time before the previous
-        call's, the state of the machine stays the same.
+        ``moment`` is in seconds and does not include the time that earlier ratios added. If ``moment`` is before the
+        previous call's, the state of the machine stays the same.
         """
         spread, gauss = self._spread, self._random.gauss
         if spread.lasting_share and moment > self._moment:

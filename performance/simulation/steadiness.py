@@ -63,11 +63,10 @@ class Try:
 
     @property
     def unrest(self) -> float:
-        """How unsteady the machine was during this run. Above 1, the run must not be compared with a simulation.
+        """Returns how unsteady the machine was during this run. A run above 1 must not be compared with a simulation.
 
-        Short measurements before and after the run, the probes, show whether the speed of the machine changed. Their
-        difference is divided by ``TOLERANCE``. The fraction of time that other processes took is divided by
-        ``OTHERS_TOLERANCE``. The larger of the two ratios is returned.
+        The result is the larger of two ratios. One is the speed difference of the two probes, divided by ``TOLERANCE``.
+        The other is the fraction of time that other processes took, divided by ``OTHERS_TOLERANCE``.
         """
         return max(self.distance / TOLERANCE, self.others / OTHERS_TOLERANCE)
 

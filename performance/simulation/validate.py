@@ -28,8 +28,10 @@ class Compared:
     measured: float
     simulated: float
     deviation: float = 0.0
-    """Standard deviation of a single simulated run if ``simulated`` is the mean of several. It shows how much chance
-    alone changes the figure in a load of this length, in a real run as well."""
+    """Standard deviation of single simulated runs, if ``simulated`` is the mean of several; otherwise 0.
+
+    It shows how much the figure varies by chance alone in a load of this length, in a real run as well.
+    """
 
     @property
     def error(self) -> float:

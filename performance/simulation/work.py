@@ -32,15 +32,15 @@ class StepWork:
 
 
 def work_of(step: ScheduledStep) -> StepWork:
-    """Counts the work in ``step``."""
+    """Returns the amount of work in ``step``."""
     return count_work(step.kind, step.starts, step.query_lens, step.do_sample)
 
 
 def count_work(kind: StepKind, starts: Sequence[int], query_lens: Sequence[int], do_sample: Sequence[bool]) -> StepWork:
-    """Counts the work in a step.
+    """Returns the amount of work in a step that is given by its columns.
 
-    The lists have an entry for each sequence. ``starts`` has the first position that the step computes. ``do_sample``
-    is True if the sequence samples a token.
+    Each list has an entry for each sequence: the first position that the step computes (``starts``), the number of
+    tokens (``query_lens``), and whether the sequence samples a token (``do_sample``).
     """
     sequences, tokens = len(starts), sum(query_lens)
     context = sum(starts) + tokens
@@ -62,9 +62,9 @@ class ModelWork:
     float_unit: str
     """Type in which attention computes."""
     layer_bytes: float
-    """Weights and scales of the linear layers, without the output layer."""
+    """Bytes of the weights and scales of all linear layers except the output layer."""
     layer_operations: float
-    """Operations of the linear layers per token, without the output layer."""
+    """Operations of all linear layers except the output layer, per token."""
     head_bytes: float
     head_operations: float
     """Operations of the output layer per sampled row."""

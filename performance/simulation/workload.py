@@ -27,7 +27,7 @@ class SimulatedRequest:
 
 
 class Source(Protocol):
-    """Provides the requests of a simulation one after the other, and the time at which the next request is sent."""
+    """Interface of a load: provides requests one after the other, and the time at which the next one is sent."""
 
     requests: Sequence[SimulatedRequest]
 
@@ -41,7 +41,7 @@ class Source(Protocol):
         """Removes the next request from the source and returns its index in ``requests``."""
 
     def finished(self, now: float) -> None:
-        """Reports that a client has its complete output, or that its request was rejected."""
+        """The server calls this when a client has its complete output, or when its request was rejected."""
 
 
 class OpenLoop:
@@ -67,7 +67,7 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """Simulates clients, each of which sends its next request when its previous one has completed."""
+    """Simulates several clients. Each client sends its next request when its previous request has ended."""
 
     def __init__(self, requests: Sequence[SimulatedRequest], clients: int) -> None:
         if clients < 1:
