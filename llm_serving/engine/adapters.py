@@ -25,7 +25,7 @@ class AgentAdapters:
         self._error = ""
 
     def load(self, slot: int, memory: AdapterMemory) -> list[AdapterAnswer]:
-        """Begin to load an adapter. Returns the answer if no replica is ready, because then none replies."""
+        """Begin to load an adapter into all ready replicas. If no replica is ready, returns the answer immediately."""
         self._remove(slot)
         self._memories[slot] = memory
         self._slot, self._error = slot, ""
@@ -35,7 +35,7 @@ class AgentAdapters:
         return self._finished()
 
     def answer(self, replica: int, slot: int, error: str) -> list[AdapterAnswer]:
-        """Note the reply of a replica. Returns the answer after the last reply."""
+        """Note the reply of a replica. After the last reply, returns the answer to the whole command."""
         if slot != self._slot or replica not in self._waiting:
             return []
         self._waiting.remove(replica)
@@ -43,7 +43,7 @@ class AgentAdapters:
         return self._finished()
 
     def lose(self, replica: int) -> list[AdapterAnswer]:
-        """Note that a replica was lost. It loads all adapters when its agents are ready again."""
+        """Wait no longer for a replica that was lost. Its agents load all adapters when they start again."""
         return [] if self._slot is None else self.answer(replica, self._slot, "")
 
     def drop(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""Questions of the event loop to all agents: are they alive, profile yourselves, load an adapter."""
+"""Sends questions from the event loop to all agents, and waits for their replies: probes, profiles and adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_serving.ipc.adapters import AdapterMemory
 
 
 class AgentQuestions:
-    """Sends questions to the engine thread and waits for the answers. ``take`` must get each answer.
+    """Sends questions to the engine thread and waits for the answers. The engine must pass each answer to ``take``.
 
     Call the methods only from the event loop.
     """

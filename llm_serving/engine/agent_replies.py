@@ -1,4 +1,4 @@
-"""Collects the replies of the agents of all replicas to probes and to commands for profiles, in the engine thread."""
+"""Collects the replies of all replicas' agents to probes and profile commands, in the engine thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llm_serving.engine.replica import Replica
 
 
 class AgentReplies:
-    """Asks the agents of all replicas, and returns the answer after the last reply."""
+    """Asks the agents of several replicas. After the reply of the last replica, a method returns the answer."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
@@ -35,7 +35,7 @@ class AgentReplies:
     def profile(self, folder: str | None) -> list[ProfileAnswer]:
         """Start a profile of the agents of all ready replicas, or stop it if ``folder`` is None.
 
-        Returns the answer if no replica is ready, because then none replies.
+        If no replica is ready, returns the answer immediately.
         """
         asked = [replica for replica in self._replicas if replica.is_ready]
         self._profiling, self._profiled = {replica.index for replica in asked}, []

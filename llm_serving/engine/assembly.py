@@ -1,6 +1,6 @@
 """Makes an engine with its agents from a config, for the server and for programs that use no HTTP.
 
-Slow modules are imported in the functions, because the agents start before this process needs those modules.
+Slow modules are imported in the functions. So the agents start before this process imports them.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list
 
 
 def _hand_over_names(config: Config, owned: ExitStack) -> list[str]:
-    """Make the hand-over pool of each rank in a replica, which all replicas share. ``owned`` removes them.
+    """Create the hand-over pools: one for each rank of a replica, shared by all replicas. ``owned`` removes them.
 
-    Returns their names, or none without roles. Raises AgentStartError if /dev/shm is too small.
+    Returns the names of the pools. Empty if the replicas have no roles. Raises AgentStartError if /dev/shm is too
+    small.
     """
     if not config.num_hand_over_blocks:
         return []
@@ -98,8 +99,9 @@ def make_engine(
 ) -> AsyncEngine:
     """Return an engine for these executors, not started, with the flight recorder that the config asks for.
 
-    ``observe`` returns the observer of a replica's prefix cache. None: nothing observes. Reads the LoRA adapters of the
-    config. Raises ConfigError if one of them is wrong, or if the folder of the KV tiers cannot be used.
+    ``observe`` returns the observer of a replica's prefix cache. If it is None, the caches have no observers. The
+    engine gets the LoRA adapters of the config. Raises ConfigError if one of them is wrong, or if the folder of the KV
+    tiers cannot be used.
     """
     from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.engine.detokenizer import IncrementalDetokenizer
@@ -130,7 +132,10 @@ def make_engine(
 
 
 def _image_places(executors: Sequence[AgentExecutor]) -> TilePool | None:
-    """Return the places of the tiles of images, or None. A model that reads images has one executor."""
+    """Return the pool of places for the tiles of images. None if the model reads only text.
+
+    A model that reads images has only one executor.
+    """
     memory = executors[0].tiles
     if memory is None:
         return None
@@ -150,9 +155,9 @@ def _tiers_of(config: Config, log: EventLog) -> KvTiers | None:
 def _nodes_of(
     config: Config, executors: Sequence[AgentExecutor], log: EventLog
 ) -> tuple[NodePool | None, Standby | None]:
-    """Return the nodes of the executors, which log their changes from now on, and what decides whether they are used.
+    """Return the pool of nodes, and the ``Standby`` that decides whether nodes are used.
 
-    Both are None if the agents are here.
+    The pool logs changes of the nodes from now on. Both results are None if the agents run on this machine.
     """
     if not config.parallel_config.is_remote:
         return None, None

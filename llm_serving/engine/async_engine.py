@@ -84,11 +84,13 @@ class AsyncEngine:
         """Create the engine. ``executors`` has one executor for each replica of the model.
 
         ``record`` takes a scheduler and the number of its replica. It returns a flight recorder that wraps the
-        scheduler, or None. The engine calls the recorder instead of the scheduler and closes it at the end. ``tiers``
-        are the KV tiers, or None. The engine closes them at the end, too. ``nodes`` are the machines of the agents, or
-        None if the agents are on this machine. The engine is then ready with its first replica. ``images`` are the
-        places of the tiles of images, or None. ``observe`` returns the observer of a replica's prefix cache.
-        The registry tells ``observers`` when the engine gets requests. ``standby`` decides whether nodes are used.
+        scheduler, or None. The engine uses the recorder instead of the scheduler, and closes the recorder at the end.
+        ``tiers`` are the KV tiers, or None. The engine closes them at the end, too.
+
+        ``nodes`` are the machines of the agents, or None if the agents are on this machine. With ``nodes``, the engine
+        is ready as soon as one replica is ready. ``standby`` decides whether nodes are used. ``images`` are the places
+        of the tiles of images, or None. ``observe`` returns the observer of a replica's prefix cache. The model
+        registry calls ``enter_service`` of these ``observers`` when the engine begins to serve.
         """
         self.nodes, self.standby, self.observe = nodes, standby, observe
         self.config = config
@@ -130,7 +132,7 @@ class AsyncEngine:
         detokenizer: DetokenizerFactory,
         log: EventLog,
     ) -> EngineCore:
-        """Returns the core that runs in the thread. With several replicas or nodes, a router places its requests."""
+        """Return the core, which runs in the engine thread. With several replicas or nodes, it has a router."""
         config, is_clustered = self.config, self.nodes is not None
         routing = Routing(config.parallel_config.routing)
         router = (
@@ -180,7 +182,8 @@ class AsyncEngine:
         """
         if self._thread.is_alive():
             self._core.submit(Stop())
-            # Waits without another thread, because Python starts none while the interpreter ends.
+            # Wait on the event loop. A wait in another thread is impossible, because a closing interpreter starts no
+            # threads.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.ended.wait(), timeout_s)
                 self._thread.join(timeout_s)  # only the thread's last statement is left
@@ -203,13 +206,14 @@ class AsyncEngine:
 
     @property
     def wake_s(self) -> float | None:
-        """Expected seconds until agents are ready. 0 if they are, None if it is not known. Any thread may read it."""
+        """Expected seconds until agents are ready. 0 if they are ready, None if it is unknown. Any thread may read
+        it."""
         return 0.0 if self.standby is None else self.standby.expected_s(self._clock())
 
     def check_wait(self, left_s: float | None) -> None:
-        """Raise ModelUnavailableError if agents will not be ready within ``left_s`` seconds. None: no deadline.
+        """Raise ModelUnavailableError if agents will not be ready within ``left_s`` seconds. None means no deadline.
 
-        The engine then uses nodes, so that agents are ready when the client retries the request.
+        Before the error, this method makes the engine use nodes, so that agents are ready when the client tries again.
         """
         expected_s = self.wake_s
         if left_s is not None and expected_s and expected_s > left_s:  # at 0 s, a late request is left to the scheduler
@@ -267,7 +271,7 @@ class AsyncEngine:
 
     @property
     def transfers(self) -> BlockTransfers | None:
-        """Copies of blocks from the KV tiers and to them. None if there are no tiers."""
+        """Copies blocks between the KV tiers and the event loop. None if there are no tiers."""
         if self._transfers is None and self.tiers is not None:
             self._transfers = self.tiers.transfers(self._core.use_stores)
         return self._transfers

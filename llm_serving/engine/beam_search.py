@@ -129,7 +129,7 @@ class OpenStep(Protocol):
 
 
 class BeamSearch:
-    """One search over the engine.
+    """Runs one beam search with requests of the engine.
 
     ``whole`` is a request that represents the search in logs, metrics and receipts. Its phase is queue until the first
     step of the search is scheduled, and prefill until that step has completed. Its phase is then decode until the end
@@ -149,7 +149,7 @@ class BeamSearch:
         self.whole = whole
         first = None if constraint is None else BeamConstraint(constraint)
         self._constraints: dict[tuple[int, ...], BeamConstraint | None] = {(): first}
-        """The constraints of the outputs that were expanded last. None: every token may follow."""
+        """Maps each output that was expanded last to its constraint. None means that every token may follow."""
         self._open_step = open_step
         self._params = params
         self._scheduling = replace(scheduling, group=whole.request_id)

@@ -19,7 +19,7 @@ from llm_serving.engine.template_sandbox import TemplateEnvironment, TemplateRef
 from llm_serving.errors import CheckpointError, RequestError
 
 SHOWN_CHARS = 500
-"""Maximum number of characters of a template's own message in an error."""
+"""Maximum number of characters that an error shows of a message from the template."""
 
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
@@ -57,9 +57,9 @@ class Allowance:
 
 
 WHOLE = Allowance(steps=1_000_000, chars=16_000_000, steps_per_message=1000, chars_per_char=64)
-"""The maximum of a rendering. Usual templates take 20 steps for each message."""
+"""Budget of every rendering. Usual templates take 20 steps for each message."""
 SHORT = Allowance(steps=10_000, chars=1_000_000)
-"""The maximum of a rendering that delays other work, for example on an event loop: a few milliseconds."""
+"""Budget of a rendering that blocks other work, for example on an event loop. It lasts for a few milliseconds."""
 
 
 class ChatTemplate:

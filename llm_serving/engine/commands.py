@@ -1,4 +1,4 @@
-"""The commands of other threads to the engine thread. ``EngineCore.submit`` takes them."""
+"""The commands that other threads send to the engine thread with ``EngineCore.submit``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Distrust:
 
 @dataclass(frozen=True, slots=True)
 class WakeNodes:
-    """Command to the engine thread: use nodes, because a request was refused until a node has ready agents."""
+    """Command to the engine thread: begin to use nodes, because a request was refused without ready agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UseStores:
-    """Command to the engine thread: call ``work`` with the KV tiers of the replicas. It must not raise or take long.
+    """Command to the engine thread: call ``work`` with the KV tiers of the replicas. ``work`` must be short and not
+    raise.
 
-    If the engine has ended, ``work`` gets no tiers.
+    If the engine has ended, ``work`` gets an empty sequence.
     """
 
     work: Callable[[Sequence[BlockStore]], None]

@@ -86,9 +86,10 @@ class EngineCore:
         """Create the engine loop.
 
         ``keep_recording`` saves the flight recording of a replica that failed a self-check, and returns the folder.
-        ``make_speculator`` creates the source of drafts of each replica. None: there are no drafts. ``tiers`` are the
-        KV tiers of all replicas, or None. The engine becomes ready with ``num_needed`` replicas; None: with all.
-        With ``standby``, the engine is ready without agents: requests wait until a node has some.
+        ``make_speculator`` creates the source of drafts of each replica. If it is None, there are no drafts. ``tiers``
+        are the KV tiers of all replicas, or None. The engine becomes ready when ``num_needed`` replicas are ready. None
+        means all replicas. With ``standby``, the engine is ready without agents, and requests wait until a node has
+        agents.
         """
         self.state = EngineState.STARTING if standby is None else EngineState.READY
         self.stop_reason = ""
@@ -241,9 +242,10 @@ class EngineCore:
     ) -> list[Replica]:
         """Return the replicas that may be able to schedule a new step.
 
-        These are the replicas with an event or a due wakeup. After new requests, one with a free slot is enough: its
-        next step makes the router place them, and ``_send_steps`` asks the replicas that got some. After the loss or
-        the drain of a replica and after other commands, returns all replicas, because any of them may receive requests.
+        These are the replicas with an event or a due wakeup. If only requests were added, one replica with a free step
+        slot is added. When its next step is scheduled, the router places the requests. ``_send_steps`` then also calls
+        the replicas that got requests. After the loss or drain of a replica, and after other commands, all replicas are
+        returned, because each of them may receive requests.
         """
         replicas = self._replicas
         is_any = has_only_added is False or any(isinstance(event, AgentLost | AgentLeaving) for _, event in events)
@@ -273,7 +275,7 @@ class EngineCore:
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _take_commands(self, now: float) -> bool | None:
-        """Carry out all commands. Returns whether all of them have added requests. None: there were no commands."""
+        """Carry out all commands. Returns True if all of them add requests, False if not, and None without commands."""
         has_aborts = False
         has_only_added: bool | None = None
         while self._commands:
@@ -393,7 +395,7 @@ class EngineCore:
     def _probe(self) -> None:
         """Ask the agents of all ready replicas for their status. If no replica is ready, ask all agents.
 
-        An engine that works without agents has replied itself.
+        If the engine can work without agents and none are ready, it replies to the probe itself.
         """
         if self._standby is not None and self._waits_for_agents:
             self._outputs.append(ProbeAnswer())
@@ -425,8 +427,8 @@ class EngineCore:
         The engine and the server end in two cases: no replica can be restarted, or the lost replica was never ready and
         is not restarted.
         """
-        # After a failed self-check, the agents are at fault. A drain is no fault. The requests in flight are then
-        # not suspected as the cause.
+        # The requests in flight are not suspected as the cause in two cases. After a failed self-check, the agents are
+        # at fault. A drain of the machine is intended.
         replica.lose(now, final=event.final, blameless=event.is_blameless, distrusted=bool(event.failed_check))
         waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)
@@ -448,13 +450,13 @@ class EngineCore:
             self.state = EngineState.RECOVERING
 
     def _leave(self, replica: Replica) -> None:
-        """Give the agents of a replica no new request, because their machine is drained or no longer needed."""
+        """Give the agents of a replica no new requests, because their machine is drained or no longer needed."""
         replica.is_leaving = True
         if self._router is not None:
             self._router.drain(replica.index, self._clock())
 
     def _release_if_idle(self, replica: Replica, now: float) -> None:
-        """End the agents of a machine that must leave if they have no request any more."""
+        """If a leaving replica has no requests any more, end its agents."""
         if replica.has_steps or (self._router is not None and self._router.replicas[replica.index].entries):
             return
         replica.lose(now, final=False, blameless=True)

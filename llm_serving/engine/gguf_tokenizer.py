@@ -34,10 +34,9 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def _settings(vocabulary: Vocabulary) -> TypedFields:
-    """Return the settings for encoding text. Other models have these settings in ``tokenizer_config.json``.
+    """Return the settings for encoding text, which a Hugging Face folder has in ``tokenizer_config.json``.
 
-    ``legacy`` means that the tokenizer also adds a space to text that follows a special token. llama.cpp always does
-    this.
+    ``legacy`` is True: as in llama.cpp, a space is also added to text after a special token.
     """
     values = {
         "legacy": True,

@@ -1,14 +1,15 @@
 """A request on the event loop: passes its pieces to the reader, and records when they were sent to the client.
 
-The engine thread knows when a token was sampled. The HTTP edge knows when its bytes were written to the socket, which
-is closer to the time that a client sees. ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log therefore count from the
-request's first byte to the bytes on the socket:
+The engine thread knows when a token was sampled. The HTTP edge knows when the token's bytes were written to the socket,
+which is closer to the time that a client sees. ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log therefore count from
+the request's first byte to the bytes on the socket:
 
     arrival -tokenise-> queue -queue-> first step -prefill-> first token -decode-> result of the last step -delivery->
     last byte written
 
-Between the first token and the last step, a request may also be preempted, swapped or restarted. A response that is not
-streamed has no first token on the wire. Its ``ttft_ms`` and ``tpot_ms`` are those of the engine.
+Between the first token and the last step, a request may also be preempted, swapped or restarted. If a response is not
+streamed, its first token is not sent separately. Its ``ttft_ms`` and ``tpot_ms`` then end when the engine has the
+token.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ MAX_LOGGED_REQUESTS = 16
 
 
 class Replica:
-    """State of one replica.
+    """One replica in the engine loop. Only the engine thread changes it.
 
-    The engine thread owns it. If ``named`` is True, each log line contains the replica's number.
+    If ``named`` is True, each log line contains the replica's number.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Replica:
         self.wakeup: float | None = None
         """The time at which the scheduler must be called again even if no event arrives."""
         self.has_traces = False
-        """True once a request was traced. Traces then get the times of steps."""
+        """True after a request with a trace has arrived. From then on, the times of steps are passed to traces."""
         self.num_steps = 0
-        """Steps that completed without an error, since the start."""
+        """Number of steps that completed without an error since the start."""
         self.wants_canary = False
         """True if the canary must run soon, because all logits of a step were not finite."""
         self.last_result: float | None = None
@@ -222,7 +222,7 @@ class Replica:
         return wakeup if due is None or (wakeup is not None and wakeup < due) else due
 
     def open_tiers(self) -> None:
-        """Start to use the host blocks of the agents, which have become ready."""
+        """Let the KV tiers use the host blocks of the agents. Call this method when the agents are ready."""
         if self.store is not None:
             self.store.open(pool_of(self.executor.host_pools()))
 

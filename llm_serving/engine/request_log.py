@@ -19,7 +19,7 @@ class RequestLog:
         self._metrics = metrics
 
     def first_token(self, request_id: str, seconds: float) -> None:
-        """Record that the first output of a streamed request left the server ``seconds`` after the request arrived."""
+        """Record that the first output of a streamed request was sent ``seconds`` after the request had arrived."""
         self._log.event("first_token", request_id=request_id, ttft_ms=in_ms(seconds))
         self._metrics.first_token(seconds)
 

@@ -24,11 +24,11 @@ class RequestMaker:
         self._end_token_ids = frozenset(config.end_token_ids)
         has_processors = bool(config.model_config.logits_processors)
         self._free = TokenRules(config.shape.vocab_size) if has_processors else None
-        """Rules that allow every token. With logits processors, each request has a constraint, because the agents
-        change the logits of sequences with a mask only."""
+        """Rules that allow every token. They exist only with logits processors. Then each request needs a constraint,
+        because the agents change only the logits of sequences with a mask."""
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint of a request that has none of its own. None unless there are logits processors."""
+        """Return the constraint for a request without its own. None if the model has no logits processors."""
         return None if self._free is None else self._free.start(None)
 
     def make(
@@ -39,7 +39,7 @@ class RequestMaker:
         arrival_time: float | None,
         scheduling: SchedulingParams,
     ) -> Request:
-        """Return a request that has just arrived at the queue.
+        """Return a new request, whose phase is the queue.
 
         Raises RequestError and DeadlineExceededError, see ``AsyncEngine.open``.
         """

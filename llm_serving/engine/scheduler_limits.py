@@ -24,7 +24,7 @@ def scheduler_limits(config: Config) -> SchedulerLimits:
         page_attention=model.page_attention,
         prefix_cache=config.uses_prefix_cache,
         cache_namespace=config.cache_namespace,
-        # A sequence that comes back from the host would have lost the sum of its hidden states.
+        # A pooled result needs the sum of the sequence's hidden states. A swap to the host would lose this sum.
         preemption=PreemptionKind(scheduler.preemption if config.pooling is None else "recompute"),
         admission=AdmissionKind(scheduler.admission),
         max_total_tokens=scheduler.max_schedule_total_token_num,

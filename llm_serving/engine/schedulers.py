@@ -16,11 +16,12 @@ class ServingObserver(IndexObserver, Protocol):
     """Observes the prefix cache of one replica."""
 
     def enter_service(self) -> None:
-        """Called when the replica gets requests: its cache takes the place of the cache of an earlier engine."""
+        """The engine calls this method when the replica begins to serve. Its cache replaces that of an earlier
+        engine."""
 
 
 ObserveCache = Callable[[int], ServingObserver]
-"""Returns an observer of a replica's prefix cache, which is empty."""
+"""Takes the number of a replica and returns the observer of its prefix cache, which is still empty."""
 Record = Callable[[Scheduler, int], FlightRecorder | None]
 """Takes a scheduler and the number of its replica. Returns the flight recorder that wraps the scheduler, or None."""
 

@@ -79,7 +79,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return budget
 
     def compile_guarded(self, source: str) -> jinja2.Template:
-        """Compile a template and insert charges for its operations.
+        """Compile a template, and insert the charges for its operations.
 
         Raises jinja2's TemplateError for an invalid template.
         """
@@ -155,7 +155,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _made(self, value: Sized) -> Sized:
         """Charge a new list, tuple or dictionary, and return it.
 
-        The code that makes its items charges them separately.
+        Its items are charged separately, by the code that computes them.
         """
         self.budget.take(OBJECT_CHARS + length(value))
         return value
@@ -167,7 +167,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 _EACH, _SIZED, _CONCAT, _MADE = "charged each", "charged size", "charged concat", "charged made"
-"""Names of the filters that ``_Charges`` inserts. No template can spell them, because they are not words."""
+"""Names of the filters that ``_Charges`` inserts. A template cannot use them, because they contain a space."""
 
 Expression = jinja2.nodes.Expr
 
@@ -235,7 +235,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
         return self._filter(jinja2.nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
 
     def _with_charged_arguments(self, node: Any) -> jinja2.nodes.Node:
-        """Count the unpacked items of a call against the work budget of the template: ``*args`` and ``**kwargs``."""
+        """Charge the items of a call's ``*args`` and ``**kwargs`` to the budget of the template."""
         self.generic_visit(node)
         if node.dyn_args is not None:
             node.dyn_args = self._filter(node.dyn_args, _EACH)
@@ -261,7 +261,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
 
 
 def _is_constant(node: Expression) -> bool:
-    """Return True if an expression is a short literal in the template, which needs no charge."""
+    """Return whether an expression is a short literal, which is not charged."""
     if isinstance(node, jinja2.nodes.Const):
         return not isinstance(node.value, str) or len(node.value) < CHARS_PER_STEP
     if isinstance(node, jinja2.nodes.List | jinja2.nodes.Tuple):
@@ -290,7 +290,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without HTML escapes, as transformers does. Jinja's own filter escapes characters for HTML."""
+    """Return ``value`` as JSON without HTML escapes, as in transformers. Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

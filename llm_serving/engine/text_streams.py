@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
         """Return the text that these tokens complete, and the stop string that ended the text, if there was one."""
 
     def flush(self) -> str:
-        """Return the text that was held back as the possible start of a stop string. No more tokens follow."""
+        """Return the text that was held back as the possible start of a stop string, because no more tokens follow."""
 
 
 DetokenizerFactory = Callable[[Request], Detokenizer]
@@ -73,7 +73,7 @@ class TextStreams:
         self._end(update.request, FinishReason.ERROR, now)
 
     def abandon_all(self, error: str, now: float) -> list[RequestOutput]:
-        """End every stream with an error.
+        """End every stream with an error, and return the last pieces.
 
         This method does not use the scheduler or the detokenizers, because they may have failed.
         """

@@ -18,7 +18,7 @@ from typing import Any
 from llm_serving.errors import CheckpointError
 
 WORD_MARK = "\u2581"
-"""SentencePiece writes a space as this character."""
+"""The character that SentencePiece writes for a space."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -27,9 +27,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class DecodeRule:
     """The rule that turns a vocabulary entry into bytes.
 
-    ``strip_spaces``: number of spaces that the tokenizer added at the start of a text. Decoding removes these spaces.
-    ``strip_first_token``: decoding instead removes all word marks (U+2581) from the first token, as a Metaspace decoder
-    does.
+    ``strip_spaces`` is the number of spaces that the tokenizer adds at the start of a text, and that decoding removes.
+    With ``strip_first_token``, decoding instead removes all word marks (U+2581) from the first token, as a Metaspace
+    decoder does.
     """
 
     byte_level: bool = False
@@ -121,7 +121,7 @@ class TokenTable:
         self._added = dict(added)
         self._bytes: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}
-        """The texts of tokens that have occurred and whose bytes are whole characters."""
+        """Texts by token id, for tokens that have occurred. It lacks tokens that end within a character."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token. The result is empty for an id that only pads the model's vocabulary."""

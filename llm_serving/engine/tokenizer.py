@@ -53,12 +53,13 @@ class Tokenizer(ABC):
 
     @cached_property
     def max_piece_chars(self) -> int:
-        """Length of the longest token. A text of more than ``n`` times this length has more than ``n`` tokens."""
+        """Number of characters of the longest token. A text of more than ``n`` times this length has more than ``n``
+        tokens."""
         pieces = (self.piece(token_id) for token_id in range(self.vocab_size))
         return max(len(piece) for piece in pieces if piece)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ``token_ids``, which are a complete text. Bytes that are not UTF-8 become U+FFFD.
+        """Return the text of ``token_ids``, which must be a complete text. Bytes that are not UTF-8 become U+FFFD.
 
         If the bytes are UTF-8, the result equals transformers' ``decode(..., clean_up_tokenization_spaces=False)``.
         """
@@ -81,7 +82,8 @@ class Tokenizer(ABC):
 
 
 def _chat_templates(files: TokenizerFiles) -> tuple[ChatTemplate, ChatTemplate | None]:
-    """Return the default chat template, and the template for conversations with tools, if the model has one of its own.
+    """Return the default chat template, and the template for conversations with tools, or None if the model has no
+    second one.
 
     If no template has the name ``default``, the first one is the default. Raises CheckpointError if any template is
     invalid.

@@ -29,17 +29,17 @@ from llm_serving.gguf.place import own_config
 
 MAX_VOCABULARY_BYTES = 256 * 1024 * 1024
 
-# These bytes are appended to a serialised ModelProto and stand for ``normalizer_spec { add_dummy_prefix: false }``.
-# Protocol buffers merge a field that occurs twice, so the bytes change only this flag.
+# Appended to a serialised ModelProto, these bytes mean ``normalizer_spec { add_dummy_prefix: false }``. If a message
+# field occurs twice, protocol buffers merge both. So the bytes change only this flag.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
-# Each call encodes a single text, so the library's threads would only add cost.
+# Turn off the library's own threads. They would only add cost, because each call encodes a single text.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Regular expression of the words of Qwen2's tokenizer: those of GPT-4, except that each digit is a word."""
+"""Regular expression of the words of Qwen2's tokenizer: the words of GPT-4's, except that each digit is a word."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
@@ -63,7 +63,7 @@ def _read_draft_tokenizer(path: Path) -> Tokenizer:
 
 
 def _check_same_tokens(tokenizer: Tokenizer, draft: Tokenizer, path: str) -> None:
-    """Raise CheckpointError with the first difference, unless the draft model in ``path`` has the same tokens."""
+    """Raise CheckpointError with the first difference if the draft model in ``path`` has other tokens."""
     key = "speculative_config.model"
     if draft.vocab_size != tokenizer.vocab_size:
         raise CheckpointError(
@@ -117,15 +117,14 @@ class FastTokenizer(Tokenizer):
         )
 
     def _check_template(self, source: str) -> None:
-        """Raise CheckpointError if the library cannot encode text.
+        """Raise CheckpointError if the library cannot encode a text, so that the fault is found at the start.
 
-        For example, the library panics if its post-processor names a special token that the file does not define. This
-        check reports the fault at the start, before the first request.
+        For example, the library panics if its post-processor names a special token that the file does not define.
         """
         try:
             self._tokenizer.encode_batch_fast(["a"])
         except BaseException as reason:
-            # PanicException is not a subclass of Exception.
+            # Catch the library's PanicException, too. It is not a subclass of Exception.
             if isinstance(reason, Exception) or type(reason).__name__ == "PanicException":
                 raise CheckpointError(f"{source}: the tokenizer cannot encode a text: {reason}") from reason
             raise
@@ -151,8 +150,8 @@ class FastTokenizer(Tokenizer):
                 )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # ``encode`` returns the same ids but holds the interpreter lock. With a long text, all other requests would
-        # wait.
+        # ``encode_batch_fast`` returns the same ids as ``encode``, but releases the interpreter lock. So other requests
+        # continue while a long text is encoded.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -203,10 +202,7 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _check_pieces(self, files: TokenizerFiles) -> None:
-        """Raise CheckpointError if a vocabulary entry is not valid UTF-8.
-
-        This check reports the fault at the start, before the first request.
-        """
+        """Raise CheckpointError if a vocabulary entry is not valid UTF-8, so that the fault is found at the start."""
         try:
             self._processor.id_to_piece(list(range(self._size)))
         except UnicodeDecodeError as reason:
@@ -223,8 +219,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _literal_tokens(self, files: TokenizerFiles) -> tuple[AddedToken, ...]:
         """Return the tokens that are found by their literal text before SentencePiece splits the rest.
 
-        These are the added tokens. The named special tokens (``bos_token``, ...) that SentencePiece's vocabulary has
-        also belong to them.
+        These are the added tokens, and the named special tokens (``bos_token``, ...) of SentencePiece's vocabulary.
         """
         listed = {token.content for token in files.added_tokens}
         named = []
@@ -321,8 +316,8 @@ def _splitter(tokens: tuple[AddedToken, ...]) -> re.Pattern[str] | None:
 def _byte_level_bpe(files: TokenizerFiles) -> tokenizers.Tokenizer:
     """Make a byte-level BPE (GPT-2, Radford et al. 2019) from ``vocab.json`` and ``merges.txt``, without added tokens.
 
-    A folder without ``tokenizer.json`` does not describe how text is split into words. The tokenizer's class name
-    determines how. Raises CheckpointError for an unknown class.
+    A folder without ``tokenizer.json`` does not describe how text is split into words. The name of the tokenizer's
+    class determines this. Raises CheckpointError for an unknown class.
     """
     merges = files.vocabulary.with_name(MERGES_FILE)
     if not merges.is_file():

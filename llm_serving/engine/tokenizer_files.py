@@ -24,7 +24,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 class AddedToken:
     """A token that stands for its literal text, in addition to the learned vocabulary.
 
-    ``strip_left`` and ``strip_right``: the token also removes the white space on that side.
+    If ``strip_left`` or ``strip_right`` is True, the token also removes the white space on that side.
     """
 
     token_id: int
@@ -49,8 +49,8 @@ class TokenizerFiles:
     is_sentencepiece: bool
     """True if the vocabulary is a SentencePiece model, False if it is a vocabulary of the library ``tokenizers``."""
     content: bytes | None = None
-    """The ``tokenizer.model`` or ``tokenizer.json`` that was made from ``vocabulary``. None: ``vocabulary`` is that
-    file."""
+    """The ``tokenizer.model`` or ``tokenizer.json`` that was made from ``vocabulary``. None if ``vocabulary`` itself
+    has one of these formats."""
 
 
 def find_vocabulary(place: Path, kind: str = "auto") -> Path:
@@ -146,7 +146,7 @@ def _added_tokens(folder: Path, settings: Mapping[str, object]) -> tuple[AddedTo
 
 
 def _templates(folder: Path, fields: TypedFields, settings: Mapping[str, object]) -> dict[str, str]:
-    """Read the chat templates. ``chat_template.jinja`` replaces the ``chat_template`` of ``tokenizer_config.json``."""
+    """Return the chat templates by name. ``chat_template.jinja`` replaces the one in ``tokenizer_config.json``."""
     templates: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):

@@ -16,7 +16,7 @@ CONTENT_TYPES = {
     "txt": "text/plain",
     "woff2": "font/woff2",
 }
-"""Maps the end of a file's name to its content type. Other files are not served."""
+"""Maps a suffix of a file name to the content type. Files with other suffixes are not served."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src 'self'; img-src data:; "

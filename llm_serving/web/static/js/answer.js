@@ -5,7 +5,7 @@ import { textWithFiles } from "./attach.js";
 import { splitThinking } from "./thinking.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "seed"];
-const COMPLETION_TOKENS = 128; // of a model without a chat template, whose text has no end of its own
+const COMPLETION_TOKENS = 128; // limit for a model without a chat template, whose text has no natural end
 
 /** Returns path and body of the request for an answer to `messages`. */
 function requestOf(messages, settings, model, isChat) {
@@ -23,7 +23,7 @@ function requestOf(messages, settings, model, isChat) {
   return ["/v1/chat/completions", { ...body, messages: system ? [{ role: "system", content: system }, ...turns] : turns }];
 }
 
-/** Streams an answer into `message`. Calls `changed` after each piece. An error ends in `message.error`. */
+/** Streams an answer into `message`. Calls `changed` after each piece. Stores an error in `message.error`. */
 export async function streamInto(message, messages, settings, model, signal, changed) {
   try {
     await stream(message, requestOf(messages, settings, model, true), signal, changed);

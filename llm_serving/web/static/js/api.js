@@ -2,7 +2,7 @@
 
 import { apiKey } from "./store.js";
 
-/** An error that the page shows: `key` and `values` of a text, or the server's own sentence in `message`. */
+/** An error that the page shows: the text `key` of i18n.js with `values`, or the server's own sentence in `message`. */
 export class ApiError extends Error {
   constructor(message, { key = null, values = {}, code = null } = {}) {
     super(message);
@@ -33,7 +33,7 @@ export async function call(path, { body, signal } = {}) {
 
 async function errorOf(response) {
   let error = {};
-  try { error = (await response.json()).error ?? {}; } catch { /* not from this server, for example a proxy */ }
+  try { error = (await response.json()).error ?? {}; } catch { /* no JSON: the response comes from a proxy, for example */ }
   const reason = error.message ?? `HTTP ${response.status}`;
   if (response.status === 401) return new ApiError(reason, { key: "key_needed", code: "key" });
   if (response.status === 429) {

@@ -1,8 +1,8 @@
-// One question in a dialog: for a text (rename), or for a yes (delete).
+// A dialog with one question. The user enters a text (to rename) or confirms (to delete).
 
 import { $ } from "./dom.js";
 
-/** Asks. Returns the text, or true for a question without a field, or null if the user cancels. */
+/** Shows the question. Returns the entered text, or true if there is no text field, or null if the user cancels. */
 export function ask(title, yes, text = null) {
   const dialog = $("ask");
   $("ask-title").textContent = title;

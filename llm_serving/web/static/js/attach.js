@@ -27,7 +27,7 @@ export class Attachments {
     });
   }
 
-  /** Reads files. A file that is too large or no text is refused with a reason. */
+  /** Reads the chosen files. Refuses a file, with a reason, if it is too large or is not text. */
   async add(chosen) {
     const problems = [];
     for (const file of chosen) {

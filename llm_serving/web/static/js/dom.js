@@ -14,12 +14,12 @@ export function element(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** Tells a screen reader a sentence. */
+/** Makes a screen reader speak a sentence. */
 export function say(text) {
   $("said").textContent = text;
 }
 
-/** Copies a text. Without a secure context the clipboard's interface is missing, so a selection is copied. */
+/** Copies a text. Without HTTPS or localhost, `navigator.clipboard` is missing, so a selected field is copied. */
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const field = element("textarea", { class: "unseen" });
@@ -31,7 +31,7 @@ export async function copy(text) {
   return undefined;
 }
 
-/** Gives the user a file to save. */
+/** Makes the browser save a text as a file. */
 export function download(name, type, text) {
   const url = URL.createObjectURL(new Blob([text], { type }));
   const link = element("a", { href: url, download: name });

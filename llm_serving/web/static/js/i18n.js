@@ -4,7 +4,7 @@ const LANGUAGES = ["en", "zh"];
 const tables = {};
 let language = "en";
 
-/** Loads the tables. `folder` is "" for the chat page, or a page's own folder of texts. */
+/** Loads the tables of all languages. `names` are the starts of their paths below static/texts. */
 export async function loadTexts(names) {
   for (const each of LANGUAGES) {
     const parts = await Promise.all(names.map(async (name) => (await fetch(`/static/texts/${name}${each}.json`)).json()));
@@ -12,7 +12,7 @@ export async function loadTexts(names) {
   }
 }
 
-/** Chooses a language. An empty name follows the browser. */
+/** Chooses the language of the texts. An empty name stands for the browser's language. */
 export function setLanguage(wanted) {
   const preferred = wanted ? [wanted] : navigator.languages;
   const found = preferred.map((each) => each.slice(0, 2).toLowerCase()).find((each) => LANGUAGES.includes(each));

@@ -15,10 +15,10 @@ import { addMessage, chooseSibling, newConversation, parentOf, shownPath } from 
 await loadTexts([""]);
 setLanguage(loadSettings().language);
 
-const LOADING_MS = 2000; // time between two looks at a server that loads its model
+const LOADING_MS = 2000; // time between two requests for the state of a server that loads its model
 let conversations = [];
 let current = newConversation();
-const running = new Map(); // conversation -> {controller, message} of its answer under way
+const running = new Map(); // conversation -> {controller, message} of the answer that is being streamed
 
 const settings = new Settings(drawAll, connect);
 const attachments = new Attachments();

@@ -20,7 +20,7 @@ function inlineMath(state, silent) {
   const begin = pos + open.length;
   const end = src.indexOf(close, begin);
   if (end <= begin || end >= state.posMax) return false;
-  // A price is no formula: "$5 and $6" has a space before the second sign, or a digit after it.
+  // Prices are no formula. In "$5 and $6", the second $ has a space before it and a digit after it.
   if (open === "$" && (/\s/.test(src[begin]) || /\s/.test(src[end - 1]) || /\d/.test(src[end + 1] ?? ""))) return false;
   if (!silent) {
     const token = state.push("math", "", 0);

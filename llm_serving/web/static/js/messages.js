@@ -26,7 +26,7 @@ export class Messages {
     $("log").scrollTop = $("log").scrollHeight;
   }
 
-  /** Draws a message again, soon. A long answer is drawn less often than short ones. */
+  /** Draws a message again after a short delay. The delay grows with the time that the last drawing took. */
   changed(message) {
     if (this.timers.has(message)) return;
     this.timers.set(message, setTimeout(() => this.update(message), Math.max(30, 5 * this.cost)));

@@ -1,6 +1,6 @@
-// Turns a model's Markdown into elements. Three walls stand between a model's output and active HTML:
-// markdown-it escapes HTML, DOMPurify keeps only the elements and attributes below, and the page's
-// Content-Security-Policy forbids inline scripts, and (Trusted Types) HTML that DOMPurify has not made.
+// Turns a model's Markdown into elements. Three measures keep a model's output from becoming active HTML:
+// markdown-it escapes HTML. DOMPurify keeps only the elements and attributes below. The page's Content-Security-Policy
+// forbids inline scripts and all HTML that DOMPurify has not made (Trusted Types).
 
 import hljs from "../vendor/highlight/highlight.min.js";
 import { copy, element } from "./dom.js";
@@ -19,7 +19,7 @@ const TEXT = {
 const COLOURS = { ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"], RETURN_DOM_FRAGMENT: true };
 
 const markdown = markdownit({ html: false, linkify: true, breaks: false }).use(mathPlugin);
-// An image would tell another host that somebody reads this text. Its place gets a link.
+// Show a link instead of an image. Loading the image would reveal to its host that a user reads this text.
 markdown.renderer.rules.image = (tokens, at) => {
   const escape = markdown.utils.escapeHtml;
   const source = tokens[at].attrGet("src");
@@ -58,7 +58,7 @@ function drawFormula(formula) {
   try {
     katex.render(source, formula, { displayMode, trust: false, strict: "ignore", maxSize: 20, maxExpand: 200 });
   } catch {
-    formula.replaceChildren(element("code", {}, source)); // not LaTeX, or not yet complete
+    formula.replaceChildren(element("code", {}, source)); // show the source if it is not LaTeX, or not yet complete
   }
 }
 

@@ -1,4 +1,4 @@
-// The dialog of settings. Everything but the API key is kept in the browser.
+// The dialog of settings. The browser stores all settings except the API key, which lasts as long as the tab.
 
 import { $ } from "./dom.js";
 import { setLanguage } from "./i18n.js";

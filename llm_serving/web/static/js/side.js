@@ -6,7 +6,7 @@ import { t } from "./i18n.js";
 import { fileName, fromJson, toJson, toMarkdown } from "./transfer.js";
 import { contains } from "./tree.js";
 
-/** The list beside the messages. `actions` has create, pick, rename, remove, imported, and `all` with the list. */
+/** The list next to the messages. `actions` has create, pick, rename, remove, imported, and `all` with the list. */
 export class Side {
   constructor(actions) {
     this.actions = actions;

@@ -55,7 +55,7 @@ export function loadSettings() {
 }
 
 export function saveSettings(settings) {
-  try { localStorage.setItem(SETTINGS, JSON.stringify(settings)); } catch { /* a private window: kept until reload */ }
+  try { localStorage.setItem(SETTINGS, JSON.stringify(settings)); } catch { /* a private window stores nothing: the settings last until a reload */ }
 }
 
 export function apiKey() {
@@ -63,5 +63,5 @@ export function apiKey() {
 }
 
 export function setApiKey(key) {
-  try { sessionStorage.setItem(KEY, key); } catch { /* as above */ }
+  try { sessionStorage.setItem(KEY, key); } catch { /* the key is then not stored */ }
 }

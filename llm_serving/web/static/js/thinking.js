@@ -3,11 +3,12 @@
 const BEGIN = "<think>";
 const END = "</think>";
 
-/** Returns {thought, answer, open}. `open`: the model still thinks. `reasoning` came in a field of its own. */
+/** Returns {thought, answer, open}. `open` is true while the model thinks. `reasoning` is thinking that the server sent
+ * in a separate field. */
 export function splitThinking(text, reasoning = "") {
   const end = text.indexOf(END);
   const begins = text.trimStart().startsWith(BEGIN);
-  // Some templates open the thinking in the prompt, so the output has only its end.
+  // Some chat templates put the begin tag into the prompt, so the output has only the end tag.
   const ends = end >= 0 && (begins || !text.slice(0, end).includes(BEGIN));
   const clean = (part) => part.trimStart().replace(BEGIN, "").trim();
   if (ends) {

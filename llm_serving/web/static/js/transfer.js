@@ -1,4 +1,4 @@
-// Conversations as files: JSON with every branch, Markdown with the shown messages, and the way back from JSON.
+// Exports conversations as JSON (all branches) or Markdown (the shown messages), and imports them from JSON.
 
 import { textWithFiles } from "./attach.js";
 import { newConversation, shownPath } from "./tree.js";
@@ -37,7 +37,7 @@ function checked(raw) {
   const known = new Set([""]);
   for (const each of raw.messages) {
     const message = checkedMessage(each);
-    // A parent comes before its children, so that the tree has no cycle.
+    // Require that a parent comes before its children. Then the tree has no cycle.
     if (known.has(message.id) || !known.has(message.parent)) throw new Error(`message ${message.id} has a wrong place`);
     known.add(message.id);
     conversation.messages.push(message);

@@ -1,5 +1,5 @@
 // A conversation is a tree of messages. An edited message or a second answer is a sibling of the first one.
-// `chosen` names for each message (or "" for the root) the child that is shown.
+// `chosen` maps the id of each message, or "" for the root, to the id of the child that is shown.
 
 export function newConversation() {
   const now = Date.now();
@@ -7,7 +7,7 @@ export function newConversation() {
            messages: [], chosen: {} };
 }
 
-/** Adds a message below `parent` (null: at the root), shows it, and returns it. */
+/** Adds a message below `parent`, or at the root if `parent` is null. Shows the message and returns it. */
 export function addMessage(conversation, parent, message) {
   const number = conversation.messages.reduce((most, each) => Math.max(most, Number(each.id)), 0) + 1;
   const added = { id: String(number), parent: parent === null ? "" : parent.id, ...message };

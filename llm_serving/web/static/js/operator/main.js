@@ -9,9 +9,9 @@ import { drawFigures, drawLatency, drawRequests, drawWhy, isEnded } from "./tabl
 import { forgetTimeline, showTimeline } from "./timeline.js";
 
 const POLL_MS = 2000;
-const RECENT_MS = 60000; // age of the reading that "the last minute" compares with
+const RECENT_MS = 60000; // age of the older reading, with which the page computes the figures of "the last minute"
 const LISTED = 200;
-const SLOW_SHARE = 0.1; // the slowest tenth of the ended requests
+const SLOW_SHARE = 0.1; // the fraction of the ended requests that the page marks as slow: the slowest tenth
 
 await loadTexts(["", "operator."]);
 const settings = loadSettings();

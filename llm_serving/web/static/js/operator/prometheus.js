@@ -18,7 +18,7 @@ export function total(samples, name) {
   return (samples.get(name) ?? []).reduce((sum, one) => sum + one.value, 0);
 }
 
-/** Returns the cumulative counts of a histogram, minus those of an earlier reading. Adds up series with other labels. */
+/** Returns the cumulative counts of a histogram since an earlier reading. Series with different labels are added up. */
 export function histogram(samples, name, earlier = null) {
   const sums = new Map();
   for (const [reading, sign] of [[samples, 1], [earlier, -1]]) {
@@ -30,7 +30,7 @@ export function histogram(samples, name, earlier = null) {
   return [...sums].sort((a, b) => a[0] - b[0]);
 }
 
-/** Returns a quantile, linear inside its bucket as Prometheus computes it, or null without an observation. */
+/** Returns a quantile, or null without observations. Like Prometheus, interpolates linearly inside a bucket. */
 export function quantile(buckets, fraction) {
   const count = buckets.at(-1)?.[1] ?? 0;
   if (count === 0) return null;

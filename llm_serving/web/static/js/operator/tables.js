@@ -65,7 +65,7 @@ function fillBar(bar, receipt) {
   return bar;
 }
 
-/** Draws the list of requests. `choose` is called with the receipt of a clicked one. */
+/** Draws the list of requests. A click on a request calls `choose` with its receipt. */
 export function drawRequests(receipts, choose) {
   const focused = document.activeElement?.dataset?.request;
   const columns = ["col_request", "col_state", "col_prompt", "col_output", "col_ttft", "col_whole", "col_where"];

@@ -5,17 +5,17 @@ import { $, element } from "../dom.js";
 import { t } from "../i18n.js";
 import { milliseconds, partName } from "./reasons.js";
 
-const PHASES = { queued: "queue", under_way: "tokenise" }; // other phases have the name of their part
+const PHASES = { queued: "queue", under_way: "tokenise" }; // other phases have the same name as their part of the receipt
 const MAX_READS = 3; // the recorder writes the end of a request up to half a second later
 
-let wanted = ""; // what is read or shown: request and whether it has ended
+let wanted = ""; // key of the timeline that is read or shown: the request, and whether it has ended
 let reads = 0;
 
 function phaseName(phase) {
   return phase === "under_way" ? t("span_under_way") : partName(PHASES[phase] ?? phase);
 }
 
-/** Forgets the timeline that is shown, so that the next one is read again. */
+/** Forgets the shown timeline, so that the next call of the function below reads it again. */
 export function forgetTimeline() {
   wanted = "";
 }
