@@ -1,4 +1,4 @@
-"""The section of files and batches of the configuration."""
+"""The section ``batch_config`` of the configuration: files and batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The class ``Config``: the checked sections of a YAML, the model's sizes, and values that are calculated from them."""
+"""The class ``Config``: the checked sections of a YAML, the model's sizes, and values that are computed from both."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The configuration of one deployment, as ``load_config`` returns it. Paths are absolute. No value is ``auto``.
+    """The configuration of one deployment, as ``load_config`` returns it.
 
-    The server sends it to its agents as JSON.
+    Paths are absolute, and every ``auto`` has been replaced by a value. The server sends the object to its agents as
+    JSON.
     """
 
     file: str
@@ -66,12 +67,12 @@ class Config:
     context: MindSporeContext
     """Section ``context`` of the MindFormers YAML (``model_config.model_cfg_path``), or its defaults."""
     stored_weight_format: str | None = None
-    """Format of the checkpoint's quantized weights, ``int8`` or ``int4``. None if the weights are floats."""
+    """Format of the checkpoint's quantized weights, ``int8`` or ``int4``. None if all weights are floats."""
     stored_weight_group: int = 1
-    """Number of inputs of a linear layer that share a scale in the checkpoint. 1: each output has one scale for all its
-    inputs, or there are no scales."""
+    """Number of inputs of a linear layer that share a scale in the checkpoint. It is 1 if all inputs of an output share
+    a scale, or if there are no scales."""
     stored_experts_only: bool = False
-    """If True, only the experts of the checkpoint are quantised. ``weight_format: auto`` keeps all other weights as
+    """If True, only the checkpoint's experts are quantised. ``weight_format: auto`` then keeps all other weights as
     floats."""
     telemetry_config: TelemetryConfig = field(default_factory=TelemetryConfig)
     batch_config: BatchConfig = field(default_factory=BatchConfig)
@@ -87,15 +88,16 @@ class Config:
     draft: DraftModel | None = None
     """The draft model of speculative decoding. None if the method is not ``draft``."""
     notes: tuple[str, ...] = ()
-    """Messages for the log about contradicting values. Each message names the value that is used."""
+    """Messages for the log about settings that contradict each other. Each message names the value that is used."""
     auto_blocks: bool = False
-    """Whether ``pa_config.num_blocks`` was ``auto``. ``load_config`` then sets the smallest number that works, and
-    ``llm_serving.planning.auto_blocks`` the largest number that fits the machine."""
+    """Whether ``pa_config.num_blocks`` was ``auto``. ``load_config`` sets the smallest number that works. Then
+    ``llm_serving.planning.auto_blocks`` sets the largest number that fits the machine."""
     auto_length: bool = False
     """Whether ``pa_config.decode_seq_length`` was ``auto``. ``load_config`` then sets the largest length that the model
     and the blocks permit, and ``llm_serving.planning.auto_blocks`` the largest that fits the machine."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """Sampling parameters of requests that set none, from the model folder. Empty if the config ignores them."""
+    """Sampling parameters that the model folder recommends. Requests without these parameters use them. Empty if the
+    config ignores them."""
     pooling: Pooling | None = None
     """How embeddings or scores are computed. None if the server generates text."""
     processing: ImageProcessing | None = None
@@ -103,7 +105,7 @@ class Config:
     unused: tuple[UnusedSetting, ...] = ()
     """Settings of the YAML files that were read but have no effect, with the reasons."""
     files_fingerprint: str = ""
-    """Fingerprint of the model's files at the start of this version of the model. Empty if nothing was started."""
+    """Fingerprint of the model's files when this version of the model was started. Empty before the start."""
 
     @property
     def model_name(self) -> str:
@@ -128,9 +130,9 @@ class Config:
 
     @property
     def weight_format(self) -> str:
-        """Name of the weight format of linear layers; ``auto`` is replaced by the checkpoint's format or the dtype.
+        """Name of the weight format of linear layers. ``auto`` is replaced by the checkpoint's format or the dtype.
 
-        A quantized checkpoint may have single layers, often the output layer, in a float type.
+        A quantized checkpoint may have a few layers in a float type, often the output layer.
         """
         wanted = self.model_config.weight_format
         if wanted != AUTO:
@@ -142,7 +144,7 @@ class Config:
     def linear_format(self) -> WeightFormat:
         """The weight format in which the operators compute the linear layers.
 
-        Native operators do not support some formats. They compute another format instead.
+        If native operators do not support the configured format, they compute another one. This property returns it.
         """
         return weight_format(self.weight_format).on(self.op_table)
 
@@ -164,7 +166,7 @@ class Config:
 
     @property
     def shard_group(self) -> int:
-        """Number of a linear layer's inputs that share a scale. One agent must hold all inputs of a scale.
+        """Number of inputs of a linear layer that share a scale. Inputs that share a scale must be in the same agent.
 
         1 means that the inputs may be split among agents at any position.
         """
@@ -179,8 +181,8 @@ class Config:
 
     @property
     def sum_shards(self) -> tuple[Shard, ...]:
-        """The parts of the model that a single agent computes one after another if ``parallel_config.sum_parts`` is
-        above 1.
+        """The parts of the model that a single agent computes one after another. Empty if ``parallel_config.sum_parts``
+        is 1.
 
         The agent adds the results of these parts in order. So the sums equal those of ``sum_parts`` agents.
         """
@@ -204,19 +206,20 @@ class Config:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of a token in the KV cache: keys and values of all layers, with their scales if they are int8.
+        """Number of bytes of a token in the KV cache: keys and values of all layers, and the scales of an int8 cache.
 
-        With latent attention, the cache has a latent vector and a rotated key in each layer.
+        With latent attention, a layer has a latent vector and a rotated key instead.
         """
         return self.kv_bytes_of(self.shape)
 
     @property
     def gathers_blocks(self) -> bool:
-        """True if attention reads the blocks of a step as floats, gathered from an int8 cache (native operators)."""
+        """True if native operators must gather the blocks of a step as floats, because attention cannot read an int8
+        cache."""
         return self.op_table == "native" and self.cache_format.scale_bytes > 0
 
     def kv_bytes_of(self, shape: ModelShape) -> int:
-        """Return the bytes of a token in the KV cache of a model, or of a part of a model, with this shape."""
+        """Return the number of bytes of a token in the KV cache of a model, or a part of a model, with ``shape``."""
         if shape.latent is not None:
             return shape.num_cache_layers * self.cache_format.head_bytes(shape.latent.cache_dim)
         heads, size = shape.num_key_value_heads, shape.head_dim
@@ -224,7 +227,7 @@ class Config:
 
     @property
     def tokenizer_file(self) -> str:
-        """Absolute path of the tokenizer file, which ``tokenizer.vocab_file`` names or the model folder has."""
+        """Absolute path of the tokenizer file: ``tokenizer.vocab_file`` of the YAML, or a file of the model folder."""
         return _resolved(self.tokenizer.vocab_file)
 
     @property
@@ -267,7 +270,8 @@ class Config:
     def max_num_batched_tokens(self) -> int:
         """Maximum number of tokens in a step.
 
-        The configured limit is lowered to the tokens that the sequences of a step can have.
+        It is the configured limit, or the maximum number of tokens that the sequences of a step can have if this is
+        lower.
         """
         limit = self.scheduler_config.max_num_batched_tokens or max(self.model_config.seq_length)
         return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)
@@ -282,15 +286,16 @@ class Config:
         digest = (self.files_fingerprint,) if self.files_fingerprint else ()
         weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed, *digest)
         if self.kv_tier_config.shared_folder is not None:
-            # Machines that share a folder have other paths and file times. The namespace of each file there has the
-            # digest of the weights, and the prefix cache has the blocks of one version only.
+            # Machines that share a folder have different paths and file times, so these are left out. They are not
+            # needed. The names in the shared folder contain the digest of the weights, and the prefix cache has the
+            # blocks of one version.
             weights = (model.model_type, model.load_format, model.seed)
         arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
         return json.dumps([*weights, *arithmetic, self.kv_format]).encode()
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
-        """Batch sizes of decode steps that an Ascend records and replays, ascending. Empty if it records none."""
+        """Batch sizes of the decode steps that an Ascend records and replays, ascending. Empty if it records none."""
         if not self.model_config.capture_launches:
             return ()
         smaller = {size for size in self.model_config.decode_batch_size if size < self.max_decode_seqs}
@@ -298,7 +303,7 @@ class Config:
 
     @property
     def row_check_interval(self) -> int:
-        """Interval of the row check in decode steps: in one of these steps, the agents compute one sequence again.
+        """Number of decode steps between two row checks. In a row check, the agents compute one sequence a second time.
 
         0 turns the check off.
         """
@@ -314,14 +319,14 @@ class Config:
 
     @property
     def num_pool_blocks(self) -> int:
-        """Number of host blocks of an agent: those for swapped sequences, then those of the KV tiers."""
+        """Number of host blocks of an agent. The first ones are for swapped sequences, the others for the KV tiers."""
         return self.num_host_blocks + self.kv_tier_config.host_blocks
 
     @property
     def num_hand_over_blocks(self) -> int:
         """Number of blocks of the hand-over pool. 0 unless replicas have the role `prefill` or `decode`.
 
-        By default, three of the longest sequences fit.
+        The default is enough for three sequences of the maximum length.
         """
         parallel = self.parallel_config
         if not parallel.has_roles:
@@ -331,7 +336,7 @@ class Config:
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """True if requests may share blocks. A mean needs the hidden states of all tokens, which blocks do not have."""
+        """True if requests may share blocks. False for pooling by mean, which needs hidden states that blocks lack."""
         wanted = self.scheduler_config.prefix_cache
         enabled = wanted if wanted is not None else self.model_config.page_attention
         return enabled and (self.pooling is None or self.pooling.reads_prefixes)
@@ -377,9 +382,9 @@ class Config:
 
     @property
     def tile_cost(self) -> int:
-        """Number of tokens for which the largest tile counts in a step's token budget.
+        """Number of tokens that the largest tile counts in a step's token budget.
 
-        Computing this number of tokens takes as many multiplications as encoding a tile.
+        Computing this number of tokens takes as many multiplications as encoding the tile.
         """
         vision = self.shape.vision
         if vision is None:
@@ -394,7 +399,7 @@ class Config:
 
     @property
     def tapped_layers(self) -> tuple[int, ...]:
-        """Numbers of layers, ascending, after which the agent takes the residual stream of every step.
+        """Numbers of the layers, ascending, after which the agent keeps the residual stream of every step.
 
         Drafts are made from these hidden states. Empty if the method of speculative decoding does not need them.
         """
@@ -402,16 +407,17 @@ class Config:
 
     @property
     def scratch_blocks_per_seq(self) -> int:
-        """Number of blocks of the draft model's KV cache for the drafts of a batch row.
+        """Number of scratch blocks of a batch row, in the draft model's KV cache.
 
         Drafts that do not fit the last block of their sequence use these blocks until they are verified.
         """
         return -(-self.max_draft_ids // self.pa_config.block_size)
 
     def draft_config(self) -> Config:
-        """Return the config of the draft model, as if it was a deployment of its own.
+        """Return a config with which the draft model could be deployed alone.
 
-        Its KV cache has the model's blocks, with the same numbers, and then the scratch blocks of all batch rows.
+        Its KV cache has the same block numbers as the model's. After these blocks come the scratch blocks of all batch
+        rows.
         """
         draft, cache = self.draft, self.pa_config
         assert draft is not None, "only a config with a draft model has its config"

@@ -32,7 +32,7 @@ def build_sections(raw: RawConfig) -> dict[str, Any]:
 
 
 def find_unused(raw: RawConfig, sections: dict[str, Any]) -> list[UnusedSetting]:
-    """Return the stated settings that have no effect. A setting with its default value is left out."""
+    """Return the settings of the YAML that have no effect. Settings with their default value are left out."""
     unused = []
     for name, keys in raw.sections.items():
         declared = {each.name: each for each in fields(cast(Any, _ALL_SECTIONS[name]))}
@@ -59,9 +59,9 @@ def _build_section(raw: RawConfig, name: str, cls: type[T]) -> T:
 
 
 def nearest(word: str, candidates: list[str]) -> str:
-    """Return the end of an error message about the unknown ``word``. It names the most similar candidate.
+    """Return the end of an error message about the unknown ``word``. It suggests the most similar candidate.
 
-    If no candidate is similar enough, it names all candidates.
+    If no candidate is similar enough, it lists all candidates.
     """
     match = difflib.get_close_matches(word, candidates, n=1, cutoff=0.0)[0]
     if difflib.SequenceMatcher(None, word, match).ratio() >= 0.6:
@@ -70,7 +70,10 @@ def nearest(word: str, candidates: list[str]) -> str:
 
 
 def nearest_key(section: str, key: str) -> str:
-    """Return the end of an error about an unknown key: the same key of another section, or the most similar key."""
+    """Return the end of an error message about an unknown key.
+
+    It suggests the same key of another section, or else the most similar key.
+    """
     for name, cls in SECTIONS.items():
         if key in {each.name for each in fields(cast(Any, cls))}:
             return f"; did you mean '{name}.{key}'?"

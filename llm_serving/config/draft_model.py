@@ -19,20 +19,21 @@ EAGLE, MTP = "eagle", "mtp"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The facts about a head of the model, which makes drafts from hidden states of the model.
+    """A head of the model, which makes drafts from the model's hidden states.
 
-    ``DraftModel.shape`` has the sizes of its layer. Its ``vocab_size`` is the number of tokens that the head can guess.
+    ``DraftModel.shape`` has the sizes of its layer. The ``vocab_size`` of that shape is the number of tokens that the
+    head can guess.
     """
 
     kind: str
     """Kind of the head: ``EAGLE`` or ``MTP``, as ``speculative_config.method``."""
     layers: tuple[int, ...]
-    """The head takes the hidden states after these numbers of the model's layers, joined in this order."""
+    """Numbers of the model's layers after which the head takes the hidden states. They are joined in this order."""
     hidden_size: int
     vocab_size: int
-    """``hidden_size`` and ``vocab_size`` of the model."""
+    """``hidden_size`` and ``vocab_size`` are those of the model, not of the head."""
     shares_output: bool = False
-    """Whether the output layer of an MTP layer is the model's embedding."""
+    """Whether an MTP layer uses the model's embedding as its output layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class DraftModel:
     """Format of the draft model's quantized weights, like ``Config.stored_weight_format`` for the model."""
     stored_weight_group: int = 1
     head: Head | None = None
-    """Facts about a head of the model. None: the draft model is a model of its own."""
+    """The head. None if the draft model is a complete model."""
 
     @property
     def tapped_layers(self) -> tuple[int, ...]:
@@ -72,9 +73,9 @@ def read_draft_model(raw: RawConfig, path: Path, shape: ModelShape, *, has_weigh
 
 
 def _check_vocabulary(raw: RawConfig, path: Path, draft: ModelShape, shape: ModelShape) -> None:
-    """Raise ConfigError unless both models have equally many tokens.
+    """Raise ConfigError unless both models have about the same number of tokens.
 
-    Some published models add rows that no token uses, up to a multiple of 128 or 512. So a small difference is allowed.
+    Some published models add unused rows, up to a multiple of 128 or 512, so a small difference is allowed.
     ``check_same_vocabulary`` compares the tokens themselves.
     """
     padding = 1024

@@ -1,4 +1,4 @@
-"""The section of events of the prefix cache of the configuration."""
+"""The section ``kv_events_config`` of the configuration: events of the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads ``context.graph_kernel_flags``, the flags of MindSpore's graph-kernel fusion, and refuses unknown ones.
 
-MindSpore ignores an unknown flag with a warning in its log, so a spelling mistake would only show in the speed.
+MindSpore only warns about an unknown flag in its log. So a spelling mistake would be noticed only by a lower speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ libmindspore_hardware_abstract.so of the aarch64 wheel."""
 
 
 def parse_flags(text: str) -> dict[str, str]:
-    """Return the flags of a text ``--name=value --name`` by name. A flag without a value is ``true``."""
+    """Parse a text such as ``--name=value --name``. Returns the values by name; a flag without a value has ``true``."""
     names = (token.removeprefix("--").partition("=") for token in text.split())
     return {name: value if separator else "true" for name, separator, value in names}
 

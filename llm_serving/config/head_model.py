@@ -19,7 +19,7 @@ from llm_serving.model.shape import MAX_CONFIG_JSON_BYTES, MAX_HIDDEN_SIZE, Mode
 
 _METHOD, _MODEL = "speculative_config.method", "speculative_config.model"
 _ARCHITECTURE = "LlamaForCausalLM"
-"""The layer of an EAGLE-3 head is that of a Llama, whatever the family of the model is."""
+"""Name of the architecture of an EAGLE-3 head, for models of every family: its layer is a Llama layer."""
 _LEAST_LAYERS = 4
 """Minimum number of the model's layers, so that the hidden states for an EAGLE-3 head exist."""
 _UNSUPPORTED_FLAGS = ("norm_before_residual", "tie_word_embeddings", "bias", "mlp_bias")
@@ -47,7 +47,8 @@ def read_eagle_head(raw: RawConfig, path: Path, shape: ModelShape, *, has_weight
     head_shape = shape_of_fields(
         TypedFields(fields.source, own, CheckpointError), TypedFields(fields.source, {}, CheckpointError)
     )
-    # Heads are trained on short texts and state short contexts, but their rotation has no limit.
+    # Published heads state short contexts, because they are trained on short texts. Their rotary embedding has no
+    # limit.
     head_shape = replace(head_shape, max_position_embeddings=shape.max_positions)
     layers = _eagle_layers(shape)
     if has_weights and not any(path.glob("*.safetensors")):
@@ -81,7 +82,7 @@ def _check_target(raw: RawConfig, shape: ModelShape, method: str) -> None:
 
 
 def _check_sizes(fields: TypedFields, shape: ModelShape) -> None:
-    """Check the sizes that the head shares with the model, and that it has one layer of the known form."""
+    """Check that the head has the sizes of the model, and exactly one layer of the known form."""
     for key in ("hidden_size", "target_hidden_size"):
         if fields.integer(key, shape.hidden_size, 1, MAX_HIDDEN_SIZE) != shape.hidden_size:
             raise fields.fail(key, f"must be {shape.hidden_size} as in the model, whose embedding the head uses")
@@ -95,15 +96,15 @@ def _check_sizes(fields: TypedFields, shape: ModelShape) -> None:
 
 
 def _eagle_layers(shape: ModelShape) -> tuple[int, int, int]:
-    """Return after how many layers of the model an EAGLE-3 head takes the hidden states: low, middle and high."""
+    """Return after how many layers of the model an EAGLE-3 head takes the three hidden states: low, middle, high."""
     return 2, shape.num_layers // 2, shape.num_layers - 3
 
 
 def _check_layers(fields: TypedFields, shape: ModelShape) -> None:
     """Check that the head takes the usual hidden states.
 
-    Some files state the layers. Programs disagree whether the numbers are of the layers before or after the hidden
-    state, so both are accepted.
+    Some files state layers. Depending on the program, a number is that of the layer before or after the hidden state.
+    Both are accepted.
     """
     if shape.num_layers < _LEAST_LAYERS:
         raise fields.fail(

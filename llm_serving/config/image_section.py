@@ -1,4 +1,4 @@
-"""The section of images of the configuration."""
+"""The section ``image_config`` of the configuration: images in chats."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from llm_serving.config.schema import own
 DECODING_THREADS = 2
 """Number of images that the server decodes at the same time, each in its own thread."""
 DECODED_PIXEL_BYTES = 16
-"""Maximum number of bytes of memory for each pixel of an image while it is decoded. A WebP needs all 16 bytes: its
-decoder has two images, a copy goes to Pillow, and Pillow has its own. PNG and JPEG need 8 to 12 bytes."""
+"""Maximum number of bytes of memory for each pixel of an image while it is decoded. A WebP needs all 16 bytes: two
+images in its decoder, one copy for Pillow, and Pillow's own image. PNG and JPEG need 8 to 12 bytes."""
 
 
 CACHED_ROWS_OF_ANY_SIZE = 64
-"""Rows for which a tile counts in ``cached_tiles`` if tiles have any size: the rows of a tile of SmolVLM."""
+"""Number of rows that count as one tile for ``cached_tiles`` if tiles have any size, as for a tile of SmolVLM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The section of KV tiers of the configuration."""
+"""The section ``kv_tier_config`` of the configuration: KV tiers."""
 
 from __future__ import annotations
 

@@ -87,8 +87,9 @@ def _exists(path: Path) -> bool:
 
 
 def has_ascend(environment: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
-    """Return True if the machine has the device file of an NPU and an installed CANN. Does not ask MindSpore, because
-    importing it takes long.
+    """Return whether the machine has the device file of an NPU and an installed CANN.
+
+    This function does not ask MindSpore, because the import of MindSpore takes long.
     """
     has_npu = any(file.name[len("davinci") :].isdigit() for file in devices.glob("davinci*"))
     return has_npu and any(Path(environment[name]).is_dir() for name in _CANN_VARIABLES if environment.get(name))

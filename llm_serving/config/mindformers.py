@@ -1,4 +1,4 @@
-"""Reads the ``context`` section and the model's sizes from a YAML of MindFormers. Lists all other keys."""
+"""Reads the ``context`` section and the model's sizes from a YAML of MindFormers, and lists the keys without effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llm_serving.model.shape import (
 _DTYPES = ("float16", "bfloat16", "float32")
 
 _SIZES_IN_FOLDER = ("DeepseekV2Config", "DeepseekV3Config")
-"""Types of models whose keys here have other names than in ``config.json``. The model folder has their sizes."""
+"""Types of models whose keys here differ from those of ``config.json``. Their sizes are read from the model folder."""
 _LLAMA_SIZES = ("type", "hidden_size", "num_layers", "num_heads", "vocab_size")
 
 KEYS_READ = {
@@ -83,7 +83,7 @@ class MindSporeContext:
     max_call_depth: int = 10_000
     max_device_memory_bytes: int | None = None
     save_graphs: int = 0
-    """Amount of compiled graphs that MindSpore writes to files: 0 for none, 3 for all."""
+    """How many of the compiled graphs MindSpore writes to files, from 0 (none) to 3 (all)."""
     save_graphs_path: str = "./graph"
 
 
@@ -149,10 +149,10 @@ def _memory(fields: TypedFields, key: str) -> int | None:
 
 
 def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
-    """Return the model's sizes, or None if ``model.model_config`` does not state them.
+    """Return the model's sizes, or None if ``model.model_config`` does not state them, for example for Qwen2.
 
-    Without stated sizes, the model folder has the sizes, for example for Qwen2. The YAML uses the keys of MindFormers'
-    Llama or, for other models, the keys of ``config.json``.
+    In this case, the model folder has the sizes. The YAML uses the keys of MindFormers' Llama or, for other models, the
+    keys of ``config.json``.
     """
     if "num_hidden_layers" in fields or "num_attention_heads" in fields:
         return _shape_in_hugging_face_names(fields)

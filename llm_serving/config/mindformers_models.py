@@ -1,4 +1,4 @@
-"""Checks whether MindFormers' classes (``model_type: mindformers``) can serve a model. MindFormers is not imported."""
+"""Checks whether MindFormers' classes (``model_type: mindformers``) can serve a model. Does not import MindFormers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class _Unused:
     """One setting of a MindFormers YAML that has no effect.
 
     ``kinds`` are the accepted types, and ``reason`` states why the setting has no effect. ``neutral`` is the value that
-    this server behaves like. A setting with this value is not reported.
+    describes what this server does. A setting with this value is not reported.
     """
 
     kinds: tuple[type, ...]
@@ -128,8 +128,8 @@ def _of_section(
     """Return the settings without effect in one section, whose full names begin with ``prefix``.
 
     ``known`` is the section's table of settings without effect. ``read`` names the settings with an effect. ``unknown``
-    is the reason that is reported for settings that are not in the table or ``read``. If ``unknown`` is empty, these
-    settings are not reported.
+    is the reason to report for settings that are neither in ``known`` nor in ``read``. If it is empty, they are not
+    reported.
     """
     found = []
     for key in fields.keys():  # noqa: SIM118  (not a dict)

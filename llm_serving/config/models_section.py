@@ -1,4 +1,4 @@
-"""The section of further models of the configuration."""
+"""The section ``models_config`` of the configuration: further models."""
 
 from __future__ import annotations
 

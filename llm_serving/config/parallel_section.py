@@ -8,9 +8,9 @@ from llm_serving.config.schema import own
 
 MAX_RANKS = 256
 LOCAL, NODES, RAY = "local", "nodes", "ray"
-"""Values of ``executor``: where the agents are."""
+"""Values of ``executor``: agents on this machine, on nodes, or on nodes that Ray starts."""
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
-"""Values of ``roles``."""
+"""Values of ``roles``: the steps that a replica computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +137,14 @@ class ParallelConfig:
 
     @property
     def agents_per_machine(self) -> int:
-        """Number of agents that share a machine, as far as this config decides it."""
+        """Number of agents on one machine. For remote agents, it is assumed that each replica has its own machine."""
         return self.group_size if self.is_remote else self.world_size
 
     @property
     def as_summed(self) -> ParallelConfig:
-        """These settings with ``sum_parts`` tensor-parallel agents.
+        """These settings with ``sum_parts`` tensor-parallel agents instead of one agent that adds ``sum_parts`` parts.
 
-        One agent with ``sum_parts`` gives the same results.
+        Both give the same results.
         """
         return replace(self, tensor_parallel=self.sum_parts, sum_parts=1)
 

@@ -18,7 +18,7 @@ _PREDICTOR = "there is no predictor model; scheduler_config.predict_output_lengt
 
 @dataclass(frozen=True, slots=True)
 class ModelPathConfig:
-    """Files of compiled graphs for the published server. The published server has one agent for each prefill graph."""
+    """Files of compiled graphs, which the published server needs. It starts one agent for each prefill graph."""
 
     prefill_model: tuple[str, ...] | None = without_effect("Prefill graph of each agent.", _MINDIR)
     decode_model: tuple[str, ...] | None = without_effect("Decode graph of each agent.", _MINDIR)

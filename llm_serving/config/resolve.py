@@ -62,12 +62,12 @@ _TOKENIZER_FILES = (
     ("LlamaTokenizer", "tokenizer.model"),
     ("LlamaTokenizerFast", "vocab.json"),
 )
-"""Tokenizer types and their files in a model folder, the preferred one first."""
+"""Pairs of a tokenizer type and its file in a model folder, the preferred one first."""
 _CPU_BLOCK_SIZE = 16
 _AUTO_STEP_TOKENS = 2048
-"""Maximum number of tokens of a step for ``seq_length: [auto]``, so that activations do not grow with the context."""
+"""Maximum number of tokens of a step for ``seq_length: [auto]``. It keeps activations small if the context is long."""
 _ASCEND_BLOCK_SIZES = (128, 64, 32, 16)
-"""Block sizes of the Ascend's PagedAttention, in order of preference. vllm-mindspore uses 128 as well."""
+"""Block sizes that the Ascend's PagedAttention supports, the preferred one first. vllm-mindspore also uses 128."""
 _ASCEND_BLOCK_ELEMENTS = 16_384
 _TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _COMPARED_SIZES = (
@@ -175,7 +175,7 @@ class Resolver:
         return config
 
     def _processing(self, folder: Path | None, shape: ModelShape) -> ImageProcessing | None:
-        """Return how the model folder prepares images, or None if the model reads none."""
+        """Return how images are prepared, as the model folder states. None if the model reads no images."""
         if folder is None or shape.vision is None:
             return None
         return read_processing(folder, shape.vision, self._sections["image_config"].max_tile_pixels)
@@ -224,8 +224,9 @@ class Resolver:
         return read_sampling_defaults(folder)
 
     def _batch_waiting_time(self) -> float:
-        """Return the seconds that a prompt waits for other prompts of the same step. Only the quiet mode has a default
-        above 0.
+        """Return the seconds for which a prompt waits for other prompts, to share a step with them.
+
+        The default is 0, and above 0 only in the quiet power mode.
         """
         power: PowerConfig = self._sections["power"]
         if power.mode != "quiet" or self._model.batch_waiting_time:
@@ -233,7 +234,7 @@ class Resolver:
         return power.batch_wait_ms / 1000
 
     def _resolve_lengths(self, shape: ModelShape) -> None:
-        """Replace ``auto`` in the lengths of ``model_config`` by the longest sequence of the model."""
+        """Replace ``auto`` in the lengths of ``model_config`` by the maximum length of a sequence of the model."""
         model, scheduler = self._model, self._sections["scheduler_config"]
         if model.max_generate_length == AUTO_SIZE:
             model = replace(model, max_generate_length=min(shape.max_positions, MAX_TOKENS))
@@ -245,9 +246,10 @@ class Resolver:
         self._model, self._sections = model, self._sections | {"scheduler_config": scheduler}
 
     def _sized_cache(self, device: str, model: ModelConfig, shape: ModelShape) -> PagedAttentionConfig:
-        """Return the section with numbers instead of ``auto``: the device's block size, and the fewest blocks.
+        """Return ``pa_config`` with numbers instead of ``auto``: the device's block size, and the minimum number of
+        blocks.
 
-        The fewest blocks hold one sequence of the maximum length, and the null block, which pads block tables.
+        The minimum is one sequence of the maximum length, and the null block, which pads block tables.
         """
         cache: PagedAttentionConfig = self._sections["pa_config"]
         if cache.block_size == AUTO_SIZE:
@@ -262,10 +264,9 @@ class Resolver:
         return cache
 
     def _with_all_ports(self) -> ServingConfig:
-        """Return ``serving_config`` with a port for each agent. ``agent_ports: [0]`` becomes a list with a 0 for each
-        agent.
+        """Return ``serving_config`` with a port for each agent.
 
-        Port 0 means any free port.
+        The setting ``agent_ports: [0]`` becomes a list with a 0 for each agent. Port 0 means any free port.
         """
         serving: ServingConfig = self._sections["serving_config"]
         if serving.agent_ports != (0,):
@@ -274,7 +275,7 @@ class Resolver:
 
     @property
     def _folder_is_overridden(self) -> bool:
-        """True if ``--set`` names the model folder. The folder's sizes and tokens then replace those of the YAML."""
+        """Whether ``--set`` names the model folder. The folder's sizes and tokens then replace those of the YAML."""
         return self._raw.is_overridden("model_config.model_path")
 
     def _find(self, key: str, name: str | None) -> Path | None:
@@ -290,7 +291,7 @@ class Resolver:
         return path
 
     def _folder(self, mindformers: MindFormersFile | None) -> Path | None:
-        """Return the model folder: ``model_path``, or ``pretrained_model_dir`` of the MindFormers YAML."""
+        """Return the model folder: ``model_path``, or else ``pretrained_model_dir`` of the MindFormers YAML."""
         stated = mindformers.model_folder if mindformers else None
         if self._model.model_path is not None or stated is None or self._model.load_format == "dummy":
             return self._find("model_config.model_path", self._model.model_path)
@@ -301,8 +302,7 @@ class Resolver:
         return folder
 
     def _take_compute_dtype(self, op_table: str, mindformers: MindFormersFile | None) -> None:
-        """Use MindFormers' ``compute_dtype`` as ``model_dtype`` if a published config has FLOAT32 with native
-        operators.
+        """Set ``model_dtype`` to MindFormers' ``compute_dtype`` if a published config has FLOAT32 and native operators.
 
         Native operators do not compute in float32. In the published server, ``model_dtype`` is only the type of the
         logits, and MindFormers computes in ``compute_dtype``.
@@ -360,9 +360,9 @@ class Resolver:
         return stated
 
     def _compare_sizes(self, stated: ModelShape, actual: ModelShape, folder: Path) -> None:
-        """Raise ConfigError if the MindFormers YAML states other sizes than the model folder.
+        """Raise ConfigError if the sizes in the MindFormers YAML and in the model folder differ.
 
-        If ``--set`` names the model folder, only note the difference.
+        If ``--set`` names the model folder, the difference is only noted for the log.
         """
         differing = [
             f"{name} {getattr(stated, name)} instead of {getattr(actual, name)}"
@@ -404,7 +404,7 @@ class Resolver:
         return self._checked_token(key, stated, shape)
 
     def _pad_token(self, stated: int | None, shape: ModelShape) -> int | None:
-        """Return the padding token of the YAML or of the model folder. None if there is none."""
+        """Return the padding token of the YAML or of the model folder. None if neither states one."""
         key = "model_config.pad_token_id"
         if stated is None or self._belongs_to_another_model(key):
             return shape.pad_token_id
@@ -436,16 +436,16 @@ class Resolver:
 
 
 def fewest_blocks(length: int, block_size: int) -> int:
-    """Return the smallest number of blocks with which one sequence of ``length`` tokens can run.
+    """Return the minimum number of blocks with which one sequence of ``length`` tokens can run.
 
-    These are the sequence's blocks and the null block. The last token needs no space, because its keys and values are
-    never read.
+    These are the sequence's blocks and the null block. The last token needs no space, because no later token reads its
+    keys and values.
     """
     return max(2, -(-(length - 1) // block_size) + 1)
 
 
 def _block_size(device: str, head_dim: int) -> int:
-    """Return the block size that is best for a device. An Ascend's kernels limit block size x head size."""
+    """Return the best block size for a device. An Ascend's kernels limit the product of block size and head size."""
     if device == "CPU":
         return _CPU_BLOCK_SIZE
     return next((size for size in _ASCEND_BLOCK_SIZES if size * head_dim <= _ASCEND_BLOCK_ELEMENTS), 16)

@@ -30,7 +30,7 @@ def check_roles(raw: RawConfig, config: Config) -> None:
 
 
 def _problem_of(roles: tuple[str, ...], num_replicas: int) -> str | None:
-    """Return the reason why these roles cannot work, or None."""
+    """Return the reason why these roles cannot serve every request, or None if they can."""
     unknown = set(roles) - {PREFILL, DECODE, BOTH}
     if unknown:
         return f"{', '.join(sorted(unknown))} is no role; roles are prefill, decode and both"
@@ -44,7 +44,7 @@ def _problem_of(roles: tuple[str, ...], num_replicas: int) -> str | None:
 
 
 def _obstacle(config: Config) -> str | None:
-    """Return the reason why the blocks of this model cannot be handed over, or None."""
+    """Return the reason why the blocks of this model cannot be handed over, or None if they can."""
     reasons = {
         "blocks of agents on other machines are not sent yet; use executor: local": config.parallel_config.is_remote,
         "blocks in the memory of a device are not handed over yet; use a CPU, or no roles": config.device != "CPU",

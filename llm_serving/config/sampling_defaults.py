@@ -1,4 +1,4 @@
-"""Sampling parameters that a model recommends: ``generation_config.json`` of its folder."""
+"""Reads the sampling parameters that a model recommends, from ``generation_config.json`` of its folder."""
 
 from __future__ import annotations
 

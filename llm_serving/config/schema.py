@@ -10,9 +10,9 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 MAX_SECONDS = 86_400.0
-"""Maximum of settings that are seconds: a day."""
+"""Maximum of all settings in seconds: one day."""
 AUTO_SIZE = 0
-"""Stands for ``auto`` in a key of integers that must be above 0."""
+"""The number that stands for ``auto``, in keys whose other values are integers above 0."""
 _METADATA_KEY = "config_key"
 
 
@@ -41,7 +41,7 @@ class KeyInfo:
 
 
 def published(default: object, meaning: str, **details: Any) -> Any:
-    """Declare a key that the published server's configs have. Its name and meaning must not change."""
+    """Declare a key that the published server's configs have, too. Therefore its name and meaning must not change."""
     return _key(default, KeyInfo(meaning, published=True, **details))
 
 

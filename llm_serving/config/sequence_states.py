@@ -1,8 +1,8 @@
-"""Turns off features that a model with linear attention does not support. The state of a sequence exists for its last
-token only.
+"""Turns off the settings that do not work with linear attention, whose layers have a state for each sequence.
 
-Layers with linear attention keep a state instead of keys and values. Cached blocks of another request have no state, a
-swapped sequence would lose its state, and a rejected draft could not be taken back.
+The layers keep this state instead of keys and values, and it exists only after the last token of a sequence. Therefore
+the blocks of another request cannot be reused, and a swapped sequence would lose its state. A rejected draft could not
+be undone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llm_serving.model.shape import ModelShape
 def for_states(
     raw: RawConfig, shape: ModelShape, sections: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return ``sections`` with settings that suit the model, and notes for the log about the replaced ones.
+    """Return ``sections`` with settings that suit the model, and notes for the log about the replaced settings.
 
-    Raises ConfigError for a draft model or a head, because the model cannot verify its drafts.
+    Raises ConfigError for a draft model or a head, because the model cannot verify their drafts.
     """
     if shape.delta is None:
         return dict(sections), ()

@@ -21,7 +21,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 
 
 def check_telemetry(raw: RawConfig, telemetry: TelemetryConfig) -> None:
-    """Check the URL of the collector of traces."""
+    """Check the URL to which traces are sent."""
     endpoint = telemetry.traces_endpoint
     if endpoint is not None and not re.fullmatch(r"https?://[^/\s@]+/\S*", endpoint):
         problem = "must be a URL with a path and without a password, as http://localhost:4318/v1/traces"
@@ -82,7 +82,7 @@ def _check_protection(raw: RawConfig, serving: ServingConfig) -> None:
 
 
 def agents_of_graphs(raw: RawConfig, sections: Mapping[str, Any]) -> int | None:
-    """Return the number of agents that a published config implies, or None if it implies none.
+    """Return the number of agents that a published config implies, or None if it implies no number.
 
     The published server has one agent for each prefill graph of ``model_path``. The result is None if there is at most
     one graph, or if the config has its own ``parallel_config``. Raises ConfigError if the numbers of prefill graphs,

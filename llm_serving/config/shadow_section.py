@@ -1,4 +1,4 @@
-"""The section of shadow serving of the configuration."""
+"""The section ``shadow_config`` of the configuration: shadow serving."""
 
 from __future__ import annotations
 

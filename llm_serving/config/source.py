@@ -1,4 +1,4 @@
-"""Keeps the source of each value (YAML or command line) for messages, and lists settings without effect."""
+"""Records whether each value comes from the YAML or the command line, for messages. Lists settings without effect."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class UnusedSetting:
     file: str
     """Path of the YAML."""
     key: str
-    """The full name, as ``context.ascend_config``."""
+    """Full name of the setting, for example ``context.ascend_config``."""
     value: str
-    """The value as text, shortened to a line."""
+    """The value as text, shortened to one line."""
     reason: str
 
 

@@ -90,9 +90,9 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
 
 
 def refuse_native(raw: RawConfig, config: Config, missing: str) -> NoReturn:
-    """Refuse a model with a part for which there is no native operator. ``missing`` names this part.
+    """Raise ConfigError for a model with a part that has no native operator. ``missing`` names this part.
 
-    An Ascend has the native operators only, so the remedy is another device there.
+    The error suggests fused operators, or a CPU if the device is an Ascend, which has only native operators.
     """
     architecture = config.shape.architecture
     if config.device == "Ascend":
@@ -103,7 +103,7 @@ def refuse_native(raw: RawConfig, config: Config, missing: str) -> NoReturn:
 
 
 def check_parallel(raw: RawConfig, config: Config) -> None:
-    """Check that the model can be split among the agents."""
+    """Check that the agents can share the model as ``parallel_config`` states."""
     obstacle = find_obstacle(config.shape, config.parallel_config, config.shard_group)
     if obstacle is not None:
         key, problem = obstacle
@@ -277,9 +277,10 @@ def check_speculation(raw: RawConfig, config: Config) -> None:
 
 
 def _check_draft_model(raw: RawConfig, config: Config) -> None:
-    """Check that the settings of the deployment work with a draft model or a head, and that it has as long contexts.
+    """Check that a draft model or a head works with the other settings, and that a draft model has long enough
+    contexts.
 
-    The contexts of a head are those of the model, whatever its config.json states. Published heads state less.
+    The contexts of a head are not checked. Published heads state shorter contexts than the model, but have no limit.
     """
     method, draft = config.speculative_config.method, config.draft
     obstacles = {
@@ -328,7 +329,8 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Check that the KV cache can hold the longest sequence, and that a decode step can hold all running sequences.
+    """Check that the KV cache has space for the longest sequence, and that a decode step can have all running
+    sequences.
 
     The cache never holds the last token of a sequence, because no later token reads its keys and values.
     """

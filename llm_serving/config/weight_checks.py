@@ -107,19 +107,19 @@ def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
 
 
 def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
-    """Return the number of outputs of each kind of linear layer that has more outputs than inputs."""
+    """Return the number of outputs of the kinds of linear layers that are wider than their inputs: qkv, gate and up."""
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     outputs = (heads * shape.head_dim,)
     return (*outputs, 2 * shape.intermediate_size) if _has_mlps(shape) else outputs
 
 
 def _has_mlps(shape: ModelShape) -> bool:
-    """Return True if at least one layer has an ordinary MLP instead of experts."""
+    """Return whether at least one layer has an ordinary MLP instead of experts."""
     return any(not shape.has_experts(layer) for layer in range(shape.num_layers))
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Raise the ConfigError for a quantisation group that is larger than the inputs of a linear layer.
+    """Raise ConfigError, because a quantisation group has more inputs than a linear layer.
 
     ``fewest`` is the smallest number of inputs of a layer in one agent.
     """

@@ -68,7 +68,8 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     corrected: bool = False
-    """If True, experts and groups are chosen by score + ``e_score_correction_bias``. The weights are the scores."""
+    """If True, experts and groups are chosen by score + ``e_score_correction_bias``. Their weights are the scores
+    alone."""
     factor: float = 1.0
     """Factor of the experts' weights (``routed_scaling_factor``)."""
 
@@ -76,7 +77,8 @@ class Routing:
 def read_latent_attention(fields: TypedFields, num_heads: int, *, has_interleave_key: bool) -> LatentAttention:
     """Return the sizes of latent attention. Raises the fields' error for a missing or unsupported value.
 
-    ``has_interleave_key``: the family knows the key ``rope_interleave``. Without the key, rotation is interleaved.
+    ``has_interleave_key`` is True if the family has the key ``rope_interleave``. Without the key, rotation is
+    interleaved.
     """
     if fields.boolean("attention_bias", False):
         raise fields.fail("attention_bias", "is not supported; latent attention has no biases here")
@@ -114,7 +116,8 @@ def _score_factor(fields: TypedFields) -> float:
 
 
 def read_routing(fields: TypedFields, experts: int, per_token: int, *, corrected: bool) -> Routing:
-    """Return how a layer's router chooses the experts of a token. ``corrected``: as in DeepSeek V3, otherwise as in V2.
+    """Return how a layer's router chooses the experts of a token, for DeepSeek V3 if ``corrected`` is True, else for
+    V2.
 
     Raises the fields' error for an unsupported method, and for groups with fewer experts than a token needs.
     """

@@ -38,7 +38,8 @@ class ExpertKeys:
     normalised: bool = False
     """If True, a token's expert weights always sum to 1, and every layer has experts. ``norm_topk_prob`` is ignored."""
     shared_size: str = ""
-    """Key with the intermediate size of a gated MLP that every token passes too, multiplied by a gate. "": no MLP."""
+    """Key of the intermediate size of the shared expert, which every token passes, with a gate. "": no shared
+    expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class Family:
     architecture: str
     model_type: str
     biases: Literal["stated", "query_key_value"] = "stated"
-    """Biases of attention's linear layers. ``stated``: all four have one if ``attention_bias`` is true.
-    ``query_key_value``: query, key and value always have one, the output layer never."""
+    """Which linear layers of attention have biases. ``stated``: all four if ``attention_bias`` is true, otherwise none.
+    ``query_key_value``: those of query, key and value."""
     query_key_norm: bool = False
     """If True, each query and key head has an RMSNorm."""
     window: Literal["none", "always", "switched"] = "none"
@@ -68,14 +69,15 @@ class Family:
     gpt_oss: bool = False
     """If True, attention has sinks, and ``llm_serving.model.gpt_oss`` has the defaults of ``config.json``."""
     beside_encoder: str = ""
-    """Architecture of folders that have this model as ``text_config`` next to an encoder of images. "": no folders of
-    this kind."""
+    """Architecture of folders with an encoder of images and, as ``text_config``, a model of this family. The encoder is
+    not used. "": the family has no folders of this kind."""
     hybrid: bool = False
-    """If True, most layers have Gated DeltaNet (``llm_serving.model.gated_delta``). The others have an output gate."""
+    """If True, most layers have Gated DeltaNet (``llm_serving.model.gated_delta``). The other layers have full
+    attention with an output gate."""
     deepseek: Literal["", "v2", "v3"] = ""
-    """If stated, the model has latent attention, and experts as DeepSeek's V2 or V3 has them."""
+    """Version of DeepSeek whose latent attention and experts the model has. "": the model has neither."""
     vision: str = ""
-    """If stated, the model reads images (``llm_serving.model.vision``). It is the ``model_type`` of the text model."""
+    """``model_type`` of the text model if the model reads images (``llm_serving.model.vision``). Otherwise empty."""
 
 
 FAMILIES = {
@@ -174,7 +176,7 @@ class Experts:
     shared_size: int = 0
     """Intermediate size of the MLP that every token passes in addition (DeepSeek's shared experts). 0: none."""
     shared_gate: bool = False
-    """If True, the output of the shared experts is multiplied by the sigmoid of a learned product with the token."""
+    """If True, a gate multiplies the output of the shared experts: the sigmoid of a linear function of the token."""
     first_held: int = 0
     """The first expert whose weights this part of the model has."""
     num_held: int | None = None
@@ -187,7 +189,7 @@ class Experts:
 
 
 GENERATOR, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-"""Ends of the names of architectures: a model that generates text, and the same network with classes."""
+"""Endings of architecture names: of a model that generates text, and of the same network as a classifier."""
 
 
 def family_of(fields: TypedFields) -> Family:

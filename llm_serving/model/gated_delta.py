@@ -52,14 +52,18 @@ class GatedDelta:
 
     @property
     def projected(self) -> int:
-        """Number of outputs of the first linear layer: the channels, an output gate, and b and a of each value head."""
+        """Number of outputs of the first linear layer: the channels, an output gate, and two values of each value head.
+
+        The two values are b, from which beta is computed, and a, from which the decay is computed.
+        """
         return self.channels + self.values + 2 * self.value_heads
 
     @property
     def state_floats(self) -> int:
-        """Number of float32 in a sequence's state of one layer.
+        """Number of float32 values in a sequence's state of one layer.
 
-        They are a matrix for each value head, and the inputs of the convolution from the last ``taps`` - 1 tokens.
+        These values are a matrix for each value head, and the inputs of the convolution from the last ``taps`` - 1
+        tokens.
         """
         return self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels
 
@@ -70,7 +74,7 @@ class GatedDelta:
 
 
 def with_delta_defaults(fields: TypedFields) -> TypedFields:
-    """Return ``fields`` with the defaults of Qwen's hybrids for the keys that it does not have.
+    """Return ``fields`` with the defaults of Qwen's hybrids for missing keys.
 
     Raises the error class of ``fields`` if attention has biases.
     """

@@ -1,4 +1,4 @@
-"""Reads ``config.json`` of Gemma 3 (Gemma Team, arXiv:2503.19786) for the reader of Llama's sizes."""
+"""Converts ``config.json`` of Gemma 3 (Gemma Team, arXiv:2503.19786) to the keys of a Llama, for ``shape.py``."""
 
 from __future__ import annotations
 

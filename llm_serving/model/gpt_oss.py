@@ -7,7 +7,7 @@ from typing import Any
 from llm_serving.formats.typed_fields import TypedFields
 
 ACTIVATION = "clamped_silu"
-"""Activation of the experts: SwiGLU with a steeper sigmoid, clamped factors and 1 added to the second factor."""
+"""Activation of the experts: SwiGLU with a steeper sigmoid and clamped factors. 1 is added to the second factor."""
 _SLOPE, _LIMIT = 1.702, 7.0
 _ROPE = {
     "rope_type": "yarn",
@@ -28,10 +28,10 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def with_defaults(fields: TypedFields, num_layers: int) -> TypedFields:
-    """Return ``fields`` with gpt-oss's defaults for the keys that it does not have.
+    """Return ``fields`` with gpt-oss's defaults for missing keys.
 
     Without ``layer_types``, every second layer has a window, beginning with the first. Raises the error class of
-    ``fields`` for another activation than that of the published models.
+    ``fields`` if the activation is not that of the published models.
     """
     for key, known in (("swiglu_alpha", _SLOPE), ("swiglu_limit", _LIMIT)):
         if fields.number(key, known, 0.0, 1e6) != known:

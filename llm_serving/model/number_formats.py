@@ -207,7 +207,7 @@ class KvFormat:
 SCALE_ELEMENT_BYTES = 2
 """Bytes of an element in the native operators' cache of scales, which has float16 or bfloat16."""
 _SCALE_ROW_MULTIPLE = 16
-"""A row of the cache of scales is a multiple of this number of elements, 32 bytes, as kernels of an Ascend copy."""
+"""A row of the cache of scales has a multiple of this number of elements: 32 bytes, the unit of an Ascend's copies."""
 
 
 def scale_row_copies(kv_heads: int) -> int:

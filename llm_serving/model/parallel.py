@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llm_serving.model.shape import ModelShape
 
 PREFERRED_GRANULE = 32
-"""Ranks get multiples of this number of columns if possible: 64 bytes of a 16-bit type, and whole tiles of kernels."""
+"""Ranks get multiples of this number of columns if possible: 64 bytes of a 16-bit type, and whole tiles for kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def answering_rank(replica: int, parallel: ParallelConfig) -> int:
 
 
 def split_evenly(total: int, parts: int, index: int) -> Span:
-    """Divide ``range(total)`` into ``parts`` and return part ``index``. The first ``total % parts`` have one more."""
+    """Divide ``range(total)`` into ``parts`` and return part ``index``. The first ``total % parts`` are longer by 1."""
     size, longer = divmod(total, parts)
     start = index * size + min(index, longer)
     return Span(start, start + size + (index < longer))
@@ -225,9 +225,9 @@ def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
 
 
 def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int = 1) -> tuple[str, str] | None:
-    """Return the setting of ``parallel_config`` that the model does not permit, and the reason.
+    """Return the first setting of ``parallel_config`` that the model does not permit, and the reason.
 
-    None if there is none.
+    None if the model permits all settings.
     """
     parts, stages = parallel.tensor_parallel, parallel.pipeline_parallel
     for key, agents in (("tensor_parallel", parts), ("pipeline_parallel", stages)):

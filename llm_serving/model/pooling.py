@@ -114,7 +114,7 @@ def has_modules(folder: Path) -> bool:
 
 
 def read_pooling(folder: Path | None, hidden_size: int, dimensions: tuple[int, ...] | None) -> Pooling:
-    """Return the pooling of the embeddings of a model folder. A folder without ``modules.json`` has last pooling.
+    """Return the pooling of the embeddings of a model folder. Without ``modules.json``, the last hidden state is used.
 
     ``dimensions`` replaces the numbers of dimensions that ``config.json`` declares, unless it is None. Raises
     CheckpointError if the files are damaged or need something that this server does not have.

@@ -29,7 +29,7 @@ MAX_WEIGHT_ONLY_SIZE = 65_535
 GGUF_GROUP = 32
 """Number of consecutive weights of a quantised GGUF tensor that share a scale."""
 GGUF_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""GGUF's types of floats, and their names here."""
+"""Maps the names of GGUF's float types to the names of weight formats."""
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files in which older versions of AutoGPTQ and AutoAWQ wrote the scheme, and the method of each file."""
 

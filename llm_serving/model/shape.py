@@ -81,7 +81,8 @@ class ModelShape:
     partial_rotary_dim: int = 0
     """Number of a head's elements that are rotated, from the first one on. 0: all."""
     num_extra_layers: int = 0
-    """Number of the checkpoint's layers that only predict further tokens, after the last one. Not loaded."""
+    """Number of MTP layers in the checkpoint, after the last layer. They predict further tokens, and only a head uses
+    them."""
     vision: VisionShape | None = None
     """The vision encoder. None for a model that reads only text."""
     rotary_sections: tuple[int, ...] = ()
@@ -106,7 +107,8 @@ class ModelShape:
 
     @property
     def gated_attention(self) -> bool:
-        """True if the result of full attention is multiplied by the sigmoid of a gate, which the query layer has."""
+        """True if the result of full attention is multiplied by the sigmoid of a gate, which the query layer
+        computes."""
         return self.delta is not None
 
     def has_cache(self, layer: int) -> bool:
@@ -126,7 +128,7 @@ class ModelShape:
         return 4 * (self.num_layers - self.num_cache_layers) * self.delta.state_floats
 
     def is_local(self, layer: int) -> bool:
-        """Return whether a layer has Gemma's second rotary embedding, that of the layers with a window."""
+        """Return whether a layer uses Gemma's second rotary embedding, which belongs to the layers with a window."""
         return self.gemma is not None and self.window_of(layer) > 0
 
     @property
@@ -364,7 +366,7 @@ def shape_of_fields(
 
 
 def _fields_of_text_model(fields: TypedFields, family: Family) -> TypedFields:
-    """Return the fields of the model of text, with the names and defaults of Llama. Checks the quantization."""
+    """Return the text model's fields, with the names and defaults of Llama. Checks the quantization."""
     read_quantization(fields)
     if family.vision:
         fields = text_fields(fields, family.vision)
@@ -378,7 +380,7 @@ def _fields_of_text_model(fields: TypedFields, family: Family) -> TypedFields:
 
 
 def _rope_fields(fields: TypedFields, *, is_grid: bool) -> TypedFields:
-    """Return the section of rotary positions. ``is_grid``: the positions are those of a grid (M-RoPE)."""
+    """Return the section of ``config.json`` about rotary positions. ``is_grid``: positions of a grid (M-RoPE)."""
     rope = fields.mapping("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     return rope.with_value("type", "default") if is_grid and rope.value("type") == "mrope" else rope
 

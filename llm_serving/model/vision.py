@@ -20,7 +20,7 @@ _MAX_HEADS = 256
 MAX_IMAGE_SIZE = 2048
 """Maximum width and height of a tile, in pixels."""
 MAX_EDGE = 4096
-"""The longest edge of an image after it is resized, at most. transformers has the same limit."""
+"""Maximum of the longer edge of a resized image, in pixels. transformers has the same limit."""
 _MAX_PIXELS = 1 << 28
 _MAX_JSON_BYTES = 1024 * 1024
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -29,9 +29,9 @@ _ACTIVATION = "gelu_pytorch_tanh"
 QUERY_ROWS = 512
 """Number of patches whose attention scores the encoder of Qwen2.5-VL has in memory at a time."""
 MAX_PROPORTION = 200
-"""Maximum of an image's longer edge divided by its shorter one, if tiles have any size. transformers has the same."""
+"""Maximum ratio of an image's longer edge to its shorter edge, if tiles have any size, as in transformers."""
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-"""Mean and standard deviation of the pixels of CLIP (Radford et al., arXiv:2103.00020), with which Qwen2.5-VL works."""
+"""Mean and standard deviation of CLIP's pixels (Radford et al., arXiv:2103.00020), which Qwen2.5-VL uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class VisionShape:
         return self.num_layer_parameters + self.num_layers * layer + around + joined * text_hidden
 
     def operations(self, text_hidden: int, num_pixels: int) -> int:
-        """Return the multiplications that encoding a tile of ``num_pixels`` pixels takes."""
+        """Return the number of multiplications for encoding a tile of ``num_pixels`` pixels."""
         patches, joined = num_pixels // self.patch_size**2, self.connector_inputs
         linear = patches * (self.num_layer_parameters + self.patch_inputs * self.hidden_size)
         full, near, connector = self.num_layers, 0, text_hidden
@@ -129,9 +129,10 @@ class VisionShape:
         return attention + linear + self.rows_of(num_pixels) * joined * connector
 
     def activation_floats(self, num_pixels: int) -> int:
-        """Return the number of values that the encoder has in memory for a tile of ``num_pixels`` pixels, at most."""
+        """Return the maximum number of values that the encoder keeps in memory for a tile of ``num_pixels`` pixels."""
         patches = num_pixels // self.patch_size**2
-        # Scores and their rounded copies, then queries, keys and values, the MLP's hidden values, and copies of each.
+        # Counts scores and their rounded copies, then queries, keys and values, hidden values of the MLP, and their
+        # copies.
         if self.windows is None:
             return 3 * patches * (patches + 3 * self.hidden_size + self.intermediate_size)
         scores = min(patches, QUERY_ROWS) * patches
@@ -155,7 +156,7 @@ class ImageProcessing:
     colour."""
     min_pixels: int = 0
     max_pixels: int = 0
-    """Limits of width x height of a tile, if tiles have any size. The whole image is then one tile. Else 0."""
+    """Limits of a tile's number of pixels if tiles have any size and the whole image is one tile. Otherwise 0."""
 
     def max_tiles(self, image_size: int) -> int:
         """Return the maximum number of tiles of an image. ``image_size`` is that of the ``VisionShape``."""
@@ -307,7 +308,8 @@ def _longest_edge(fields: TypedFields, shape: VisionShape) -> int:
 
 
 def _pixel_limits(fields: TypedFields, shape: VisionShape, max_tile_pixels: int) -> tuple[int, int]:
-    """Return the minimum and the maximum of width x height of a resized image. The config lowers the maximum."""
+    """Return the minimum and the maximum number of pixels of a resized image. ``max_tile_pixels`` limits the
+    maximum."""
     assert shape.windows is not None, "only the encoder of Qwen2.5-VL has tiles of any size"
     expected = {"patch_size": shape.patch_size, "merge_size": shape.scale_factor,
                 "temporal_patch_size": shape.windows.frames}  # fmt: skip
@@ -317,10 +319,10 @@ def _pixel_limits(fields: TypedFields, shape: VisionShape, max_tile_pixels: int)
     size, area = fields.mapping("size"), shape.row_edge**2
     least = size.integer("shortest_edge", 4 * area, 1, _MAX_PIXELS)
     most = size.integer("longest_edge", 1280 * area, 1, _MAX_PIXELS)
-    # Older folders have the limits at the top, and they take precedence.
+    # Older folders have the limits at the top level. If these limits exist, they take precedence.
     least = fields.integer("min_pixels", least, 1, _MAX_PIXELS)
     most = fields.integer("max_pixels", most, 1, _MAX_PIXELS)
-    # An image that is 200 times as wide as high has at least one row in height.
+    # The maximum must be large enough for the longest shape: one row high and ``MAX_PROPORTION`` rows wide.
     if least > most // 4 or most < area * MAX_PROPORTION:
         problem = f"must be at least {area * MAX_PROPORTION} and 4 times min_pixels"
         raise fields.fail("max_pixels", problem)
