@@ -1,4 +1,4 @@
-"""The adapter slots of a group of agents: sends adapters to the agents, and again after a restart."""
+"""Tracks the adapter slots of a group of agents: loads adapters into the agents, also after a restart."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from llm_serving.ipc.adapters import AdapterMemory
 
 @dataclass(slots=True)
 class _Loading:
-    """An adapter that the agents load as soon as ``steps``, the steps now in flight, have ended."""
+    """An adapter that is being loaded. It is sent when ``steps``, the steps in flight at the call, have ended."""
 
     slot: int
     memory: AdapterMemory
     steps: set[int]
     is_sent: bool = False
-    """Whether the agents have been asked to load the adapter. Replies before that belong to ``again``."""
+    """Whether the adapter was sent to the agents. Replies before that belong to the messages of ``again``."""
     replies: list[str] = field(default_factory=list)
     """The errors of the agents that have replied. Empty texts mean success."""
 
@@ -44,11 +44,11 @@ class AdapterSlots:
         self._loading = _Loading(slot, memory, set(steps))
 
     def keep(self, slot: int, memory: AdapterMemory) -> None:
-        """Remember an adapter, which the agents load when they become ready."""
+        """Store an adapter, so that the agents load it when they become ready."""
         self._resident[slot] = memory
 
     def drop(self, slot: int) -> None:
-        """Do not load the adapter of a slot again."""
+        """Forget the adapter of a slot, so that restarted agents do not load it."""
         self._resident.pop(slot, None)
 
     def due(self, number: Callable[[], int], in_flight: Iterable[int]) -> list[messages.AdapterLoad]:
@@ -64,7 +64,7 @@ class AdapterSlots:
         return [_message(number(), loading.slot, loading.memory)]
 
     def again(self, number: Callable[[], int]) -> list[messages.AdapterLoad]:
-        """Return the messages for new agents: one for each adapter."""
+        """Return the messages for agents that have become ready: one for each adapter."""
         self._loading = None
         self._unanswered = self._num_agents * len(self._resident)
         return [_message(number(), slot, memory) for slot, memory in sorted(self._resident.items())]
@@ -74,9 +74,9 @@ class AdapterSlots:
         self._loading, self._unanswered = None, 0
 
     def take(self, reply: messages.AdapterLoaded) -> AdapterAnswered | None:
-        """Note the reply of one agent. After the last reply to ``load``, returns the event with the result.
+        """Process the reply of one agent. After the last reply to ``load``, returns the event with the result.
 
-        Raises AgentLostError if restarted agents cannot load an adapter that they had before.
+        Raises AgentLostError if restarted agents cannot load an adapter that the lost agents had.
         """
         self._unanswered -= 1
         if self._loading is None or not self._loading.is_sent:

@@ -1,7 +1,7 @@
 """The executor with real agents: steps go through step slots to a group of agents.
 
 If an agent dies, the whole group is restarted. All work happens inside ``poll``, in the engine thread. One selector
-waits for the sources of the group (messages of agents, their exits) and for ``wake``. So an idle server sleeps.
+waits for messages of the agents, for their exits, and for ``wake``. So an idle server sleeps.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from llm_serving.scheduler.output import ScheduledStep, StepResult
 class AgentExecutor:
     """Owns a replica's group of agents and the steps in flight. See ``base.Executor`` for the rules about threads.
 
-    ``listeners``: the listening socket of each of the replica's agents, in order of rank. Each agent writes its log to
-    ``log_folder``, file ``agent_RANK.log``. ``start_group`` starts agents elsewhere; ``listeners`` are then not used.
-    ``hand_over_names``: the names of the agents' hand-over pools, in order of rank. Empty without roles of replicas.
+    ``listeners`` has the listening socket of each of the replica's agents, in order of rank. Each agent writes its log
+    to ``agent_RANK.log`` in ``log_folder``. If ``start_group`` is given, it starts agents on other machines, and
+    ``listeners`` are not used. ``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. They
+    are empty if replicas have no roles.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class AgentExecutor:
         self._group: Group | None = None
         self._ending: Group | None = None
         self._is_waiting = False
-        """True while no machine is free for the agents."""
+        """True while the agents cannot start because no machine is free."""
         self._has_said_leaving = False
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -142,7 +143,7 @@ class AgentExecutor:
         return () if self._group is None else self._group.pools
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
-        """Wait for the agents, a deadline or a wake-up. Every change of an agent's state becomes an event."""
+        """Wait for agents, a deadline or a wake-up, and return an event for each change of an agent's state."""
         events: list[ExecutorEvent] = []
         for key, _ in self._selector.select(self._wait_s(timeout_s)):
             handler: Callable[[], list[ExecutorEvent]] = key.data
@@ -172,7 +173,7 @@ class AgentExecutor:
         self.wake()
 
     def _check_leaving(self) -> list[ExecutorEvent]:
-        """Return the event for the engine if the agents must leave their machine."""
+        """Return ``AgentLeaving``, once, if the agents must leave their machine."""
         group = self._group
         if group is None or not group.is_leaving or self._has_said_leaving:
             return []
@@ -339,7 +340,8 @@ class AgentExecutor:
     def _own_deadline(self, group: Group) -> tuple[tuple[float, str] | None, float | None]:
         """Return the next deadline of the start or of a step, and the time of the last result.
 
-        This time is None if no step in flight may still complete.
+        The time is None if the group is not expected to complete a step: while it starts, without steps, and after a
+        failure.
         """
         settings, steps = self._config.serving_config, self._steps
         if not group.is_ready:

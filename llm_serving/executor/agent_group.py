@@ -26,7 +26,7 @@ from llm_serving.model.parallel import answering_rank, group_ranks
 class AgentGroup:
     """A ``Group`` of agents on this machine.
 
-    Owns the links and the shared memory. ``listeners`` and ``links`` are in order of rank.
+    It owns the links and the shared memory. ``listeners`` and ``links`` are in order of rank.
     """
 
     is_leaving = False
@@ -87,7 +87,7 @@ class AgentGroup:
         return self.memory.pools
 
     def answers(self, member: int) -> bool:
-        """Whether the agent with this number in the group writes the results of steps."""
+        """Return whether the agent ``member`` (its number in the group) writes the results of steps."""
         return member == self._answering
 
     def sources(self) -> list[Source]:
@@ -100,7 +100,7 @@ class AgentGroup:
 
     @property
     def summary(self) -> dict[str, object]:
-        """Facts for the log, from the agent that samples. A group of several agents also has their number."""
+        """Facts for the log, from the agent that samples. For several agents, their number is added."""
         size = {"agents": len(self.links)} if len(self.links) > 1 else {}
         return {**self.links[self._answering].summary, **size}
 
@@ -132,7 +132,7 @@ class AgentGroup:
     def describe_loss(self, noticed: AgentError) -> AgentError:
         """Return the error ``noticed``, extended by the other agents of the group that have also ended.
 
-        The agent that the server noticed first need not be the one that failed first.
+        The others are named because the first failed agent may not be the one that the server noticed first.
         """
         others = [
             f"agent {link.rank} ended too ({code})"
@@ -178,7 +178,7 @@ def _receive(member: int, link: AgentLink) -> Received:
 
 
 def _take_exit(member: int, link: AgentLink) -> Received:
-    # read the last messages first, because they usually contain the reason for the exit
+    # Read the last messages first, because they usually contain the reason for the exit.
     received = _receive(member, link)
     link.check_alive()
     return received

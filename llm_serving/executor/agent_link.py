@@ -26,9 +26,7 @@ ProgressReport = Callable[[int, str, int, int], None]
 """Reports the progress of an agent's start. Takes its rank, the stage, and completed and total units of work."""
 
 EXIT_WAIT_S = 0.25
-"""Maximum seconds to wait for an exit code. When a process ends, its sockets close shortly before its exit code is
-known.
-"""
+"""Maximum seconds to wait for an exit code. A process closes its sockets shortly before its exit code is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +92,11 @@ class GroupMemory:
 
 
 class AgentLink:
-    """One run of one agent, from its start to its end. Owns the process and the socket. The group owns the memory.
+    """The connection to one agent from its start to its end. Owns the process and the socket. The group owns the
+    memory.
 
-    ``receive`` handles the messages about the agent's start, and returns the other messages for the engine. If the run
-    has ended, ``receive`` raises AgentStartError or AgentLostError. The owner must then close the link.
+    ``receive`` handles the messages about the agent's start, and returns the other messages for the engine. If the
+    agent has ended, ``receive`` raises AgentStartError or AgentLostError. The owner must then close the link.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class AgentLink:
         self.process.close()
 
     def _handle_start(self, message: AgentMessage) -> bool:
-        """Handle a message about the agent's start. Returns False for a message to the engine."""
+        """Handle a message about the agent's start. Returns False for any other message, which is for the engine."""
         if isinstance(message, messages.Challenge):
             self._answer_challenge(message)
         elif isinstance(message, messages.Connected):
@@ -208,7 +207,8 @@ class AgentLink:
             raise self._lost(f"the connection broke: {error}") from error
 
     def _lost(self, reason: str) -> AgentStartError | AgentLostError:
-        """Return the error for an agent that has ended: its exit code, its log and, during the start, the log's end."""
+        """Return the error for an agent that has ended: exit code, path of its log and, during the start, the log's
+        end."""
         exit_text = describe_exit(self.process.exit_code(wait_s=EXIT_WAIT_S))
         ended = f" ({exit_text})" if exit_text else ""
         text = f"agent {self.rank}, process {self.process.pid}: {reason}{ended}; its log is {self.process.log.path}"

@@ -36,7 +36,7 @@ def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.sock
 
 
 def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a new connection through an agent's port. The server keeps the first, the agent the second.
+    """Connect through an agent's port. Returns both ends: the first is for the server, the second for the agent.
 
     So an agent never accepts a connection, and no other local program can connect to it. If other programs have
     connected to the port, this function closes their connections. Connections that come later are never accepted.
@@ -65,7 +65,7 @@ def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socke
 
 
 class RunningProcess(Protocol):
-    """A process that has been started. ``subprocess.Popen`` fits."""
+    """A process that has been started, for example ``subprocess.Popen``."""
 
     @property
     def pid(self) -> int: ...
@@ -104,7 +104,8 @@ def launch_python(
         stdout=log,
         stderr=log,
         env=environment,
-        # Separate the signals: Ctrl-C must reach only the server, which then stops its agents in order.
+        # Put the agent into another session, so that Ctrl-C reaches only the server, which then stops its agents in
+        # order.
         start_new_session=True,
     )
 
@@ -118,12 +119,13 @@ class AgentProgram:
 
 
 class ModuleProcess:
-    """A process that runs ``python -m MODULE``. It inherits a pipe, which closes when the server ends, so that the
-    process can end, too.
+    """A process that runs ``python -m MODULE``. It inherits a pipe and should end when the server closes the pipe or
+    ends.
 
-    ``pipe_option`` is the process's option for the number of the pipe's descriptor. The output of the process goes to
-    the file ``log_path``, which ``rotation`` limits. ``environment`` extends the server's environment. ``launch``
-    starts the process. If the process cannot be started, raises AgentStartError with ``name`` in the message.
+    ``pipe_option`` is the option that gives the process the number of the pipe's descriptor. The output of the process
+    goes to the file ``log_path``, which ``rotation`` limits. ``environment`` extends the server's environment.
+    ``launch`` starts the process. If the process cannot be started, raises AgentStartError with ``name`` in the
+    message.
     """
 
     def __init__(

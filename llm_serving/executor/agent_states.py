@@ -22,11 +22,12 @@ def backoff_after(restarts: int) -> float:
 
 
 class Restarts:
-    """Counts the restarts of one group. ``limit`` is the maximum number of restarts in a row, or None.
+    """Decides after each loss of a group whether and when it is restarted. ``limit`` is the maximum number of restarts
+    in a row, or None.
 
     Without a limit, a group that has been ready is restarted until the server ends. A group that has never been ready
-    is not restarted: the server stops, so that its supervisor can restart it. With ``from_the_start``, it is restarted,
-    too, because another machine may start it. All times are seconds of the caller's clock.
+    is not restarted: the server stops, so that its supervisor can restart it. With ``from_the_start``, this group is
+    restarted, too, because another machine may start it. All times are seconds of the caller's clock.
     """
 
     def __init__(self, limit: int | None, *, from_the_start: bool = False) -> None:
@@ -77,7 +78,7 @@ class AgentStates:
 
     def __init__(self, config: Config, replica: int, addresses: Sequence[str], restarts: Restarts) -> None:
         self.is_wanted = False
-        """True if a status was requested. The agents have been asked for it, or will be asked when they are ready."""
+        """True if a status was requested. The agents have been asked, or will be asked when they are ready."""
         self._config = config
         self._replica = replica
         self._ranks = group_ranks(replica, config.parallel_config)

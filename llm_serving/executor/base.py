@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AgentReady:
-    """Every agent is ready and holds no state. From now on, steps may be submitted.
+    """Every agent is ready and has no state of earlier steps. From now on, steps may be submitted.
 
     The first ``AgentReady`` comes after the start. Every later one comes after a restart of lost agents.
     """
@@ -46,11 +46,11 @@ class AgentLost:
     final: bool = False
     """The agents are given up and not restarted."""
     failed_check: str = ""
-    """The self-check that failed: ``row``, ``canary`` or ``logits``. Empty for other losses."""
+    """The self-check that failed: ``row``, ``canary`` or ``logits``. Empty if no self-check failed."""
     step: int | None = None
     """The step that failed the self-check."""
     is_drained: bool = False
-    """The machine of the agents was drained, and took too long."""
+    """True if the machine of the agents was drained, and their requests did not end in time."""
 
     @property
     def is_blameless(self) -> bool:
@@ -60,7 +60,8 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class AgentLeaving:
-    """The machine of the agents is drained. The engine gives them no new request, and then calls ``release``."""
+    """The agents' machine is drained. The engine gives them no new requests, and calls ``release`` after the last
+    one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Executor(Protocol):
 
     @property
     def num_free_slots(self) -> int:
-        """Number of steps that can be submitted now. After ``poll`` returns a result, its step slot is free again."""
+        """Number of steps that can be submitted now. When ``poll`` returns a result, its step slot becomes free."""
 
     def submit(self, step: ScheduledStep) -> None:
         """Send a step. The call does not wait for the agents, and keeps no reference to the step's lists.
@@ -105,10 +106,11 @@ class Executor(Protocol):
         """
 
     def abort(self, seq: int) -> None:
-        """Ask the agents to drop step ``seq`` if it has not begun. The step has a result in either case."""
+        """Ask the agents to drop step ``seq`` if it has not begun. In both cases, ``poll`` returns its result."""
 
     def distrust(self, check: str, reason: str, step: int | None = None) -> None:
-        """Restart the agents, because a self-check outside of the executor failed. ``poll`` reports ``AgentLost``."""
+        """Restart the agents, because a self-check outside of the executor failed. ``poll`` then returns an
+        AgentLost."""
 
     def publish_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> None:
         """Give the agents the masks of a submitted step, in the order of ``ScheduledStep.constrained``.
@@ -130,20 +132,20 @@ class Executor(Protocol):
         """Load a LoRA adapter into an adapter slot of every agent, after the steps in flight.
 
         ``poll`` reports ``AdapterAnswered`` when all agents have replied, unless they are not ready or are lost before.
-        New agents load the adapter again, before their first step. This ends when another adapter takes the slot or
-        ``drop_adapter`` is called.
+        Restarted agents load the adapter again, before their first step. They stop loading it when another adapter gets
+        the slot, or after ``drop_adapter``.
         """
 
     def drop_adapter(self, slot: int) -> None:
-        """Forget the adapter of a slot. Restarted agents do not load it again."""
+        """Forget the adapter of a slot, so that restarted agents do not load it."""
 
     def host_pools(self) -> Sequence[HostPoolMemory]:
         """Return the host blocks of each ready agent, in order of rank. Empty without KV tiers."""
 
     def release(self) -> None:
-        """End the agents after ``AgentLeaving``, when they have no request any more.
+        """End the agents after ``AgentLeaving``. Call this method when they have no requests any more.
 
-        An ``AgentReady`` follows when another machine has started agents.
+        An ``AgentReady`` follows when agents on another machine are ready.
         """
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
@@ -171,11 +173,11 @@ class Executor(Protocol):
 
 
 Poll = Callable[[float | None], list[tuple[int, ExecutorEvent]]]
-"""A function like ``Executor.poll`` for several executors. Each event comes with the index of its executor."""
+"""The type of ``Executor.poll`` for several executors. Each event comes with the index of its executor."""
 
 
 def poll_all(executors: Sequence[Executor]) -> Poll:
-    """Return a function that polls the executors with events. If no executor has an event, the function waits."""
+    """Return a function that polls the executors that have events. If none has an event, the function waits."""
     if len(executors) == 1:
         [only] = executors
         return lambda timeout_s: [(0, event) for event in only.poll(timeout_s)]

@@ -1,4 +1,4 @@
-"""The agents of a replica, as the executor sees them. ``AgentGroup`` has agents on this machine."""
+"""The agents of a replica, as the executor sees them. ``AgentGroup`` implements ``Group`` for this machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class HasDescriptor(Protocol):
 
 
 Source = tuple[HasDescriptor | int, Callable[[], Received]]
-"""A descriptor, and the function that returns the messages when it is readable.
+"""A descriptor, and a function to call when it is readable, which returns the messages.
 
-The function raises AgentError if an agent or the way to it is lost.
+The function raises AgentError if an agent or the connection to it is lost.
 """
 
 
@@ -81,25 +81,25 @@ class Group(Protocol):
         """The host blocks of each agent, in order of rank. Empty without KV tiers."""
 
     def sources(self) -> Sequence[Source]:
-        """Return what the executor must watch. The result stays the same until ``kill``."""
+        """Return the sources that the executor must watch. The result stays the same until ``kill``."""
 
     def note_progress(self) -> None:
         """Update ``is_ready``. Call it after messages of a group that is not ready yet."""
 
     def send(self, message: ServerMessage) -> None:
-        """Send a message to every agent. A broken connection is no error here; a source reports it.
+        """Send a message to every agent. A broken connection is not an error of this call, because a source reports it.
 
-        The inputs or the masks of the step that the message names are in its slot.
+        If the message names a step slot, the step's inputs or masks must already be in this slot.
         """
 
     def next_look(self, last_result: float | None) -> float | None:
-        """Return when to call ``look``, by ``time.monotonic``. None: never.
+        """Return the time at which ``look`` must be called, by ``time.monotonic``. None means never.
 
-        ``last_result`` is the time of the last result. None if no step is in flight.
+        ``last_result`` is the time of the last result, or None if no step is in flight.
         """
 
     def look(self, now: float, last_result: float, longest_step_s: float) -> None:
-        """Check that the agents can still answer. Raises AgentError if they are lost.
+        """Check that the agents can still complete their step. Raises AgentError if they cannot.
 
         ``longest_step_s`` is the longest time without a result so far while steps were in flight.
         """

@@ -1,9 +1,10 @@
 """MindSpore's dynamic cluster, with which HCCL connects the agents of a group on Ascend devices.
 
 Each agent is a worker of the cluster. It reads environment variables and joins in ``mindspore.communication.init()``.
-One more process, the cluster's scheduler, lets the workers find each other. ``msrun`` does the same for training jobs.
-Source: "Dynamic Cluster Startup", https://www.mindspore.cn/tutorials/en/r2.8.0/parallel/dynamic_cluster.html. The
-alternative, rank tables, is deprecated since MindSpore 2.4 (docs/ascend.md).
+One more process, the cluster's scheduler, lets the workers find each other. ``msrun`` starts the same processes for
+training jobs. Source: "Dynamic Cluster Startup",
+https://www.mindspore.cn/tutorials/en/r2.8.0/parallel/dynamic_cluster.html. The alternative, rank tables, is deprecated
+since MindSpore 2.4 (docs/ascend.md).
 
 Every group has its own cluster, so that one group can be restarted while the others serve. On a CPU, agents exchange
 data in shared memory instead (``llm_serving/ipc/exchange.py``).
@@ -21,7 +22,7 @@ SCHEDULER_MODULE = "agent.group.cluster_scheduler"
 
 
 class HcclCluster(ModuleProcess):
-    """One run of a group's cluster scheduler, and the environment variables with which agents find it."""
+    """The cluster's scheduler process of one group, and the environment variables with which the agents find it."""
 
     def __init__(self, host: str, num_agents: int, timeout_s: float, log_path: Path) -> None:
         """``host`` is a loopback address, because all agents of a group are on one machine.

@@ -16,10 +16,10 @@ from llm_serving.telemetry.log import printable, report_on_stderr
 from llm_serving.telemetry.log_file import LogFile, LossReports, Rotation
 
 PIPE_BYTES = 1024 * 1024
-"""Size of the pipe for a process's output. If the server has not read this number of bytes yet, the process waits."""
+"""Size of the pipe for a process's output. If the pipe is full, the process waits until the server has read from it."""
 MAX_LINE_BYTES = 64 * 1024
 END_WAIT_S = 1.0
-"""Maximum wait for the end of the output of a process that has ended. Its own children may still hold the pipe."""
+"""Maximum seconds to wait for the end of an ended process's output. Its children may still have the pipe."""
 TAIL_WAIT_S = 0.25
 _TAIL_LINES = 60
 _TAIL_CHARS = 4000
@@ -48,7 +48,7 @@ class ProcessLog:
         os.close(self.descriptor)
 
     def tail(self) -> str:
-        """Return the last lines of the process's output. Waits a short time for the output to end."""
+        """Return the last lines of the process's output. Waits at most ``TAIL_WAIT_S`` for the end of the output."""
         self._thread.join(TAIL_WAIT_S)
         return "\n".join(self._tail)[-_TAIL_CHARS:].strip()
 
@@ -57,7 +57,7 @@ class ProcessLog:
         self._thread.join(END_WAIT_S)
 
     def _copy(self) -> None:
-        """Copy the process's output to the file until the output ends. The last line may be incomplete."""
+        """Copy the process's output to the file until the output ends, also a last line without a line break."""
         rest = b""
         while chunk := os.read(self._source, MAX_LINE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")

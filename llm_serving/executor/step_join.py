@@ -13,8 +13,8 @@ class StepJoin:
     """Collects the replies of a group's agents to each step. A step is complete when all agents have replied.
 
     The agents of a group run a step together. If all agents refuse a step, only this step has failed. If only some
-    agents fail the step, the other agents may wait forever in the middle of it. Then the group must be restarted, and
-    the step's requests end. In this case ``torn`` is set to the reason, at the latest at the time ``overdue_at``.
+    agents fail the step, the other agents may wait for them forever. Then the group must be restarted, and the step's
+    requests end with an error. In this case ``torn`` is set to the reason, at the latest at the time ``overdue_at``.
     ``first_rank`` is the rank of the first agent, for messages.
     """
 
@@ -27,14 +27,14 @@ class StepJoin:
         self._replies: dict[int, dict[int, StepDone | StepFailed]] = {}
         self._failed: dict[int, float] = {}
         self.torn: str | None = None
-        """The reason why the group cannot continue. None while it can."""
+        """The reason why the group cannot continue. None while it can continue."""
 
     def add(self, member: int, reply: StepDone | StepFailed) -> StepDone | StepFailed | None:
         """Process an agent's reply. ``member`` is its number in the group.
 
-        Returns None until the last reply, then one reply for the whole group, with the longest times of all agents. If
-        one agent failed, the step has failed. Raises AgentLostError if an agent replies twice, or names another slot
-        than the other agents.
+        Returns None until the last reply. Then returns one reply for the whole group, with the longest times of all
+        agents. If one agent failed, the step has failed. Raises AgentLostError if an agent replies twice, or if the
+        agents name different slots.
         """
         replies = self._replies.setdefault(reply.seq, {})
         if member in replies or any(other.slot != reply.slot for other in replies.values()):

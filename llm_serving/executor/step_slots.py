@@ -1,6 +1,6 @@
 """The step slots of a group of agents: writes scheduled steps into free slots and reads the results of completed steps.
 
-Work that is the same for a whole step is done once for the step, not once for each token.
+Work that is the same for all tokens of a step is done once for the step.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Batch:
     table_lens: list[int]
     """Length of the block table of each sequence in the last step."""
     slots: dict[StepSlot, int]
-    """Step slots that already contain this batch's constant columns. The value is the width of their block tables, or 0
-    if those are out of date.
+    """Step slots that contain this batch's constant columns, each with the width of its block tables. A width of 0
+    means that the block tables are out of date.
     """
     num_masks: int
     """Number of sequences with a constraint."""
@@ -71,9 +71,9 @@ class StepSlots:
     def __init__(
         self, limits: SlotLimits, block_size: int, ranks: range, slots: Sequence[StepSlot] = (), check_interval: int = 0
     ) -> None:
-        """``check_interval`` is the interval of the row check in decode steps. 0 turns the check off.
+        """``check_interval`` is the number of decode steps between two row checks. 0 turns the check off.
 
-        In one of these steps, the agents compute one sequence a second time.
+        In a row check, the agents compute one sequence of the step a second time.
         """
         self.free_slots = list(range(len(slots)))
         self.slot_of: dict[int, int] = {}
@@ -104,7 +104,7 @@ class StepSlots:
     def write(self, step: ScheduledStep) -> messages.Step:
         """Write a step into a free slot. Returns the message that announces the step to the agents.
 
-        Raises ProtocolError if the step is larger than a slot. Nothing has changed then.
+        Raises ProtocolError if the step is larger than a slot. In this case, nothing is changed.
         """
         number = self.free_slots[-1]
         self._fill(step, self._slots[number])
@@ -195,7 +195,7 @@ class StepSlots:
             self._write_any(step, slot)
 
     def _write_any(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """Write all inputs of a step of any kind. Forget which inputs of the last decode step the slots still hold."""
+        """Write all inputs of a step of any kind. Afterwards, no slot counts as filled with the last decode batch."""
         self._batch = None
         num_seqs, num_tokens = step.num_seqs, step.num_tokens
         self._follow_rows(step)
@@ -261,7 +261,7 @@ class StepSlots:
         _write_sizes(step, slot, table_width=width, checked_row=checked_row, num_masks=batch.num_masks)
 
     def _next_checked_row(self, num_seqs: int) -> int:
-        """Return the number of the sequence, from 1, that the agents compute again in this decode step, or 0."""
+        """Return the number of the sequence that the agents compute twice in this decode step, from 1. 0 means none."""
         self._num_decodes += 1
         if not self._check_interval or self._num_decodes % self._check_interval:
             return 0
@@ -305,7 +305,7 @@ class StepSlots:
         slot.slot_mapping[:num_tokens] = blocks * self._block_size + positions % self._block_size
 
     def _follow_rows(self, step: ScheduledStep) -> None:
-        """Store the sampling parameters of sequences that are new on their batch rows, and the new blocks of all
+        """Store the sampling parameters of sequences that are new in their batch rows, and the new blocks of all
         sequences.
         """
         restarts = step.restarts or [False] * step.num_seqs
@@ -384,7 +384,7 @@ def _write_histories(step: ScheduledStep, slot: StepSlot) -> int:
 
 
 def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
-    """Copy the results of a completed step out of its slot. Afterwards the slot may be written again."""
+    """Copy the results of a completed step out of its slot, which is then free for another step."""
     num_seqs = slot.num_seqs
     if not num_seqs and slot.layout.limits.hands_over:
         bad_moves = np.flatnonzero(slot.move_faults[: slot.num_moves]).tolist()

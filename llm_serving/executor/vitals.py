@@ -1,8 +1,8 @@
 """Finds agents that do not work on their step: their process is stopped, or all of its threads sleep.
 
-This module reads the states of threads from the kernel, because a time limit would also hit slow agents. On a busy
-machine, a step takes many times its usual time. But then its thread is ready to run (state R) or waits for the disk
-(state D). So a slow agent is never mistaken for a hanging one.
+This module reads the states of threads from the kernel. A time limit would not work: on a busy machine, a step takes
+many times its usual time. But then its thread is ready to run (state R) or waits for the disk (state D). So a slow
+agent is never mistaken for a hanging one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 LOOK_EVERY_S = 0.25
 """Seconds between two checks of the agents' processes. The first check comes after this time without a result."""
 STOPPED_S = 1.5
-"""Agents count as lost if one of them has been stopped (SIGSTOP) for this time."""
+"""Seconds for which one agent must be stopped (SIGSTOP) before the agents count as lost."""
 ASLEEP_S = 2.0
 ASLEEP_STEPS = 5.0
 """Agents count as lost if all of them sleep for ``ASLEEP_S`` and ``ASLEEP_STEPS`` times the longest step so far."""
@@ -22,7 +22,8 @@ ASLEEP_STEPS = 5.0
 class Vitals:
     """Watches the processes of a group of agents while they have a step. ``pids`` are in order of rank.
 
-    ``may_sleep`` is True if a device computes the step. All threads of an agent may then sleep until it is done.
+    ``may_sleep`` is True if a device computes the step. All threads of an agent may then sleep until the device is
+    done.
     """
 
     def __init__(self, pids: Sequence[int], first_rank: int, *, may_sleep: bool) -> None:

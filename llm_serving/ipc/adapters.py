@@ -27,7 +27,7 @@ _Offset = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class AdapterModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The adapter of one linear layer: its sizes, and the places of its matrices A and B in the shared memory."""
+    """The adapter of one linear layer: its sizes, and the byte offsets of its matrices A and B in the shared memory."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)]
     scale: float
@@ -54,8 +54,8 @@ class AdapterMemory(NamedSegment):
         All matrices have the same type. Raises OSError if /dev/shm is too small.
         """
         sizes = [(each[2].nbytes, each[3].nbytes) for each in modules]
-        # The offsets depend on the size of the index, which depends on the offsets. So the size is that of an index
-        # with the largest offsets.
+        # The index contains the offsets of the matrices, and the offsets depend on the size of the index. Reserve the
+        # size of an index with the largest offsets.
         room = len(msgspec.msgpack.encode(_index(modules, 1 << 40, sizes)))
         start = _aligned(_LENGTH_BYTES + room)
         index = _index(modules, start, sizes)

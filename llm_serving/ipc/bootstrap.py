@@ -1,7 +1,7 @@
-"""The inherited file descriptor through which the launcher gives a new agent the secret and the config.
+"""The pipe through which the launcher gives a new agent the secret and the config.
 
-The descriptor is the reading end of a pipe. The launcher writes one frame and keeps the writing end open. If the server
-ends for any reason, the agent reads the end of the file.
+The agent inherits the reading end. The launcher writes one frame and keeps the writing end open. If the server ends for
+any reason, the agent reads the end of the file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class BootstrapPipe:
-    """The agent's end of the inherited descriptor."""
+    """The agent's end of the pipe."""
 
     descriptor: int
 
     def read(self) -> Bootstrap:
-        """Wait for the frame. Raises ProtocolError if the launcher ends first or sends another message."""
+        """Wait for the frame and return its content.
+
+        Raises ProtocolError if the launcher ends before, or sends another message.
+        """
         buffer = FrameBuffer()
         while True:
             data = os.read(self.descriptor, 64 * 1024)
@@ -56,5 +59,5 @@ class BootstrapPipe:
 
 
 def encode_bootstrap(bootstrap: Bootstrap) -> bytes:
-    """Return the bytes that the launcher writes: the content with its length in front."""
+    """Return the bytes that the launcher writes to the pipe: the length of the content, then the content."""
     return frame(msgspec.msgpack.encode(bootstrap))

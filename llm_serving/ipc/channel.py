@@ -16,7 +16,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def frame(payload: bytes, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """Return the payload with its length in front. Raises ProtocolError above ``max_bytes``."""
+    """Return the frame of ``payload``: its length, then its bytes. Raises ProtocolError above ``max_bytes``."""
     if len(payload) > max_bytes:
         raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {max_bytes}")
     return _LENGTH.pack(len(payload)) + payload
@@ -71,7 +71,7 @@ class Channel:
         self._socket.sendall(frame(payload))
 
     def receive_available(self) -> list[bytes] | None:
-        """Return the complete frames after one read of a readable socket; None if the peer closed."""
+        """Read once from a readable socket and return the complete frames. None if the peer has closed it."""
         data = self._socket.recv(64 * 1024)
         return list(self._buffer.feed(data)) if data else None
 

@@ -1,9 +1,9 @@
 """Verifies drafts: decides which tokens of a decode step count if some of its input tokens are guesses.
 
-A sequence with k drafts has 1 + k entries in a decode step, one after the other, with the same batch row. The first
-entry's input is the last known token, and the inputs of the other entries are the drafts. Each entry samples exactly as
-it would without drafts, if its input is right. So the sampled token of an entry counts if all inputs of the sequence up
-to this entry were sampled by the entries before them. The sampled tokens are therefore those of steps without drafts.
+A sequence with k drafts has 1 + k consecutive entries in a decode step, with the same batch row. The first entry's
+input is the last known token. The inputs of the other entries are the drafts. If the input of an entry is right, the
+entry samples the same token as a step without drafts. An input is right if the entry before it sampled this token. So
+an entry's token counts if all inputs of the sequence up to this entry are right.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 REJECTED = -3
-"""Value in ``sampled_ids`` of a draft's entry whose token does not count, because an earlier draft was wrong."""
+"""Value in ``sampled_ids`` of an entry whose token does not count, because its draft or an earlier one was wrong."""
 
 
 def rejected_entries(rows: Sequence[int], token_ids: Sequence[int], sampled_ids: Sequence[int]) -> list[int]:

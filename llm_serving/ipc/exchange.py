@@ -11,7 +11,7 @@ group with more than one agent, the server creates one segment, and each agent m
     collective buffers  two for each agent, used alternately: one piece of its contribution to a sum or a gather
     activation rings    one for each border between stages: the residual stream of the last ``RING_STEPS`` steps
 
-In the writers, a comment at each wait explains why no data is overwritten too early.
+In these kernels and in the Python module, a comment at each wait explains why no data is overwritten too early.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 EXCHANGE_MAGIC = 0x0E8C4A6E
 EXCHANGE_VERSION = 1
 COLLECTIVE_BYTES = 512 * 1024
-"""Bytes of one collective buffer. Larger sums and gathers are done in pieces of this size, which fit a CPU cache."""
+"""Bytes of one collective buffer. Larger sums and gathers are computed in pieces of this size, for the CPU's cache."""
 COLLECTIVE_BUFFERS = 2
 RING_STEPS = 2
 """Maximum number of steps that a stage may be ahead of the next one."""
 LINE_BYTES = 64
 _PAGE_BYTES = 4096
 _ELEMENT_BYTES = 4
-"""Size of the largest element type of activations."""
+"""Bytes of the largest element type of activations."""
 
 MAGIC_WORD, VERSION_WORD, GROUP_SIZE_WORD, DOWN_WORD = range(4)
-"""Indices in the header's uint32 words."""
+"""Indices of the header's uint32 words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class ExchangeLayout:
     pipeline_parallel: int
     hidden_size: int
     max_tokens: int
-    """Tokens of the largest step."""
+    """Number of tokens of the largest step."""
     max_rows: int
-    """Number of batch rows. The exchange has the last sampled token of each."""
+    """Number of batch rows. The exchange has the last sampled token of each batch row."""
 
     @classmethod
     def of(cls, shape: ModelShape, limits: SlotLimits, parallel: ParallelConfig) -> ExchangeLayout:
@@ -109,7 +109,7 @@ class ExchangeLayout:
     def collective_buffers(self) -> int:
         """Offset of the collective buffers, bytes [agents, COLLECTIVE_BUFFERS, COLLECTIVE_BYTES].
 
-        They have no bytes without tensor parallelism.
+        Without tensor parallelism, their size is 0.
         """
         return _to_pages(self.tokens + 4 * self.max_rows)
 
@@ -176,7 +176,7 @@ class ExchangeMemory(NamedSegment):
         return bool(self.header[DOWN_WORD])
 
     def close(self) -> None:
-        """Remove the segment's name and this process's views. The mapping ends when no NumPy view of it is left."""
+        """Remove the segment's name and this object's views. The mapping ends when no NumPy view of it is left."""
         self.unlink()
         self.header = np.zeros(LINE_BYTES // 4, np.uint32)
 

@@ -1,8 +1,8 @@
 """The hand-over pool in shared memory: blocks of computed prompts that move between replicas of one machine.
 
-The agents with the same place in their replicas map the same segment. The server creates it once, and restarted agents
-map it again. Content: a header of 64 bytes for each block, then from a page on the blocks. A block has its part of each
-array of the KV cache, one after the other. So it can be sent to another machine in one piece.
+Agents with the same rank within their replicas map the same segment. The server creates it once, and restarted agents
+map it again. It begins with a header of 64 bytes for each block. The blocks begin at the next page. A block has its
+part of each array of the KV cache, one after the other. So it can be sent to another machine in one piece.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ STORED_HEADER_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class HandOverLayout:
-    """The sizes of the pool of one rank."""
+    """The sizes of the hand-over pool of one rank."""
 
     num_arrays: int
     num_blocks: int
     part_bytes: int
-    """Bytes of a block in one array of the KV cache."""
+    """Bytes of one block in one array of the KV cache."""
 
     @classmethod
     def of(cls, config: Config, rank: int) -> HandOverLayout | None:
-        """Returns the layout for the agent ``rank`` (``config`` has the whole model). None without roles."""
+        """Return the layout for the agent ``rank`` of the whole model's ``config``. None if replicas have no roles."""
         if not config.num_hand_over_blocks:
             return None
         shape = local_shape(config.shape, config.shard(rank))
@@ -45,12 +45,12 @@ class HandOverLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all arrays."""
+        """Bytes of one block in all arrays."""
         return self.num_arrays * self.part_bytes
 
     @property
     def first_block(self) -> int:
-        """Offset of the first block."""
+        """Byte offset of the first block in the segment."""
         return -(-self.num_blocks * STORED_HEADER_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
@@ -86,5 +86,5 @@ class HandOverMemory(NamedSegment):
         return cls(name, layout, map_segment(name, layout.num_bytes, "hand-over pool"))
 
     def close(self) -> None:
-        """Remove the segment's name. The mapping ends with the last use of its blocks."""
+        """Remove the segment's name. The mapping ends when no view of it is left."""
         self.unlink()

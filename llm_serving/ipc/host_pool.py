@@ -1,8 +1,8 @@
-"""The host blocks of one agent in shared memory. The agent copies blocks of its KV cache there and back, and the server
+"""The host blocks of one agent in shared memory. The agent copies blocks between them and its KV cache, and the server
 moves them to KV tiers.
 
-Content: for each array of the KV cache (keys or values of a layer), all host blocks. Each array begins at a page.
-Without KV tiers, the host blocks are the agent's own memory, and this module is not used.
+The content is, for each array of the KV cache (keys or values of a layer), this array's part of all host blocks. Each
+array begins at a page. Without KV tiers, the host blocks are the agent's own memory, and this module is not used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class HostPoolLayout:
     num_arrays: int
     num_blocks: int
     part_bytes: int
-    """Bytes of a block in one array."""
+    """Bytes of one block in one array."""
 
     @classmethod
     def of(cls, config: Config, rank: int) -> HostPoolLayout | None:
-        """Returns the layout for the agent ``rank`` (``config`` has the whole model). None without KV tiers."""
+        """Return the layout for the agent ``rank``. None without KV tiers. ``config`` describes the whole model."""
         if not config.kv_tier_config.host_blocks:
             return None
         shape = local_shape(config.shape, config.shard(rank))
@@ -42,12 +42,12 @@ class HostPoolLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all arrays."""
+        """Bytes of one block in all arrays."""
         return self.num_arrays * self.part_bytes
 
     @property
     def array_bytes(self) -> int:
-        """Bytes from the beginning of an array to the beginning of the next."""
+        """Number of bytes from the beginning of an array to the beginning of the next array."""
         return -(-self.num_blocks * self.part_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
@@ -83,7 +83,7 @@ class HostPoolMemory(NamedSegment):
 
     @property
     def arrays(self) -> list[Array]:
-        """One contiguous array of bytes for each array of the KV cache: [blocks, part_bytes]."""
+        """One array of bytes for each array of the KV cache, each contiguous: [blocks, part_bytes]."""
         return list(self._blocks)
 
     @property
@@ -99,5 +99,5 @@ class HostPoolMemory(NamedSegment):
         self._blocks[:, block] = np.frombuffer(content, np.uint8).reshape(-1, self.layout.part_bytes)
 
     def close(self) -> None:
-        """Remove the segment's name. The mapping ends with the last use of its blocks."""
+        """Remove the segment's name. The mapping ends when no view of it is left."""
         self.unlink()

@@ -45,7 +45,7 @@ LongText = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 
 
 class MessageClass(enum.IntEnum):
-    """Priority of a message in the agent's task queue. Smaller numbers run first, unless the policy differs."""
+    """Priority of a message in the agent's task queue. Smaller numbers run first, unless the agent's policy differs."""
 
     CONTROL = 0
     MOVE = 1
@@ -66,8 +66,8 @@ class Challenge(Message, frozen=True, tag="challenge"):
 class Connect(Message, frozen=True, tag="connect"):
     """Server to agent: proof over the agent's nonce, the server's nonce, and the names of the shared memory.
 
-    If the agent is alone in its group, ``exchange_name`` is empty. Without KV tiers, ``pool_name`` is empty. If the
-    model reads no images, ``tiles_name`` is empty. Without roles of replicas, ``hand_over_name`` is empty.
+    ``exchange_name`` is empty if the agent is alone in its group. ``pool_name`` is empty without KV tiers,
+    ``tiles_name`` if the model reads no images, and ``hand_over_name`` if replicas have no roles.
     """
 
     version: int
@@ -138,7 +138,7 @@ class Move(Message, frozen=True, tag="move"):
 class Masks(Message, frozen=True, tag="masks"):
     """Server to agent: all masks of step ``seq`` are in slot ``slot``. Sent once for each step with masks.
 
-    ``biased_rows`` are the batch rows of the step whose logits get a bias before the token is sampled.
+    ``biased_rows`` are the batch rows of the step whose logits get a bias before sampling.
     """
 
     seq: UInt
@@ -197,7 +197,7 @@ class ProfileReply(Message, frozen=True, tag="profile_reply"):
     """Agent to server: the profile has started or ended. ``error`` is empty on success.
 
     The other fields describe an ended profile: its folder, the number of steps, and their microseconds in graph and
-    sampler. They also name the operators with the largest times, and what to do with the files.
+    sampler. They also name the operators with the largest times, and explain how to read the files.
     """
 
     seq: UInt
@@ -255,7 +255,7 @@ class StepDone(Message, frozen=True, tag="step_done"):
 
 
 class StepFailed(Message, frozen=True, tag="step_failed"):
-    """Agent to server: step ``seq`` failed. The agent continues; the step's requests end with this error."""
+    """Agent to server: step ``seq`` failed. The agent continues. The step's requests end with this error."""
 
     seq: UInt
     slot: UInt
@@ -280,7 +280,7 @@ class StatusReply(Message, frozen=True, tag="status_reply"):
 
 
 Step = Prefill | Decode | Move
-"""A message with a slot. The agent replies with ``StepDone`` or ``StepFailed``."""
+"""A message that starts a step in a slot. The agent replies with ``StepDone`` or ``StepFailed``."""
 
 ServerMessage = (
     Connect
@@ -328,7 +328,7 @@ def message_class(message: ServerMessage) -> MessageClass:
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of a message, without the frame's length."""
+    """Return the bytes of a message, without the length that a frame begins with."""
     return _ENCODER.encode(message)
 
 
@@ -352,7 +352,10 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], payload: bytes) -> _M:
 
 
 def prove(secret: bytes, role: str, nonce: bytes) -> bytes:
-    """Return the HMAC-SHA256 of the peer's nonce with the launch secret. ``role`` separates the two directions."""
+    """Return the HMAC-SHA256 of the peer's nonce, keyed with the launch secret.
+
+    ``role`` names the sender, so that a proof of one side is no proof of the other side.
+    """
     return hmac.new(secret, role.encode() + b":" + nonce, hashlib.sha256).digest()
 
 

@@ -5,8 +5,8 @@ A name contains the creator's process id and random digits. The pages are reserv
 The pages are freed with the last mapping.
 
 The creator holds a lock on the segment's file as long as it maps the file. When the creator ends or is killed, the
-operating system drops the lock. ``remove_leftovers`` removes the names without a lock, because only a killed server
-leaves them behind.
+operating system drops the lock. So a name without a lock is a leftover of a killed server, and ``remove_leftovers``
+removes it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NamedSegment:
 
 @contextmanager
 def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
-    """Create a segment of zeros; give its name and mapping. If the body of ``with`` fails, the name is removed.
+    """Create a segment of zeros and yield its name and mapping. If the body of ``with`` fails, the name is removed.
 
     Raises OSError if /dev/shm is too small.
     """
@@ -67,9 +67,9 @@ def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the segments that ended servers have left behind, and return their names.
+    """Remove the segments that killed servers have left behind, and return their names.
 
-    A segment stays if its creator lives (also in another container), or if it belongs to another user.
+    A segment is kept if its creator lives (also in another container), or if it belongs to another user.
     """
     removed = []
     for name in os.listdir(SHM_DIRECTORY):

@@ -28,7 +28,7 @@ SLOT_MAGIC = 0x51075107
 _ALIGNMENT = 64
 
 NUM_SLOTS = 8
-"""Slots of a segment: the maximum number of steps in flight."""
+"""Number of slots of a segment, and so the maximum number of steps in flight."""
 
 LAST_TOKEN = -1
 """Value in ``token_ids`` for the token that the sequence's previous step sampled. Only the agent knows it."""
@@ -37,7 +37,7 @@ NOT_FINITE = -2
 """Value in ``sampled_ids`` of a sequence whose logits cannot be used: one is NaN or +infinity, or none is finite."""
 
 NO_LOGSUMEXP = -1
-"""Value in ``num_top_logits`` of a request that wants no log-probabilities. Its ``logsumexp`` may then stay 0."""
+"""Value in ``num_top_logits`` of a request without log-probabilities. The agent need not set its ``logsumexp``."""
 
 MOVE_WIDTH = 3
 """Number of integers that describe one block move in a slot: kind, source, destination."""
@@ -56,10 +56,10 @@ PADDING_SLOT = -1
 
 
 class MoveKind(enum.IntEnum):
-    """Kind of a block copy: the memory of its source and destination. It is the first of a move's three numbers."""
+    """Kind of a block move: the memory of source and destination. It is the first of a move's three numbers."""
 
     COPY = 0
-    """A copy within the device: copy-on-write of the tail, the partly matching block at the end of a cached prefix."""
+    """A copy within the device, for copy-on-write. It copies the tail, the last block of a cached prefix."""
     SWAP_OUT = 1
     """A copy from the device to the host."""
     SWAP_IN = 2
@@ -68,8 +68,7 @@ class MoveKind(enum.IntEnum):
     """A copy from the device to the hand-over pool, with a header for each block. All moves of its step are of this
     kind."""
     HAND_IN = 4
-    """A copy from the hand-over pool to the device, which checks the headers. All moves of its step are of this kind.
-    """
+    """A copy from the hand-over pool to the device. It checks the headers. The step has only moves of this kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +76,14 @@ class SlotLimits:
     """The largest step that a slot can hold. Server and agent compute the same layout from the same limits."""
 
     max_tokens: int
-    """Tokens of a step, over all sequences."""
+    """Maximum number of tokens of a step, over all sequences."""
     max_seqs: int
-    """Sequences of a step."""
+    """Maximum number of sequences of a step."""
     max_blocks_per_seq: int
-    """Width of the block table: ceil(longest context / block size)."""
+    """Maximum number of blocks of a sequence, the width of its block table: ceil(longest context / block size)."""
     max_context: int = 0
-    """Maximum number of tokens in a context. The last chunk of a sequence with penalties may come with a history of
-    this length.
+    """Maximum number of tokens of a sequence. The last chunk of a sequence with penalties may have a history of this
+    length.
     """
 
     mask_words: int = 0
@@ -96,27 +95,27 @@ class SlotLimits:
     max_draft_ids: int = 0
     """Maximum number of drafts that the agent returns for a sequence. 0: the agent has no draft model."""
     hands_over: bool = False
-    """Steps may have moves to and from a hand-over pool."""
+    """Whether steps may have moves to and from a hand-over pool."""
     tile_rows: int = 0
     """Number of rows of the smallest tile of an image. 0: the model reads no images."""
     shifts_positions: bool = False
-    """If True, the rotary positions of tokens after images differ from their positions."""
+    """If True, the rotary positions of tokens after an image differ from their positions in the sequence."""
 
     @property
     def max_tiles(self) -> int:
-        """Maximum number of tiles in a step. Only the first and the last tile of a sequence may be incomplete."""
+        """Maximum number of tiles in a step. In each sequence, only the first and the last tile may be incomplete."""
         return self.max_tokens // self.tile_rows + 2 * self.max_seqs if self.tile_rows else 0
 
     @property
     def max_history(self) -> int:
-        """Maximum length of all histories in one step together, in tokens. A history has the tokens that penalties
+        """Maximum number of tokens of all histories in a step together. A history has the tokens that penalties
         count.
         """
         return max(self.max_tokens, self.max_context)
 
     @property
     def max_moves(self) -> int:
-        """Maximum number of block moves in a step: all blocks of a sequence, and one more for each sequence."""
+        """Maximum number of block moves in a step: all blocks of one sequence, and one block of each sequence."""
         return self.max_blocks_per_seq + self.max_seqs
 
 
@@ -160,8 +159,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("top_allowed", "int32", seqs, "[S] 1: the best pairs are those of the mask's tokens; 0: of all tokens"),
         Field("mask_number", "int32", seqs, "[S] number of the sequence's mask, from 1; 0: every token is allowed"),
         Field("masks", "uint32", seqs * limits.mask_words, "[num_masks, mask_words] a bit for each token, 1: allowed"),
-        # Known tokens of the sequences with penalties. Only the step in which a sequence begins to use its batch row
-        # sends them.
+        # The history of sequences with penalties. Only the first step of a sequence in its batch row contains it.
         Field("history_lens", "int32", seqs, "[S] known tokens in `history`; 0 keeps what the row has"),
         Field("history_prompt_lens", "int32", seqs, "[S] how many of them are the prompt"),
         Field("history", "int32", limits.max_history, "[sum of history_lens] token ids"),
@@ -189,8 +187,8 @@ _SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
 _HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks", "num_drafts", "num_wanted",
                    "num_tiles")  # fmt: skip
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
-"""Index of each header entry. ``seq`` is the step's number. With it, the agent detects a step slot that was overwritten
-by another step.
+"""Index of each header entry. With ``seq``, the number of the step, the agent detects that another step has overwritten
+the slot.
 """
 
 
@@ -251,7 +249,7 @@ class StepSlot:
     def __init__(self, layout: SlotLayout, buffer: memoryview | mmap.mmap | bytearray, offset: int = 0) -> None:
         self.layout = layout
         self.arrays: dict[str, npt.NDArray[Any]] = {}
-        """All fields by name, also the columns of the sampling parameters, which have no attribute here."""
+        """All fields by name. Columns of sampling parameters are only here, and have no attribute of their own."""
         for field in layout.fields:
             array: npt.NDArray[Any] = np.frombuffer(
                 buffer, dtype=field.dtype, count=field.capacity, offset=offset + layout.offsets[field.name]
@@ -259,8 +257,7 @@ class StepSlot:
             setattr(self, field.name, array)
             self.arrays[field.name] = array
         self.prepared: dict[object, Any] = {}
-        """Data that parts of the agent have derived from the arrays. Each part keeps its data here, under its own key.
-        """
+        """Data that parts of the agent have computed from the arrays. Each part stores its data under its own key."""
         # A memoryview, because it is several times faster than NumPy at reading a single integer.
         self._numbers = self.header.data
 
@@ -286,7 +283,7 @@ class StepSlot:
 
     @property
     def checked_row(self) -> int:
-        """Number of the sequence that the agents compute a second time, alone. Counted from 1; 0 means none."""
+        """Number of the sequence that the agents compute a second time, alone. From 1; 0 means none."""
         return self._numbers[HEADER["checked_row"]]
 
     @property
@@ -328,7 +325,7 @@ class StepSlot:
         num_wanted: int = 0,
         num_tiles: int = 0,
     ) -> None:
-        """Write the header, as the server's last write. Raises ProtocolError if a size exceeds the slot's limits.
+        """Write the header, after all other fields. Raises ProtocolError if a size exceeds the slot's limits.
 
         A step that only moves blocks has no tokens, sequences, table or history.
         """
@@ -346,9 +343,9 @@ class StepSlot:
         _check_size("num_masks", num_masks, 0, num_seqs if self.layout.limits.mask_words else 0)
 
     def check_header(self, seq: int) -> None:
-        """Check the header, as the agent's first read of a slot.
+        """Check the header of a slot, before the agent reads other fields.
 
-        Raises ProtocolError if the slot holds another step than ``seq``, or if a size exceeds the limits.
+        Raises ProtocolError if the slot has another step than ``seq``, or if a size exceeds the limits.
         """
         if self._numbers[HEADER["magic"]] != SLOT_MAGIC or self.seq != seq:
             raise ProtocolError(f"a slot announced as step {seq} holds step {self.seq}: it was torn or reused")

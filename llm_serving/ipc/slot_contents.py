@@ -28,7 +28,7 @@ _TOPS = ("top_ids", "top_logits")
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The bytes of an array, and the bytes of one element. An array that the steps do not have is empty."""
+    """The bytes of an array, and the bytes of one element. ``data`` is empty if the steps lack the array."""
 
     data: memoryview
     item: int
@@ -64,10 +64,10 @@ class SlotContents:
         return b"".join([self._header, *self._input_parts()])
 
     def write_inputs(self, seq: int, contents: memoryview) -> None:
-        """Write what ``inputs`` returned on the other machine.
+        """Write the bytes that ``inputs`` returned on the other machine.
 
-        Raises ProtocolError if the header is not of step ``seq``, a size exceeds the limits, or bytes are missing or
-        left over.
+        Raises ProtocolError if the header is not of step ``seq``, if a size exceeds the limits, or if the number of
+        bytes is wrong.
         """
         num_bytes = len(self._header)
         if len(contents) < num_bytes:
@@ -81,7 +81,7 @@ class SlotContents:
         return bytes(self._mask_part())
 
     def write_masks(self, contents: memoryview) -> None:
-        """Write what ``masks`` returned on the other machine. Raises ProtocolError if the number of bytes is wrong."""
+        """Write the bytes that ``masks`` returned on the other machine. Raises ProtocolError for a wrong number."""
         _fill([self._mask_part()], contents, f"the masks of step {self._slot.seq}")
 
     def results(self) -> bytes:
@@ -89,7 +89,8 @@ class SlotContents:
         return b"".join(self._result_parts())
 
     def write_results(self, contents: memoryview) -> None:
-        """Write what ``results`` returned on the other machine. Raises ProtocolError if the number of bytes is wrong.
+        """Write the bytes that ``results`` returned on the other machine. Raises ProtocolError if their number is
+        wrong.
 
         The sizes come from this slot's header and inputs, which the server has written itself.
         """

@@ -1,7 +1,7 @@
 """Shared memory with the pixels of tiles: the server writes them, and the agents encode them.
 
-It has a fixed number of places for one tile each, ``uint8`` [pixels, 3], row by row. A place belongs to a tile while a
-request has this tile. The memory keeps its name as long as the server runs, because restarted agents map it again.
+It has a fixed number of places. Each place has one tile, ``uint8`` [pixels, 3], row by row. It is in use while any
+request has its tile. The memory keeps its name as long as the server runs, because restarted agents map it again.
 """
 
 from __future__ import annotations
@@ -62,5 +62,5 @@ class TileMemory(NamedSegment):
         return cls(name, layout, map_segment(name, layout.num_bytes, "tile"))
 
     def close(self) -> None:
-        """Remove the segment's name. The mapping ends with the last use of its pixels."""
+        """Remove the segment's name. The mapping ends when no view of it is left."""
         self.unlink()

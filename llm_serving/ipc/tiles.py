@@ -1,9 +1,11 @@
-"""Describes the tiles of images in prompts and in steps. A tile is a square part of an image, or the whole image made
-as small as a tile.
+"""Describes the tiles of images in prompts and in steps. A tile is a square part of an image, or the whole image
+resized.
 
-A step names the tiles whose rows it needs. Each is TILE_WIDTH integers of its slot: the place of its pixels in the
-shared memory (``tile_memory``), the index of the first token in the step, the first row of the tile, the number of
-rows, the height and the width in pixels, and the digest of the pixels.
+A step names the tiles whose rows it needs. TILE_WIDTH integers in the step's slot describe each tile:
+
+- the place of its pixels in the shared memory (``tile_memory``),
+- the index of the first token in the step, the first row of the tile, and the number of rows,
+- the height and the width of the tile in pixels, and the digest of the pixels.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ TILE_WIDTH = _FORM.size // 4
 
 @dataclass(frozen=True, slots=True)
 class PromptTile:
-    """A tile of a prompt: the position of its first token, its number of tokens, its place and its digest."""
+    """A tile of a prompt: the position of its first token, its number of tokens, its place in memory and its digest."""
 
     begin: int
     rows: int
@@ -36,9 +38,9 @@ class PromptTile:
     width: int = 0
     """Height and width of the tile in pixels."""
     cost: int = 0
-    """Tokens of a step's budget that encoding the tile takes."""
+    """Number of tokens that encoding the tile takes from a step's token budget."""
     shift: int = 0
-    """The rotary positions of the tokens after this tile are lower than their positions by this number."""
+    """Position minus rotary position of the tokens after this tile."""
 
     @property
     def end(self) -> int:
@@ -48,7 +50,7 @@ class PromptTile:
 
 @dataclass(frozen=True, slots=True)
 class StepTile:
-    """Rows ``first .. first + rows - 1`` of a tile, for the tokens of a step from index ``token`` on."""
+    """A part of a tile in a step: rows ``first .. first + rows - 1``, for the tokens from index ``token`` on."""
 
     place: int
     token: int
@@ -60,16 +62,17 @@ class StepTile:
 
 
 def digest_of(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Returns the digest of a tile's pixels, which are contiguous. Equal digests of tiles of the same height and width
-    mean equal pixels.
+    """Return the digest of a tile's pixels, which must be contiguous.
+
+    If tiles of the same height and width have equal digests, their pixels are equal.
     """
     return blake2b(pixels.data, digest_size=DIGEST_BYTES).digest()
 
 
 def tiles_between(tiles: Sequence[PromptTile], start: int, end: int, token: int) -> list[StepTile]:
-    """Returns the parts of a prompt's tiles at the positions ``start .. end - 1``.
+    """Return the parts of a prompt's tiles at the positions ``start .. end - 1``.
 
-    ``token`` is the index of position ``start`` in the step.
+    ``token`` is the index in the step of the token at position ``start``.
     """
     found = []
     for tile in tiles:
@@ -81,7 +84,7 @@ def tiles_between(tiles: Sequence[PromptTile], start: int, end: int, token: int)
 
 
 def write_shifts(column: npt.NDArray[np.int32], tiles: Sequence[PromptTile], start: int) -> None:
-    """Writes the shift of each token of a sequence into its part of the column ``position_shifts``.
+    """Write the shift of each token of a sequence into ``column``, its part of the field ``position_shifts``.
 
     ``start`` is the position of the first token. Tokens of a tile have the shift of the token before the tile.
     """
@@ -94,7 +97,7 @@ def write_shifts(column: npt.NDArray[np.int32], tiles: Sequence[PromptTile], sta
 
 
 def write_tiles(column: npt.NDArray[np.int32], tiles: Sequence[StepTile]) -> None:
-    """Writes the tiles of a step into the column ``tiles`` of its slot. They must fit."""
+    """Write the tiles of a step into the field ``tiles`` of its slot. The caller must check that they fit."""
     packed = b"".join(
         _FORM.pack(tile.place, tile.token, tile.first, tile.rows, tile.height, tile.width, tile.digest)
         for tile in tiles
@@ -103,5 +106,5 @@ def write_tiles(column: npt.NDArray[np.int32], tiles: Sequence[StepTile]) -> Non
 
 
 def read_tiles(column: npt.NDArray[np.int32], count: int) -> list[StepTile]:
-    """Returns the first ``count`` tiles of the column ``tiles`` of a slot. The caller checks their values."""
+    """Return the first ``count`` tiles of the field ``tiles`` of a slot. The caller must check their values."""
     return [StepTile(*values) for values in _FORM.iter_unpack(column[: count * TILE_WIDTH].tobytes())]

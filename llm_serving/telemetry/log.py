@@ -79,7 +79,7 @@ class EventLog:
         self._max_line_bytes = max_line_bytes
         self._clock = clock
         self._limits = {name: LineLimit(event.max_per_s) for name, event in EVENTS.items() if event.max_per_s}
-        # Re-entrant, so that a signal handler that logs does not wait for the thread that it interrupted.
+        # This lock is re-entrant, so that a signal handler that logs does not wait for the thread that it interrupted.
         self._limits_lock = threading.RLock()
         self._has_suppressed = False
         losses = LossReports(self._loss_notice, report_on_stderr)

@@ -88,7 +88,7 @@ class LogFile:
         self.lost_lines = 0
         self._losses = losses
         self._rotation = rotation or Rotation()
-        # Re-entrant, so that a signal handler that logs does not wait for the thread that it interrupted.
+        # This lock is re-entrant, so that a signal handler that logs does not wait for the thread that it interrupted.
         self._lock = threading.RLock()
         self._unreported = False
         self._last_complaint = -COMPLAINT_INTERVAL_S

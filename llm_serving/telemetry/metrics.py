@@ -40,8 +40,8 @@ class Metrics:
     def __init__(self, *, process: bool = True, vllm_model: str | None = None) -> None:
         """If ``process`` is True, the metrics include memory, CPU time and open files of this process.
 
-        ``vllm_model``: the exposition repeats metrics under the names of vLLM, with this value of the label
-        ``model_name``. None: it does not.
+        If ``vllm_model`` is not None, the exposition also has metrics under vLLM's names, with the label ``model_name``
+        set to this text.
         """
         self.registry = CollectorRegistry(auto_describe=True)
         self._engine_counters()
@@ -293,8 +293,8 @@ class Metrics:
     def event_loop_stall(self, seconds: float, busy_seconds: float) -> None:
         """Set two maxima since the last scrape, in seconds.
 
-        ``seconds`` is the longest time for which the event loop was blocked. ``busy_seconds`` is the most processor
-        time of this process during one of these times.
+        ``seconds`` is the longest time for which the event loop was blocked. ``busy_seconds`` is the maximum processor
+        time that this process used during one of these times.
         """
         self._stall.set(seconds)
         self._busy_stall.set(busy_seconds)

@@ -104,7 +104,8 @@ class Receipt:
 
     def __init__(self, start: float = 0.0) -> None:
         self.start_us = microseconds(start)
-        # Phase, its start and the times of phases. One tuple, so that other threads read a consistent state.
+        # The phase, its start and the times of completed phases are one tuple, so that other threads read a consistent
+        # state.
         self._state = (Phase.QUEUED, self.start_us, (0,) * len(Phase))
         self.preemptions = 0
         """Number of times that the request lost its blocks and had to be computed again."""
@@ -134,7 +135,7 @@ class Receipt:
         self._line, self._joined_at = line, line.total(now_us)
 
     def enter(self, phase: Phase, now: float) -> None:
-        """End the present phase and begin ``phase``. PREEMPTED and SWAPPED also count a preemption or a swap."""
+        """End the present phase and begin ``phase``. For PREEMPTED and SWAPPED, also counts a preemption or a swap."""
         before, since, _ = self._state
         if before is Phase.DONE:
             raise AssertionError(f"a request that has ended enters {phase.name}")

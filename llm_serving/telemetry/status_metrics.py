@@ -52,7 +52,7 @@ _REPLICA_COUNTERS = {
 
 
 class StatusCollector(Collector):
-    """Collects metrics from the engine's status, which ``status`` returns. While ``status`` is None, there are no
+    """Collects metrics from the engine's status, which the function ``status`` returns. Without it, there are no
     metrics.
     """
 

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 ENGINE = "0"
-"""Value of the label ``engine``. The metrics of all replicas together are those of one engine."""
+"""Value of the label ``engine``. In vLLM, each engine has a number; here, all replicas together count as one engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class VllmName:
     name: str
     source: str
     label: tuple[str, str] | None = None
-    """Old and new name of the label that is kept. The samples of all other labels are added."""
+    """Old and new name of the label that is kept. Samples that differ only in other labels are added up."""
     difference: str = ""
     """How the meaning of the values differs from that of vLLM, for the documentation."""
 
@@ -84,7 +84,7 @@ class VllmCollector(Collector):
                 yield self._copy(row, sources[row.source])
 
     def _copy(self, row: VllmName, source: Metric) -> Metric:
-        """Return ``source`` under another name. Samples that then have the same labels are added."""
+        """Return ``source`` under the name of ``row``. Samples that then have the same labels are added up."""
         name = row.name.removesuffix("_total") if source.type == "counter" else row.name
         values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for sample in source.samples:
