@@ -122,8 +122,7 @@ class ServerApp:
 
 
 class _Route:
-    """The ASGI application of one endpoint: calls its handler, turns errors into responses, and closes the
-    generation."""
+    """The ASGI application of one endpoint: calls its handler, turns errors into responses, closes the generation."""
 
     def __init__(self, app: ServerApp, endpoint: Endpoint) -> None:
         self._app = app

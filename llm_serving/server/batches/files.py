@@ -183,8 +183,7 @@ def page_of(request: Request, items: list[dict[str, Any]], default: int, most: i
 
 
 class _FileContent:
-    """A response with the content of a file. A thread reads the next part after the client has accepted the last
-    one."""
+    """A response with the content of a file. A thread reads it in parts, no faster than the client accepts them."""
 
     status_code = 200
 

@@ -35,8 +35,7 @@ from llm_serving.server.limits import (
 
 
 def _strings(value: object, info: ValidationInfo) -> object:
-    """Return a string, or a list of strings, as a tuple. ``PARAMETERS`` limits the number and the length of the
-    strings."""
+    """Return a string, or a list of strings, as a tuple. ``PARAMETERS`` limits their number and their length."""
     if value is None:
         return ()
     parameter = PARAMETERS[info.field_name or ""]

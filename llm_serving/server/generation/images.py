@@ -51,8 +51,7 @@ class ReadImages:
     pool: TilePool
 
     def in_text(self, text: str) -> str:
-        """Return the prompt ``text`` with the tokens of its images. Raises RequestError if it names another number of
-        images."""
+        """Return ``text`` with the tokens of its images. Raises RequestError if it names another number of images."""
         from llm_serving.images.prompt import expanded
 
         return expanded(text, self.images, self.vision)

@@ -182,8 +182,7 @@ def _too_large(size: str, max_bytes: int) -> PayloadTooLargeError:
 
 
 async def drain_body(receive: Receive) -> None:
-    """Read and discard the rest of a body for a short time. Many clients read the response only after sending it
-    all."""
+    """Read and discard the rest of a body for a short time. Many clients read the response only after sending all."""
 
     async def discard() -> None:
         size = 0
@@ -239,8 +238,7 @@ def _too_many(what: str, number: int, limit: int) -> InvalidJSONError:
 
 
 def _repeated_key(body: bytes) -> str:
-    """Return a message that names the repeated key of a body. It needs the slow ``json``, because orjson reports
-    nothing."""
+    """Return a message that names the repeated key of a body. orjson keeps the last value and reports nothing."""
     try:
         json.loads(body, object_pairs_hook=no_duplicate_keys)
     except ValueError as reason:

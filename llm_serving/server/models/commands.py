@@ -66,8 +66,7 @@ async def _reload(state: ServerState, request: Request) -> Response:
 
 
 def _named(state: ServerState, request: Request) -> tuple[ModelRegistry[ServerState], ServedModel[ServerState]]:
-    """Return the registry, and the model that the path names. Raises ModelNotFoundError, also if it names an
-    adapter."""
+    """Return the registry, and the model in the path. Raises ModelNotFoundError, also for the name of an adapter."""
     name = request.path_params["name"]
     if state.models is None:
         raise ModelStateError("This server has a model that cannot be changed.")

@@ -46,8 +46,7 @@ class DeltaWriter:
         return [orjson.dumps(self._delta(event)) for event in events if not isinstance(event, CallEnd)]
 
     def finish_reason(self, reason: FinishReason) -> bytes | None:
-        """Return the finish reason ``tool_calls`` as JSON if the choice ends with tool calls. None for other
-        choices."""
+        """Return the finish reason ``tool_calls`` as JSON for a choice with tool calls. None for other choices."""
         return f'"{TOOL_CALLS}"'.encode() if self._parser.has_calls and reason is FinishReason.STOP else None
 
     def _delta(self, event: Event) -> dict[str, Any]:

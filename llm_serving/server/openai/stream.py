@@ -108,7 +108,7 @@ class OpenAIStream(ABC):
         return self._usage_chunk() + DONE if wanted else DONE
 
     def error(self, reply: ErrorReply) -> bytes:
-        """Return an error as the end of the stream. The key ``error`` makes clients raise it. They stop at
+        """Return an error as the end of the stream. Clients raise an error at the key ``error``, and stop at
         ``[DONE]``."""
         return b"data: " + reply.body() + b"\n\n" + DONE
 
@@ -128,8 +128,8 @@ class OpenAIStream(ABC):
         return b"".join((self._head, b"%d" % index, *fields, b"}]", more, self._tail))
 
     def token_ids(self, choice: Choice, token_ids: Sequence[int], first: bool) -> bytes:
-        """Return the JSON member ``token_ids`` if the request asked for it, with ``prompt_token_ids`` if ``first`` is
-        True."""
+        """Return the JSON member ``token_ids`` if the request asked for it. ``first`` adds ``prompt_token_ids`` to
+        it."""
         if not self.wants_token_ids:
             return b""
         members: dict[str, Any] = {"token_ids": list(token_ids)}

@@ -44,8 +44,7 @@ class Responder:
         return self.complete(len(answer.token_ids), is_cut=is_cut)
 
     def events(self, text: str, *, is_last: bool, is_cut: bool) -> list[dict[str, Any]]:
-        """Return the events of the next piece of text. ``is_cut`` is True if the maximum number of tokens ended the
-        output."""
+        """Return the events of the next piece of text. ``is_cut`` is True if the token limit ended the output."""
         found = self._writer.write(self._reader.events(text, is_last=is_last))
         return found + self._writer.end(is_cut=is_cut) if is_last else found
 

@@ -43,8 +43,7 @@ class ItemWriter:
         return found
 
     def end(self, *, is_cut: bool = False) -> list[dict[str, Any]]:
-        """Return the events that end the open item. ``is_cut`` is True if the maximum number of tokens ended the
-        output."""
+        """Return the events that end the open item. ``is_cut`` is True if the token limit ended the output."""
         if not self._is_open:
             return []
         self._is_open = False
