@@ -1,5 +1,6 @@
-"""Calls the CPU kernels from Python. MindSpore loads the same shared library, as its op plugin and for custom
-operators.
+"""Calls the CPU kernels from Python, through ctypes.
+
+MindSpore loads the same shared library: as its op plugin, and for custom operators.
 """
 
 from agent.kernels.block_copies import BlockCopies

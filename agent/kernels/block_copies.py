@@ -21,7 +21,7 @@ _CopyBlocksArgs = structure(
 
 
 class BlockCopies:
-    """Copies blocks of the KV cache. Reads the addresses of the arrays only once, because these addresses never change.
+    """Copies blocks of the KV cache. The arrays must not move, because their addresses are read only once.
 
     ``device[i]`` and ``host[i]`` hold the keys or the values of one layer, with the block as first axis. All blocks
     have the same size.

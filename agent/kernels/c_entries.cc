@@ -60,7 +60,7 @@ LLMK_ENTRY void llmk_widen_bfloat16(const uint16_t* values, uint32_t* out, int64
   });
 }
 
-// Sets the adapter of a packed weight in an adapter slot; null removes it (ops/lora.h).
+// Sets the adapter of a packed weight for an adapter slot. If `adapter` is null, removes it (ops/lora.h).
 LLMK_ENTRY void llmk_set_adapter(const void* packed_weight, int slot, const llmk::LoraWeight* adapter) {
   llmk::set_adapter(packed_weight, slot, adapter);
 }

@@ -64,8 +64,10 @@ def wait_for(reason: str, line: int, target: int, down: int, timeout_s: float) -
 
 
 def all_reduce(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Returns the sum of ``array`` over the agents of the stage. ``dtype`` is the element type; bfloat16 arrays are
-    passed as uint16. Raises GroupDownError if the group is down.
+    """Returns the sum of ``array`` over the agents of the stage.
+
+    ``dtype`` is the element type: float32, float16 or bfloat16. bfloat16 elements are passed as uint16. Raises
+    GroupDownError if the group is down.
     """
     array = np.ascontiguousarray(array)
     out = np.empty_like(array)

@@ -1,8 +1,8 @@
 // The custom operators of the fused graph as C++ functions, so that custom_ops_layer.cc can run several of them in one
 // operator.
 //
-// The argument of each function is the tensors of the operator, inputs before outputs. Each function returns 0, or an
-// error code after one line on standard error.
+// Each function gets the tensors of the operator, inputs before outputs. Each function returns 0, or an error code
+// after one line on standard error.
 #pragma once
 #include <vector>
 
@@ -31,15 +31,15 @@ struct LmHeadArguments {
   int hidden, residual, gamma, epsilon, weight, last_tokens, logits, best_ids, counts, done;
 };
 
-// Computes the logits of every sequence that samples. S is the number of sequences. Writes the token with the largest
-// logit to best_ids [S + 1 or more] and this logit to best_values [S].
+// Computes the logits of every sequence that samples. S is the number of sequences. Writes the id of the largest logit
+// to best_ids [at least S + 1] and this logit to best_values [S].
 //
-// If last_tokens of a sequence is negative, the sequence does not sample. Then its row of logits is not written, and
+// A negative entry of last_tokens means that the sequence does not sample. Then its row of logits is not written, and
 // its best id is -1. A row of `logits` may have more elements than the weight has columns.
 int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values);
 
-// Writes the number of the step, counts[3], to `done` [1] and to the last element of best_ids. This is the last write
-// of a step: a reader that finds the number knows that logits and ids belong to this step.
+// Writes counts[3], the number of the step, to `done` [1] and to the last element of best_ids. No write of the step
+// follows. So a reader that finds this number knows that logits and ids belong to this step.
 void mark_done(const Tensors& t, const LmHeadArguments& at);
 
 // The inputs of an RMSNorm: out = norm(x + residual) * gamma, for rows of `width` elements of `dtype`.
@@ -64,14 +64,14 @@ int check_matrix(const Tensors& t, int i, int64_t rows, int64_t width, DType dty
 int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType dtype);
 int check_weight(const Tensors& t, int i, int64_t columns, int64_t depth, bool gated);
 
-// Returns counts[which], the number of tokens or sequences of the step. Returns -1 and reports an error if it exceeds
-// `limit`.
+// Returns counts[which], the number of tokens or sequences of the step. If the number is negative or above `limit`,
+// reports an error and returns -1.
 int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit);
 
 // Returns the adapter slots of the step's rows, or null if no row has an adapter (ops/lora.h).
 const int32_t* row_adapters(const Tensors& t, int counts);
 
-// Returns the header of argument i, a packed weight, or null after an error.
+// Returns the header of argument i, which must be a packed weight. Returns null after an error.
 const PackedWeightHeader* packed_weight(const Tensors& t, int i);
 
 }  // namespace llmk

@@ -32,7 +32,7 @@ enum Argument {
   kWindow, kQueryGamma, kKeyGamma, kEpsilon, kSinks = kQueryGamma
 };
 
-// Returns the index of the output, which is the last tensor. The index depends on the number of optional inputs.
+// Returns the index of the output. It is the last tensor, so its index depends on the number of optional inputs.
 int out_of(const Tensors& t) { return t.count - 1; }
 bool has_window(const Tensors& t) { return t.count > kWindow + 1; }
 bool has_norms(const Tensors& t) { return t.count > kEpsilon + 1; }

@@ -7,18 +7,18 @@
 //   choice [3] = {experts, chosen, normalised}   counts [4] = {T, ...}
 //   ->   out, sum [Tm, width], of which the first T rows are written
 //
-// Tm is the number of tokens of the largest step, T the number of tokens of this step. The following optional inputs
-// come after `counts`. They are needed for DeepSeek's models, and by agents that hold only some of the experts.
+// Tm is the number of tokens of the largest step, T the number of tokens of this step. Optional inputs follow `counts`.
+// They are for DeepSeek's models, and for agents that hold only some of the experts:
 //
 //   routing int32 [6] = {sigmoid, groups, chosen groups, corrected, first expert, number of experts}
 //   factor float32 [1]   correction float32 [experts]
 //   shared_gate_up, shared_down: packed weights of one more gated MLP for every token
 //   shared_gate: packed float32 weight of one column
 //
-// With the first three inputs, the router chooses as ops/grouped_routing.h describes. gate_up and down contain `number
-// of experts` experts, beginning with `first expert`. Chosen experts outside this range add nothing to the output. The
-// output of the shared MLP is added to the output of the experts. With `shared_gate`, it is first multiplied by the
-// sigmoid of the product of shared_gate and the token (Qwen).
+// With `routing`, `factor` and `correction`, the router chooses experts as ops/grouped_routing.h describes. gate_up and
+// down contain `number of experts` experts, beginning with `first expert`. Chosen experts outside this range add
+// nothing to the output. The output of the shared MLP is added to the output of the experts. With `shared_gate`, it is
+// first multiplied by the sigmoid of the product of shared_gate and the token (Qwen).
 //
 // The result of the norm is rounded to the type of the activations, as the native primitives round it. The router reads
 // this result as float32. The output of an expert stays float32 until the outputs of all experts of a row are added.
@@ -41,16 +41,16 @@ enum Argument {
   kSharedGateUp, kSharedDown, kSharedGate
 };
 
-// Returns the index of the first of the two outputs, which are the last tensors. The index depends on the number of
-// optional inputs. The function sum_of() returns the index of the second output.
+// Returns the index of the first of the two outputs. The outputs are the last tensors, so the index depends on the
+// number of optional inputs. The function sum_of() returns the index of the second output.
 int out_of(const Tensors& t) { return t.count - 2; }
 int sum_of(const Tensors& t) { return t.count - 1; }
 bool has_routing(const Tensors& t) { return t.count > kRouting + 2; }
 bool has_shared(const Tensors& t) { return t.count > kSharedGateUp + 2; }
 bool has_shared_gate(const Tensors& t) { return t.count > kSharedGate + 2; }
 
-// Maximum number of rows that are computed together. This limits the memory, because each row is copied once for every
-// expert that it chose.
+// Maximum number of rows that are computed together. This limits the memory, because a row is copied once for each of
+// its experts.
 constexpr int64_t kPieceRows = 256;
 
 struct ExpertJob {
@@ -291,8 +291,8 @@ int run_experts(const ExpertJob& job, const PieceMemory& memory) {
   return 0;
 }
 
-// Writes to `out` the weighted sum of a row's expert outputs, most probable expert first, plus the output of the shared
-// experts. Rounds only the whole sum. Skips experts whose weights this agent does not have.
+// Writes the weighted sum of a row's expert outputs to `out`, and rounds only this sum. Adds the most probable expert
+// first and the shared experts last. Skips experts whose weights this agent does not have.
 template <class T>
 void sum_row(const ExpertJob& job, const PieceMemory& memory, int64_t row, T* out) {
   const float* weights = memory.weights + row * job.chosen;

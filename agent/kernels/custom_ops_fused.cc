@@ -23,8 +23,8 @@ namespace {
 
 // Number of rows that an MLP computes at a time, so that the intermediate results of these rows stay in the cache.
 constexpr int64_t kMlpRows = 256;
-// Minimum number of rows per thread at which each thread computes its own rows (for_row_pieces()). With fewer rows, all
-// threads work on the same rows.
+// If each thread has at least this number of rows, each thread computes its own rows (for_row_pieces()). With fewer
+// rows, all threads work on the same rows.
 constexpr int64_t kThreadRows = 128;
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
@@ -32,9 +32,9 @@ int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 // Divides the rows into pieces and calls function(first row, number of rows) for each piece. Returns 0, or the error of
 // a call.
 //
-// With few rows, the calls run one after another. A call gets up to `most` rows, and all threads work on it. With many
-// rows, the threads make different calls at the same time. Then a thread finds its earlier results in its own cache,
-// but every thread reads all weights.
+// With few rows, the calls run one after another. A call gets up to `most` rows, and all threads share its work. With
+// many rows, each thread makes calls for its own rows. Then a thread finds its earlier results in its own cache, but
+// every thread reads all weights.
 template <class Function>
 int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   const int64_t threads = num_threads();
@@ -55,8 +55,8 @@ int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   return failed;
 }
 
-// The activations that a linear layer multiplies after a norm, quantised if its weight format takes int8 activations.
-// Quantised activations have float `values` only for rows with adapters.
+// The result of a norm, which a linear layer multiplies. If the layer's weight takes int8 activations, the rows are in
+// `quantized`. Then `values` is set only if rows have adapters.
 struct NormedRows {
   const void* values = nullptr;
   QuantizedRows quantized{};
@@ -83,8 +83,8 @@ void norm_row(const NormInput& in, int64_t from, void* out) {
 
 namespace {
 
-// Computes the norms of `rows` rows: row i of the result comes from row source(i) of the input. With `keeps_floats`,
-// the result has float values even if the weight takes quantised ones.
+// Computes the norms of `rows` rows. Row i of the result is the norm of row source(i) of the input. The result is
+// quantised if `weight` takes int8 activations. With `keeps_floats`, it then has float values as well.
 template <class Source>
 NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, bool keeps_floats, const Source& source) {
   NormedRows out;
@@ -114,7 +114,7 @@ NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, bool
 
 constexpr int32_t kMostParts = 64;
 
-// Adds `parts` arrays of `count` elements each, with all threads, and writes the sum to `out`.
+// Adds `parts` arrays of `count` floats element by element, with all threads, and writes the sum to `out`.
 void sum_products(const float* const* products, int32_t parts, DType out_dtype, void* out, int64_t count) {
   constexpr int64_t kSpan = 16384;
   parallel_for(ceil_div(count, kSpan), [&](int64_t i) {
@@ -175,13 +175,13 @@ int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weig
   return 0;
 }
 
-// Returns the adapters of the rows from `first` on, or null.
+// Returns the adapter slots from row `first` on, or null if `adapters` is null.
 const int32_t* from_row(const int32_t* adapters, int64_t first) {
   return adapters == nullptr ? nullptr : adapters + first;
 }
 
-// Checks output matrix `i`: its type must be `dtype` or float32. Outputs that are later added over several agents are
-// float32, so that only the sum is rounded.
+// Checks matrix `i`, an output. Its type must be `dtype` or float32. An output is float32 if it is added over several
+// agents afterwards, so that only the sum is rounded.
 int check_sums(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype) {
   return check_matrix(t, i, rows, width, t.dtype(i) == DType::kFloat32 ? DType::kFloat32 : dtype);
 }
@@ -344,7 +344,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
                width, dtype, t.dtype(at.gamma)};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
-  // Computes one linear layer for each run of consecutive sequences that sample.
+  // Runs the linear layer for several sequences together: for each run of consecutive sequences that sample.
   for (int64_t begin = 0, end; begin < seqs; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;

@@ -1,5 +1,5 @@
-// The custom operator JoinNorms of the fused graph. A head of the model begins with it: it joins the norms of the
-// embedding and of the hidden state of each token.
+// The custom operator JoinNorms of the fused graph. It is the first operator of a head, a small network that makes
+// drafts. For each token, it joins the norms of the embedding and of the hidden state.
 #include <cstdint>
 
 #include "common/check.h"

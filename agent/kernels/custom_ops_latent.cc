@@ -2,8 +2,8 @@
 // tokens of a step. It uses the absorbed form: the up-projections of keys and values are applied to queries and
 // results.
 //
-// Inputs: Tm and Sm are the tokens and sequences of the largest step, T and S those of this step. W is the width of the
-// block table of this step. A list of packed weights has one weight for each head, all of equal size.
+// Inputs. Tm and Sm are the numbers of tokens and sequences of the largest step, T and S those of this step. W is the
+// width of the block table of this step. key_up and value_up have one packed weight for each head, all of equal size.
 //
 //   joined        [Tm, first + rank + rope]: queries, latent vector, key to rotate
 //   form          int32 [5] = {heads, query_rank, nope, value, interleaved}
@@ -22,7 +22,7 @@
 //   query         packed weight of heads * (nope + rope) columns; only if query_rank > 0
 //   -> out        [Tm, heads * value], of which the first T rows are written
 //
-// `first` is the width of the queries in `joined`. If query_rank is 0, they are the queries of all heads: heads * (nope
+// A row of `joined` begins with `first` elements. If query_rank is 0, they are the queries of all heads: heads * (nope
 // + rope) elements. Otherwise they are a latent vector of query_rank elements, from which the operator computes the
 // queries. Each query head has `nope` elements that are not rotated, then `rope` elements that are rotated.
 //
@@ -185,8 +185,8 @@ int check_weights(const LatentJob& job) {
   return error != 0 ? error : check_weight(t, kQuery, job.heads * job.head_dim(), job.query_rank, false);
 }
 
-// Checks the step: counts, lengths, positions, slots and block tables. Fills job->attention, which points to memory of
-// `starts`.
+// Checks the inputs that describe the step: counts, lengths, positions, slots and block tables. Fills job->attention,
+// which then points into `starts`.
 int read_step(const Tensors& t, LatentJob* job, std::vector<int64_t>* starts) {
   RotaryAttentionArgs& args = job->attention;
   job->tokens = rows_of(t, kCounts, 0, smaller(t.dim(kJoined, 0), t.dim(out_of(t), 0)));
@@ -279,8 +279,8 @@ LinearArgs linear_args(const LatentJob& job, const void* weight, const Rows& row
   return args;
 }
 
-// Multiplies the rows of each head by the weight of that head. The rows of consecutive heads begin `x_step` elements
-// apart.
+// Multiplies the rows of each head by the weight of that head. `x_step` and `out_step` are the distances from one head
+// to the next in the rows of x and of the output, in elements.
 int multiply_heads(const LatentJob& job, int weight, const Rows& rows, int64_t x_step, int64_t out_step) {
   int error = check_linear(job.t.op, linear_args(job, job.head_weight(weight, 0), rows, 0, 1));
   for (int64_t head = 1; error == 0 && head < job.heads; ++head) {
@@ -298,9 +298,8 @@ int multiply_heads(const LatentJob& job, int weight, const Rows& rows, int64_t x
   return 0;
 }
 
-// Computes the queries and writes the cache rows. If the queries are given as a latent vector, computes them from this
-// vector. Sets `queries` to the address of the queries. Writes the rotated elements of every query to
-// `memory.absorbed`.
+// Writes the cache rows and computes the queries. If query_rank is above 0, computes the queries from the latent
+// vectors. Sets `queries` to the queries. Writes the rotated elements of every query to `memory.absorbed`.
 int place_rows(const LatentJob& job, const LatentMemory& memory, Rows* queries) {
   const int64_t element = job.element(), width = job.heads * job.head_dim(), wide = job.heads * job.cache_dim();
   char* joined = job.t.as<char>(kJoined);

@@ -1,10 +1,11 @@
-// The custom operators that run all decoder layers. Each layer runs the operators (Add)NormLinear, RotaryAttention,
-// PackedLinear and GatedMlp, which pass their results through scratch memory. Some models have two more norms in a
-// layer: of the results of attention and of the MLP, before they are added to the residual stream (Gemma).
+// The custom operators that run all decoder layers of a model in one call. Each layer runs the operators
+// (Add)NormLinear, RotaryAttention, PackedLinear and GatedMlp, which pass their results through scratch memory. Gemma
+// has two more norms in a layer: for the results of attention and of the MLP, before they are added to the residual
+// stream.
 //
 // MindSpore needs 30 to 50 us for each operator of its graph. It must wake a thread, and it must reload its own data,
-// which the weights have displaced from the processor's caches. Meanwhile the threads of the kernels fall asleep. One
-// operator for all layers has these costs only once per step.
+// because the weights have displaced this data from the processor's caches. Meanwhile the threads of the kernels fall
+// asleep. With one operator for all layers, these costs occur only once per step.
 #include <initializer_list>
 
 #include "common/check.h"
@@ -22,16 +23,18 @@ enum Argument {
   kLayers
 };
 
-// The position of each argument of a layer, counted from the layer's first argument. The first layer begins at argument
-// kLayers of the operator. The gammas of query and key heads follow if form[kHeadNorms] is set. Then the gammas of the
-// results of attention and MLP follow if form[kResultNorms] is set.
+// The position of each argument of a layer, counted from the layer's first argument. The arguments of the first layer
+// begin at argument kLayers of the operator.
+//
+// Two groups of arguments are optional. If form[kHeadNorms] is set, the gammas of query and key heads follow. If
+// form[kResultNorms] is set, the gammas of the results of attention and MLP come last.
 enum LayerArgument {
   kInputGamma, kPostGamma, kQkv, kOutput, kGateUp, kDown, kKeyCache, kValueCache, kPlainLayer,
   kQueryGamma = kPlainLayer, kKeyGamma
 };
 
-// The elements of the argument `form`: number of layers, window of attention (0: none), whether query and key heads
-// have a norm, and whether the results of attention and MLP have a norm.
+// The elements of the argument `form`: the number of layers, the window of attention (0: none), and two flags. The
+// first flag is set if query and key heads have a norm, the second if the results of attention and MLP have a norm.
 enum FormField { kNumLayers, kWindow, kHeadNorms, kResultNorms, kFormFields };
 
 // Returns the number of arguments of each layer.
@@ -39,7 +42,7 @@ int layer_arguments(const int32_t* form) {
   return kPlainLayer + (form[kHeadNorms] != 0 ? 2 : 0) + (form[kResultNorms] != 0 ? 2 : 0);
 }
 
-// A matrix between two of the operators that a layer runs: one operator writes the matrix, a later one reads it.
+// An intermediate matrix of a layer: one inner operator writes it, a later one reads it.
 struct Between {
   const char* dtype;
   int64_t shape[2];
@@ -48,8 +51,8 @@ struct Between {
   int64_t bytes() const { return shape[0] * shape[1] * size_of(parse_dtype(dtype)); }
 };
 
-// Calls an inner operator such as PackedLinear. The arguments of the inner operator are arguments of the outer
-// operator, or matrices of type Between.
+// Calls an inner operator such as PackedLinear. Its arguments are arguments of the outer operator, or intermediate
+// matrices (Between).
 class Call {
  public:
   Call(const char* op, const Tensors& layer) : op_(op), layer_(layer) {}
@@ -82,7 +85,7 @@ class Call {
 };
 
 // Runs one layer. The first layer reads the inputs of the operator. Every layer writes its result to the outputs of the
-// operator. Later layers read the result of the previous layer from these outputs and then overwrite it.
+// operator. A later layer reads the previous result from these outputs and overwrites it with its own.
 class Layer {
  public:
   Layer(const Tensors& t, int64_t layer, int64_t rows, bool first, bool sharded)
@@ -102,7 +105,7 @@ class Layer {
   }
 
  private:
-  // Assigns scratch memory to the matrices that the inner operators pass on.
+  // Assigns scratch memory to the intermediate matrices.
   int place() {
     const PackedWeightHeader* qkv_weight = packed_weight(t_, arguments_ + kQkv);
     const PackedWeightHeader* output_weight = packed_weight(t_, arguments_ + kOutput);
@@ -168,8 +171,8 @@ class Layer {
     return error == 0 ? norm_result(t_.data[out_], result_gammas_ + 1) : error;
   }
 
-  // Applies RMSNorm to the rows of `result` in place, if the model has this norm. `gamma` is the argument with the
-  // norm's weight.
+  // If the model has norms of results, applies RMSNorm to the rows of `result` in place. `gamma` is the index of the
+  // argument with the norm's weight.
   int norm_result(void* result, int gamma) {
     if (form_[kResultNorms] == 0) return 0;
     const int error = check_gamma(t_, gamma, kEpsilon, width_, t_.dtype(kHidden));
@@ -202,9 +205,9 @@ class Layer {
 
 // Runs all layers. If `first`, `hidden` is the residual stream itself, and `residual` is not read.
 //
-// If `sharded`, each agent of a stage has some of the heads and columns. The results of attention and MLP are added
-// over the agents. This operator also runs these additions, because two separate operators per layer would take longer
-// than the additions.
+// If `sharded`, each agent of a stage has some of the heads and columns. Then the results of attention and MLP are
+// added over the agents. This operator also runs these additions, because separate operators for them would take longer
+// than the additions themselves.
 int decoder_layers(const Tensors& t, bool first, bool sharded) {
   if (t.count < kLayers + 2) return refuse_text(t.op, "got %d arguments", t.count);
   if (!t.has_dtype(kForm, "int32") || t.size(kForm) != kFormFields) {

@@ -1,5 +1,5 @@
-// The custom operators of a model that several agents share: AllReduceRows, ShardedEmbedTokens and ShardedLmHead within
-// a stage, HandOver between stages. The sharded decoder layers are in custom_ops_layer.cc.
+// The custom operators of a model that several agents share. AllReduceRows, ShardedEmbedTokens and ShardedLmHead run
+// within a pipeline stage, HandOver between stages. The sharded decoder layers are in custom_ops_layer.cc.
 //
 // As in custom_ops_fused.cc, tensors have the size of the largest step, and `counts` gives the size of this step.
 #include <cstdint>
@@ -33,7 +33,7 @@ int all_reduce_rows(const Tensors& t) {
 
 // ShardedEmbedTokens: ids [tokens], table [own vocabulary, width], vocabulary [2], counts -> the embeddings of the ids
 // [tokens, width]. `vocabulary` is {first id of the table, size of the whole vocabulary}. For an id outside its own
-// table, an agent takes a row of zeros. Then the rows are added over the agents.
+// table, an agent uses a row of zeros. The rows are then added over the agents, and only one agent's row is not zero.
 int sharded_embed_tokens(const Tensors& t) {
   enum { kIds, kTable, kVocabulary, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);
@@ -62,7 +62,7 @@ int sharded_embed_tokens(const Tensors& t) {
   return all_reduce(t.op, t.dtype(kOut), t.data[kOut], t.dtype(kOut), t.data[kOut], rows * width);
 }
 
-// The largest logit of a sequence in one agent's part of the vocabulary, and the token with this logit.
+// The largest logit of one sequence in this agent's part of the vocabulary, and its token.
 struct Best {
   float value;
   int32_t id;
@@ -127,7 +127,7 @@ int sharded_lm_head(const Tensors& t) {
   int32_t* ids = t.as<int32_t>(kBestIds);
   for (int64_t i = 0; i < seqs; ++i) best[i] = {values[i], static_cast<int32_t>(first + ids[i])};
   error = best_of_all(t.op, seqs, last, best, ids);
-  // Each iteration computes a run of consecutive sequences that sample.
+  // Computes several sequences together: each iteration takes a run of consecutive sequences that sample.
   for (int64_t begin = 0, end; begin < seqs && error == 0; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;

@@ -24,15 +24,16 @@ _HandBlocksArgs = structure(
 
 
 class BlockHandOvers:
-    """Copies blocks of the KV cache to and from a hand-over pool. Reads the addresses of the arrays only once.
+    """Copies blocks of the KV cache to and from a hand-over pool. The arrays must not move, because their addresses are
+    read only once.
 
     ``device[i]`` holds the keys or the values of one layer, with the block as first axis. ``blocks`` is [pool blocks,
     bytes of a block in all arrays], and ``headers`` [pool blocks, 64], both uint8.
     """
 
     def __init__(self, device: Sequence[Array], blocks: Array, headers: Array) -> None:
-        """Raises ValueError unless all arrays are contiguous and the blocks of the cache and of the pool have equal
-        sizes.
+        """Stores the addresses of the arrays. Raises ValueError unless all arrays are contiguous and the blocks of
+        cache and pool have equal sizes.
         """
         sizes = {(array.shape[0], array[0].nbytes) for array in device}
         if len(sizes) != 1 or not all(array.flags.c_contiguous for array in (*device, blocks, headers)):
@@ -60,8 +61,9 @@ class BlockHandOvers:
     def run(self, moves: Int32Array, expected: Array, faults: Int32Array) -> None:
         """Runs the copies in ``moves``, contiguous int32 [copies, 3]: kind, source block, destination block.
 
-        ``expected`` has the header of each move, 32 bytes. If move ``i`` finds another header or other bytes than
-        expected, sets ``faults[i]`` to 1. If a kind or a block does not exist, copies nothing and raises KernelError.
+        ``expected`` has the header of each move, 32 bytes. If move ``i`` reads from the pool and the header or the
+        checksum is wrong, sets ``faults[i]`` to 1. If a kind or a block does not exist, copies nothing and raises
+        KernelError.
         """
         count = moves.shape[0]
         if moves.dtype != np.int32 or moves.shape != (count, _MOVE_WIDTH) or not moves.flags.c_contiguous:

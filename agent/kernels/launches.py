@@ -1,5 +1,5 @@
-"""Records each operator call that MindSpore makes in a graph (a launch), and replays the launches without MindSpore
-(plugin/launches.h).
+"""Records the launches of a graph, and replays them without MindSpore (plugin/launches.h). A launch is one call of an
+operator by MindSpore.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ Run = Callable[[], tuple[Results, tuple[int, ...]]]
 Memory = tuple[int, int]
 """Address and size in bytes."""
 AllAgree = Callable[[bool], bool]
-"""Takes this agent's vote. Returns whether all agents that run the graph voted True. All agents must call it the same
-number of times.
+"""Makes a vote among all agents that run the graph: gets this agent's vote and returns whether all agents voted True.
+All agents must call it the same number of times.
 """
 _ANOTHER_AGENT = "another agent cannot replay its launches"
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The numbers of tokens and of sequences of a step. The lengths of a graph's arguments depend on them."""
+    """The numbers of tokens, sequences and gathered blocks of a step. The lengths of a graph's arguments depend on
+    them.
+    """
 
     tokens: int
     seqs: int
@@ -40,7 +42,9 @@ class StepSizes:
 
 
 class RecordingError(Exception):
-    """The launches of a graph cannot be replayed, although the graph itself ran. The text gives the reason."""
+    """The launches of a graph cannot be replayed, although the graph itself ran. The message gives the reason, and
+    ``results`` are the results of the graph.
+    """
 
     def __init__(self, reason: str, results: Results, *, is_for_good: bool) -> None:
         super().__init__(reason)
@@ -50,7 +54,7 @@ class RecordingError(Exception):
 
 
 class RecordedLaunches:
-    """The launches that a graph made in one run.
+    """The launches of one run of a graph, which can be replayed.
 
     The ``memory`` that was passed to ``record`` or ``record_any_size`` must live as long as this object. For a
     recording of ``record_any_size``, ``resize`` must be called before ``run``.
@@ -115,9 +119,9 @@ class RecordedLaunches:
     def agrees(self, results: Results) -> bool:
         """Replays the launches and returns whether the results have the same bits as ``results``.
 
-        If the bits differ, the replay may also have written wrong values to other memory, such as keys and values in
-        the cache. Then the caller must run the graph again. Even if an operator refuses its inputs, the replay takes
-        part in the sums with other agents.
+        If the bits differ, the replay may also have written wrong values to other memory, such as the KV cache. Then
+        the caller must run the graph again. The replay runs the sums with other agents even if an operator refuses its
+        inputs.
         """
         replayed = [array.tobytes() for array in self.run(keeps_pace=True)]
         return take_failure() is None and replayed == [array.tobytes() for array in results]
@@ -152,16 +156,17 @@ def recordings_bytes() -> int:
 def record(run: Run, memory: Iterable[Memory], all_agree: AllAgree = bool) -> tuple[Results, RecordedLaunches]:
     """Records the launches of one run of a graph. Returns the graph's results and the launches.
 
-    ``memory`` lists the memory whose addresses never change: the graph's inputs, parameters and constants. All other
-    memory of the replay is filled with NaN. Then a first replay must produce the same bits as the graph.
+    ``memory`` lists the memory whose addresses never change: the graph's inputs, parameters and constants. Before this
+    function returns, it fills all other memory of a replay with NaN and replays once. This replay must produce the same
+    bits as the graph.
 
     Raises RecordingError if another library computes in the graph, or if the replay gives other bits. In the second
-    case, ``run`` is called again, because the replay overwrote its results. The attribute ``results`` of the error has
-    the results of the last call of ``run``. Exceptions of ``run`` and ``all_agree`` are passed on.
+    case, ``run`` is called again, because the replay has overwritten its results. The attribute ``results`` of the
+    error has the results of the last call of ``run``. Exceptions of ``run`` and ``all_agree`` are passed on.
 
     Agents that run a graph together vote twice with ``all_agree``: whether they have a recording, and whether its
     replay gave the right bits. Therefore either all agents have a recording or none. If an operator refused its inputs,
-    there is no vote, because then no agent continues.
+    the agents do not vote, because the step has failed for all of them.
     """
     results, launches, reason = _recorded(run, list(memory))
     if has_failed():
@@ -191,12 +196,13 @@ def record_any_size(
 ) -> RecordedLaunches:
     """Records two steps of different sizes. Returns one recording that can replay steps of any size up to ``largest``.
 
-    ``runs`` maps each of the two sizes to a function like ``run`` of ``record``. ``resize`` sets the size of a replay.
-    Each range of ``memory`` begins at the same address for every size. From the first step to the second, tokens,
-    sequences and blocks must grow by different factors, unless tokens and sequences are equal in every step.
+    ``runs`` maps the sizes of each step to a function that runs it, like ``run`` of ``record``. ``resize`` sets the
+    size of a replay. Each range of ``memory`` begins at the same address for every size. From the first step to the
+    second, tokens, sequences and blocks must grow by different factors. Tokens and sequences may grow by the same
+    factor if they are equal in every step.
 
     With ``fuses``, one function replaces several launches where plugin/fusion.h allows this. This function does not
-    replay the launches; the caller must compare the results of a replay with those of the graph. Raises RecordingError
+    replay the launches: the caller must compare the results of a replay with those of the graph. Raises RecordingError
     if the launches cannot be replayed. Exceptions of ``runs`` and ``all_agree`` are passed on.
     """
     memory, reason = list(memory), ""

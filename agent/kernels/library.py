@@ -76,7 +76,7 @@ class KernelError(AgentError):
 
 
 class OperatorRefusedError(RuntimeError):
-    """An operator of a graph refused its inputs. The step failed; the graph can run again."""
+    """An operator of a graph refused its inputs. The step failed, but the graph can run again."""
 
 
 def library_path() -> Path:
@@ -118,13 +118,16 @@ def set_threads(num_threads: int) -> None:
 def num_threads() -> int:
     """Returns the number of threads that kernels use.
 
-    The default is ``LLM_KERNELS_THREADS``, else the number of processors. ``set_threads`` changes it.
+    ``set_threads`` sets it. The default is the environment variable ``LLM_KERNELS_THREADS``, or else the number of
+    processors.
     """
     return int(load_library().llmk_num_threads())
 
 
 def set_attentive(attentive: bool) -> None:
-    """Sets whether the kernels' threads stay awake between kernels. Set it while a graph of many operators runs."""
+    """Sets how long the kernels' idle threads stay awake. They wait longer while ``attentive``, which the caller sets
+    while a graph of many operators runs.
+    """
     load_library().llmk_set_attentive(attentive)
 
 
@@ -143,7 +146,9 @@ def scratch_bytes(*, between_operators: bool) -> int:
 
 
 def kernel_isa() -> str:
-    """Returns the name of the instruction set in use, for example portable. ``LLM_KERNELS_ISA`` selects another one."""
+    """Returns the name of the instruction set in use, for example avx2. The environment variable ``LLM_KERNELS_ISA``
+    selects another one.
+    """
     name: bytes = load_library().llmk_isa()
     return name.decode()
 
@@ -159,8 +164,8 @@ def compiled_sets() -> list[str]:
 def hold_failures(hold: bool) -> None:
     """Sets whether a primitive that refuses its inputs reports success to MindSpore.
 
-    MindSpore does not run a graph again after an error. With ``hold``, the failure is stored until ``take_failure``
-    returns it. Until then all primitives do nothing and report success.
+    MindSpore does not run a graph again after an error. With ``hold``, the primitive reports success, and its name is
+    stored until ``take_failure`` is called. Until then all primitives do nothing and report success.
     """
     load_library().llmk_hold_failures(hold)
 
@@ -171,8 +176,8 @@ def has_failed() -> bool:
 
 
 def take_failure() -> str | None:
-    """Returns the name of a primitive that refused its inputs since the last call of this function, or None. The reason
-    is on standard error.
+    """Returns the name of a primitive that has refused its inputs, or None, and forgets it. The reason is on standard
+    error.
     """
     name: bytes | None = load_library().llmk_take_failure()
     return None if name is None else name.decode()

@@ -30,8 +30,8 @@ _PackSource = structure(
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """Scales and offsets from a calibration, with which the inputs of an int8 layer are quantised. Int8 layers without
-    static inputs compute a scale for each token.
+    """Scales and offsets for the inputs of an int8 layer, from a calibration. An int8 layer without static inputs
+    computes a scale for each token instead.
 
     An input x becomes q = round(x * inverse + offset), within -128 to 127. The output of a column is (sum of q * weight
     + sum offset) * scale.
@@ -42,9 +42,10 @@ class StaticInputs:
     offsets: npt.NDArray[np.float32]
     """The offset of each input [in], added after the multiplication."""
     sum_offsets: npt.NDArray[np.int32]
-    """Added to the integer sum of each output column [out].
+    """An integer for each output column [out], which is added to the column's sum.
 
-    They subtract the part of the sum that comes from the inputs' offsets, and can add the layer's bias."""
+    It subtracts the part of the sum that comes from the inputs' offsets. It can also add the layer's bias.
+    """
 
 
 def packed_weight_bytes(
@@ -97,8 +98,8 @@ def _check(name: str, array: Array | None, shape: tuple[int, ...], dtype: Any) -
 
 
 def _checked_inputs(inputs: StaticInputs | None, columns: int, depth: int) -> dict[str, int | None]:
-    """Returns the addresses of the static inputs, by the names of the members of PackSource. Raises ValueError for
-    other sizes or types.
+    """Checks the static inputs. Returns their addresses by the names of the members of PackSource. Raises ValueError
+    for other sizes or types.
     """
     if inputs is None:
         return {}
@@ -116,14 +117,14 @@ def pack_weight(
 ) -> None:  # fmt: skip
     """Packs ``values`` [columns, depth] into ``out_blob``, which must have at least ``packed_weight_bytes`` bytes.
 
-    Without ``scales``, ``values`` are floats of ``source_dtype`` (bfloat16 as uint16). If the format is an integer
-    format, this function quantises them. With ``scales`` float32 [columns, groups], ``values`` are integers and are not
-    changed: int8, or uint8 from 0 to 15 for int4. ``zeros`` uint8 [columns, groups], from 0 to 16, are the zero points
-    of int4; None means that all are 8.
+    Without ``scales``, ``values`` are floats of ``source_dtype`` (bfloat16 as uint16). If ``fmt`` is an integer format,
+    this function quantises them. With ``scales`` float32 [columns, groups], ``values`` are already integers: int8, or
+    uint8 from 0 to 15 for int4. ``zeros`` uint8 [columns, groups] are the zero points of int4, from 0 to 16. None means
+    that all are 8.
 
-    ``gated`` means that the first half of the columns is the gate of ``activation`` and the second half is the value.
-    The activations are the keys of ``GATES``.
-    ``bias`` float32 [columns] is added to the output. ``static_inputs`` are only for int8 with ``scales``.
+    If ``gated``, the first half of the columns is the gate of ``activation``, and the second half is the value.
+    ``GATES`` lists the activations. ``bias`` float32 [columns] is added to the output. ``static_inputs`` are only for
+    int8 with ``scales``.
 
     Raises ValueError if the arrays do not fit, and KernelError if the kernel refuses them.
     """

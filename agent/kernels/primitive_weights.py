@@ -1,8 +1,9 @@
-"""Packs the weights of native primitives on a CPU. The kernels find a packed weight by the address of the original.
+"""Packs the weights of native primitives on a CPU. The kernels find the packed copy of a weight by the weight's
+address.
 
 MindSpore passes the original weight to a primitive, in the layout of the primitive's documentation. The kernels
-multiply by a packed copy (ops/linear.h) and do not read the original again. The memory of the original is returned to
-the system. Any later access to this memory ends the process, instead of reading wrong numbers.
+multiply by a packed copy (ops/linear.h) and never read the original. So the memory of the original is given back to the
+system. A later access to this memory ends the process instead of reading wrong numbers.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ class PrimitiveWeight:
     group: int = 0
     """Number of inputs that share a scale. 0 means all inputs."""
     float_products: bool = False
-    """Whether integers multiply float activations (WeightQuantBatchMatmul)."""
+    """True if the integers multiply float activations (WeightQuantBatchMatmul)."""
     sum_offsets: Array | None = None
-    """int32 [out], added to the integer sums of int8 weights behind QuantV2. None after DynamicQuantExt."""
+    """int32 [out], which is added to the sums of an int8 weight if QuantV2 quantises its inputs. None with
+    DynamicQuantExt.
+    """
 
 
 _PrimitiveWeight = structure(
@@ -114,11 +117,13 @@ class KeptWeights:
         for start, size in self._released:
             _protect(start, size, _PROT_READ_WRITE)
         self._released.clear()
-        # must be the last statement, because the memory of the arrays must be writable when it is freed
+        # This must be the last statement: it frees arrays, whose memory must be writable again.
         self._kept.clear()
 
     def _release(self, values: Array) -> None:
-        """Gives whole pages of an array's memory back to the system. Pages that also contain other arrays stay."""
+        """Gives the whole pages of an array's memory back to the system. Does not touch pages that also hold other
+        arrays.
+        """
         start = -(-values.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (values.ctypes.data + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
         if size > 0:
@@ -128,7 +133,7 @@ class KeptWeights:
 
 
 def _matrices(weight: PrimitiveWeight) -> list[PrimitiveWeight]:
-    """Returns the weight, or one weight for each expert, as views."""
+    """Returns one weight for each expert, as views, or only the weight itself if it has no experts."""
     if weight.values.ndim == 2:
         return [weight]
     return [

@@ -1,4 +1,4 @@
-"""Calls the sampler kernels. A call is prepared once for the arrays of a step slot.
+"""Calls the sampler kernels. A ``SampleCall`` is prepared once for the arrays of a step slot.
 
 ops/sampler.cc samples from whole rows of logits, ops/candidates.cc from the best tokens that a device found.
 """
@@ -27,11 +27,13 @@ SAMPLE_INPUTS: dict[str, Any] = {each.name: np.dtype(each.column) for each in SA
     "rows": np.dtype(np.int32),
     "mask_number": np.dtype(np.int32),
 }
-"""The sampler's inputs, one entry for each row, with their types. The fields of a step slot have the same names.
+"""The sampler's inputs and their types. Each input has one entry for each row. A step slot has fields of the same
+names.
 
-``do_sample`` 0 skips the row, whose token becomes -1. ``rows`` are the indices in ``SampleOutputs.last_token`` at which
-the tokens are stored. Without ``do_sample`` every row is sampled. ``rows`` are needed only with ``last_token``.
-``mask_number`` is the number of the row's mask in ``masks``, counted from 1, or 0 if all tokens are allowed.
+If ``do_sample`` is 0, the row is skipped and its token becomes -1. Without ``do_sample``, every row is sampled.
+``rows`` are the indices in ``SampleOutputs.last_token`` at which the tokens are stored, and are needed only with
+``last_token``. ``mask_number`` is the number of the row's mask in ``masks``, counted from 1, or 0 if all tokens are
+allowed.
 """
 SampleInputs = Mapping[str, npt.NDArray[Any]]
 """Arrays by the names of ``SAMPLE_INPUTS``; they may be longer than the rows."""
@@ -40,18 +42,19 @@ _OPTIONAL = ("do_sample", "rows", "mask_number")
 
 @dataclass(frozen=True, slots=True)
 class SampleOutputs:
-    """The arrays that the sampler writes, such as fields of a step slot."""
+    """The arrays that the sampler writes, for example fields of a step slot."""
 
     sampled_ids: Int32Array
     sampled_logit: Float32Array
     logsumexp: Float32Array
     top_ids: Int32Array
-    """[rows, MAX_TOP_LOGITS]: the token ids with the largest logits, best first. -1 follows after the requested number
-    of ids."""
+    """[rows, MAX_TOP_LOGITS]: the ids of the tokens with the largest logits, best first. Entries beyond the requested
+    number are -1.
+    """
     top_logits: Float32Array
     last_token: Int32Array | None = None
-    """The last token of each batch row. Batch rows that do not sample keep their last token. None means that last
-    tokens are not stored.
+    """[batch rows]: the last token of each batch row, or None if last tokens are not stored. If a batch row does not
+    sample, its entry does not change.
     """
 
     @classmethod
@@ -67,15 +70,16 @@ class SampleOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The best tokens of each row, which a device found. P agents share the vocabulary, and each agent found K tokens.
+    """The best tokens of each row, which a device found. The vocabulary is divided among P agents, and each agent found
+    K tokens in its part.
 
     The arrays may have more rows than the step.
     """
 
     values: Float32Array
-    """[P, rows, K]: the largest raw logits of an agent's part of the vocabulary, equal logits in any order."""
+    """[P, rows, K]: the largest raw logits of each part of the vocabulary. Equal logits may be in any order."""
     ids: npt.NDArray[np.int64]
-    """[P, rows, K]: their tokens, counted from the first token of the part."""
+    """[P, rows, K]: the tokens of ``values``, counted from the first token of the part."""
     sums: Float32Array
     """[P, rows]: for each part of the vocabulary, the sum of e^(x - largest x of the part) over its logits x."""
     scaled_sums: Float32Array
@@ -98,11 +102,11 @@ _SampleArgs = structure(
     "pointer: history history_lens history_prompt_lens mask_number masks; int64: num_masks mask_words;"
     f"pointer: {' '.join(_OUTPUTS)} table_rows last_tokens; int64: last_tokens_size",
 )
-"""llmk::SampleArgs of ops/sampler.h, member for member."""
+"""A ctypes class with the members of llmk::SampleArgs in ops/sampler.h."""
 _CandidateArgs = structure(
     "CandidateArgs", "pointer: values ids sums scaled_sums best_values; int64: count parts part_rows part_size"
 )
-"""llmk::CandidateArgs of ops/candidates.h, member for member."""
+"""A ctypes class with the members of llmk::CandidateArgs in ops/candidates.h."""
 
 
 def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int) -> int | None:
@@ -125,7 +129,9 @@ class SampleCall:
     def __init__(
         self, inputs: SampleInputs, outputs: SampleOutputs, max_rows: int, masks: npt.NDArray[np.uint32] | None = None
     ) -> None:
-        """``masks`` [masks, words] has a bit for each token of the vocabulary, 1 if the token is allowed. Without
+        """Checks the arrays and stores their addresses.
+
+        ``masks`` [masks, words] has a bit for each token of the vocabulary, which is 1 if the token is allowed. Without
         ``masks``, the input ``mask_number`` is not read.
 
         Raises ValueError if an array has a wrong type, size or layout.
@@ -192,12 +198,12 @@ class SampleCall:
         histories: Sequence[Int32Array | None] | None = None,
         prompt_lens: Sequence[int] | Int32Array | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Chooses tokens from candidates. Returns a bool for each row [S]: True if the row needs its whole logits
-        (``run_rows``).
+        """Chooses the tokens of the rows that the candidates determine. These are the tokens that ``run`` would choose.
+        Returns a bool for each row [S]: True if the row needs its whole logits (``run_rows``).
 
         ``best_ids`` [S] are the tokens with the largest logits, the smaller id on a tie, and ``best_values`` [S] are
-        these logits. Without ``candidates``, only greedy rows that report no logits are sampled. ``run`` would choose
-        the same tokens. The other arguments and the errors are those of ``run``.
+        these logits. Without ``candidates``, only greedy rows that report no logits are sampled. The other arguments
+        and the errors are those of ``run``.
         """
         rows, args = len(best_ids), self._args
         if rows > self._max_rows:
@@ -253,7 +259,7 @@ class SampleCall:
             raise KernelError(f"the sampler refused its arguments (code {code}); the reason is on standard error")
 
     def _take(self, logits: Float32Array, best_ids: Int32Array | None) -> None:
-        """Checks the arrays, which may be other arrays than in the previous call, and stores their addresses."""
+        """Checks the arrays and stores their addresses. The arrays may differ from those of the previous call."""
         if logits.ndim != 2:
             raise ValueError(f"logits has {logits.ndim} dimensions; it must be [rows, vocabulary]")
         num_rows, vocab_size = logits.shape

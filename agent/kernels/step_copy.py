@@ -20,12 +20,12 @@ ADAPTERS = 5
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The limits of the values in a step. The fields ``lowest_...`` are negative numbers with a special meaning. All
-    other fields are upper bounds.
+    """The limits of the values in a step. A field ``lowest_...`` is a lower limit, and a negative number with a special
+    meaning. All other fields are upper limits.
     """
 
     lowest_token: int
-    """LAST_TOKEN, which stands for the last token of the batch row."""
+    """LAST_TOKEN: the token id that stands for the last token of the batch row."""
     lowest_slot: int
     lowest_top_logits: int
     vocab_size: int
@@ -52,7 +52,7 @@ class StepArrays:
     do_sample: Int32Array
     num_top_logits: Int32Array
     adapters: Int32Array | None = None
-    """[sequences]: the adapter slot of each sequence, or -1. None if the steps have no adapters."""
+    """[sequences]: the adapter slot of each sequence, or -1 for no adapter. None if the steps have no adapters."""
 
 
 class StepBuffers:
@@ -72,14 +72,15 @@ class StepBuffers:
         """[sequences]: the index of the sequence's last token among the tokens of the step if the sequence samples,
         else -1."""
         self.counts: Int32Array = np.zeros(ADAPTERS + max_tokens if max_adapters else 4, np.int32)
-        """Four numbers: tokens, sequences and width of the block tables of the step, then the step's number, which the
-        graph sets.
+        """The numbers of tokens and sequences, the width of the block tables, and the step's number, which the graph
+        sets.
 
         If the steps have adapters, two more parts follow: the number of tokens with an adapter, and the adapter slot of
         each token, or -1.
         """
         self.loaded: Int32Array = np.zeros(max_adapters, np.int32)
-        """1 for each adapter slot that has an adapter. Steps may name only these adapter slots."""
+        """1 for each adapter slot that has an adapter, otherwise 0. Steps may name only adapter slots with an adapter.
+        """
 
 
 _COPIED = ("token_ids", "positions", "slot_mapping", "query_lens", "context_lens", "block_tables", "rows")
@@ -94,13 +95,17 @@ _Args = structure(
 
 
 class StepCopy:
-    """Copies and checks steps whose arrays always have the same addresses, such as those of a step slot."""
+    """Copies steps out of arrays whose addresses do not change, such as the fields of a step slot, and checks the
+    copies.
+    """
 
     def __init__(
         self, arrays: StepArrays, buffers: StepBuffers, bounds: StepBounds, row_last_tokens: Int32Array | None = None
     ) -> None:
-        """``row_last_tokens`` [num_rows] has the last token of each batch row, or a negative number if there is none.
-        It replaces ``bounds.lowest_token`` in ``token_ids``. With None, ``bounds.lowest_token`` stays in ``token_ids``.
+        """Checks the arrays and stores their addresses.
+
+        ``row_last_tokens`` [num_rows] has the last token of each batch row, or a negative number if there is none. It
+        replaces ``bounds.lowest_token`` in ``token_ids``. With None, ``bounds.lowest_token`` stays in ``token_ids``.
 
         Raises ValueError if an array is not contiguous int32 or too short.
         """

@@ -68,9 +68,9 @@ LLMK_INLINE Vec high_bfloats(Ints a) {
 using Quads = Ints;             // 4 uint8 weights in each lane
 using BroadcastQuad = __m256i;  // 4 int8 activations, the same in every lane
 
-// Runs the instruction VPDPBUSD in its encoding of AVX-VNNI. An assembler would otherwise take that of AVX-512, which
-// not every processor with AVX-VNNI runs. This is assembly, because GCC 12 copies the sums of the intrinsic in every
-// iteration of a loop.
+// Runs the instruction VPDPBUSD. {vex} selects the encoding of AVX-VNNI, because an assembler prefers the encoding of
+// AVX-512, which not every processor with AVX-VNNI has. This is assembly, because GCC 12 copies the sums of the
+// intrinsic in every iteration of a loop.
 LLMK_INLINE void add_products(__m256i* total, __m256i unsigned_bytes, __m256i signed_bytes) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(*total) : "x"(unsigned_bytes), "x"(signed_bytes));
 }
@@ -86,13 +86,13 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return total;
 }
 #else
-// Holds four uint8 weights of each 32-bit lane as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`.
-// VPMADDWD multiplies 16-bit numbers exactly. VPMADDUBSW would take bytes directly, but its sums saturate.
+// The four uint8 weights of each 32-bit lane as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`.
+// VPMADDWD multiplies 16-bit numbers exactly. VPMADDUBSW would multiply the bytes directly, but its sums saturate.
 struct Quads {
   Ints even, odd;
 };
-// Holds four int8 activations as 16-bit numbers, the same four in every lane. Activations 0 and 2 are in `even`,
-// activations 1 and 3 in `odd`.
+// Four int8 activations as 16-bit numbers, the same four in every lane: activations 0 and 2 in `even`, 1 and 3 in
+// `odd`.
 struct BroadcastQuad {
   __m256i even, odd;
 };

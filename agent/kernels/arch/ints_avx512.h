@@ -64,8 +64,8 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return {_mm512_dpbusd_epi32(total.v, w.v, x.v)};
 }
 #else
-// Holds four bytes of each 32-bit lane as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. VPMADDWD
-// multiplies 16-bit numbers exactly. VPMADDUBSW would take bytes directly, but its sums saturate.
+// The four bytes of each 32-bit lane as 16-bit numbers: bytes 0 and 2 in `even`, bytes 1 and 3 in `odd`. VPMADDWD
+// multiplies 16-bit numbers exactly. VPMADDUBSW would multiply the bytes directly, but its sums saturate.
 struct Quads {
   __m512i even, odd;
 };

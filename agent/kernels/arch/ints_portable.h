@@ -4,7 +4,8 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Holds 16 integers. It is a struct, so that Ints is a different type from IntVec, the result of comparing two Vec.
+// Sixteen integers. Ints is a struct, because it must be another type than IntVec, which is the result of comparing two
+// Vec.
 struct Ints {
   IntVec v;
 };
@@ -70,7 +71,7 @@ LLMK_INLINE Quads high_nibbles(Ints a) { return quads({(a.v >> 4) & 0x0F0F0F0F})
 #ifdef LLMK_NEON_DOT
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 #else
-// fma() in vec_portable.h rounds twice. This function is slow, because it may call the C library for each lane.
+// Rounds once, but is slow: it may call the C library for each lane. fma() in vec_portable.h rounds twice.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
   Vec result;
   for (int i = 0; i < 16; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);

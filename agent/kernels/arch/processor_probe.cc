@@ -1,5 +1,5 @@
-// Prints the instruction sets among its arguments that this processor runs. setup.py runs this program to choose the
-// sets that it compiles. The program is no part of the library.
+// A program that prints which of the instruction sets in its arguments this processor runs. setup.py runs it to choose
+// the sets to compile. The program is not a part of the library.
 #include <cstdio>
 
 #include "processor.h"

@@ -52,8 +52,8 @@ constexpr int kLanes = 16;
 constexpr int kByteZero = 128;
 #endif
 
-// Loads the first n elements of a vector, for any n >= 0. The function store_part() stores them. The usual case n >= 16
-// needs no mask.
+// Loads the first n elements of a vector, for any n >= 0. Usually n is at least 16, and then no mask is needed. The
+// function store_part() stores the first n elements.
 template <class T>
 LLMK_INLINE Vec load_part(const T* p, int64_t n) {
   return n >= kLanes ? load(p) : load_n(p, n);

@@ -24,8 +24,8 @@ LLMK_INLINE __m256i narrow(__m512 v, half_t*) {
 }
 LLMK_INLINE __m256i narrow(__m512 v, bfloat_t*) {
 #ifdef LLMK_BF16_DOT
-  // The instruction VCVTNEPS2BF16 turns subnormal numbers into zeros. All other numbers are rounded as in the code
-  // below. So the instruction is used if no number is subnormal.
+  // VCVTNEPS2BF16 rounds all numbers like the code below, except that it turns subnormal numbers into zeros. So it is
+  // used only if no number is subnormal.
   constexpr int kDenormal = 0x20;
   if (__builtin_expect(_mm512_fpclass_ps_mask(v, kDenormal) == 0, 1)) {
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
@@ -91,8 +91,8 @@ LLMK_INLINE float sum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-// Reduces each of the four vectors to four partial sums, in the order of additions of sum(). Lanes 4i to 4i + 3 of the
-// result hold the partial sums of vector i.
+// Reduces each of the four vectors to four partial sums, adding in the order of sum(). Lanes 4i to 4i + 3 of the result
+// are the partial sums of vector i.
 LLMK_INLINE __m512 sums_of_four(Vec a, Vec b, Vec c, Vec d) {
   const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xEE));
   const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c.v, d.v, 0x44), _mm512_shuffle_f32x4(c.v, d.v, 0xEE));

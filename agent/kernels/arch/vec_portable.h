@@ -1,5 +1,5 @@
 // The type Vec of vec.h without intrinsics: 16 floats as a GCC vector. The compiler uses the baseline of the
-// architecture, such as SSE2 or NEON. Only multiply-adds are intrinsics on Arm.
+// architecture, such as SSE2 or NEON. On Arm, the multiply-adds are intrinsics.
 #pragma once
 #ifdef LLMK_NEON_DOT
 #include <arm_neon.h>
@@ -71,8 +71,8 @@ LLMK_INLINE Vec hide_first(Vec v, int64_t n, float other) {
   const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return select(lane < static_cast<int32_t>(n), broadcast(other), v);
 }
-// Rounds to the nearest whole number, ties to even, if |v| < 2^22. Adding 1.5 * 2^23 moves the whole number into the
-// low bits of the mantissa and rounds away the rest.
+// Rounds to the nearest whole number, ties to even, if |v| < 2^22. After adding 1.5 * 2^23, the mantissa has no bits
+// for the fraction, so the addition rounds it away.
 LLMK_INLINE Vec round_nearest(Vec v) { return (v + 12582912.0f) - 12582912.0f; }
 LLMK_INLINE Vec scale_by_power(Vec v, Vec n) {
   const IntVec shift = (IntVec)(n + 12582912.0f) << 23;

@@ -31,9 +31,9 @@ class StandardFloatingPoint {
 };
 
 #if defined(__x86_64__)
-// While an object of this class exists, its thread treats subnormal inputs and results as zeros. AMX does the same in
-// products of bfloat16. The compiler does not know of this mode. So code that needs the mode must be in a function that
-// is not inlined.
+// While an object of this class exists, its thread treats subnormal inputs and results as zeros, as AMX does in
+// products of bfloat16. The compiler does not know about this mode and could move code out of its scope. So code that
+// needs the mode must be in a function that is not inlined.
 class FlushedFloatingPoint {
  public:
   FlushedFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlush); }

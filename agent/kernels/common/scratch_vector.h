@@ -1,5 +1,5 @@
-// ScratchVector: a std::vector for buffers that a thread keeps between calls of a kernel. scratch_bytes() includes its
-// memory.
+// ScratchVector: a std::vector for the buffers that a thread keeps between calls of a kernel. scratch_bytes()
+// (thread_pool.h) counts its memory.
 #pragma once
 #include <cstddef>
 #include <memory>

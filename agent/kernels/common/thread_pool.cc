@@ -20,7 +20,7 @@ namespace llmk {
 namespace {
 
 constexpr auto kSpinTime = std::chrono::microseconds(20);
-// How long idle threads spin during a step (set_attentive()).
+// How long idle threads spin while a step runs (set_attentive()).
 constexpr auto kAttentiveTime = std::chrono::microseconds(200);
 constexpr int kMaxThreads = 256;
 
@@ -34,8 +34,8 @@ void futex_wake(std::atomic<uint32_t>* word, int count) {
 
 std::atomic<bool> spinning{true};
 
-// Repeats the test `done` without sleeping until it returns true. Gives up after kSpinTime, or after kAttentiveTime
-// while `attentive` is set. Without spinning, tests only once. Returns the last result of `done`.
+// Calls `done` in a loop until it returns true, for at most kSpinTime, or kAttentiveTime while `attentive` is set. If
+// spinning is not allowed, calls it only once. Returns the last result of `done`.
 template <class Condition>
 bool spin_until(const Condition& done, const std::atomic<bool>& attentive) {
   if (!may_spin()) return done();
@@ -62,14 +62,14 @@ int clamp_threads(int wanted) {
   return wanted < 1 ? 1 : wanted > kMaxThreads ? kMaxThreads : wanted;
 }
 
-// True while this thread runs a task. A task that starts a parallel loop runs all of it in this thread.
+// True while this thread runs a task. If a task starts another parallel loop, this thread runs the whole loop alone.
 thread_local bool inside_task = false;
 
 // A pool of threads, which runs one parallel loop at a time. A parallel loop calls a function for each index of a
 // range.
 //
-// The bits of `state_` are epoch << 17 | open << 16 | number of workers that run the current loop. A worker may join a
-// loop only while the loop is open. So the caller need not wait for workers that wake late, and late workers cannot
+// `state_` has three parts: epoch << 17 | open << 16 | number of workers that run the current loop. A worker may join a
+// loop only while the loop is open. So the caller does not wait for workers that wake late, and late workers cannot
 // access a finished loop.
 class ThreadPool {
  public:
@@ -192,7 +192,7 @@ class ThreadPool {
   std::atomic<bool> attentive_{false};
 };
 
-// The pool is never destroyed. At exit the sleeping workers end with the process.
+// The pool is never destroyed. When the process exits, its sleeping workers end with it.
 ThreadPool& pool() {
   static ThreadPool* instance = new ThreadPool;
   return *instance;
@@ -223,8 +223,8 @@ class alignas(64) Stretch {
   std::atomic<uint64_t> left_;  // undefined until set() is called
 };
 
-// Scratch memory of all threads in bytes. Index 1 counts the buffers kScratchLayer and kScratchExperts, index 0 all
-// others.
+// The bytes of scratch memory of all threads. Element 1 counts the buffers kScratchLayer and kScratchExperts, element 0
+// all others.
 std::atomic<int64_t> scratch_total[2];
 
 std::atomic<int64_t>& total_of(int slot) { return scratch_total[slot == kScratchLayer || slot == kScratchExperts]; }
@@ -249,7 +249,7 @@ struct Scratch {
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
 void run_stretches(int64_t count, TaskFunction function, void* context) {
-  // A loop that a task starts runs completely in the thread of the task.
+  // This thread runs a task already, so it runs the new loop alone.
   if (inside_task) return run_parallel(count, function, context);
   const int64_t threads = count < num_threads() ? count : num_threads();
   Stretch stretches[kMaxThreads];

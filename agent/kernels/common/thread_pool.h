@@ -1,6 +1,6 @@
 // The threads of the library, and their scratch memory.
 //
-// MindSpore may call a kernel from any of its threads. The calling thread works together with the threads of the pool.
+// MindSpore may call a kernel from any of its threads. The calling thread and the threads of the pool share the work.
 #pragma once
 #include <cstdint>
 
@@ -13,9 +13,9 @@ using TaskFunction = void (*)(void* context, int64_t index);
 // already runs a task of the pool, the calling thread makes all calls alone.
 void run_parallel(int64_t count, TaskFunction function, void* context);
 
-// Makes the same calls as run_parallel(), but gives each thread a range of consecutive indices. Therefore a call can
-// prefetch the memory that the next index reads. A thread that has finished its range takes indices from the ends of
-// the other ranges.
+// Makes the same calls as run_parallel(), but gives each thread a range of consecutive indices. So each call can
+// prefetch the memory for the next index. A thread that has finished its range takes indices from the ends of the other
+// threads' ranges.
 void run_stretches(int64_t count, TaskFunction function, void* context);
 
 // Sets the number of threads, including the caller; 0 means every processor that the process may use.
@@ -37,7 +37,7 @@ bool may_spin();
 void* thread_scratch(int slot, int64_t bytes);
 
 // Returns the bytes of scratch memory of all threads. If `between_operators`, counts only the buffers kScratchLayer and
-// kScratchExperts, otherwise only all other buffers.
+// kScratchExperts. Otherwise counts all other buffers.
 int64_t scratch_bytes(bool between_operators);
 // Adds `bytes` of memory from another allocator to the result of scratch_bytes(false). Negative bytes mean freed
 // memory.

@@ -1,8 +1,8 @@
 // Element types of tensors and their exact conversions to and from float32. Every other file includes this one.
 //
-// A function in a header that arch/ includes must be `static` or in the namespace of its instruction set, and must not
-// use std containers. Otherwise the linker keeps only one instance for all instruction sets, and that instance may need
-// AVX-512.
+// Headers that arch/ includes are compiled once for each instruction set. A function in them must be `static` or in the
+// namespace of its instruction set, and must not use std containers. Otherwise the linker keeps only one copy of the
+// function for all instruction sets, and this copy may need AVX-512.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -10,7 +10,7 @@
 // Exports a function from the library. All other functions are hidden (-fvisibility=hidden).
 #define LLMK_ENTRY __attribute__((visibility("default")))
 
-// Forces the compiler to inline a function. A call would pass vector registers through memory.
+// Forces the compiler to inline a function. In a function call, vector registers would go through memory.
 #define LLMK_INLINE static inline __attribute__((always_inline))
 
 // Unrolls a loop over a tile completely. Otherwise the compiler keeps the tile in memory instead of registers.
@@ -69,8 +69,8 @@ static inline half_t to_half(float value) {
   if (magnitude > 0x7F800000u) return {static_cast<uint16_t>(sign | 0x7E00u | (magnitude >> 13 & 0x3FFu))};
   if (magnitude >= 0x477FF000u) return {static_cast<uint16_t>(sign | 0x7C00u)};  // 65520 and above become infinity
   if (magnitude < 0x38800000u) {
-    // A subnormal result. After adding 0.5, the last bit of the float32 has the value 2^-24, as in a subnormal float16.
-    // So the addition rounds to nearest even.
+    // The result is subnormal. The sum of the magnitude and 0.5 has a last bit of 2^-24, which is also the last bit of
+    // a subnormal float16. So the addition rounds to nearest even.
     const float shifted = bits_to_float(magnitude) + 0.5f;
     return {static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3F000000u))};
   }

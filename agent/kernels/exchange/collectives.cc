@@ -19,7 +19,7 @@ int64_t now_ns() {
       .count();
 }
 
-// The state of this agent in the exchange of its pipeline stage. Only the thread that runs graphs uses it.
+// The part of this agent in the exchange of its pipeline stage. Only the thread that runs graphs uses it.
 class Stage {
  public:
   int open(const ExchangeArgs& args) {
@@ -43,8 +43,8 @@ class Stage {
     return is_open_ ? 0 : refuse_text(op, "this process has no exchange with other agents");
   }
 
-  // Waits until the other agents have finished reading the buffer that this agent writes next, and returns the buffer.
-  // Returns null if the group is down.
+  // Begins the next piece. Waits until all other agents have read the buffer that this agent is about to write, and
+  // returns the buffer. Returns null if the group is down.
   void* begin_piece(const char* op) {
     begun_ns_ = now_ns();
     waited_ns_ = 0;
@@ -59,7 +59,7 @@ class Stage {
     ++times_.pieces;
   }
 
-  // Returns the buffer of agent r for the current piece.
+  // Returns the buffer that agent r uses for the current piece.
   const void* buffer(int r) const {
     const int64_t number = int64_t{r} * kBuffers + sequence_ % kBuffers;
     return static_cast<char*>(args_.base) + args_.buffers + number * args_.piece_bytes;

@@ -4,8 +4,8 @@
 // all other agents have raised theirs. Then each agent adds up all contributions itself, in the order of the ranks, in
 // float32, and rounds once. So all agents get the same bits, and each element of the sum depends only on its own terms.
 //
-// Each agent alternates between two buffers. So an agent may write piece n only when all agents have read piece n - 2,
-// which was in the same buffer. An agent publishes piece n - 1 only after it has read piece n - 2. Therefore the writer
+// Each agent alternates between two buffers, so piece n overwrites piece n - 2. An agent may write piece n when all
+// agents have read piece n - 2. An agent publishes piece n - 1 only after it has read piece n - 2. Therefore the writer
 // waits until all agents have published piece n - 1. All agents of a stage must call the same functions in the same
 // order.
 #pragma once
@@ -15,8 +15,8 @@
 
 namespace llmk {
 
-// The shared memory of a stage's exchange, and the index of this agent in the stage. agent/group/exchange.py fills the
-// struct.
+// The shared memory of a stage's exchange, and the index of this agent in the stage. agent/kernels/collectives.py fills
+// this struct.
 struct ExchangeArgs {
   void* base;
   int64_t down;     // offset of the word that is set when the group is down
@@ -31,7 +31,7 @@ struct ExchangeArgs {
 // Opens the exchange. Each process calls it once, before the other functions. Returns 0 or an error code.
 int open_exchange(const ExchangeArgs& args);
 
-// Return the number of agents of the stage, and the index of this agent. Before open_exchange(), they return 1 and 0.
+// The number of agents of the stage, and the index of this agent. Without an exchange, they are 1 and 0.
 int exchange_size();
 int exchange_index();
 
@@ -45,9 +45,9 @@ int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, voi
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 
 // The arguments of gather_rows_to_first(), which collects matrices of 4-byte elements in the first agent. The matrix
-// `in` [rows, in_width] of agent r is copied to columns r * stride and following of `out`. Consecutive rows of `out`
-// are `out_stride` elements apart. Columns of `out` from number `whole` on are not written. Before the call, `out` must
-// already contain the first agent's own columns.
+// `in` [rows, in_width] of agent r is copied to the columns of `out` from number r * stride on. Consecutive rows of
+// `out` are `out_stride` elements apart. Only the first `whole` columns of `out` are written. Before the call, `out`
+// must already contain the first agent's own columns.
 struct GatherRowsArgs {
   const void* in;
   void* out;  // used in the first agent only

@@ -17,11 +17,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kSpinTime = std::chrono::microseconds(50);
-// Nanoseconds of sleep before a process checks again whether the group is down.
+// How long a waiting process sleeps, in nanoseconds, before it checks again whether the group is down.
 constexpr long kSleepNanoseconds = 20'000'000;
 
-// Sleeps if `*word` is still `expected`, until publish() wakes this word or the timeout expires. The futex is not
-// private, because several processes share the word.
+// Sleeps until publish() wakes this word or the timeout expires. Does not sleep if `*word` is no longer `expected`. The
+// futex is not private, because several processes share the word.
 void sleep_on(std::atomic<uint32_t>* word, uint32_t expected) {
   const timespec timeout{0, kSleepNanoseconds};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &timeout, nullptr, 0);

@@ -6,8 +6,8 @@
 
 namespace llmk {
 
-// A counter in a cache line of its own, in shared memory. The counter wraps around. A process may wait for a value that
-// is at most 2^31 larger than the current value.
+// A counter in a cache line of its own, in shared memory. The counter may wrap around. So a process may wait only for a
+// value that is at most 2^31 above the current value.
 struct alignas(64) FlagLine {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> sleepers;
@@ -21,7 +21,7 @@ static inline bool has_reached(const FlagLine& line, uint32_t target) {
   return static_cast<int32_t>(line.value.load(std::memory_order_acquire) - target) >= 0;
 }
 
-// Sets the counter and wakes the waiting processes, which then see everything that this process wrote before.
+// Sets the counter and wakes the waiting processes. They then see everything that this process wrote before the call.
 void publish(FlagLine* line, uint32_t value);
 
 // Waits until the counter has reached `target` and returns 0. Tests the counter in a loop for 50 us, then sleeps, so

@@ -2,10 +2,10 @@
 //
 //   TDPBSUD, TDPBF16PS:   sums [rows][16 columns] += x [rows][16 steps][4 bytes] * w [16 steps][16 columns][4 bytes]
 //
-// These instructions compute a tile product: up to 16 rows of activations x times 16 steps of 16 columns of packed
-// weights w (linear.h). Packed weights have the same layout in memory as in a tile register. With bfloat16, the
-// products of the 16 steps are added in order in float32 from zero, and the result is added to the sum. The bits of a
-// row do not depend on the number of rows.
+// Each instruction computes one tile product. It multiplies up to 16 rows of activations x by 16 columns of packed
+// weights w, over 16 steps of the depth. Packed weights have the layout of a tile register in memory, too. linear.h
+// describes this layout and its steps. With bfloat16, the products of the 16 steps are added in order in float32 from
+// zero, and the result is added to the sum. The result of a row has the same bits for any number of rows.
 #pragma once
 #include "../common/types.h"
 
@@ -36,7 +36,8 @@ static inline void configure_tiles(int64_t upper, int64_t lower) {
   load_config(config);
 }
 
-// Releases the tiles. Otherwise every context switch must save them, and the core cannot enter deep sleep states.
+// Releases the tiles. If a thread keeps them, each context switch must save them, and its core cannot enter deep sleep
+// states.
 static inline void release_tiles() { __asm__ volatile("tilerelease"); }
 
 // Loads a tile. This function is assembly, because the AMX macros of GCC 12 accept only digits and do not declare that

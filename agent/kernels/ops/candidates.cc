@@ -11,11 +11,12 @@
 namespace llmk {
 namespace {
 
-// Bounds of the relative error of a sum of exponentials that a device computes in float32. The device also rounds the
-// exponents, whose error grows with the largest logit. So the second bound is multiplied by the largest logit.
+// A device computes a sum of exponentials in float32. The relative error of the sum is at most kMassError +
+// kMassErrorPerUnit * |largest logit|. The second term is the error of the rounded exponents, which grows with the
+// largest logit.
 constexpr double kMassError = 0x1p-16, kMassErrorPerUnit = 0x1p-21;
-// Bound of the relative difference between two sums in double that add the same terms in different orders. RankedRow
-// (ranked_logits.h) adds the terms in another order than this file.
+// Bound of the relative difference between two sums in double that add the same terms in different orders. This file
+// and RankedRow (ranked_logits.h) use different orders.
 constexpr double kOrderError = 1e-12;
 
 struct Token {
@@ -95,8 +96,8 @@ double mass(const CandidateArgs& from, const float* sums, int64_t row, float top
   return total;
 }
 
-// Sorts the candidates by logit_of(token), largest first, the smaller id first on a tie. Returns how many of the first
-// candidates certainly have the same rank among all tokens of the row as among the candidates.
+// Sorts the candidates by logit_of(token), largest first, and the smaller id first on a tie. Returns the number of
+// leading candidates whose rank is certain: no token outside the candidates can rank before them.
 template <class LogitOf>
 size_t rank(Row* row, float threshold, const LogitOf& logit_of) {
   row->sorted.clear();
@@ -137,8 +138,8 @@ bool penalize(const SampleArgs& args, int64_t row, Row* found) {
   return true;
 }
 
-// Draws a token of the row with the random number `u`, or returns -1 if the drawn token is not certain. Only the tokens
-// of the first `certain` ranks are known. The sum of the weights of all tokens, `whole`, has a rounding error.
+// Draws a token of the row with the random number `u`. Returns -1 if the candidates do not determine the drawn token.
+// Only the first `certain` ranks are known. `whole` is the sum of the weights of all tokens, with a rounding error.
 int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u, size_t certain, Row* found) {
   const float top = found->sorted[0].logit;
   found->weights.resize(certain);

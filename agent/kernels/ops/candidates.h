@@ -1,5 +1,5 @@
-// Samples from candidates: the tokens with the largest logits of each row, which a device has found. Thus the sampler
-// does not read all logits of the row.
+// Samples from candidates. The candidates of a row are the tokens with its largest logits, which a device has already
+// found. So the sampler does not have to read all logits of the row.
 #pragma once
 #include <cstdint>
 
@@ -20,9 +20,8 @@ struct CandidateArgs {
   int64_t parts, part_rows, part_size;
 };
 
-// Samples the rows whose token the candidates determine. This is the token that `sample` would choose. Sets
-// undecided[i] to 1 if row i needs all of its logits, otherwise to 0. Does not read SampleArgs::logits, but needs
-// best_ids.
+// Samples each row whose token the candidates determine. The token is the same as with `sample`. Sets undecided[i] to 1
+// if row i needs all of its logits, otherwise to 0. Reads SampleArgs::best_ids, but not SampleArgs::logits.
 //
 // The candidates determine a token if it does not depend on the other logits of the row. All tokens with a larger logit
 // than the smallest candidate are candidates, so their ranks are certain. The probability mass of the whole row comes

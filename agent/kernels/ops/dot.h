@@ -51,7 +51,8 @@ struct Packed<bfloat_t> {
 };
 #endif
 
-// Copies one step of a column: n elements, converted to the packed type, then zeros up to the length of a step.
+// Copies kStep elements of a column and converts them to the packed type. If only `n` elements are left, zeros fill the
+// rest of the step.
 LLMK_INLINE void copy_step(float* to, const float* from, int64_t n) { store(to, load_n(from, n)); }
 LLMK_INLINE void copy_step(float* to, const half_t* from, int64_t n) { store(to, load_n(from, n)); }
 LLMK_INLINE void copy_step(float* to, const bfloat_t* from, int64_t n) { store(to, load_n(from, n)); }
@@ -61,9 +62,9 @@ LLMK_INLINE void copy_step(bfloat_t* to, const bfloat_t* from, int64_t n) {
 }
 #endif
 
-// The function at() returns the address of element k of column c. ColumnPointers is for columns that are separate
-// arrays. PackedColumns is for columns that were packed together: kStep elements of each column, then the next kStep
-// elements of each column, and so on. Zeros fill the last step.
+// The two forms in which dot_tile() reads columns. In both forms, at() returns the address of element k of column c.
+// ColumnPointers is for columns that are separate arrays. PackedColumns is for columns that were packed together: kStep
+// elements of each column, then the next kStep elements of each column, and so on. Zeros fill the last step.
 template <int C, class W>
 struct ColumnPointers {
   const W* column[C];

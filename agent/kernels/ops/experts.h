@@ -1,6 +1,6 @@
 // A mixture of experts: chooses the experts of each token, and groups tokens by expert, so that a step reads each
-// expert's weights once. The result of a token depends only on its own row. Grouping only moves rows, and the outputs
-// of a token's experts are added in the order of their rank, most probable first.
+// expert's weights once. The result of a token depends only on its own row. Grouping only changes the order of the
+// rows. The outputs of a token's experts are added in the order of their probability, the largest first.
 //
 //   probabilities  softmax of the logits over all experts, in float32
 //   ids            the `chosen` experts with the largest probabilities, the smaller id on a tie

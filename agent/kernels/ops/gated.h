@@ -25,7 +25,8 @@ LLMK_INLINE Vec gelu_lanes(Vec x) {
   return mul(x, sigmoid(bent));
 }
 
-// Minimum and maximum return their second argument if one is a NaN. So the value is the second argument.
+// minimum() and maximum() return their second argument if one argument is NaN. Therefore the clamped number is the
+// second argument, and a NaN stays a NaN.
 LLMK_INLINE Vec clamped_silu_lanes(Vec gate, Vec up) {
   const Vec limit = broadcast(kClampedLimit), g = minimum(limit, gate);
   const Vec u = maximum(broadcast(-kClampedLimit), minimum(limit, up));

@@ -1,5 +1,5 @@
-// Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention whose memory of a sequence is one matrix for
-// each value head, however long the sequence is.
+// Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention. Instead of all keys and values of a sequence,
+// it keeps one matrix of fixed size for each value head.
 //
 // For each token, `projected` has the channels of queries, keys and values, then the output gate z. Then b and a of
 // each value head follow. A key head serves `value_heads / key_heads` consecutive value heads. For each token t and
@@ -11,9 +11,9 @@
 //   delta    (v - decay * S^T k) * strength                     S          decay * S + k delta^T
 //   out      norm(S^T q) * gamma * silu(z)
 //
-// S is the matrix [key_dim, value_dim]. Everything is float32 until the output is rounded once. The sums over a head's
-// keys have one lane for each value column, and they add the keys in ascending order. So a token gets the same bits in
-// a prompt, a chunk or a decode step.
+// S is the matrix [key_dim, value_dim]. Everything is float32 until the output is rounded once. Each sum over key_dim
+// is computed in one lane per value column, and adds its terms in ascending order. So a token gets the same bits in a
+// prompt, a chunk or a decode step.
 //
 // The state of a sequence is the matrices of all value heads, then the inputs of the last `taps` - 1 tokens:
 // [value_heads][key_dim][value_dim], [taps - 1][channels]. A run of tokens reads one state and writes another. The same
@@ -68,8 +68,9 @@ namespace LLMK_ARCH {
 constexpr int64_t kDeltaPiece = 16;  // tokens that a task takes from `projected` at a time
 constexpr int64_t kDeltaColumns = 4;  // vectors of value columns that the recurrence keeps in registers
 
-// The buffers of a task, which computes one value head of one run. A row of `inputs` and `mixed` has the channels of
-// the head: query, key, value. `inputs` begins with the rows of the taps - 1 tokens before the piece.
+// The buffers of a task. A task computes one value head of one run, in pieces of up to kDeltaPiece tokens. A row of
+// `inputs` and `mixed` has the head's channels: query, key, value. The first rows of `inputs` are the taps - 1 tokens
+// before the piece.
 struct DeltaPiece {
   float* inputs;   // [taps - 1 + kDeltaPiece, head channels]
   float* mixed;    // [kDeltaPiece, head channels]
@@ -78,7 +79,7 @@ struct DeltaPiece {
   float decay[kDeltaPiece], strength[kDeltaPiece];
 };
 
-// The three ranges of channels of one value head.
+// The channels that one value head uses, as three ranges: query, key, value.
 struct HeadChannels {
   int64_t first[3], count[3];
   int64_t total() const { return count[0] + count[1] + count[2]; }
@@ -102,7 +103,8 @@ static inline DeltaPiece delta_piece(const GatedDeltaArgs& args, int64_t channel
   return piece;
 }
 
-// Reads the weights of the head's channels, one row for each tap, and the inputs before the run.
+// Fills piece.weights with the convolution weights of the head's channels, one row for each tap. Fills the first rows
+// of piece.inputs with the taps - 1 tokens before the run, or with zeros if the run begins the sequence.
 static inline void begin_run(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own,
                              const DeltaPiece& piece) {
   const int64_t channels = own.total(), before = args.taps - 1;
@@ -146,7 +148,7 @@ static inline void to_length(float* x, int64_t width, float scale) {
   for (int64_t i = 0; i < width; i += kLanes) store(x + i, mul(load(x + i), factor));
 }
 
-// Computes the convolution, SiLU and the lengths of queries and keys.
+// Fills piece.mixed: applies the convolution and SiLU to all channels, then normalises the lengths of queries and keys.
 static inline void mix_inputs(const GatedDeltaArgs& args, const HeadChannels& own, const DeltaPiece& piece,
                               int64_t count) {
   const int64_t channels = own.total();
@@ -178,8 +180,9 @@ static inline void read_gates(const GatedDeltaArgs& args, int64_t head, int64_t 
   }
 }
 
-// Runs the recurrence for `N` vectors of value columns. The first token reads `from`, and all tokens write `to`. Both
-// are matrices whose rows are value_dim apart.
+// Runs the recurrence over `count` tokens for N * kLanes value columns, from number `column` on. The first token reads
+// the state `from`. Each token writes the state `to`, which the next token reads. Rows of both matrices are value_dim
+// floats apart.
 template <int64_t N>
 static inline void recur_columns(const GatedDeltaArgs& args, const DeltaPiece& piece, int64_t count, int64_t column,
                                  const float* from, float* to) {
@@ -241,8 +244,8 @@ static inline void write_results(const GatedDeltaArgs& args, const DeltaPiece& p
   }
 }
 
-// Stores the inputs of the last taps - 1 tokens in the state. If value heads share a key head, the first of them stores
-// the channels of queries and keys.
+// Stores the inputs of the last taps - 1 tokens in the state that the run writes. If several value heads share a key
+// head, only the first of them stores the channels of query and key.
 static inline void end_run(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own, int64_t head,
                            const DeltaPiece& piece, int64_t count) {
   const int64_t channels = own.total(), before = args.taps - 1;

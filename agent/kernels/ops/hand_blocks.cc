@@ -12,10 +12,11 @@
 
 namespace llmk {
 
-// The checksum adds up the stripes of a block in eight lanes, as XXH3 does (Collet, 2019). Each lane adds the product
-// of the two halves of its word, and the word of its neighbour. Stripe n of a round uses other keys than stripe n + 1,
-// and at the end of a round the lanes are mixed. So a checksum depends on the order of the bytes. It takes less time
-// than the copy, because it reads memory in one direction. CRC-32C with one lane takes as long as the copy itself.
+// The checksum adds up the stripes of a block in eight lanes, as XXH3 does (Collet, 2019). A stripe has one 64-bit word
+// for each lane. A lane adds the product of the two halves of its word, and the word of the neighbouring lane. Stripe n
+// of a round uses other keys than stripe n + 1, and at the end of a round the lanes are mixed. So a checksum depends on
+// the order of the bytes. The checksum takes less time than the copy of the block. CRC-32C with one lane would take as
+// long as the copy.
 constexpr int64_t kLanes = 8;
 constexpr int64_t kStripe = 8 * kLanes;  // bytes
 constexpr int64_t kRound = 16;           // stripes
@@ -52,7 +53,7 @@ static void end_round(Sum& sum) {
   sum.stripe = 0;
 }
 
-// Adds `stripes` stripes of one round.
+// Adds `stripes` stripes to the checksum. All of them belong to the same round.
 static void add_plain(Sum& sum, const char* data, int64_t stripes) {
   for (int64_t n = 0; n < stripes; ++n, data += kStripe) {
     uint64_t words[kLanes];
@@ -65,7 +66,7 @@ static void add_plain(Sum& sum, const char* data, int64_t stripes) {
 }
 
 #if defined(__x86_64__)
-// Copies stripes of one round, and adds the copied words. Fetches the bytes at `next` into the cache meanwhile.
+// Copies stripes of one round and adds them to the checksum in the same pass. Meanwhile prefetches the bytes at `next`.
 __attribute__((target("avx2"))) static void copy_avx2(Sum& sum, char* to, const char* from, const char* next,
                                                       int64_t stripes) {
   __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sum.lanes));
@@ -94,7 +95,8 @@ static bool has_avx2() {
 }
 #endif
 
-// Calls function(begin, count) for consecutive stripes of one round, and ends rounds.
+// Divides `stripes` stripes at the ends of rounds. Calls function(begin, count) for each piece, and mixes the lanes at
+// the end of each round.
 template <class Function>
 static void for_rounds(Sum& sum, int64_t stripes, const Function& function) {
   for (int64_t begin = 0; begin < stripes;) {
@@ -106,7 +108,7 @@ static void for_rounds(Sum& sum, int64_t stripes, const Function& function) {
   }
 }
 
-// Adds bytes. Zeros follow the last ones up to a whole stripe.
+// Adds bytes to the checksum. If the last stripe is incomplete, zeros fill it.
 static void add_bytes(Sum& sum, const char* data, int64_t bytes) {
   const int64_t whole = bytes / kStripe, rest = bytes % kStripe;
   for_rounds(sum, whole, [&](int64_t begin, int64_t count) { add_plain(sum, data + begin, count); });
@@ -127,10 +129,11 @@ static void finish(const Sum& sum, uint64_t* checksum) {
   }
 }
 
-// Copies a part of a block, and adds its bytes to the sum. The bytes of a whole stripe are read once, so the copy has
-// exactly the added bytes. Other bytes are read again from `summed`, which is the source or the destination.
-// `next` is the memory that the copy of the next part uses first. The parts of the KV cache are in different arrays,
-// which the processor does not fetch ahead by itself.
+// Copies a part of a block and adds its bytes to the checksum. With AVX2, each whole stripe is read once, for both the
+// copy and the checksum. The checksum reads all other bytes from `summed`, which is the source or the destination.
+//
+// Meanwhile prefetches the source: the part itself, and at its end `next`, the start of the next part. The parts of a
+// block are in different arrays, so the hardware prefetchers cannot find the next part.
 static void copy_part(char* to, const char* from, const char* summed, const char* next, int64_t bytes, Sum& sum) {
   int64_t done = 0;
 #if defined(__x86_64__)
@@ -150,7 +153,7 @@ static void copy_part(char* to, const char* from, const char* summed, const char
   }
 }
 
-// Makes the copied bytes visible to other processes before later stores.
+// Ensures that other processes see the copied bytes before they see any store that follows.
 static void end_copy() {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -185,7 +188,8 @@ static void hand_out(const HandBlocksArgs& args, int64_t m) {
   const int64_t source = args.moves[3 * m + 1], destination = args.moves[3 * m + 2];
   HandedHeader& header = args.headers[destination];
   std::memset(&header, 0, sizeof(header));
-  // A reader that comes too early, for a stale block, must not see the old header with new bytes.
+  // The header becomes zero before the first byte changes. So a process that still reads the old block cannot find the
+  // old header together with new bytes.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   char* to = args.pool + destination * args.num_arrays * args.part_bytes;
   Sum sum = {};
@@ -211,7 +215,8 @@ static bool hand_in(const HandBlocksArgs& args, int64_t m) {
   for (int64_t array = 0; array < args.num_arrays; ++array) {
     char* to = device_part(args, array, destination);
     const char* next = device_part(args, array + 1 < args.num_arrays ? array + 1 : 0, destination);
-    // The sum is that of the copied bytes, even if another process writes the block of the pool meanwhile.
+    // Computes the checksum of the copy. So it is right for the copied bytes even if another process changes the pool's
+    // block meanwhile.
     copy_part(to, from + array * args.part_bytes, to, next, args.part_bytes, sum);
   }
   end_copy();

@@ -166,8 +166,8 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes);
 // Returns 0, or an error code after one line on standard error.
 int join_weight_parts(void* blob, int64_t bytes, int32_t parts);
 
-// Activations, quantised row by row: x = scale * q with scale = max|x| / 127 and q in [-127, 127]. With static inputs
-// of a calibration, q = round(x * inverse scale + offset) in [-128, 127], and the scale of a row is 1.
+// Activations, quantised row by row: x = scale * q with scale = max|x| / 127 and q in [-127, 127]. If a weight has
+// static inputs, q = round(x * inverse scale + offset) in [-128, 127] instead, and the scale of each row is 1.
 struct QuantizedRows {
   int8_t* values;
   float* scales;   // [rows]
@@ -179,7 +179,8 @@ struct QuantizedRows {
 bool wants_quantized_rows(const void* blob);                                 // true: the weight takes int8 activations
 // Bytes of the QuantizedRows that the weight needs for `rows` rows.
 int64_t quantized_rows_bytes(const void* blob, int64_t rows);
-// Places the arrays of QuantizedRows in `memory`, which is aligned to 64 bytes.
+// Divides `memory`, which is aligned to 64 bytes, into the arrays of QuantizedRows. quantized_rows_bytes() gives its
+// size.
 QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);
 
 enum class Epilogue : int32_t {
@@ -251,8 +252,8 @@ static inline WeightShape weight_shape(const PackedWeightHeader& header) {
 static inline int64_t panels_bytes(const WeightShape& shape) { return shape.panels * shape.panel_bytes; }
 static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels * kPanelColumns * 4; }
 
-// Returns the number of inverse scales of static inputs, padded to a multiple of 16. There are as many offsets.
-// The function static_bytes() returns the bytes of all static inputs in a blob.
+// Returns the length of the array of inverse scales in static inputs: the depth, rounded up to a multiple of 16. The
+// array of offsets has the same length. The function static_bytes() returns the size of all static inputs of a blob.
 static inline int64_t static_stride(int64_t depth) { return ceil_div(depth, 16) * 16; }
 static inline int64_t static_bytes(const WeightShape& shape, int64_t depth) {
   return 2 * static_stride(depth) * 4 + shape.panels * kPanelColumns * 4;
@@ -262,16 +263,16 @@ static inline const PackedWeightHeader& header_of(const void* blob) {
   return *static_cast<const PackedWeightHeader*>(blob);
 }
 
-// Returns the bytes of a blob that is not a weight in parts.
+// Returns the size of a blob in bytes. The blob must not be a weight in parts.
 static inline int64_t blob_bytes(const PackedWeightHeader& header) {
   const WeightShape shape = weight_shape(header);
   return static_cast<int64_t>(sizeof(header)) + panels_bytes(shape) + (header.biased != 0 ? bias_bytes(shape) : 0) +
          (header.static_inputs != 0 ? static_bytes(shape, header.depth) : 0);
 }
 
-// A weight in parts is a header, followed by several packed weights, the parts. A part occupies packed_weight_bytes(),
-// rounded up to a multiple of 64. first_part() returns the first part of the blob, and next_part() returns the part
-// behind its argument.
+// A weight in parts is a header, followed by several packed weights. Each of these parts occupies
+// packed_weight_bytes(), rounded up to a multiple of 64. The function first_part() returns the first part of a blob,
+// and next_part() returns the part after `part`.
 static inline const void* first_part(const void* blob) {
   return static_cast<const char*>(blob) + sizeof(PackedWeightHeader);
 }
@@ -307,7 +308,7 @@ static inline StaticInputs static_inputs_of(const void* blob) {
 }
 
 // Returns the number of the first weight column in vector v (0 to 3) of a panel. The function vector_end() returns the
-// limit of the column numbers in this vector. Lanes at or above the limit hold zeros.
+// upper limit of the column numbers in this vector. A lane whose column number reaches this limit holds zeros.
 static inline int64_t vector_column(const PackedWeightHeader& header, int64_t panel, int v) {
   if (header.gated == 0) return panel * kPanelColumns + v * 16;
   return panel * (kPanelColumns / 2) + v / 2 * 16 + (v % 2 == 0 ? 0 : header.columns / 2);

@@ -1,12 +1,12 @@
-// The inner loops of linear.h on AMX tiles. The integers of int8 and int4 equal those of every other instruction set.
-// The format bfloat16 has its own order of additions (amx_tiles.h). Therefore this file computes every product with a
-// bfloat16 weight, even for a single row.
+// The inner loops of linear.h on AMX tiles. For int8 and int4, tiles give the same integers as every other instruction
+// set. For bfloat16, tiles add in their own order (amx_tiles.h). To get the same bits for any number of rows, this file
+// computes every product with a bfloat16 weight, even for a single row.
 //
 // A tile product takes 16 cycles. Loading a tile takes 8 cycles from the L1 cache and 20 from the L2 cache. Therefore a
-// chunk of the weights of half a panel stays in the L1 cache while all blocks of 32 rows use it. Each tile, of weights
-// or of rows, is multiplied twice. Rows are loaded with a non-temporal hint, because otherwise they would evict the
-// chunk. Tile products leave the vector units idle. Therefore the vector work runs between the tile products: scales,
-// SwiGLU and arg-max of the previous block, and prefetches of the next chunk.
+// chunk of the weights of half a panel stays in the L1 cache while all blocks of 32 rows use it. Each loaded tile, of
+// weights or of rows, is used for two products. Rows are loaded with a non-temporal hint, because otherwise they would
+// evict the chunk. Tile products leave the vector units idle. Therefore the code runs other work between the tile
+// products: scales, SwiGLU and arg-max of the previous block, and prefetches of the next chunk.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_epilogue.h"
@@ -46,8 +46,8 @@ static inline bool fits_tiles(const LinearJob& job) {
   return job.header.depth % (kAmxSteps * job.shape.step_depth) == 0;
 }
 
-// Prefetches the next chunk of weights into the L2 cache, a few lines at a time, because many prefetches at once would
-// delay the loads of the tiles.
+// Prefetches the next chunk of weights into the L2 cache, a few lines at a time. Many prefetches together would delay
+// the loads of the tiles.
 //
 // Prefetches four pages at the same time, because one page alone does not use the whole memory bandwidth. The hardware
 // prefetcher follows each page separately, at most 20 lines ahead.
@@ -90,8 +90,8 @@ class Finishing {
     sums_ = sums;
   }
 
-  // Finishes up to `count` rows. The function is not inlined, because it would take registers from the tile products
-  // around it.
+  // Applies the epilogue to the next `count` rows, or to fewer if fewer are left. Not inlined, because inlined code
+  // would use registers that the tile products around the call need.
   __attribute__((noinline)) void some(int64_t count) {
     if (rows_ == 0) return;
     count = smaller(count, rows_);
@@ -130,8 +130,8 @@ struct TiledForm {
   static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
     if (row_end - row <= kAmxRows) return one_block_task<Finish>(job, panel, row, row_end - row);
     const int64_t rows = row_end - row, units = job.shape.steps / kAmxSteps, chunks = ceil_div(units, kChunkUnits);
-    // Number of rows whose sums are kept in memory. If the weights need several chunks, these are all rows, because the
-    // next chunk adds to their sums. With one chunk, only two blocks of rows are in progress.
+    // Number of rows whose sums must stay in memory. If the weights need several chunks, each chunk adds to the sums of
+    // all rows. With a single chunk, only two blocks of rows are in progress at a time.
     const int64_t kept = chunks == 1 ? 2 * kBlockOfRows : rows;
     float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, kept * kPanelColumns * 4));
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
@@ -362,8 +362,8 @@ struct GroupedTiles {
     for (int r = 0; r < kAmxRows; ++r) store(sums + r * kPanelColumns, total[r]);
   }
 
-  // Multiplies 16 rows by one group of weights and stores the sums in tile S. The rows stay in the L1 cache, but the
-  // panel is larger than this cache.
+  // Multiplies 16 rows by one group of weights and leaves the sums in tile S. The rows stay in the L1 cache. The
+  // weights are loaded with a non-temporal hint, because a panel is larger than this cache.
   template <int S>
   LLMK_INLINE void multiply_group(const int8_t** x, int64_t x_stride, const uint8_t** w, int64_t tiles) {
     clear_tile<S>();
@@ -375,7 +375,7 @@ struct GroupedTiles {
   }
 };
 
-// Multiplies one block of rows by all panels, then the next block. A block of rows fits the L2 cache.
+// Multiplies one block of rows by all panels before the next block. A block is small enough to stay in the L2 cache.
 template <class Form>
 static void run_tiles(const LinearJob& job) {
   constexpr int64_t kBlockBytes = 3 << 18, kMostBlockRows = 256, kLeastBlockRows = 64;

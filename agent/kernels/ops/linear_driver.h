@@ -1,9 +1,10 @@
-// Divides a linear layer (linear.h) into threads, panels, pieces of the depth and tiles of rows.
+// Divides the work of a linear layer (linear.h) among threads. Within a task, divides it into pieces of the depth and
+// tiles of rows.
 //
-// A task is a panel and a block of rows. It processes the depth in pieces. The weights of a piece stay in the L2 cache
-// while all tiles of rows use them. Between pieces the sums are kept in memory without rounding, so the results have
-// the same bits as without pieces. During the computation of a piece, the next piece is prefetched, half by half. The
-// next piece may belong to the next panel.
+// A task multiplies one panel by one block of rows. It processes the depth in pieces. The weights of a piece stay in
+// the L2 cache while all tiles of rows use them. Between pieces the sums are kept in memory without rounding, so the
+// results have the same bits as without pieces. During the computation of a piece, the next piece is prefetched, half
+// by half. The next piece may belong to the next panel.
 #pragma once
 #include <cmath>
 
@@ -31,7 +32,8 @@ struct Piece {
   int64_t next_half_bytes;  // `half_bytes` of the next piece
 };
 
-// Adds up products over the whole depth, for weights without groups: float formats, and int8 with one scale per column.
+// The form for weights without groups: float formats, and int8 with one scale per column. Adds up products over the
+// whole depth.
 template <class S, int64_t kTile = kTileSteps>
 struct PlainForm {
   using Step = S;
@@ -77,7 +79,8 @@ struct PlainForm {
   }
 };
 
-// Sums each group in integers, then scales the sums and adds them up as floats.
+// The form for weights with groups. Adds up each group in integers, multiplies the sum by the group's scale, and adds
+// the products as floats.
 template <class S>
 struct GroupedForm {
   using Step = S;
@@ -113,7 +116,7 @@ struct GroupedForm {
   static constexpr bool kStreamsRow = false;
 #endif
 
-  // A group of the depth: its weights, and the activations of the tile's rows.
+  // One group of the depth: its weights, and its activations for the rows of the tile.
   struct Group {
     const uint8_t* weights;
     const int8_t* x;
@@ -210,7 +213,7 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
   const bool tall = Form::kTallRows > Form::Step::kMostRows && rows > Form::Step::kMostRows &&
                     rows <= kMostTallTilesRows;
   const int64_t tiles = ceil_div(rows, tall ? Form::kTallRows : Form::Step::kMostRows);
-  // Number of tiles that prefetch. Each of these tiles prefetches a different part of the next piece.
+  // Number of tiles that prefetch. The next piece is divided among these tiles.
   const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin, first = row + begin;
@@ -223,8 +226,8 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    // Each of four or more tiles prefetches one cache line per step. Each of two tall tiles also prefetches only one
-    // line, because it reads a panel in halves and takes twice as many steps.
+    // Prefetches one cache line per step. This is enough if four tiles prefetch. It is also enough for two tall tiles,
+    // because a tall tile reads a panel in two halves and so takes twice as many steps.
     } else {
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }

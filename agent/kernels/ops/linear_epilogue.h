@@ -1,5 +1,5 @@
-// The epilogue of a linear layer: applies scales and bias to the sums of a tile, then stores them or computes the
-// gated activation or the arg-max.
+// The epilogue of a linear layer. It applies scales and bias to the sums of a tile. Then it stores the results, or
+// computes the gated activation or the arg-max from them.
 #pragma once
 #include "../common/types.h"
 #include "linear.h"
@@ -9,8 +9,8 @@ namespace llmk::LLMK_ARCH {
 
 // The scales by which the sums of a product must be multiplied: of the row, of the column, or of both.
 //
-// kIntegerBoth multiplies integer sums by the scales of row and column. Before this, it adds the sum offsets of static
-// inputs, if there are any. kUnsignedBoth also corrects for stored weights that are 128 too large.
+// kIntegerBoth adds the sum offsets of static inputs to the integer sums, if there are any. Then it multiplies by the
+// scales of row and column. kUnsignedBoth also corrects for stored weights that are 128 too large.
 enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {
@@ -111,7 +111,8 @@ template <Scaling kScaling, bool kGated, bool kBest, class T>
 struct Finish {
   static constexpr int kStores = kGated ? 1 : 2;
 
-  // Copies the members of `job` to local variables. Otherwise the compiler must assume that each store changes them.
+  // Applies the epilogue to `count` rows. Copies the members of `job` to local variables first. Otherwise the compiler
+  // would load them again after each store, because the store could have changed them.
   static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
     const float *scales = to.scales, *bias = to.bias, *row_scales = job.rows.scales;
@@ -175,7 +176,7 @@ static inline auto choose_finish(const LinearJob& job, const Visit& visit) {
                                            : choose_epilogue<kScaling, bfloat_t>(job, visit);
 }
 
-// Chooses the function that applies the epilogue, once per product.
+// Sets job->finish, once per product, to the function that applies the epilogue.
 template <Scaling kScaling>
 static inline void set_finish(LinearJob* job) {
   job->finish = choose_finish<kScaling>(*job, [](auto finish) { return &decltype(finish)::finish_half; });

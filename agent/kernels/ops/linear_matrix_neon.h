@@ -1,12 +1,13 @@
-// Steps for Arm's matrix products (linear_tiles.h): USMMLA for bytes and nibbles, BFMMLA for bfloat16.
+// The steps of linear_tiles.h with Arm's matrix instructions: USMMLA for bytes and nibbles, BFMMLA for bfloat16.
 //
-// Such an instruction multiplies two columns of weights by two rows of activations, over 8 bytes of depth, and adds the
-// four results to a register: column 0 with rows 0 and 1, then column 1 with rows 0 and 1. A step of packed weights has
-// only 4 bytes of depth for each column. Zipping the 32-bit lanes of two steps, or of the low and the high nibbles of
-// one step, puts 8 bytes of a column side by side.
+// One instruction multiplies two columns of weights by two rows of activations, over 8 bytes of depth. It adds the four
+// results to a register: column 0 with rows 0 and 1, then column 1 with rows 0 and 1. A step of packed weights has only
+// 4 bytes of depth for each column. Zipping the 32-bit lanes of two steps puts 8 bytes of a column side by side. For
+// nibbles, the low and the high nibbles of a single step are zipped.
 //
-// A tile takes its rows in pairs. The last row of an odd number forms a pair with itself, and the second result is
-// dropped. So each result depends on its own row only, and a single row gets the same bits as many rows.
+// A tile multiplies its rows in pairs. If the number of rows is odd, the last row forms a pair with itself, and the
+// second result is dropped. So each result depends on its own row only, and a single row gets the same bits as many
+// rows.
 #pragma once
 #include <arm_neon.h>
 
@@ -18,8 +19,8 @@ struct MatrixTiles {
   static constexpr int columns(int) { return 1; }
 };
 
-// The products of two columns and two rows: the type of a register with four sums, that of a vector with 16 sums, and
-// the instruction.
+// One matrix instruction and its types. Sums is a register with the four sums of two columns and two rows. Total is a
+// vector with 16 sums.
 struct ByteProducts {
   using X = int8_t;
   using Sums = int32x4_t;
@@ -43,8 +44,8 @@ struct BFloatProducts {
 };
 #endif
 
-// Multiplies R rows by one vector (16 columns). If kNibbles, one step has the 8 bytes of depth of a product. Otherwise
-// two steps have them.
+// Multiplies R rows by one vector (16 columns). A product needs 8 bytes of depth. These are one step of nibbles if
+// kNibbles, otherwise two steps.
 template <class Products, bool kNibbles>
 struct MatrixStep : MatrixTiles {
   using X = typename Products::X;
@@ -106,7 +107,7 @@ struct MatrixStep : MatrixTiles {
   LLMK_INLINE int32x4_t part(const uint8_t* step, int p) {
     return vld1q_s32(reinterpret_cast<const int32_t*>(step) + 4 * p);
   }
-  // Loads kBytes bytes (4 or 8) of two rows for each pair.
+  // For each pair of rows, loads kBytes bytes (4 or 8) of both rows into one register.
   template <int R, int kBytes, int kPairs>
   LLMK_INLINE void load_pairs(const char* rows, int64_t stride, int32x4_t (&pairs)[kPairs]) {
     LLMK_UNROLL

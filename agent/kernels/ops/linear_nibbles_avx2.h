@@ -1,6 +1,6 @@
-// The step for nibbles with AVX2 (linear_tiles.h). It multiplies with VPMADDUBSW, which takes unsigned and signed
-// bytes, adds neighbouring products, and saturates each sum at 16 bits. No sum of nibbles saturates, so the results are
-// exact. This takes fewer instructions than widening every nibble to 16 bits.
+// The step for nibbles with AVX2 (linear_tiles.h). VPMADDUBSW multiplies unsigned by signed bytes, adds neighbouring
+// products, and saturates each sum at 16 bits. Sums with nibbles are too small to saturate, so the results are exact.
+// This takes fewer instructions than widening every nibble to 16 bits.
 //
 // AVX2 has 16 registers, so the step has a loop of its own. It sums 8 columns (half of a vector) of all rows, or
 // several halves if the tile has few rows. It reads activations from memory for each half.
@@ -25,8 +25,8 @@ LLMK_INLINE __m256i broadcast_four(const int8_t* p) {
 
 // Adds the products of unsigned and signed bytes, summed over the two bytes of each 16-bit lane.
 //
-// It is one asm statement, because GCC 12 would reorder the additions of an unrolled loop: all products would come
-// first and would not fit the registers.
+// Product and addition are one asm statement. Otherwise GCC 12 would compute all products of an unrolled loop first,
+// and they would not fit the registers.
 LLMK_INLINE void add_pairs(__m256i* total, __m256i unsigned_bytes, __m256i x) {
   __m256i product;
   asm("vpmaddubsw %[x], %[bytes], %[product]\n\t"
@@ -35,8 +35,8 @@ LLMK_INLINE void add_pairs(__m256i* total, __m256i unsigned_bytes, __m256i x) {
       : [bytes] "x"(unsigned_bytes), [x] "x"(x));
 }
 
-// Unsigned nibbles times signed bytes. In kSteps steps, each 16-bit lane adds up 16 products of at most 15 * 128, which
-// is at most 30,720. Then the lanes are added to the 32-bit sums.
+// Multiplies unsigned nibbles by signed bytes. A 16-bit lane adds up the 16 products of kSteps steps. Each product is
+// at most 15 * 128, so the sum is at most 30,720. Then the lanes are added to the 32-bit sums.
 struct NibbleStep {
   static constexpr bool kOwnLoop = true;
   using X = int8_t;
@@ -47,7 +47,8 @@ struct NibbleStep {
   static constexpr int64_t kSteps = 4;
   static constexpr int columns(int rows) { return rows == 1 ? 2 : 1; }
 
-  // Prefetches of one step, as sum_steps() makes them. The tile makes them while it sums its first halves.
+  // Prefetches for one step as many cache lines as kLines says (linear_tiles.h). The tile calls this only in its first
+  // pass over the steps, because later passes read the same weights again.
   template <int C, int kLines>
   LLMK_INLINE void fetch(const uint8_t* step, int64_t half_bytes, int v, const uint8_t* next) {
     if (kLines == 4) {

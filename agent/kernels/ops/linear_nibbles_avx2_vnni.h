@@ -8,8 +8,8 @@
 namespace llmk::LLMK_ARCH {
 
 // Adds to each 32-bit sum the products of the four unsigned bytes in its lane of `bytes` and the four signed bytes at
-// `four`. It is one asm statement. Otherwise GCC 12 would keep the activations of several rows in registers, and the
-// sums in memory.
+// `four`. Load and product are one asm statement. Otherwise GCC 12 would keep the activations of several rows in
+// registers, and the sums in memory.
 LLMK_INLINE void add_products_of(Ints* total, Ints bytes, const int8_t* four) {
   __m256i x;
   asm("vpbroadcastd %[four], %[x]\n\t"

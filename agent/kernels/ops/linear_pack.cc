@@ -174,7 +174,7 @@ int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth,
                             bool static_inputs) {
   if (problem_of_sizes(format, columns, depth, group) != nullptr) return 0;
   if (static_inputs && problem_of_static_inputs(format, group) != nullptr) return 0;
-  // The size includes zero points and the additional panel that a gated weight may need.
+  // Assumes the largest case: the weight has zero points, and is gated if a gated weight needs more panels.
   const WeightShape plain = weight_shape(format, columns, depth, group, false, true);
   const WeightShape gated = weight_shape(format, columns, depth, group, true, true);
   const WeightShape& most = gated.panels > plain.panels ? gated : plain;
@@ -182,7 +182,7 @@ int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth,
          (static_inputs ? static_bytes(most, depth) : 0);
 }
 
-// Returns true if a zero point is above 16, the largest that GPTQ can express.
+// Returns true if a zero point is above 16. GPTQ can express no larger zero point.
 static bool has_large_zeros(const PackSource& source) {
   if (!has_nibbles(source.format) || source.scales == nullptr || source.zeros == nullptr) return false;
   const int64_t groups = source.group == 0 ? 1 : ceil_div(source.depth, source.group);

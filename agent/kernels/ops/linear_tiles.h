@@ -17,9 +17,9 @@ constexpr int64_t kTileSteps = 1;
 // up to kTallRows rows. A tall tile reads a panel in two halves.
 //
 // A Step is derived from one of the shapes and multiplies one step of a panel. Its constants are kDepth, the number of
-// depths in a step, and kVectorBytes, the size of the weights of 16 columns in a step.
-// If kOwnLoop is true, the step has a function sum() that replaces the loop of sum_steps(). If kInParts is true, its
-// depths are multiplied one after the other.
+// depths in a step, and kVectorBytes, the size of the weights of 16 columns in a step. If kOwnLoop is true, the Step
+// has a function sum() that replaces the loop of sum_steps(). If kInParts is true, the depths of a step are multiplied
+// one after the other.
 struct WideTiles {
   static constexpr bool kOwnLoop = false, kInParts = false;
   static constexpr int kMostRows = 6;
@@ -54,8 +54,8 @@ struct FloatStep : WideTiles {
 
 // Multiplies pairs of bfloat16 with float32 multiply-adds. The product at the even k of a pair is added first.
 #ifdef LLMK_VEC_AVX2
-// All rows are multiplied by the even depths of a step before its odd depths are widened, so that only one vector of
-// floats needs registers.
+// First multiplies all rows by the even depths of a step, then widens and multiplies its odd depths. So only one vector
+// of widened weights needs registers at a time.
 struct BFloatStep : WideTiles {
   static constexpr bool kInParts = true;
   using X = float;
@@ -149,8 +149,8 @@ struct NibbleStep : ByteTiles {
 //  0: The tile does not prefetch.
 constexpr int64_t kFetchAhead = 4096;
 
-// Prefetches go into the L2 cache, because the L1 cache has only a few miss buffers. Processors with matrix units are
-// faster with prefetches into the L1 cache.
+// Prefetches go into the L2 cache, because the L1 cache has only a few miss buffers. On processors with AMX, prefetches
+// into the L1 cache are faster.
 #ifdef LLMK_AMX
 constexpr int kFetchLocality = 3;
 #else
@@ -216,7 +216,7 @@ LLMK_INLINE void multiply_step(const uint8_t* const (&at)[C], const typename Ste
   }
 }
 
-// The loop of sum_steps() for steps without one of their own.
+// The loop of sum_steps() for a Step without its own loop (kOwnLoop is false).
 template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_in_order(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
                               int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
@@ -243,7 +243,7 @@ LLMK_INLINE void sum_in_order(const uint8_t* w, int64_t half_bytes, int v, const
 }
 
 // Adds the products of activation row r and vector v + c of a panel to total[r][c]. `w` points to the first of `steps`
-// steps and to the beginning of a tile of kTile steps. `half_bytes` is the distance from the first half of the panel to
+// steps, at the beginning of a tile of kTile steps. `half_bytes` is the distance from the first half of the panel to
 // the second half.
 template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,

@@ -83,12 +83,12 @@ struct NibbleWeights {
 #endif
 };
 
-// Distance in bytes between consecutive steps of a vector. Steps are adjacent within a tile of 16 steps. Tiles of one
-// step alternate between two vectors.
+// Distance in bytes between consecutive steps of a vector. If tiles have 16 steps, the steps of a tile are adjacent. If
+// tiles have one step, tiles of two vectors alternate.
 constexpr int64_t kStepStride = kTileSteps == 1 ? 128 : 64;
 
-// Prefetches the step that is kFetchAhead bytes after `from`. The weights are prefetched into the L1 cache if they are
-// int4, because unpacking them takes longer. If they are int8, kFetchLocality names the cache.
+// Prefetches the step that is kFetchAhead bytes after `from`. Int4 weights go into the L1 cache, because unpacking them
+// takes longer. Int8 weights go into the cache that kFetchLocality names.
 template <class Weights>
 LLMK_INLINE void fetch_step(const uint8_t* from) {
   __builtin_prefetch(from + kFetchAhead, 0, Weights::kDepth == 8 ? 3 : kFetchLocality);
@@ -179,7 +179,8 @@ LLMK_INLINE void fold_group(const float* sums, const float* scales, int64_t rows
   }
 }
 
-// Unpacks weights block by block and multiplies each block in vector registers, by the functions of Step.
+// Unpacks weights block by block, and multiplies each block in vector registers with the functions of Step
+// (linear_tiles.h).
 template <class Weights, class Step>
 struct WeightOnlyForm {
   using X = typename Step::X;

@@ -1,5 +1,5 @@
-// Multiplies integer weights by bfloat16 activations (linear_weight_only.h) on AMX tiles, if the depth consists of
-// whole tiles. The bits of a row do not depend on other rows.
+// Multiplies integer weights by bfloat16 activations (linear_weight_only.h) on AMX tiles. The depth must consist of
+// whole tiles. The result of a row does not depend on other rows.
 //
 // A step multiplies 16 rows by half a panel of a block of weights. Its sums are in tiles 0 and 1 for the first half,
 // and in tiles 2 and 3 for the second half. Other work runs between the tile products of a step. The sums of the
@@ -49,8 +49,8 @@ class TiledWeightOnly {
     sums_ = static_cast<float*>(thread_scratch(kScratchLinearTile, (sums + rows * kPanelColumns) * 4));
     totals_ = sums_ + sums;
     x_ = static_cast<const bfloat_t*>(job.x) + row * job.x_stride;
-    // All blocks of rows use the same configuration of the tiles, although some blocks are one row shorter. A shorter
-    // block also computes the first row of the next block. The last block is never shorter.
+    // Blocks of rows may differ in length by one row, but all use one configuration of the tiles. A shorter block also
+    // computes the first row of the next block. The last block is never shorter.
     configure_tiles(rows - first_row(row_blocks_ - 1), 0);
   }
 
@@ -158,8 +158,8 @@ class TiledWeightOnly {
 
   const LinearJob& job_;
   const int64_t rows_, row_blocks_;
-  // folds_: each group has its own scales, so its scaled sums are added to the totals. keeps_: all sums stay in memory,
-  // because the next block of weights adds to them.
+  // folds_ is true if each group has its own scales. Then the scaled sums of each group are added to the totals. The
+  // flag keeps_ is true if all sums must stay in memory, because the next block of weights adds to them.
   const bool folds_, keeps_;
   const bfloat_t* x_;
   float *sums_, *totals_;

@@ -16,7 +16,7 @@ std::unordered_map<const void*, std::vector<const LoraWeight*>>& adapters() {
   return all;
 }
 
-// The memory of shrink_rows() for one linear layer, in the scratch memory of the calling thread.
+// The memory that shrink_rows() needs for one linear layer. It is part of the scratch memory of the calling thread.
 struct Memory {
   const LoraWeight* const* weights;  // [rows] the adapter of each row, or null
   float* shrunk;                     // [rows][stride]

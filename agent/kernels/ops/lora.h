@@ -1,8 +1,8 @@
-// LoRA adapters of linear layers: adds scale * B (A x) to the output of a packed weight (linear.h), for each row with
-// the adapter that the row names. A is [rank, depth] and B [columns, rank].
+// LoRA adapters of linear layers. A row may name an adapter, whose product scale * B (A x) is added to the row's output
+// of a packed weight (linear.h). A is [rank, depth] and B [columns, rank].
 //
-// The products with A ("shrink") are computed before the linear layer, from the float activations, also for weights
-// that take int8 activations. The epilogue of the linear layer adds the products with B, before bias, SwiGLU and
+// The products with A ("shrink") are computed before the linear layer, always from the float activations, even if the
+// weight takes int8 activations. The epilogue of the linear layer adds the products with B, before bias, SwiGLU and
 // rounding. Rows without an adapter, and layers that an adapter does not change, take no additional work.
 //
 // Arithmetic. It is the same for every batch, tile and thread count. All sums are float32. A shrunk value is the sum
@@ -13,15 +13,16 @@
 
 namespace llmk {
 
-// Indices in the argument `counts` of the operators: the number of rows with an adapter, and the adapter slot of row 0.
-// The slots of the other rows follow; -1 means no adapter. `counts` has these parts only if the server has adapters.
+// The parts of the operators' argument `counts` for adapters. At kNumAdapted is the number of rows with an adapter.
+// From kRowAdapters on, each row has its adapter slot, or -1 for no adapter. `counts` has these parts only if the
+// server has adapters.
 constexpr int kNumAdapted = 4, kRowAdapters = 5;
 
 constexpr int64_t kRankLanes = 16;
 
-// The adapter of one packed weight. Several layers can be joined to one weight, such as q, k and v. The rows of their
-// matrices A then follow each other, and a vector of 16 columns has only the ranks of its own layers. The vectors are
-// those of the panels in linear.h.
+// The adapter of one packed weight. A weight may join several layers, such as q, k and v. Then `a` has the rows of all
+// their matrices A, one layer after another. A vector of 16 columns of the weight (linear.h) belongs to one layer, and
+// uses only the ranks of this layer.
 struct LoraWeight {
   int32_t dtype;        // DType of `a` and `b`
   int32_t rank_groups;  // number of groups of 16 rows of A; the last group is filled with zeros

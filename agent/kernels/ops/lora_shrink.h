@@ -1,12 +1,12 @@
 // The parts of LoRA (lora.h) that are compiled for each instruction set: the products with A, and the addition of the
-// products with B in the epilogue of a linear layer.
+// products with B in the epilogue.
 #pragma once
 #include "../common/thread_pool.h"
 #include "lora.h"
 
 namespace llmk::LLMK_ARCH {
 
-// Multiplies R rows by the 16 rows of A in a rank group. `x` has the rows as floats, `depth` apart.
+// Multiplies R rows by one rank group: 16 rows of A. `x` has the activations as floats, with `depth` floats per row.
 template <int R, class W>
 static void shrink_group(const ShrinkTile& tile, int64_t group, const float* x) {
   const int64_t depth = tile.weight->depth;
@@ -61,7 +61,7 @@ static void lora_shrink(const ShrinkTile& tile, int64_t group) {
 }
 
 // Prefetches the part of B for one panel, for the adapters of rows [row, row_end). Otherwise the epilogue would wait
-// for memory. Rows that follow each other often have the same adapter, which is prefetched once.
+// for memory. Consecutive rows often have the same adapter, whose part of B is prefetched only once.
 static inline void fetch_adapters(const LoraRows& lora, int64_t panel, int64_t row, int64_t row_end) {
   constexpr int64_t kVectors = 4;  // vectors of a panel
   const LoraWeight* before = nullptr;
@@ -77,7 +77,7 @@ static inline void fetch_adapters(const LoraRows& lora, int64_t panel, int64_t r
   }
 }
 
-// Adds the products of B and `shrunk` to 16 outputs.
+// Adds the products of B and `shrunk` to 16 outputs: the columns of vector number `vector`.
 template <class W>
 LLMK_INLINE void expand(const LoraWeight& weight, int64_t vector, const float* shrunk, Vec* value) {
   const int64_t count = weight.num_ranks[vector];
@@ -94,8 +94,8 @@ LLMK_INLINE void expand(const LoraWeight& weight, int64_t vector, const float* s
   *value = add(*value, add(even, odd));
 }
 
-// Adds the adapter of row `row` to two vectors of outputs, the first of which is number `vector`. The function is not
-// inlined, so that the epilogue of rows without adapters stays small.
+// Adds the adapter of row `row` to the 32 outputs of vectors `vector` and `vector` + 1. The function is not inlined, so
+// that the epilogue of rows without adapters stays small.
 __attribute__((noinline)) static void add_adapter(const LoraRows& lora, int64_t row, int64_t vector, Vec (&values)[2]) {
   const LoraWeight* weight = lora.weights[row];
   if (weight == nullptr) return;

@@ -33,8 +33,8 @@ constexpr int kTileRows = 2, kTileColumns = 2;
 constexpr int64_t kMatMulRows = 64;
 constexpr int64_t kPackSteps = 32;  // steps of a depth piece; kTileColumns columns of a piece fit into the L1 cache
 
-// A range of depths that the kernel processes at a time. Except for the last range, the vectors of partial sums are
-// stored, and the next range adds to them.
+// A range of depths. The kernel processes the depth range by range. Between two ranges it stores the vectors of partial
+// sums, to which the next range adds.
 struct DepthPiece {
   int64_t begin, end;
   bool first, last;
@@ -44,7 +44,8 @@ template <int C, class T, class P>
 static inline void pack_columns(const MatMulArgs& args, const DepthPiece& piece, int64_t column, P* out) {
   constexpr int kStep = Dot<T, P>::kStep;
   const T* w = static_cast<const T*>(args.w) + column * args.depth;
-  // Prefetches the next piece: the same columns at the next depths, or after the last piece the next C columns.
+  // Prefetches what the kernel packs next: the same columns in the next piece of the depth, or after the last piece the
+  // next C columns.
   const int64_t ahead = piece.last ? C * args.depth - piece.begin : kPackSteps * kStep;
   for (int64_t k = piece.begin; k < piece.end; k += kStep) {
     for (int c = 0; c < C; ++c, out += kStep) {

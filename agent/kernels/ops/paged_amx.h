@@ -1,9 +1,9 @@
-// Computes the scores and the weighted values of a partition of paged attention on AMX tiles (amx_tiles.h).
+// The panels of keys and values (paged_units.h) have the layout of tiles. A cache with units of 4 bytes has the same
+// layout.
 //
-// The panels of paged_units.h have the layout of tiles. A cache that holds units of 4 bytes also has this layout. For
-// int8, tiles give the same integers as vector registers. For bfloat16, a tile adds up 16 units of dims, or of keys,
-// from zero, but vector registers use another order. Therefore this file computes every product with a bfloat16 cache,
-// even for a single row.
+// For int8, tiles give the same integers as vector registers. For bfloat16, a tile adds up 16 units of dims or of keys
+// from zero, which is another order than in vector registers. To get the same bits for any number of rows, this file
+// computes every product with a bfloat16 cache, even for a single row.
 //
 // Each tile of a panel is multiplied by two tiles of rows, so that it is loaded only once for both. With bfloat16, the
 // two tiles are 32 rows. With int8, they are the high bytes and the low bytes of 16 rows.
@@ -91,10 +91,12 @@ LLMK_INLINE void multiply_tile() {
   if constexpr (!kScores) TileProducts<F>::template value<S, X, W>();
 }
 
-// Adds products to the sums in tiles 0 to 3. Without lower rows, each tile has the products of the rows with one of up
-// to four panels. With lower rows, there are two panels: tiles 0 and 1 are for the upper rows, tiles 2 and 3 for the
-// lower rows. The function at(step, column) returns the address of the 16 units that a panel has for a step. These
-// units are `stride` bytes apart.
+// Multiplies rows by panels and adds the products to the sums in tiles 0 to 3. If kLower is false, each of these tiles
+// is for one of up to four panels. If kLower is true, there are two panels. Then tiles 0 and 1 are for the upper rows,
+// tiles 2 and 3 for the lower rows.
+//
+// The function at(step, column) returns the address of the 16 units that a panel has for a step. These units are
+// `stride` bytes apart.
 template <class F, bool kScores, bool kLower, class At>
 LLMK_INLINE void multiply_tiles(const TileRows<F>& rows, int64_t begin, int64_t end, int64_t columns, int64_t stride,
                                 TileFetch* fetch, const At& at) {
@@ -168,8 +170,8 @@ LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& e
   }
 }
 
-// Stores the scores that the tiles hold into `scores`, for the groups of keys from number `g` on. `row` is the number
-// of the first row.
+// Writes the scores, which are in the tiles, to `scores`. They belong to `rows` rows from number `row` on, and to the
+// groups of keys from number `g` on.
 template <class F>
 LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int64_t g, int64_t row, int64_t rows,
                              bool both, float* scores) {
@@ -185,7 +187,7 @@ LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int6
   }
 }
 
-// Stores the weighted sums of values that the tiles hold into `sums`, for the dims from number `d` on.
+// Writes the weighted sums of values, which are in the tiles, to `sums`, for the dims from number `d` on.
 template <class F>
 LLMK_INLINE void keep_values(GroupRange groups, int64_t d, int64_t rows, int64_t padded_dim, bool both,
                              int64_t columns, const float* steps, float* sums) {
@@ -246,8 +248,8 @@ static inline void value_tiles(const TilePanels& panels, GroupRange groups, int6
 }
 
 // Runs the products of whole blocks of rows in small steps of four tile products, between other work. First it computes
-// the scores of one block, then the weighted sums of values of another block. It stores the sums of a column only after
-// the next column has begun. Thus no store waits for a running product.
+// the scores of one block, then the weighted sums of values of another block. It stores the sums of a column of
+// products only after the products of the next column have begun. Thus no store waits for a running product.
 template <class F>
 class TileWork {
  public:

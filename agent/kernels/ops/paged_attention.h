@@ -1,7 +1,7 @@
-// Divides RotaryAttention into tasks. A row is one query: a token and one of the query heads that share a kv head. A
-// task computes some rows of one sequence, for one or a few kv heads and a range of partitions of the context. If
-// several tasks divide the context of the same rows, the task that finishes last combines the partitions of all tasks,
-// in order.
+// Divides RotaryAttention into tasks. A row is one query: one token and one of the query heads that share a kv head. A
+// task computes some rows of one sequence for one or a few kv heads. It may cover only a range of the context's
+// partitions. If several tasks divide the context of the same rows, the task that finishes last combines the results of
+// all partitions, in order.
 //
 // A task rotates its queries. It also writes the keys and values of its tokens, so that a decode step is one parallel
 // loop. In two cases, all keys and values are written before the tasks start instead. The first case is a sequence with
@@ -84,14 +84,15 @@ static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask tas
     task.join = ranges > 1 ? 0 : -1;
     for (task.first_part = task.seen; task.first_part < task.parts; task.first_part = task.end_part) {
       task.end_part = smaller(task.parts, task.first_part + per_range);
-      // The task that writes the new keys also reads them. Therefore its partitions reach to the end of the context.
+      // The task that writes the new keys also reads them. The new keys are at the end of the context, so the
+      // partitions of this task reach to the end.
       if (task.end_part > written_part) task.end_part = task.parts;
       add(task);
     }
   }
 }
 
-// Memory for the keys and values of the partition that a task processes.
+// The memory for the keys and values of one partition. A task processes one partition at a time.
 struct PanelMemory {
   Unit* keys;     // keys of one head, if the products do not read the cache directly
   Unit* values;   // values of one head
@@ -148,15 +149,15 @@ static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& 
   const int64_t group = args.heads / args.kv_heads, position = task.first_row + row;
   const int64_t token = args.query_starts[task.seq] + position / group;
   const Vec share = broadcast(1.0f / mass);
-  // Adding 0 turns a sum of -0 into +0.
+  // Adds zero, which turns -0 into +0.
   for (int64_t d = 0; d < padded_dim; d += kLanes) store(sums + d, add(mul(load(sums + d), share), zero()));
   for (int64_t d = 0; d < padded_dim && !in_order; d += F::kDimStep) F::restore_order(sums + d);
   const int64_t place = (token * args.heads + kv_head * group + position % group) * args.dim;
   store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
 }
 
-// Returns the memory for the result of one partition for one row. The memory exists only if several tasks share the
-// context. The last task combines the stored results.
+// Returns the memory in which a task leaves the result of one partition for one row. The last task combines these
+// results. The memory exists only if several tasks share the context of the rows.
 static inline float* joined_part(const PagedTask& task, const PagedJoin& join, int64_t h, int64_t row, int64_t part,
                                  int64_t padded_dim) {
   return join.parts + ((h * task.rows + row) * (task.parts - task.seen) + part - task.seen) * part_floats(padded_dim);
@@ -200,13 +201,12 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
   return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
 }
 
-// The kernel computes kBlockRows query rows at a time. If a head has fewer rows, the rows of several heads are computed
-// together. Returns the number of these heads.
+// Returns the number of heads that the kernel computes together. It computes kBlockRows query rows at a time. If a head
+// has fewer rows, it takes the rows of several heads.
 static inline int64_t heads_together(const PagedTask& task) { return larger(1, kBlockRows / task.rows); }
 
 // Returns the number of cache blocks that are prefetched together. A task with few rows per head mostly waits for
-// memory, so it prefetches several blocks. With matrix units, prefetching one block with one head after the other is
-// faster.
+// memory, so it prefetches several blocks at a time. With AMX, prefetching a single block, head after head, is faster.
 static inline int blocks_together(const PagedTask& task) {
 #ifdef LLMK_AMX
   static_cast<void>(task);
@@ -229,8 +229,9 @@ static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& 
   }
 }
 
-// Prefetches what a task reads next, after it has read the heads before `head` of the partition at `begin`. These are
-// the keys of the following heads, or of the next partition, or of the thread's next task `next` (null: there is none).
+// Prefetches the keys that a task reads next, once it has read the heads before `head` of the partition at `begin`.
+// These are the keys of the following heads, or of the next partition, or of the thread's next task `next` (null: there
+// is none).
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               const PagedTask* next, bool writes, TileFetch* fetch) {
   if (head < task.heads) return fetch_keys(args, task, begin, head, writes, fetch);
@@ -244,8 +245,8 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
           static_cast<const char*>(args.value_cache) + offset};
 }
 
-// Packs the keys of a head into panels, or finds the panels in the cache. Returns the panels of the head. The caller
-// adds values and scales later. `h` is the index of the head in `memory`.
+// Returns the panels of the keys of one head. Packs the keys into `memory`, or points into the cache if the products
+// can read it directly. The caller adds values and scales later. `h` is the index of the head in `memory`.
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h,
                                     const TaskRows& all, const PanelMemory& memory) {
@@ -295,8 +296,8 @@ struct TaskMemory {
   int64_t *visible, *first;  // [rows]: a row sees keys [first, visible); null `first`: 0
 };
 
-// Provides the keys and values of a block of rows. Prefetches them ahead. Unpacks scales and values after their cache
-// lines have arrived.
+// Gives attend_block() the keys and values of a block of rows. Prefetches them, and unpacks scales and values as late
+// as possible, so that their cache lines have arrived.
 template <class F, class C>
 struct BlockSource {
   const RotaryAttentionArgs& args;
@@ -311,7 +312,7 @@ struct BlockSource {
   bool writes;        // the tasks write new keys and values to the cache
   TileFetch* fetch;   // null: no prefetches
 
-  // Called before groups of keys or values are read. Prefetches the groups that follow them.
+  // Must be called before a range of groups is read. Prefetches the groups of keys or values that follow this range.
   void begin(bool keys, GroupRange groups) const {
     if (fetch == nullptr) return;
     fetch->rest();
@@ -392,7 +393,7 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
 #endif
       const RowBlock block{head, heads, row, size};
       const bool first = row == skip;
-      // If there are more rows than a tile, there is no prefetch, because reading takes less time than the computation.
+      // Does not prefetch if there are more rows than a tile holds. Then reading takes less time than the computation.
       TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;
       const BlockSource<F, C> source{args, task,  next,  tile,  memory, panels,
                                      head, heads, tiles, first, writes, fetching};
@@ -431,7 +432,7 @@ static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedP
 #endif
 }
 
-// Assigns parts of `scratch` to the memory of a task. If `scratch` has no memory, only measures its size.
+// Places the memory of a task in `scratch`. If `scratch` has no memory, only computes the required size.
 template <class F>
 static inline TaskMemory place_task(const RotaryAttentionArgs& args, const PagedTask& task, int64_t padded_dim,
                                     PagedScratch* scratch) {
@@ -494,7 +495,8 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
   }
 }
 
-// Runs a task in the form F. On AVX2, a task with few rows converts the units of the cache in registers.
+// Runs a task. F is its number format (paged_units.h), C the type of the cache. On AVX2, WidenedForm replaces FloatForm
+// for a task with few rows.
 template <class F, class C>
 static inline void choose_task(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
                                const PagedTask* next, TileFetch* fetch) {
@@ -567,9 +569,9 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   });
 }
 
-// Computes attention over keys and values that are matrix rows instead of cache blocks. First computes the sequences
-// whose query rows form several tiles. It computes these one by one, after copying their keys and values to blocks
-// (paged_layout.h). Then computes all other sequences together.
+// Computes attention over keys and values that are matrix rows instead of cache blocks. A sequence whose query rows
+// form several tiles is computed alone, after its keys and values have been copied to blocks (paged_layout.h). Then all
+// other sequences are computed together.
 template <class F, class C>
 static inline void attend_ready(const RotaryAttentionArgs& args) {
   int32_t* others = static_cast<int32_t*>(thread_scratch(kScratchLengths, args.num_seqs * 4));

@@ -1,7 +1,8 @@
-// Copies keys and values from matrix rows into the layout of the cache (rotary_attention.h).
+// Copies keys and values from matrix rows into the layout of the cache (rotary_attention.h). Results with and without
+// this copy have the same bits.
 //
-// Without the copy, each task packs all keys that its rows see into panels. If a sequence has many tasks, copying its
-// keys once is faster. The results have the same bits.
+// Without the copy, each task packs all keys that its rows see into panels. If a sequence has many tasks, one copy for
+// all tasks is faster.
 #pragma once
 #include <cstring>
 
@@ -10,7 +11,7 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// Maximum size in bytes of the keys and values of a sequence that are copied. For a larger sequence, each task packs
+// Maximum size in bytes of a sequence's keys and values for which they are copied. If they are larger, each task packs
 // its own panels.
 constexpr int64_t kMostLaidOutBytes = int64_t{64} << 20;
 

@@ -1,6 +1,7 @@
-// Locates the keys and values of one partition of a sequence, and converts them to the panels of paged_units.h. If the
-// cache holds units of 4 bytes in the layout of the products (rotary_attention.h), the cache itself is the panel.
-// FloatForm widens the units.
+// Locates the keys and values of one partition of a sequence, and converts them to the panels of paged_units.h.
+//
+// A cache of 4-byte units already has the layout of the panels (rotary_attention.h), so the products read it directly.
+// Only FloatForm copies these units and widens their elements to floats.
 #pragma once
 #include "rotary_attention.h"
 
@@ -9,7 +10,7 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// The positions of keys [begin, begin + count) of a sequence in memory, and of their values. They are byte offsets from
+// Where the cache has the keys [begin, begin + count) of a sequence and their values. All entries are byte offsets from
 // the start of the cache, for kv head 0.
 struct PagedTile {
   int64_t begin, count;
@@ -45,7 +46,7 @@ struct HeadTile {
   const char* values;
 };
 
-// Packs kLanes keys from number `first` on, 16 units each from dim `d` on, into the panel of these keys.
+// Packs 16 units of each of kLanes keys into a panel. The keys begin at number `first`, the units at dim `d`.
 template <bool kWhole, class F, class C>
 LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, int64_t dim, Unit* panel) {
   const PagedTile& tile = *now.tile;
@@ -84,8 +85,8 @@ LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, in
   F::template pack_values<kWhole>(rows, n, out);
 }
 
-// Packs the values of a tile into `panel` [unit of keys][padded_dim]. Fills the rest of the last product with zeros,
-// because a zero weight times uninitialised memory could be NaN.
+// Packs the values of a tile into `panel` [unit of keys][padded_dim]. Fills the places after the last value with zeros.
+// Their weight is zero, but zero times uninitialised memory could be NaN.
 template <class F, class C>
 static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_dim, int64_t product_groups,
                                Unit* panel) {
@@ -143,7 +144,7 @@ static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded
   }
 }
 
-// Copies the scales of int8 keys or values to `out` [kPartition], for groups [begin, end) of 16 keys. Places after the
+// Copies the scales of int8 keys or values to `out` [kPartition], for groups [begin, end) of 16 keys. Entries after the
 // last key become 0.
 static inline void gather_scales(const PagedTile& tile, const char* base, int64_t begin, int64_t end, float* out) {
   for (int64_t first = begin * kLanes; first < end * kLanes; first += kLanes) {
@@ -170,8 +171,8 @@ LLMK_INLINE float largest_of(const float* scales) {
   return largest(top);
 }
 
-// The addresses of the keys and values of one head in one partition. Each entry of `values` is for one product. It
-// points to the values of one group of keys, or of the groups that one tile register holds.
+// The addresses of the keys and values of one head in one partition. One product reads one entry of `values`. This
+// entry points to the values of one group of keys, or on AMX to those of all groups in a tile register.
 struct TilePanels {
   int64_t begin, groups;            // first key, and number of groups of kGroupKeys keys
   int64_t value_stride;             // distance between units of values; between units of keys it is kGroupKeys
@@ -201,8 +202,8 @@ static inline void point_at_keys(const HeadTile& now, TilePanels* panels) {
   }
 }
 
-// Copies the values of the first `there` keys of a group. Sets the values of the other keys to zero, because
-// uninitialised memory could hold NaN.
+// Copies the values of the first `there` keys of a group. Sets the values of the other keys to zero, because the memory
+// of these keys may be uninitialised and hold NaN.
 template <class F>
 static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit* out) {
   constexpr int kPer = F::kPerUnit;
@@ -217,8 +218,8 @@ static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit
   }
 }
 
-// Sets the entries panels->values for groups [begin, end), each for `product_groups` groups. An entry points into the
-// cache if its groups are complete and adjacent in the cache. Otherwise the groups are copied to `buffer`.
+// Sets panels->values for groups [begin, end). Each entry covers `product_groups` groups. An entry points into the
+// cache if its groups are complete and adjacent there. Otherwise the groups are copied to `buffer`.
 template <class F>
 static inline void point_at_values(const HeadTile& now, int64_t begin, int64_t end, int64_t dim, int64_t product_groups,
                                    Unit* buffer, TilePanels* panels) {

@@ -36,8 +36,8 @@ constexpr int64_t kBlockRows = 32;  // rows of a block: those of several heads, 
 constexpr int kFetchUnits = 8;      // number of units that are multiplied between two prefetches
 constexpr float kLowest = -3.4028235e38f;
 
-// The numbers of rows and of panel vectors that are multiplied together, so that their sums stay in registers. If a
-// product has two passes, it has the sums of both.
+// kMostRows rows and kBlockVectors vectors of a panel are multiplied together. Their sums just fit the registers. A
+// product with two passes has separate sums for each pass, so it takes fewer rows.
 #if defined(LLMK_VEC_AVX512)
 template <int kPasses>
 constexpr int kMostRows = 6 / kPasses;
@@ -55,9 +55,9 @@ template <int kPasses, int kRows>
 constexpr int kBlockVectors = 2;
 #endif
 
-// Returns the number of groups of keys in a chunk. All `heads` read a chunk together, because the heads are adjacent in
-// memory. The number is a multiple of kBlockVectors. Fewer heads get larger chunks, because each chunk must load and
-// store the sums.
+// Returns the size of a chunk: the number of groups of keys that are multiplied at a time. It is a multiple of
+// kBlockVectors. The heads of a block read a chunk one after another, because they are adjacent in memory. Fewer heads
+// get larger chunks, because the sums must be loaded and stored for each chunk.
 LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, larger(4, kBlockRows / heads / 4 * 4)); }
 
 // The state of the online softmax of some rows, over the keys processed so far.
@@ -69,8 +69,8 @@ struct SoftmaxState {
 
 // The rows of a task. Row r of head h has number h * rows + r.
 struct TaskRows {
-  // `query_units` is the number of units of keys that a query is multiplied by. For each, a query has F::kRowWords
-  // words: one word in each of two passes (Int8Form), or the floats of a unit side by side (WidenedForm).
+  // `query_units` is the number of units in which a query is multiplied by keys. A query has F::kRowWords words for
+  // each unit. Int8Form has two words: one for each pass. WidenedForm has the floats of the unit, side by side.
   int64_t heads, rows, dim, padded_dim, query_units;
   const int64_t* visible;                             // [rows]: a row sees keys before this position; ascending
   const int64_t* first;                               // [rows]: first key that a row sees; null: key 0 for all rows
@@ -105,8 +105,8 @@ struct BlockMemory {
   SoftmaxState part;  // softmax of this partition
 };
 
-// Distance between rows. It is an odd number of cache lines. If it were a power of two, all rows would use the same few
-// sets of the caches.
+// Distance between two rows of scores. It is an odd number of cache lines. If it were a power of two, all rows would
+// use the same few sets of the caches. kWeightStride is the same for weights.
 constexpr int64_t kScoreStride = kPartition + kLanes;
 template <class F>
 constexpr int64_t kWeightStride = F::kRowWords * kPartition / F::kPerUnit + kLanes;
@@ -115,23 +115,25 @@ constexpr int64_t kWeightStride = F::kRowWords * kPartition / F::kPerUnit + kLan
 template <class F>
 constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
 
-// A prefetch that several blocks of rows perform together, because they read the same keys.
+// A prefetch that several blocks of rows share, because they read the same keys. Each block requests a part of the
+// lines.
 struct SharedFetch {
   TileFetch* fetch;  // or null
   int64_t blocks;
 };
 
-// The rows of a product: the address of the first row, and the distances to the next row and to the next pass in units.
+// The rows of a product: the address of the first row, and the distances to the next row and to the next pass.
+// Distances are in units.
 struct ProductRows {
   const Unit* units;
   int64_t stride, pass_stride;
 };
 
-// Adds the products of row r and panel vector v to total[r][v], over pieces [begin, end) of `units` units. The first
-// unit of a piece is at(piece, v).
+// Adds the products of row r and panel vector v to total[r][v], over pieces [begin, end) of `units` units. The function
+// at(piece, v) returns the address of the first unit of a piece.
 //
-// With int8 there are two passes, and `total` is overwritten. The sums of the first pass are shifted, then the sums of
-// the second pass are added.
+// Int8Form has two passes (paged_units.h) and overwrites `total`: the sums of the first pass are shifted, then the sums
+// of the second pass are added.
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, SharedFetch shared, typename P::Acc (&total)[R][V]) {
@@ -253,8 +255,8 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
   });
 }
 
-// The range [hidden, visible) of a partition's keys that a row sees. All keys of the groups [0, whole) are visible,
-// where `whole` is even.
+// The range [hidden, visible) of a partition's keys that a row sees. All keys of groups [0, whole) are visible, and
+// `whole` is even.
 struct RowView {
   int64_t hidden, visible, whole;
 
@@ -291,8 +293,8 @@ LLMK_INLINE float largest_value_scale(const RowView& view, const TilePanels& pan
   return largest(top);
 }
 
-// Turns the scores of `groups` groups of keys (an even number) into softmax weights, with 0 for hidden keys. Returns
-// the sum of the weights.
+// Converts the scores of `groups` groups of keys to softmax weights. `groups` is even. Hidden keys get the weight 0.
+// Returns the sum of the weights.
 template <class F>
 LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float factor, float best, int64_t groups,
                             const float* scores, Unit* weights, float* step) {
@@ -342,8 +344,8 @@ static inline void soften_block(const TaskRows& all, const TilePanels* panels, c
   });
 }
 
-// Stores a weighted sum of values. Unless `fresh`, first adds the sums of earlier chunks to `total`. If `done`,
-// converts the sum to floats.
+// Stores a weighted sum of values, which may cover several chunks of keys. Unless `fresh`, adds the sum of the earlier
+// chunks to `total` first. If `done`, the sum is complete and is converted to floats.
 template <class F>
 LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, bool done, float step, float* sums) {
   using P = typename F::ValueProduct;
@@ -410,7 +412,8 @@ LLMK_INLINE void clear_state(const SoftmaxState& state, int64_t rows, int64_t pa
   std::memset(state.sums, 0, static_cast<size_t>(rows * padded_dim) * sizeof(float));
 }
 
-// Adds the result of a partition to the totals of the earlier partitions.
+// Adds the result of a partition to the totals of the earlier partitions, as the comment at the start of this file
+// describes.
 static inline void fold_partition(const SoftmaxState& part, int64_t rows, int64_t padded_dim,
                                   const SoftmaxState& total) {
   for (int64_t first = 0; first < rows; first += kLanes) {
@@ -450,9 +453,8 @@ LLMK_INLINE int64_t weight_groups(int64_t groups) {
   return ceil_div(groups, kWeightGroups<F>) * kWeightGroups<F>;
 }
 
-// Computes a partition for a block of rows: all scores, then all weights, then all weighted sums of values. Several
-// heads are read chunk by chunk, because they are adjacent in memory. `panels` has one entry per head of the block. If
-// `tiles`, AMX computes the products.
+// Computes a partition for a block of rows: all scores, then all weights, then all weighted sums of values. `panels`
+// has one entry per head of the block. If `tiles`, AMX computes the products.
 //
 // Calls source.begin(keys, groups) before each chunk, source.place_scales(keys, groups) before the scales are used, and
 // source.place_values(h, groups) before the values of head h are read.

@@ -21,7 +21,7 @@ namespace llmk::LLMK_ARCH::paged {
 
 using Unit = uint32_t;
 
-// Inlines a member function in every case, as LLMK_INLINE does with other functions.
+// Makes the compiler inline a member function always. LLMK_INLINE does the same for other functions.
 #define LLMK_MEMBER inline __attribute__((always_inline))
 
 constexpr int kPartition = 256;  // number of keys of a partition, which share one pass of the softmax
@@ -64,8 +64,8 @@ LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   return {_mm512_scalef_ps(p.v, clamped)};  // multiplies by 2^floor(x)
 }
 #elif defined(LLMK_VEC_AVX2)
-// The same with AVX2, except for the last bits: r is rounded to nearest here, and down by the AVX-512 instruction.
-// kDegree must be 4. Its polynomial is at least 1, so no result is subnormal.
+// The same function for AVX2. The last bits may differ: r is rounded to nearest here, but down by the AVX-512
+// instruction. The degree must be 4, because this polynomial is at least 1, so that no result is subnormal.
 template <int kDegree>
 LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   static_assert(kDegree == 4, "the polynomial of degree 3 is below 1 at 0");

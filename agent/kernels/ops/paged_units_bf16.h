@@ -27,7 +27,7 @@ struct BFloat16Form {
   static constexpr bool kPacks = true;
   static constexpr int64_t kDimStep = 2 * kLanes;
 
-  // Uses a polynomial of degree 3, because its error is smaller than the rounding error of a weight in bfloat16.
+  // Uses a polynomial of degree 3. Its error is smaller than the error of rounding the weight to bfloat16.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<3>(x); }
 
   template <bool kWhole>
@@ -58,8 +58,8 @@ struct BFloat16Form {
     *offset = 0;
   }
 
-  // Rounds the weights of a row to bfloat16. The mass adds up the rounded weights, so that rounding does not shift the
-  // mean.
+  // Rounds the softmax weights of a row to bfloat16. The mass is the sum of the rounded weights, so the weighted mean
+  // of the values is not biased by rounding.
   struct Weights {
     Unit* out;
     Vec masses[2] = {zero(), zero()};  // sums over even and over odd pairs of groups of keys

@@ -16,8 +16,8 @@ LLMK_INLINE Ints dot_bytes(Ints total, Ints unsigned_bytes, Ints signed_bytes) {
   return total;
 }
 
-// Multiplies keys by signed queries. The keys are unsigned bytes, because 128 was added to them. The row's offset
-// removes the excess of 128 * sum(query).
+// Multiplies keys by signed queries. A stored key has 128 added and is an unsigned byte. This adds 128 * sum(query) to
+// each product, which the row's offset subtracts.
 struct Int8ScoreProduct {
   using Acc = Ints;
   using Operand = Ints;
@@ -30,7 +30,7 @@ struct Int8ScoreProduct {
     return add(shift_left<kShift>(total), broadcast_int(offset));
   }
   static LLMK_MEMBER Acc join(Acc high, Acc low) { return add(high, low); }
-  // Loads integer sums from the memory where their final float values will be stored.
+  // Loads integer sums that keep() has stored. They use the memory of the final float values.
   static LLMK_MEMBER Acc restore(const float* sums) { return load_ints(sums); }
   static LLMK_MEMBER void keep(Acc total, float* sums) { store_ints(sums, total); }
   static LLMK_MEMBER Vec result(Acc total) { return to_floats(total); }
@@ -50,9 +50,9 @@ struct Int8Form {
   static constexpr bool kPacks = true;
   static constexpr int64_t kDimStep = 4 * kLanes;
 
-  // Uses a polynomial of degree 4, because its error is about as large as the rounding error of a 16-bit weight.
+  // Uses a polynomial of degree 4. Its error is about as large as the error of rounding the weight to 16 bits.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<4>(x); }
-  // A query is high * 2^7 + low with two int8 numbers, so it is at most 127 * 2^7 + 63.
+  // A query is stored as high * 2^7 + low with two int8 numbers. So its largest value is 127 * 2^7 + 63.
   static constexpr float kLargestQuery = 16319.0f;
   static constexpr float kLargestWeight = 65535.0f;
 
@@ -122,10 +122,10 @@ struct Int8Form {
     *factor *= most / kLargestQuery;
   }
 
-  // Rounds the weights of a row to 16 bits, after multiplying each weight by the scale of its value.
+  // Multiplies each softmax weight of a row by the scale of its value, and rounds the product to 16 bits.
   //
-  // The largest possible weight is that of the best key if its value has the largest scale. The rounding error of any
-  // weight is at most 2^-17 of this weight. A sum of kPartition weights times values is below 2^31.
+  // The largest possible product is weight 1 times the largest scale of a value. It is stored as 65535, so the rounding
+  // error is at most 2^-17 of it. A sum of kPartition rounded weights times values is below 2^31.
   struct Weights {
     const float* value_scales;
     const float largest_scale;
@@ -163,8 +163,8 @@ struct Int8Form {
   };
   static_assert(int64_t{kPartition} * 65535 * 127 < int64_t{1} << 31, "a sum of weights times values is an int32");
 
-  // Restores the order of the 64 sums that pack_values changed. They are 16 blocks of 4 sums. Block 4 * i + l moves to
-  // place 4 * l + i.
+  // Undoes the order of dims that pack_values() uses, for 64 sums. They are 16 blocks of 4 sums. Block 4 * i + l moves
+  // to place 4 * l + i.
   static inline void restore_order(float* sums) {
     float blocks[16][4];
     std::memcpy(blocks, sums, sizeof(blocks));
@@ -182,7 +182,7 @@ struct Int8Form {
 #ifdef LLMK_VEC_AVX512
   static LLMK_MEMBER Vec as_floats(Ints bits) { return {_mm512_castsi512_ps(bits.v)}; }
   // Packs the numbers of two groups of keys to 16 bits: four of the first group, then four of the second group, and so
-  // on. low_byte() and high_byte() take a byte of each.
+  // on. The functions low_byte() and high_byte() return one byte of each number.
   static LLMK_MEMBER Ints pack_words(Ints first, Ints second) { return {_mm512_packus_epi32(first.v, second.v)}; }
   static LLMK_MEMBER Ints low_byte(Ints words) { return {_mm512_and_si512(words.v, _mm512_set1_epi16(0xFF))}; }
   static LLMK_MEMBER Ints high_byte(Ints words) { return {_mm512_srli_epi16(words.v, 8)}; }
@@ -206,7 +206,8 @@ struct Int8Form {
     return {_mm256_srli_epi16(words.low, 8), _mm256_srli_epi16(words.high, 8)};
   }
   static LLMK_MEMBER Ints in_order(Ints words, Ints more) {
-    // The quads of a register are those of four groups at two places. They become pairs of quads of one group.
+    // A packed register has one quad (4 bytes) of each of the four groups, then the next quad of each group. The
+    // permutation puts both quads of each group side by side.
     const __m256i pairs = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const __m256i low = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words.low, more.low), pairs);
     const __m256i high = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words.high, more.high), pairs);

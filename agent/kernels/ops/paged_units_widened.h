@@ -1,9 +1,9 @@
-// WidenedForm (paged_units.h): float32 products with keys and values of bfloat16 or int8, which are converted in
-// registers.
+// WidenedForm (paged_units.h): float32 products with keys and values of bfloat16 or int8, for tasks with few rows. Each
+// product converts the units of the cache in registers, instead of converting them once to a panel of floats. With few
+// rows, this takes less time than writing and reading the panel.
 //
-// A row has one float for each element of a unit. The elements of a unit are multiplied one after the other: first all
-// rows by the first element, then all rows by the second. So a sum has the order of FloatForm, and its bits. Converting
-// once for all rows of a task takes more time than FloatForm only if there are many rows.
+// A row has one float for each element of a unit. All rows are multiplied by the first element, then all rows by the
+// second, and so on. So a sum has the order of FloatForm, and its bits.
 #pragma once
 
 #ifdef LLMK_VEC_AVX2

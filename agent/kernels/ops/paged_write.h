@@ -69,7 +69,8 @@ static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, 
   });
 }
 
-// Rounds values to bytes and stores them. Flips the bits that are set in `bias`.
+// Rounds the numbers of `v` to int8 and stores the first `n` of them. Flips the bits of each byte that are set in
+// `bias`.
 LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
 #ifdef LLMK_VEC_AVX512
   const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v.v));
@@ -107,8 +108,8 @@ static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char
   std::memcpy(scale, &unit, sizeof(unit));
 }
 
-// Writes the key of a token to a cache of 4-byte units. Adjacent units of the key are not adjacent in the cache
-// (rotary_attention.h).
+// Writes the key of one token to a cache of 4-byte units. In this layout, keys of 16 tokens alternate, so the units of
+// one key are not adjacent (rotary_attention.h).
 static inline void scatter_key(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
   char* out = chunk + key_element(args, index, 0) * cache_element_bytes(args);
   const int64_t units = args.dim * cache_element_bytes(args) / 4;
@@ -172,7 +173,7 @@ static inline void write_head(const RotaryAttentionArgs& args, int64_t token, in
   scatter_value<uint16_t>(args, row, index, chunk);
 }
 
-// Packs the keys of a group into `out` [unit][kGroupKeys].
+// Packs the keys of 16 tokens into `out` [unit][kGroupKeys].
 static inline void place_key_group(const char* rows, int64_t row_bytes, Unit* out) {
   const int64_t units = row_bytes / 4;
   for (int64_t u = 0; u < units; u += kLanes) {
@@ -183,7 +184,7 @@ static inline void place_key_group(const char* rows, int64_t row_bytes, Unit* ou
   }
 }
 
-// Packs the values of a group into `out` [unit of keys][dim].
+// Packs the values of 16 tokens into `out` [unit of keys][dim].
 template <class C>
 static inline void place_value_group(const char* rows, int64_t dim, Unit* out) {
   constexpr int kPer = 4 / sizeof(C);
@@ -198,7 +199,8 @@ static inline void place_value_group(const char* rows, int64_t dim, Unit* out) {
   }
 }
 
-// Returns true if the 16 tokens from `token` on fill a whole group of the cache. Then write_group() can write them.
+// Returns true if the 16 tokens from `token` on fill a whole group of the cache, so that write_group() can write them
+// together.
 static inline bool fills_group(const RotaryAttentionArgs& args, int64_t token, int64_t end) {
   const int64_t slot = args.slots[token];
   if (!cache_has_units(args) || args.dim * cache_element_bytes(args) % (kLanes * 4) != 0) return false;
@@ -226,7 +228,7 @@ static inline void write_group(const RotaryAttentionArgs& args, int64_t token, i
   place_value_group<uint16_t>(buffer.rows, args.dim, out);
 }
 
-// Prefetches the cache lines that write_head() will write. A key is spread over many lines.
+// Prefetches the cache lines that write_head() will write. In a cache of 4-byte units, a key is spread over many lines.
 LLMK_INLINE void fetch_written(const RotaryAttentionArgs& args, bool is_key, int64_t index, char* chunk) {
   const int64_t element = cache_element_bytes(args);
   char* first = chunk + (is_key ? key_element(args, index, 0) : value_element(args, index, 0)) * element;

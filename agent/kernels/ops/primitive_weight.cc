@@ -20,7 +20,7 @@ struct Kept {
 
 std::shared_mutex kept_mutex;
 std::unordered_map<const void*, Kept>& kept_weights() {
-  // The map is never freed, because other threads may use it when the process ends.
+  // The map is allocated once and never freed, because other threads may still use it when the process ends.
   static auto* weights = new std::unordered_map<const void*, Kept>;
   return *weights;
 }
@@ -37,8 +37,8 @@ int64_t groups_of(const PrimitiveWeight& weight) {
   return weight.group == 0 ? 1 : ceil_div(weight.depth, weight.group);
 }
 
-// Returns `values`, which are scales or offsets, as floats [columns, groups]. Their order in memory depends on whether
-// the weight is transposed.
+// Converts `values`, the scales or offsets of a weight, to floats [columns, groups]. In memory, their order depends on
+// whether the weight is transposed.
 std::vector<float> column_floats(const PrimitiveWeight& weight, const void* values) {
   const int64_t groups = groups_of(weight);
   const auto scale_type = static_cast<DType>(weight.scale_type);
@@ -175,8 +175,8 @@ int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob) {
   }
   source.scales = scales.data();
   source.zeros = int4 && !zeros.empty() ? zeros.data() : nullptr;
-  // A blob with sum offsets also needs scales and offsets of the inputs. They are never read here, because QuantV2
-  // quantises the rows before the product.
+  // pack_weight() accepts sum offsets only together with scales and offsets of the inputs, so these arrays are zeros.
+  // No kernel reads them, because the primitive QuantV2 has quantised the rows before the product.
   const std::vector<float> unread(weight.sum_offsets == nullptr ? 0 : static_cast<size_t>(weight.depth));
   if (weight.sum_offsets != nullptr) {
     source.input_inverses = unread.data();

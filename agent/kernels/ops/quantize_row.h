@@ -1,7 +1,7 @@
 // Quantises activations to int8, row by row: scale = max|x| / 127, q = round(x * (127 / max|x|)).
 //
 // With static inputs (linear.h), scales and offsets come from the weight: q = round(x * inverse scale + offset). The
-// row's scale is 1. Product and sum are rounded to float32.
+// row's scale is 1. The product and the sum are each rounded to float32.
 //
 // Sums of q are below 2^24 in magnitude, so adding them as floats is exact in any order. A row with a NaN or an
 // infinity gets zeros and the scale NaN. All its results are NaN, and other rows are not affected.
@@ -15,7 +15,7 @@ namespace llmk {
 
 static inline float quantize_inverse(float largest) {
   const float inverse = 127.0f / largest;
-  // Returns 0 if the quotient overflows: then all numbers of the row are zero or tiny.
+  // Returns 0 if the quotient overflows. Then all numbers of the row are so small that they are quantised to zero.
   return inverse <= 3.4e38f ? inverse : 0.0f;
 }
 
@@ -70,9 +70,9 @@ static void quantize_row_typed(const T* x, const QuantizedRows& rows, int64_t ro
 }
 
 #ifdef LLMK_VEC_AVX512
-// Quantises bfloat16, 32 numbers per vector. To find the maximum, compares magnitudes as integers. Each 32-bit lane
-// holds an even and an odd number. Shifting the lane or masking its lower half gives the float32 value of the one or
-// the other.
+// Quantises a row of bfloat16, 32 numbers per vector. Finds the largest magnitude by comparing the bits as integers.
+// Each 32-bit lane has an even and an odd number. A shift of the lane gives one of them as float32, and a mask of the
+// lower half gives the other.
 static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64_t row,
                              const PackedWeightHeader& header) {
   constexpr int64_t kStep = 2 * kLanes;

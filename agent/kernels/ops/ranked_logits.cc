@@ -63,7 +63,8 @@ RankedRow::RankedRow(const float* row, int64_t size, float top) : row_(row), siz
     const int32_t bin = static_cast<int32_t>(below < kBins - 1 ? below : kBins - 1);
     bins[i] = static_cast<uint16_t>(weights[i] > 0 ? bin : kBins);
   }
-  // Token i is counted in histogram i % kWays, so that neighbours in the same bin do not wait for each other.
+  // Each bin has kWays counters, and token i uses counter i % kWays. So neighbouring tokens of one bin do not wait for
+  // each other's addition.
   constexpr int kWays = 4;
   int32_t counts[kBins + 1][kWays] = {};
   double masses[kBins + 1][kWays] = {};

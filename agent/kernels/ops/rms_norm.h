@@ -48,7 +48,7 @@ static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   T* y = static_cast<T*>(args.y) + row * width;
   const Vec scale = broadcast(rstd);
   for (int64_t i = 0; i < full; i += kLanes) {
-    // Prefetches the next row. This thread probably computes that row next, and it comes from the most distant memory.
+    // Prefetches the next row. This thread probably computes it next, and it may still be in main memory.
     __builtin_prefetch(x + width + i);
     if (args.residual != nullptr) __builtin_prefetch(static_cast<const T*>(args.residual) + (row + 1) * width + i);
     store(y + i, mul(mul(load(source + i), scale), load(gamma + i)));

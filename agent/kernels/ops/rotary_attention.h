@@ -72,8 +72,8 @@ struct RotaryAttentionArgs {
   const int64_t* first_keys;  // [tokens]: first key that each token sees; only used with `ready`; null: all 0
 };
 
-// A row sees the keys at positions [first_key(), visible_keys()). Row number token * group + head of a sequence is a
-// query, where `group` is the number of query heads of a kv head.
+// A row of a sequence is one query. Its number is token * group + head, where `group` is the number of query heads of a
+// kv head. The row sees the keys at positions [first_key(), visible_keys()).
 static inline int64_t visible_keys(const RotaryAttentionArgs& args, int64_t seq, int64_t row) {
   return args.context_lens[seq] - args.query_lens[seq] + row / (args.heads / args.kv_heads) + 1;
 }
@@ -82,8 +82,8 @@ static inline int64_t first_key(const RotaryAttentionArgs& args, int64_t seq, in
   return args.window == 0 ? 0 : larger(0, visible_keys(args, seq, row) - args.window);
 }
 
-// Returns true if keys and values are matrix rows, as in the native primitives, instead of the chunks of this
-// operator's cache.
+// Returns true if the keys and values have the layout of the native primitives, with the heads of a token side by side.
+// Otherwise they are chunks of this operator's cache.
 static inline bool lies_in_rows(const RotaryAttentionArgs& args) { return args.ready && !args.laid_out; }
 
 // Returns the size of a chunk in bytes. A chunk is one block of one kv head.
@@ -96,8 +96,8 @@ static inline int64_t head_bytes(const RotaryAttentionArgs& args) {
   return lies_in_rows(args) ? args.dim * size_of(args.dtype) : chunk_bytes(args);
 }
 
-// Returns the byte offset of the keys (or values) of all heads at a position of a sequence. For the primitives' layouts
-// only, in which the heads of a token are adjacent.
+// Returns the byte offset of the keys (or values) of all heads at a position of a sequence. Only for the layouts of the
+// primitives, where the heads of a token are adjacent.
 static inline int64_t ready_place(const RotaryAttentionArgs& args, int64_t seq, int64_t position) {
   int64_t row = position;
   if (args.block_tables == nullptr) {
@@ -123,7 +123,8 @@ static inline bool cache_has_units(const RotaryAttentionArgs& args) {
 // Mask of the sign bits of four bytes. Flipping the sign bit of an int8 adds 128 and gives an unsigned byte.
 constexpr uint32_t kKeyBias = 0x80808080u;
 
-// Returns the offset, in elements, of dim `d` of the key or value in row `row` of a chunk.
+// Returns the place of dim `d` of the key in row `row`, counted in elements from the start of a chunk. The function
+// value_element() does the same for a value.
 static inline int64_t key_element(const RotaryAttentionArgs& args, int64_t row, int64_t d) {
   if (!cache_has_units(args)) return row * args.dim + d;
   const int64_t per = 4 / cache_element_bytes(args);
@@ -135,10 +136,11 @@ static inline int64_t value_element(const RotaryAttentionArgs& args, int64_t row
   return (row / per * args.dim + d) * per + row % per;
 }
 
-// The byte offsets of a token's key or value, and of its scale, in the cache of kv head 0. The offsets of head h are
-// larger by h * chunk_bytes.
+// Where a token's key or value is in the cache of kv head 0, as byte offsets. For head h, add h * chunk_bytes() to
+// both.
 struct CachePlace {
-  // values: offset of the row, or of the group of rows that begins with this row; scale: only valid for int8 caches
+  // `values` is the offset of the row, or of the group of rows if the row is the first of a group. `scale` is the
+  // offset of the row's scale, and only valid for int8 caches.
   int64_t values, scale;
 };
 static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t block, int64_t row) {

@@ -87,8 +87,9 @@ bool mark_writes(const RotaryAttentionArgs& args, int64_t seq, WrittenBlocks* wr
   return true;
 }
 
-// Returns true if a sequence may read a block that another sequence writes in this step. The prefix cache allows this:
-// two sequences may share a block that one of them fills now. Then the kernel writes all keys before it reads any.
+// Returns true if a sequence may read a block that another sequence writes in this step. The prefix cache allows two
+// sequences to share a block that one of them fills in this step. In this case, the kernel must write all keys before
+// it reads any.
 bool must_write_first(const RotaryAttentionArgs& args) {
   WrittenBlocks written(args.num_blocks);
   int64_t tokens = 0;

@@ -44,8 +44,8 @@ bool has_penalties(const SampleArgs& args, int64_t row) {
          args.frequency_penalty[row] != 0.0f;
 }
 
-// A new filter is first written for whole rows only. Until candidates.cc has the filter, too, this function must return
-// false for the rows that use the filter.
+// Returns true if candidates.cc implements every filter of the row. A developer can add a filter to this file first.
+// Then this function must return false for rows with that filter, until candidates.cc has it, too.
 bool candidates_have_filters(const SampleArgs&, int64_t) { return true; }
 
 const uint32_t* mask_of(const SampleArgs& args, int64_t row) {
@@ -135,7 +135,8 @@ bool is_usable(const float* row, int64_t size) {
   return broken == 0 && finite != 0;
 }
 
-// Returns the first id whose logit is `value`. Returns 0 if there is none, because penalties may leave no finite logit.
+// Returns the first id whose logit is `value`. Returns 0 if no logit is equal, which happens if the penalties leave no
+// finite logit.
 int32_t first_equal(const float* row, int64_t size, float value) {
   return static_cast<int32_t>(std::max<int64_t>(kernels().logits.first_equal(row, size, value), 0));
 }
@@ -162,7 +163,7 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   return work->penalized.data();
 }
 
-// Returns the logits, in which each token that is not allowed has -infinity.
+// Copies the logits to work->penalized, with -infinity for each token that is not allowed, and returns the copy.
 const float* apply_mask(const uint32_t* mask, int64_t vocab_size, const float* logits, Workspace* work) {
   if (logits != work->penalized.data()) work->penalized.assign(logits, logits + vocab_size);
   float* masked = work->penalized.data();
@@ -221,7 +222,7 @@ void sample_row(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return skip_row(args, row);
   const float* raw = args.logits + (args.logits_rows == nullptr ? row : args.logits_rows[row]) * args.vocab_size;
   const int32_t best = args.best_ids == nullptr ? -1 : args.best_ids[row];
-  // A known best id means that this row's logits have all been read before and are finite.
+  // If the best id is known, a kernel has already read all logits of the row, and they are usable.
   if (best < 0 && !is_usable(raw, args.vocab_size)) return publish_not_finite(args, row);
   const float raw_top = best < 0 ? kernels().logits.largest(raw, args.vocab_size) : raw[best];
   args.logsumexp[row] = 0.0f;
@@ -255,12 +256,11 @@ void sample_row(const SampleArgs& args, int64_t row) {
   publish(args, row, id, raw[id]);
 }
 
-// Returns true if this call must not change the results of the row.
+// Returns true if this call must leave the results of the row as they are.
 bool is_left(const SampleArgs& args, int64_t row) { return args.logits_rows != nullptr && args.logits_rows[row] < 0; }
 
-// Returns true if the row needs no sampling, because it is skipped, or because it is greedy and its best token is
-// known. If the first rows are known, the calling thread finishes these rows itself. This takes less time than waking
-// another thread.
+// Returns true if the row needs no sampling: it is skipped, or it is greedy and its best token is known. The calling
+// thread finishes the first rows itself if they are known, because waking another thread would take longer.
 bool is_known(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return true;
   return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&

@@ -18,7 +18,8 @@ double uniform(uint64_t seed, int32_t position);
 bool is_skipped(const SampleArgs& args, int64_t row);
 bool has_penalties(const SampleArgs& args, int64_t row);
 
-// Returns true if candidates.cc has all filters of the row. It then may choose a token without the row's other logits.
+// Returns true if candidates.cc implements every filter of the row. Then it may choose the token without the row's
+// other logits.
 bool candidates_have_filters(const SampleArgs& args, int64_t row);
 
 // Returns the allowed tokens of a row as bits, or null if all tokens are allowed.
@@ -45,8 +46,8 @@ void skip_row(const SampleArgs& args, int64_t row);
 void report_top(const SampleArgs& args, int64_t row, const Candidate* best, size_t count);
 void publish(const SampleArgs& args, int64_t row, int32_t id, float logit);
 
-// Writes the results of a row whose logits cannot be used. Its last token becomes 0, because a step that was sent ahead
-// may compute with it. No client sees the result of that step.
+// Writes the results of a row whose logits cannot be used. Its last token becomes 0, because the next step may have
+// been sent already and uses this token as input. No client sees the result of that step.
 void publish_not_finite(const SampleArgs& args, int64_t row);
 
 }  // namespace llmk

@@ -7,7 +7,7 @@ namespace llmk {
 
 // The sizes of a step, the bounds of its values, its arrays, and the arrays that receive the copies. T is the number of
 // tokens, S the number of sequences, W the width of the block tables. Each value must be below its bound and at least
-// 0, or at least the `lowest_...` number if there is one.
+// 0. If there is a `lowest_...` number for it, this number is the lower limit instead of 0.
 struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence
@@ -38,12 +38,12 @@ struct StepCopyArgs {
   const int32_t* loaded;    // [max_adapters] 1 if the adapter slot has an adapter; no sequence may name another one
 };
 
-// kRefused: a value is out of bounds. kFine: all values are valid. kFineAndWhole: moreover, all sequences start at
-// position 0.
+// The result of the checks. The value kRefused means that a value is out of bounds. With kFine, all values are valid.
+// With kFineAndWhole, all values are valid and all sequences start at position 0.
 enum class StepVerdict : int { kRefused = 0, kFine = 1, kFineAndWhole = 2 };
 
-// Copies and checks a step. Returns kRefused, without an explanation, if a value is out of bounds; then the copies are
-// undefined.
+// Copies and checks a step. If a value is out of bounds, returns kRefused without a message, and the contents of the
+// copies are undefined.
 StepVerdict copy_step(const StepCopyArgs& args);
 
 }  // namespace llmk

@@ -1,10 +1,10 @@
-// The arithmetic that models do between the inference primitives: Cast, ReduceSum, and operators of two tensors with
-// NumPy's broadcasting. The operators are Add, Sub, Mul, RealDiv, Minimum, Maximum, Equal, Greater, LessEqual and
-// LogicalOr.
+// The operators that models run between the inference primitives: Cast, ReduceSum, and operators of two tensors with
+// NumPy's broadcasting. The operators of two tensors are Add, Sub, Mul, RealDiv, Minimum, Maximum, Equal, Greater,
+// LessEqual and LogicalOr.
 //
-// MindSpore has its own CPU kernels for these operators. With the kernels here, all kernels of a step belong to this
-// library, and the step can be replayed without MindSpore (launches.h). Types float16 and bfloat16 are computed in
-// float32 and rounded once, as MindSpore does.
+// MindSpore has its own CPU kernels for these operators. This file replaces them, so that every operator of a step runs
+// in this library. Then the library can replay a step without MindSpore (launches.h). The types float16 and bfloat16
+// are computed in float32 and rounded once, as in MindSpore.
 #include <type_traits>
 
 #include "../common/thread_pool.h"
@@ -51,7 +51,7 @@ template <class T>
 constexpr bool kFast = std::is_same_v<T, float> || std::is_same_v<T, bfloat_t> || std::is_same_v<T, half_t> ||
                        std::is_same_v<T, int32_t> || std::is_same_v<T, int64_t> || std::is_same_v<T, flag_t>;
 
-// Keeps the compiler from vectorising the loop from which this function is called, unless `fast`.
+// Prevents the vectorisation of the loop that calls this function, unless `fast`.
 template <bool fast>
 inline void one_by_one() {
   if constexpr (!fast) asm volatile("");
@@ -131,8 +131,8 @@ void for_parts(int64_t count, const Function& function) {
   });
 }
 
-// The strides of two broadcast operands along the axes of the output. Adjacent axes are merged if one stride per
-// operand describes both.
+// The strides of two broadcast operands along the axes of the output. Two adjacent axes become one if a single stride
+// of each operand covers both.
 struct Broadcast {
   int axes = 0;
   int64_t count = 1;
@@ -154,7 +154,7 @@ struct Broadcast {
     strides[1][axes++] = b;
   }
 
-  // Sets `a` and `b` to the offsets of the operands' elements for element `index` of the output.
+  // Sets `a` and `b` to the offsets, in elements, at which the operands have the inputs of output element `index`.
   void locate(int64_t index, int64_t* a, int64_t* b) const {
     *a = *b = 0;
     for (int axis = axes - 1; axis >= 0; --axis) {
@@ -198,7 +198,8 @@ int find_broadcast(const Call& call, Broadcast* broadcast) {
   return 0;
 }
 
-// Computes `count` consecutive elements. The step of an operand is 1, or 0 if the operand is repeated.
+// Computes `count` consecutive elements of the output. The step of an operand is 1, or 0 if all elements use the same
+// value.
 template <class T, class Out, class Function>
 void run_row(const T* a, int64_t a_step, const T* b, int64_t b_step, Out* out, int64_t count,
              const Function& function) {
@@ -242,8 +243,8 @@ void run_pairs(const Call& call, const Broadcast& broadcast, const Function& fun
 
 enum class Result { kSame, kSameFloats, kFlags };
 
-// Runs an operator with two inputs: calls `function` for each pair of corresponding elements, converted to the type of
-// the computation.
+// Runs an operator with two inputs. Converts each pair of elements to the type of the computation (widened()) and calls
+// `function`.
 template <Result result, class Function>
 int pairs(const Call& call, const Function& function) {
   const int out = call.count - 1;
@@ -270,7 +271,7 @@ int pairs(const Call& call, const Function& function) {
   return known && fits ? 0 : refuse_text(call.op, "tensors of %s are not supported", call.dtypes[0]);
 }
 
-// Makes integers unsigned, so that they wrap around on overflow.
+// Converts an integer to uint64, so that sums and products wrap around on overflow instead of being undefined.
 template <class T>
 auto bits(T value) {
   if constexpr (std::is_integral_v<T>) {
@@ -301,8 +302,7 @@ int summed_axes(const Call& call, bool (&summed)[kMostAxes]) {
   return 0;
 }
 
-// The sizes and strides of some axes of a tensor. They are either the axes that a sum runs over, or the axes that it
-// keeps.
+// The sizes and strides of some axes of a tensor: either all axes that a sum runs over, or all axes that it keeps.
 struct Axes {
   int count = 0;
   int64_t total = 1;
@@ -325,8 +325,8 @@ struct Axes {
 
 constexpr int64_t kLongSum = 128;  // from this number of elements on, a sum of float32 is computed in float64
 
-// Sums consecutive elements in eight float64 lanes, then adds the lanes in order. A long sum in float32 would lose bits
-// that the sampler needs.
+// Sums consecutive elements in eight float64 lanes, then adds the lanes in order. In float32, a long sum would be too
+// inaccurate for the sampler.
 float long_sum(const float* from, int64_t count) {
   constexpr int kLanes = 8;
   double lanes[kLanes] = {};
@@ -416,9 +416,9 @@ int plugin_cast(const Call& call) {
                              static_cast<long long>(call.size(out)), call.dtypes[out]);
 }
 
-// Runs ReduceSum(x, axis, keep_dims, skip_mode). Without axes it sums over all axes, or over no axis with skip_mode. It
-// adds in the order of the elements, in float32. It adds float64 in float64, and long rows of float32 with long_sum().
-// Sums of integers wrap around.
+// Runs ReduceSum(x, axis, keep_dims, skip_mode). If `axis` is empty, sums over all axes, or over no axis with
+// skip_mode. Adds in the order of the elements, in float32. Adds float64 in float64, and long rows of float32 with
+// long_sum(). Sums of integers wrap around.
 int plugin_reduce_sum(const Call& call) {
   const int out = call.count - 1;
   bool summed[kMostAxes];

@@ -1,8 +1,8 @@
 // The primitives FlashAttentionScore and PagedAttention. This file translates their arguments for the kernel of
 // ops/rotary_attention.h.
 //
-// Both primitives run the kernel of RotaryAttention with `ready` set, because the query is already rotated, and keys
-// and values are already stored. So prompts, chunks and decodes are computed by the same kernel.
+// Both primitives get a query that is already rotated, and keys and values that are already stored. So they run the
+// kernel with `ready` set. Prompts, chunks and decode steps all use this kernel.
 #include <cstring>
 #include <vector>
 
@@ -22,8 +22,7 @@ static int check_heads(const Call& call, const RotaryAttentionArgs& args, int64_
                      static_cast<long long>(key_width), static_cast<long long>(args.kv_heads));
 }
 
-// Reads the arguments that PagedAttention and FlashAttentionScore have at the same places: query 0, key 1, value 2, and
-// the output last.
+// Reads the arguments that have the same index in both primitives: query 0, key 1, value 2, and the output last.
 static RotaryAttentionArgs ready_args(const Call& call) {
   RotaryAttentionArgs args{};
   args.ready = true;
@@ -42,8 +41,8 @@ static int64_t longest_context(const RotaryAttentionArgs& args) {
 }
 
 // Runs FlashAttentionScore in layout TH: query [tokens, heads * dim], key and value [tokens, kv_heads * dim]. The
-// inputs actual_seq_qlen and actual_seq_kvlen are the lengths of the sequences instead of running sums. A length may be
-// zero. Only causal attention is supported. pre_tokens limits how far back a query sees (the band of sparse_mode 4).
+// inputs actual_seq_qlen and actual_seq_kvlen have the length of each sequence, not running sums. A length may be zero.
+// Only causal attention is supported. pre_tokens limits how many earlier tokens a query sees (sparse_mode 4, a band).
 int plugin_flash_attention(const Call& call) {
   enum { kAttnMask = 6, kQueryLens = 8, kKeyLens = 9, kHeadNum = 10, kKeepProb, kScale, kPreTokens, kNextTokens,
          kInnerPrecise, kLayout, kSparseMode };
@@ -92,8 +91,8 @@ static bool is_masked(const Call& call, int mask, int64_t index) {
   return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: tests all bits except the sign
 }
 
-// Reads the first key that each query sees from a mask [tokens, positions], and writes these numbers to `first_keys`.
-// The mask is 0 at every visible key. The visible keys must be one run that ends at the query's own position. Leaves
+// Writes the first key that each query sees to `first_keys`, according to a mask [tokens, positions]. The mask is 0 at
+// every visible key. The visible keys of a query must be consecutive and end at the query's own position. Leaves
 // `first_keys` empty if every query sees its keys from position 0 on.
 //
 // A mask of another shape is ignored, because the kernel itself hides the keys after the query's position.
@@ -138,8 +137,9 @@ static void copy_first_elements(const RotaryAttentionArgs& args, const char* fro
   });
 }
 
-// Runs the attention. With mla_v_dim, the key cache is also the value cache, a value is the first mla_v_dim elements of
-// a key, and the kernel computes the other elements as well.
+// Runs the attention. mla_v_dim above 0 means latent attention: a value is the first mla_v_dim elements of a key. Then
+// the kernel computes all elements of the keys as values, and only the first mla_v_dim elements are copied to the
+// output.
 static void run_paged(RotaryAttentionArgs* args, int64_t mla_v_dim) {
   char* out = static_cast<char*>(args->out);
   if (mla_v_dim > 0) {

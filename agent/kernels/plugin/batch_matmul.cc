@@ -1,9 +1,9 @@
 // Runs BatchMatMul(x [..., rows, depth], y [..., depth, columns], transpose_x, transpose_y): one matrix product for
 // each matrix of the leading axes, which must be equal.
 //
-// The native graphs use it for the up-projections of latent attention, which have one weight for each head. Each weight
-// has a kept packed form (ops/primitive_weight.h), which the kernel of ops/linear.h multiplies. So a row's result does
-// not depend on other rows. Matrices without a kept form go to ops/matmul_any.h.
+// The native graphs use it for the up-projections of latent attention, which have one weight for each head. These
+// weights were packed once (keep_primitive() in ops/primitive_weight.h), and the kernel of ops/linear.h multiplies by
+// the packed form. So a row's result does not depend on other rows. Other matrices go to ops/matmul_any.h.
 #include <cstring>
 
 #include "../common/dtype_bytes.h"
@@ -71,7 +71,7 @@ AnyMatMulArgs product(const Batch& batch, int64_t index) {
   return args;
 }
 
-// Finds the kept form of every weight. Leaves `blobs` empty if the weights are not kept.
+// Finds the packed form of the weight of each matrix product (keep_primitive()). Leaves `blobs` empty if there is none.
 int find_blobs(const Call& call, const Batch& batch, std::vector<const void*>* blobs) {
   const DType dtype = call.dtype(kX);
   if (dtype == DType::kUnsupported || batch.first.transpose_a) return 0;

@@ -43,7 +43,7 @@ static inline std::vector<int32_t> integers(const Call& call, int argument) {
   return {values.begin(), values.end()};
 }
 
-// Run the primitives that are not in op_plugin.cc. Each function returns 0 or an error code.
+// These functions run the primitives that are not in op_plugin.cc. Each returns 0 or an error code.
 int plugin_add(const Call& call);
 int plugin_sub(const Call& call);
 int plugin_mul(const Call& call);

@@ -1,5 +1,5 @@
-// The primitives AllReduce and AllGather among the agents of a stage, over shared memory. An Ascend uses HCCL instead.
-// The group that a primitive names is always that of the stage, because no other group exists.
+// The primitives AllReduce and AllGather among the agents of a stage, over shared memory. (On an Ascend, HCCL runs
+// them.) The argument that names a group is ignored, because the agents of the stage are the only group.
 #include "../exchange/collectives.h"
 #include "call.h"
 

@@ -1,6 +1,8 @@
-// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2 and MoeTokenUnpermute, and TopkExt.
-// TopkExt chooses the experts in MindFormers' layers and the candidates of the sampler. grouped_matmul.cc has the
-// products. The semantics are those of the CANN documentation: aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2,
+// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2, MoeTokenUnpermute and TopkExt.
+// TopkExt chooses the experts in MindFormers' layers. The sampling graphs use it as well, to find candidates. The
+// matrix products are in grouped_matmul.cc.
+//
+// The semantics are those of the CANN documentation: aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2,
 // aclnnMoeTokenUnpermute and aclnnTopk.
 #include <algorithm>
 #include <numeric>
@@ -34,7 +36,7 @@ int plugin_moe_gating_top_k_softmax(const Call& call) {
 
 namespace {
 
-// Minimum length of a row whose best values are found with best_tokens().
+// Rows of at least this length use best_tokens() to find their best values.
 constexpr int64_t kLongRow = 1024;
 constexpr int64_t kTopKElementsPerTask = 8192;
 

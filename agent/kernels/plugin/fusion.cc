@@ -13,8 +13,8 @@ namespace {
 
 bool is(const Launch& launch, const char* op) { return std::strcmp(launch.op, op) == 0; }
 
-// Runs the launches of a fusion one after the other. This is necessary if the fused function does not support the sizes
-// of this step.
+// Runs the launches of a fusion one after the other, without fusing them. A fused function calls this if it does not
+// support the sizes of the step.
 int run_apart(Launch* const* parts, int count) {
   for (int i = 0; i < count; ++i) {
     const int error = parts[i]->run();
@@ -109,9 +109,9 @@ int rotary_cache(Launch* const* parts, const Fusion& fusion) {
   return 0;
 }
 
-// Fuses Greater, Cast and Mul, which compute the attention mask of a step with chunks from columns [1, C] and rows [T,
-// 1]. The mask [T, C] is `hidden` where the column number is greater than the row number, otherwise `shown`. The two
-// intermediate arrays are not written.
+// Fuses Greater, Cast and Mul, which compute the attention mask of a step with chunks. Their inputs are the column
+// numbers [1, C] and the row numbers [T, 1]. The mask [T, C] is `hidden` where the column number is greater than the
+// row number, otherwise `shown`. The fused function does not write the results of Greater and Cast.
 enum { kColumns, kRows, kGreaterOut, kGreaterCount };
 enum { kFactorLeft, kFactorRight, kProduct, kMulCount };
 
@@ -146,8 +146,8 @@ int chunk_mask(Launch* const* parts, const Fusion& fusion) {
   return product.dtype(factor) == DType::kUnsupported ? run_apart(parts, fusion.count) : 0;
 }
 
-// Fuses an operator that works row by row with DynamicQuantExt: computes each row and quantises it while it is in the
-// processor's cache.
+// Fuses an operator that works row by row with DynamicQuantExt. Computes a row and quantises it immediately, while it
+// is still in the processor's cache.
 enum { kQuantX, kSmoothScales, kQuantY, kQuantScale, kQuantCount };
 
 template <class RowFunction>
@@ -207,7 +207,7 @@ int swiglu_quant(Launch* const* parts, const Fusion& fusion) {
   const int out = swiglu.count - 1;
   const int64_t inner = swiglu.dim(out, -1), rows = inner == 0 ? 0 : swiglu.size(out) / inner;
   const int64_t axis = swiglu.integer(1) < 0 ? swiglu.integer(1) + swiglu.ndims[0] : swiglu.integer(1);
-  // With fewer rows than threads, the fusion does not apply, because Swiglu alone divides a row among several threads.
+  // Does not fuse if there are fewer rows than threads, because Swiglu alone can divide a row among several threads.
   const bool applies = axis == swiglu.ndims[0] - 1 && rows >= num_threads() && swiglu.dim(0, -1) == 2 * inner &&
                        swiglu.size(0) == 2 * rows * inner && quantises_rows_of(quant, rows, inner) &&
                        swiglu.dtype(0) == quant.dtype(kQuantX);
@@ -226,7 +226,7 @@ int swiglu_quant(Launch* const* parts, const Fusion& fusion) {
 
 constexpr int kFarthest = 8;  // maximum distance, in launches, between two parts of a fusion
 
-// Finds chains of launches in which each launch reads the result of the previous one.
+// Finds the launches that can be fused: chains in which each launch reads the result of the previous one.
 class Finder {
  public:
   explicit Finder(Recording* recording) : recording_(recording), launches_(recording->launches) {}
@@ -247,7 +247,8 @@ class Finder {
     return {};
   }
 
-  // Makes each value of a fusion live from the first to the last launch of the fusion.
+  // Extends the lifetime of each value that a fusion reads or writes to all launches of the fusion. So these values do
+  // not share memory.
   void extend(const Fusion& fusion) const {
     for (int part = 0; part < fusion.count; ++part) {
       for (const int index : of(fusion.parts[part]).values) {
@@ -262,8 +263,8 @@ class Finder {
  private:
   Launch& of(int number) const { return launches_[static_cast<size_t>(number)]; }
 
-  // Returns the next launch of operator `op` whose input number `input` is output number `output` of launch `writer`,
-  // or -1.
+  // Returns the number of the next launch of operator `op` whose input `input` is output `output` of launch `writer`.
+  // Returns -1 if there is none among the next kFarthest launches.
   int reader(const char* op, size_t input, int writer, size_t output) const {
     const int value = of(writer).values[output];
     const int end = static_cast<int>(launches_.size());
@@ -275,7 +276,7 @@ class Finder {
     return -1;
   }
 
-  // Returns whether a launch after number `last` reads output number `output` of launch `writer`.
+  // Returns true if output `output` of launch `writer` is needed after launch `last`: by a later launch or as a result.
   bool outlives(int writer, size_t output, int last) const {
     const int value = of(writer).values[output];
     const auto is_value = [value](const Result& result) { return result.value == value; };
@@ -284,8 +285,8 @@ class Finder {
            recording_->values[static_cast<size_t>(value)].last > last;
   }
 
-  // Returns whether all launches of a fusion can run at the time of the last one. No launch outside the fusion may read
-  // their results before this time, and no launch of the fusion may be a collective.
+  // Returns true if all launches of a fusion can run where the last one runs. No other launch may read their results
+  // before this place, and none of them may be a collective.
   bool can_move(const Fusion& fusion) const {
     for (int number = fusion.first(); number <= fusion.last(); ++number) {
       const bool is_part = std::find(fusion.parts, fusion.parts + fusion.count, number) != fusion.parts + fusion.count;

@@ -5,8 +5,8 @@
 
 namespace llmk {
 
-// Finds the launches of a recording that can be fused. Extends the lifetimes of the values that these launches read and
-// write, because a fused function accesses the values in any order. The caller must assign the buffers afterwards.
+// Finds the launches of a recording that can be fused. A fused function may access its values in any order. Therefore
+// this function extends the lifetimes of these values. The caller must assign buffers to the values afterwards.
 void find_fusions(Recording* recording);
 
 // Runs the function of a fusion. Returns 0, or the error code of a launch.

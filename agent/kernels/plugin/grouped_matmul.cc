@@ -17,9 +17,9 @@
 // The input split_item must be 3 (one output) and group_type 0 (rows). The input group_list has the ends of the groups
 // if group_list_type is 0, and the sizes of the groups if it is 1.
 //
-// The kernel of ops/linear.h multiplies each group by the packed form of its weight, as in linear.cc. So the weight
-// alone determines the order of the additions. Float weights without a kept packed form go to ops/matmul_any.h, which
-// transposes them at each call.
+// The kernel of ops/linear.h multiplies each group by the packed form of its weight, as in linear.cc. So the order of
+// the additions depends only on the weight. A float weight that was not packed before (keep_primitive() in
+// ops/primitive_weight.h) goes to ops/matmul_any.h, which transposes it in each call.
 #include <cstring>
 
 #include "../common/dtype_bytes.h"
@@ -93,8 +93,8 @@ int check_form(const Call& call) {
                      call.dtypes[kX], call.dtypes[kWeight]);
 }
 
-// Checks the shapes of the scales. Sets `group` to the number of inputs that share a scale, or to 0 if a column has
-// only one scale.
+// Checks the shapes of the scales. Sets `group` to the number of inputs that share a scale, or to 0 if each column has
+// a single scale.
 int check_scales(const Call& call, int scales, int offsets, const GroupedWeight& all, int64_t* group) {
   const PrimitiveWeight& weight = all.first;
   const int64_t parts = call.ndims[scales] == 3 && weight.type == ValueType::kInt4 ? call.dim(scales, 1) : 1;

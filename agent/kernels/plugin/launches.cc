@@ -16,8 +16,7 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 
-// The memory that replayed launches write. All recordings share this memory, because only one recording is replayed at
-// a time.
+// The memory that replayed launches write. All recordings share it, because only one recording is replayed at a time.
 struct Arena {
   char* memory = nullptr;
   int64_t bytes = 0;
@@ -73,8 +72,8 @@ Launch& record(Recording* recording, const Tensors& call, std::unique_ptr<Scalar
   return launch;
 }
 
-// Counts the bytes of a recording and reserves the memory for its replays. If there is not enough memory, sets the
-// problem of the recording and returns false.
+// Adds the bytes of a recording to recordings_held, and grows the arena to the size that the recording needs. If there
+// is not enough memory, sets the problem of the recording and returns false.
 bool hold(Recording* recording) {
   recordings_held -= recording->held;
   recording->held = held_by(*recording);
@@ -86,9 +85,9 @@ bool hold(Recording* recording) {
   return false;
 }
 
-// Runs all launches of a recording. After an error, the remaining launches do not run. Only with `keeps_pace`, the
-// remaining collectives still run, because the other agents of the stage wait for them. Returns false after an error,
-// unless a caller stores errors (hold_failures).
+// Runs all launches of a recording. After an error, the remaining launches do not run. With `keeps_pace`, the remaining
+// collectives do run, because the other agents of the stage wait for them. Returns false after an error. If a caller
+// stores errors (holds_failures in op_plugin.cc), errors do not count here.
 bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
   if (recording->memory != arena.memory) find_places(recording, arena.memory);
@@ -149,7 +148,7 @@ LLMK_ENTRY void llmk_begin_recording() {
 }
 
 // Ends recording. Returns the recording, which llmk_forget_recording() frees. If the launches cannot be replayed,
-// returns null and sets `problem` to the reason, which is valid until the next call.
+// returns null and sets `problem` to the reason. This text is valid until the next call.
 //
 // The caller names `count` ranges of memory whose addresses must not change while the recording exists. Range i has
 // sizes[i] bytes and begins at starts[i]. `results` are the addresses of the graph's results.
@@ -175,10 +174,11 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
 }
 
 // Generalizes the recording of one step to steps of any size. `other` is a recording of the same graph for another
-// step. `sizes` [9] are the tokens, sequences and gathered blocks of the recorded step, of the other step, and of the
-// largest step. With `fuses`, launches are fused (fusion.h).
+// step. `sizes` [9] has the numbers of tokens, sequences and gathered blocks of three steps: this step, the other step
+// and the largest step. With `fuses`, launches are fused (fusion.h).
 //
-// Returns 1, or 0 with a `problem` that is valid until the next call. After a 0, the recording must not be replayed.
+// Returns 1 if this succeeds. Otherwise returns 0 and sets `problem` to the reason, which is valid until the next call.
+// Then the recording must not be replayed.
 LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, const int64_t* sizes, int fuses,
                                          const char** problem) {
   static std::string reason;
@@ -194,7 +194,7 @@ LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, con
   return 0;
 }
 
-// Sets the size of the next step for a generalized recording. Writes the bytes of each result.
+// Sets the size of the next step for a generalized recording. Writes the size in bytes of each result to `bytes`.
 LLMK_ENTRY void llmk_resize_recording(void* recording, int64_t tokens, int64_t seqs, int64_t blocks, int64_t* bytes) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* resized = static_cast<llmk::Recording*>(recording);
@@ -223,12 +223,12 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
   llmk::arena.drop();
 }
 
-// Replays the launches. Writes the addresses of the results, which are valid until the next call of one of these
-// functions, and returns 1. Returns 0 after an error, unless the caller stores errors (llmk_hold_failures). After an
-// error, kernels do nothing until llmk_take_failure() is called.
+// Replays the launches, writes the addresses of the results and returns 1. The addresses are valid until the next call
+// of a function of this file. If a launch fails, returns 0. If the caller stores errors (llmk_hold_failures), returns 1
+// instead, and kernels do nothing until llmk_take_failure() is called.
 //
-// With `keeps_pace`, the collectives still run after an error. All agents must run the same number of collectives, and
-// the other agents do not know of the error.
+// With `keeps_pace`, the collectives run even after an error. The other agents do not know of the error, and all agents
+// must run the same number of collectives.
 LLMK_ENTRY int llmk_replay(void* recording, int keeps_pace, const void** addresses) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* replayed = static_cast<llmk::Recording*>(recording);
@@ -240,13 +240,13 @@ LLMK_ENTRY int llmk_replay(void* recording, int keeps_pace, const void** address
   return 1;
 }
 
-// Returns the bytes of all recordings and of the memory of their replays.
+// Returns the bytes of all recordings, including the memory that replays write.
 LLMK_ENTRY int64_t llmk_recordings_bytes() {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   return llmk::recordings_held + llmk::arena.bytes;
 }
 
-// Fills the memory of a replay with bytes that make every float a NaN.
+// Fills the memory that replays write with bytes that make every float a NaN.
 LLMK_ENTRY void llmk_spoil_memory(const void* recording) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   const int64_t bytes = static_cast<const llmk::Recording*>(recording)->bytes();

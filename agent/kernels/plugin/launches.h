@@ -2,9 +2,9 @@
 // MindSpore.
 //
 // A graph launches the same operators in the same order every time. Only the contents and the lengths of its inputs
-// change. So one run is recorded, as an Ascend captures the launches of a step, and replayed by a loop. This saves
-// MindSpore's work for every operator and parameter. From two recorded runs of different sizes, the library infers how
-// each length depends on the size of the step. Thus the two runs give one recording for steps of any size.
+// change. So the library records one run, and a loop replays it, as an Ascend replays captured graphs. This saves the
+// work of MindSpore for each operator and parameter. From two recorded runs of different sizes, the library infers how
+// each length depends on the size of the step. So two runs give one recording for steps of any size.
 //
 // A recorded launch may read four kinds of memory:
 //  - memory whose address never changes, which the caller names: inputs of the graph, weights, caches
@@ -12,12 +12,12 @@
 //  - a single number that is a constant of the graph; the recording has a copy
 //  - a list that MindSpore read from an input that the caller named; a replay reads the list from this input
 //
-// The outputs of recorded launches get memory of the library. Outputs that are not needed at the same time share
-// memory.
+// The library has its own memory for the outputs of recorded launches. Outputs that are not needed at the same time
+// share memory.
 //
-// The caller must check that the recording is complete. If a kernel of MindSpore runs between two kernels of this
-// library, the recording does not contain it. Therefore the caller fills the memory of the outputs with NaN, replays,
-// and compares the results with those of the graph.
+// A kernel of MindSpore that runs between two kernels of this library is missing in the recording. Therefore the caller
+// must check that the recording is complete. It fills the memory of the outputs with NaN, replays, and compares the
+// results with those of the graph.
 #pragma once
 #include "../custom_ops.h"
 #include "call.h"
@@ -26,13 +26,14 @@ namespace llmk {
 
 using Primitive = int (*)(const Call& call);
 
-// Returns whether the agents of a stage run the primitive together (op_plugin.cc).
+// Returns true if the agents of a stage run the primitive together (AllReduce and AllGather).
 bool is_collective(Primitive primitive);
 
 // Runs the primitive. Also records the call while a recording is open.
 int launch(Primitive primitive, const Call& call);
 
-// Returns the error code for MindSpore: `error`, or 0 if the caller stores errors (holds_failures in op_plugin.cc).
+// Returns the error code that MindSpore gets: `error`, or 0 if the caller stores errors (holds_failures in
+// op_plugin.cc).
 int report_error(const char* op, int error);
 bool has_failed();
 

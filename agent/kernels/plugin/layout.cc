@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kTaskBytes = 1 << 18;  // approximate number of bytes that a task copies
 
-// The axes of Transpose's result, without the last axes that stay in their place. The elements of these last axes are
-// copied as one run.
+// Describes how Transpose moves elements. Trailing axes that keep their place are not in `sizes` and `strides`: their
+// elements are copied together, as one run.
 struct Moves {
   std::vector<int64_t> sizes;    // size of each axis of the result
   std::vector<int64_t> strides;  // distance in the input between neighbours along each axis of the result, in bytes
@@ -24,7 +24,7 @@ struct Moves {
     return runs;
   }
 
-  // Returns the byte offset in the input of a run of the result.
+  // Returns the byte offset in the input from which run `number` of the result is copied.
   int64_t place(int64_t number) const {
     int64_t offset = 0;
     for (size_t axis = sizes.size(); axis-- > 0;) {

@@ -3,8 +3,8 @@
 // aclnnWeightQuantBatchMatmulV2 (docs/ascend.md).
 //
 // The kernel of ops/linear.h multiplies by the packed form of the weight. So the order of the additions depends only on
-// the weight, and a row's result does not depend on other rows. If the weight is kept (ops/primitive_weight.h), its
-// packed form exists already. Otherwise each call packs the weight.
+// the weight, and a row's result does not depend on other rows. A constant weight is packed once, by keep_primitive()
+// (ops/primitive_weight.h). Any other weight is packed in each call.
 #include <algorithm>
 
 #include "../common/kernel_table.h"
@@ -16,7 +16,8 @@
 namespace llmk {
 namespace {
 
-// Describes a weight argument of type int8 or int4 with its scales. PrimitiveWeight explains `transposed`.
+// Fills `weight` from two arguments: `values`, of type int8 or int4, and their `scales`. PrimitiveWeight explains
+// `transposed`.
 int quantised_weight(const Call& call, int values, int scales, bool transposed, PrimitiveWeight* weight) {
   const bool int4 = call.has_dtype(values, "int4");
   if (call.ndims[values] != 2 || !(int4 || call.has_dtype(values, "int8")) || !call.is_tensor(scales) ||
@@ -41,8 +42,8 @@ int check_depth(const Call& call, int x, const PrimitiveWeight& weight) {
                      call.ndims[x], static_cast<long long>(call.dim(x, -1)), static_cast<long long>(weight.depth));
 }
 
-// Quantises the rows of argument `x` into `rows_of_y`, and copies them to `y` if `rows_of_y` has its own memory. `blob`
-// is a packed weight or only its header. It determines how the rows are quantised.
+// Quantises the rows of argument `x` into `rows_of_y`. If `rows_of_y` has its own memory, copies the rows to `y`.
+// `blob` is a packed weight or only its header, and determines how the rows are quantised.
 void quantise_rows(const Call& call, int x, int8_t* y, const QuantizedRows& rows_of_y, int64_t rows, const void* blob) {
   const int64_t depth = header_of(blob).depth, row_bytes = depth * size_of(call.dtype(x));
   for_rows(rows, depth, [&](int64_t row) {
@@ -136,7 +137,7 @@ int plugin_static_quant(const Call& call) {
                        static_cast<long long>(depth));
   }
   if (rows == 0) return 0;
-  // A blob without columns, whose static inputs are `scale` and `offset`.
+  // Makes a blob without columns, because quantize_row() reads `scale` and `offset` from the static inputs of a blob.
   constexpr int64_t kHeaderFloats = sizeof(PackedWeightHeader) / sizeof(float);
   const int64_t stride = static_stride(depth);
   float* blob = static_cast<float*>(thread_scratch(kScratchStatic, (kHeaderFloats + 2 * stride + rows) * 4));

@@ -1,5 +1,5 @@
-// Common parts of the primitives for matrix products: the packed form of a weight, and quantised rows. The product
-// itself is computed by kernels().linear (ops/linear.h).
+// The common parts of the primitives for matrix products: finding the packed form of a weight, and quantising rows. The
+// product itself is computed by kernels().linear (ops/linear.h).
 #pragma once
 #include <vector>
 
@@ -8,7 +8,7 @@
 
 namespace llmk {
 
-// The packed form of a weight for one call: the form that keep_primitive() has stored, or otherwise a temporary one.
+// The packed form of a weight for one call. This is the form that keep_primitive() has stored, or a temporary one.
 class Blob {
  public:
   // Finds the stored form, or packs the weight into memory of this object. Returns 0, or an error code after one line
@@ -21,16 +21,16 @@ class Blob {
   std::vector<char> own_;
 };
 
-// Returns arguments for `rows` rows, where both x and `out` have no gaps between rows. The caller must set x or
-// quantized.
+// Returns arguments for a product of `rows` rows. The rows of x and of `out` are adjacent in memory. The caller must
+// set x or `quantized`.
 LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out);
 
-// Allocates quantised rows in the layout of the linear kernel: each row fills whole cache lines and has a sum. If
-// `depth` is a multiple of a cache line, the rows are stored in `values` [rows, depth]. Otherwise they are stored in
-// scratch memory of this thread, which is valid until the next call.
+// Provides memory for quantised rows in the layout of the linear kernel: each row fills whole cache lines and has a
+// sum. If `depth` is a multiple of a cache line, the rows are stored in `values` [rows, depth]. Otherwise they are
+// stored in scratch memory of this thread, which is valid until the next call.
 QuantizedRows allocate_rows(int8_t* values, float* scales, int64_t rows, int64_t depth);
 
-// Returns rows that another primitive has quantized, in the layout of allocate_rows().
+// Converts rows that another primitive has quantised to the layout of allocate_rows().
 QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int64_t depth);
 
 static inline int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }

@@ -27,9 +27,9 @@ int holder(const std::vector<Value>& values, const void* address) {
   return -1;
 }
 
-// Returns whether an input is a constant of the graph: a single number. Called only for an input that no launch wrote
-// and whose memory the caller did not name. An array of integers is not a constant, because the inputs of a graph are
-// arrays of integers.
+// Returns true if an input is a constant of the graph, which is a single number. An array of integers is not a
+// constant, because the inputs of a graph are arrays of integers. Only for inputs that no launch wrote and whose memory
+// the caller did not name.
 bool is_constant(const Tensors& tensors, int i) {
   return tensors.size(i) == 1 && (tensors.ndims[i] == 0 || tensors.dtype(i) != DType::kUnsupported);
 }
@@ -93,7 +93,8 @@ void lay_out(Recording* recording) {
 
 bool overlap(const Value& a, const Value& b) { return a.first <= b.last && b.first <= a.last; }
 
-// Assigns a buffer to each value, the largest value first. Values that are not needed at the same time share a buffer.
+// Assigns a buffer to each value, beginning with the largest value. Values that are not needed at the same time share a
+// buffer.
 void assign_buffers(Recording* recording) {
   std::vector<std::pair<int64_t, Value*>> by_size;
   for (Value& value : recording->values) by_size.push_back({bytes_of(recording, value), &value});
@@ -112,7 +113,8 @@ void assign_buffers(Recording* recording) {
   lay_out(recording);
 }
 
-// Finds the rule for a length that is `a` in one recorded step and `b` in the other. Returns false if there is no rule.
+// Finds the rule (Length) for a length that is `a` in one recorded step and `b` in the other. Returns false if no rule
+// fits both.
 bool length_of(int64_t a, int64_t b, StepSizes of_a, StepSizes of_b, Length* length) {
   *length = {a, {0, 0, 0}};
   if (a == b) return true;

@@ -9,12 +9,12 @@
 
 namespace llmk {
 
-// The numbers of tokens and of sequences of a step, and of the cache blocks that its graph gathers (0: none).
+// The sizes of a step: tokens, sequences, and the cache blocks that its graph gathers (0: none).
 struct StepSizes {
   int64_t tokens, seqs, blocks;
 };
 
-// The rule for a length of an argument: a constant, or a multiple of one of the step's sizes.
+// The rule for a length of an argument: a constant, or a factor times one of the step's sizes.
 struct Length {
   int64_t fixed;
   StepSizes per;  // factors of the step's sizes
@@ -30,8 +30,8 @@ struct Launch {
   bool is_shared;  // true for a collective, which all agents of the stage run together
   const char* op;
   std::vector<void*> data;       // addresses of the arguments in MindSpore's run
-  // For each argument: its index in Recording::values, or -1. -1 means memory of the caller, which has the same address
-  // in each replay.
+  // For each argument, its index in Recording::values. -1 means that the caller owns the memory, which has the same
+  // address in each replay.
   std::vector<int> values;
   std::vector<int64_t> offsets;  // for each argument: its byte offset in its Value
   std::vector<void*> placed;     // addresses of the arguments at a replay
@@ -55,7 +55,7 @@ struct Launch {
   }
 };
 
-// An output of a launch. It is valid until another launch writes to the same memory of MindSpore.
+// An output of a launch. Its value is lost when a later launch writes to the same memory of MindSpore.
 struct Value {
   const char* start;  // the output's memory in the recorded run by MindSpore; a replay uses its own buffers
   const char* end;
@@ -68,8 +68,8 @@ struct Value {
 
 constexpr int kMostFused = 3;
 
-// Launches that one function replaces (fusion.h). The function runs at the time of the last of these launches. `keeps`
-// marks the intermediate results that a later launch reads.
+// Several launches that one function replaces (fusion.h). The function runs where the last of these launches ran.
+// `keeps` marks the intermediate results that a later launch reads.
 struct Fusion {
   const char* name;
   int count;
@@ -102,17 +102,17 @@ struct Recording {
 };
 
 // Completes a recording: finds the memory of every argument and assigns buffers to the outputs. `results` are the
-// addresses of the graph's results, `staying` is the memory of the caller, whose addresses never change. If the memory
-// of an argument is unknown, sets the recording's problem and returns false.
+// addresses of the graph's results. `staying` lists the caller's memory, whose addresses never change. If the memory of
+// an argument is unknown, sets the recording's problem and returns false.
 bool complete(Recording* recording, const std::vector<const void*>& results, const std::vector<Range>& staying);
 
 // Generalizes a recording of one step to steps of any size up to `largest`. `other` is a recording of the same graph
 // for another step.
 //
 // A length that is equal in both steps is constant. Any other length must be a multiple of the tokens, of the sequences
-// or of the gathered blocks. To know which of them, the steps must differ by other factors in each size. If a length
-// follows no rule, or if the launches differ in another way, sets the recording's problem and returns false. With
-// `fuses`, launches are fused (fusion.h).
+// or of the gathered blocks. To distinguish these cases, tokens, sequences and blocks must grow by three different
+// factors from one step to the other. If a length follows no rule, or if the launches differ in another way, sets the
+// recording's problem and returns false. With `fuses`, launches are fused (fusion.h).
 bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other, StepSizes largest,
                 bool fuses);
 

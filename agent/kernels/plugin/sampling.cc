@@ -12,8 +12,9 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 1 << 14;
 
-// Maps the bits of a 16-bit float to an integer of the same order. NaN is the largest, and both zeros are equal.
-// `infinity` has the bits of infinity. Has no branch, so that the compiler vectorises it.
+// Maps the bits of a 16-bit float to an integer that compares in the same order. NaN becomes the largest integer, and
+// both zeros become equal. `infinity` is the bit pattern of infinity. The function has no branch, so that the compiler
+// vectorises its callers.
 int16_t order_of(uint16_t bits, uint16_t infinity) {
   const uint16_t magnitude = bits & 0x7FFFu;
   const int16_t order = static_cast<int16_t>((bits & 0x8000u) != 0 ? -magnitude : magnitude);

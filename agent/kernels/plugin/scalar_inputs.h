@@ -1,4 +1,5 @@
-// Records the inputs of a launch that are not tensors: numbers and lists.
+// The inputs of a launch that are not tensors: numbers and lists. This file records them, so that a replay can read
+// them.
 #pragma once
 #include <cstring>
 #include <memory>
@@ -18,18 +19,19 @@ struct Range {
   const char* end;
 };
 
-// Reads numbers and lists from MindSpore while a launch is recorded, and stores copies. A replay reads the copies,
-// because these numbers and lists are constants of the graph. MindSpore's own object may not exist any more at a
-// replay, or may describe another call.
+// While a launch is recorded, reads numbers and lists from MindSpore's object and stores copies. A replay reads the
+// copies, because these inputs are constants of the graph. MindSpore's object may no longer exist at a replay, or may
+// describe another call.
 class ScalarInputs : public KernelInputInfo {
  public:
   explicit ScalarInputs(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
     for (size_t i = 0; i < inputs_; ++i) scalars_.push_back(source->IsScalarInput(i));
   }
-  // For an operator that takes only tensors: none of its `inputs` inputs is a number or a list.
+  // This constructor is for an operator whose `inputs` inputs are all tensors.
   explicit ScalarInputs(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
   void close() { source_ = nullptr; }
-  // Finds the lists that MindSpore read from an input of the graph. A replay reads them again from that memory.
+  // Finds the lists that MindSpore reads from an input of the graph, because they can change. A replay reads them from
+  // that memory instead of a copy.
   void find_lists(const std::vector<Range>& staying) {
     for (Scalar& scalar : known_) {
       const size_t bytes = scalar.list.size() * sizeof(int64_t);
@@ -100,8 +102,8 @@ class ScalarInputs : public KernelInputInfo {
     return known_.back();
   }
 
-  // Throws an exception, because a primitive reads an input that was not recorded. Either no kernel of this library
-  // uses inputs of this type, or the input was not read when the launch was recorded.
+  // Throws an exception for an input that was not recorded. The primitive did not read it while the launch was
+  // recorded, or its type is one that no kernel of this library uses.
   template <class T>
   static T unknown() {
     throw std::logic_error("a primitive reads an input that was not recorded");
