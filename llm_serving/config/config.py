@@ -286,9 +286,9 @@ class Config:
         digest = (self.files_fingerprint,) if self.files_fingerprint else ()
         weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed, *digest)
         if self.kv_tier_config.shared_folder is not None:
-            # Machines that share a folder have different paths and file times, so these are left out. They are not
-            # needed. The names in the shared folder contain the digest of the weights, and the prefix cache has the
-            # blocks of one version.
+            # Leave out paths and file times, because they differ between the machines that share a folder. They are not
+            # needed. The names of shared files contain the digest of the weights, and the prefix cache has the blocks
+            # of only one version.
             weights = (model.model_type, model.load_format, model.seed)
         arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
         return json.dumps([*weights, *arithmetic, self.kv_format]).encode()

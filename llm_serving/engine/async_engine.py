@@ -442,7 +442,7 @@ class AsyncEngine:
         return keep_recording(recording_folder(self.config, replica), reason) if self._recorders else None
 
     def _closed(self, opened: OpenRequest) -> None:
-        """Abort a request whose reader has called ``close``.
+        """Handle the ``close`` of a request's reader: abort the request if it has not ended.
 
         The request id stays in use until the engine has ended the request.
         """

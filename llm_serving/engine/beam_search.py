@@ -42,7 +42,8 @@ from llm_serving.telemetry.receipt import Phase
 MAX_BEAM_WIDTH = MAX_TOP_LOGITS // 2
 
 Expand = Callable[[Sequence[tuple[int, ...]]], Awaitable[list[TokenLogits]]]
-"""Takes the outputs of the live beams. Returns, for each output, the model's ``num_candidates`` best next tokens."""
+"""A function that takes the outputs of the live beams. For each output, it returns the model's ``num_candidates`` best
+next tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class BeamSearch:
         clock: Callable[[], float],
         constraint: ForkableConstraint | None = None,
     ) -> None:
-        """``constraint`` says which tokens may follow in the output. It must not have tokens yet."""
+        """``constraint`` says which tokens may follow in the output. It must be the constraint of an empty output."""
         self.whole = whole
         first = None if constraint is None else BeamConstraint(constraint)
         self._constraints: dict[tuple[int, ...], BeamConstraint | None] = {(): first}

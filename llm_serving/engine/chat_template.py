@@ -57,7 +57,7 @@ class Allowance:
 
 
 WHOLE = Allowance(steps=1_000_000, chars=16_000_000, steps_per_message=1000, chars_per_char=64)
-"""Budget of every rendering. Usual templates take 20 steps for each message."""
+"""Maximum budget of a rendering. Usual templates take 20 steps for each message."""
 SHORT = Allowance(steps=10_000, chars=1_000_000)
 """Budget of a rendering that blocks other work, for example on an event loop. It lasts for a few milliseconds."""
 

@@ -1,4 +1,4 @@
-"""Makes the rule for the roles of replicas from a config."""
+"""Makes ``PrefillSplit``, the rule that divides prefill and decode among the replicas, from a config."""
 
 from __future__ import annotations
 

@@ -16,14 +16,17 @@ class ServingObserver(IndexObserver, Protocol):
     """Observes the prefix cache of one replica."""
 
     def enter_service(self) -> None:
-        """The engine calls this method when the replica begins to serve. Its cache replaces that of an earlier
-        engine."""
+        """The model registry calls this method when the replica begins to serve.
+
+        From then on, the replica's cache replaces that of an earlier engine.
+        """
 
 
 ObserveCache = Callable[[int], ServingObserver]
-"""Takes the number of a replica and returns the observer of its prefix cache, which is still empty."""
+"""A function that takes the number of a replica and returns the observer of its prefix cache, which is still empty."""
 Record = Callable[[Scheduler, int], FlightRecorder | None]
-"""Takes a scheduler and the number of its replica. Returns the flight recorder that wraps the scheduler, or None."""
+"""A function that takes a scheduler and the number of its replica. It returns the flight recorder that wraps the
+scheduler, or None."""
 
 
 def make_schedulers(

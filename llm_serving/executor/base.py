@@ -123,9 +123,9 @@ class Executor(Protocol):
         """Ask every agent for its status. ``poll`` reports ``AgentStatus`` when all have replied."""
 
     def profile(self, folder: str | None) -> None:
-        """Start a profile of every agent with files in ``folder``, or with None stop it.
+        """Start a profile of every agent with files in ``folder``. If ``folder`` is None, stop the profile.
 
-        ``poll`` reports ``AgentProfiled`` when all have replied.
+        ``poll`` reports ``AgentProfiled`` when all agents have replied.
         """
 
     def load_adapter(self, slot: int, memory: AdapterMemory) -> None:

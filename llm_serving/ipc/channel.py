@@ -71,7 +71,7 @@ class Channel:
         self._socket.sendall(frame(payload))
 
     def receive_available(self) -> list[bytes] | None:
-        """Read once from a readable socket and return the complete frames. None if the peer has closed it."""
+        """Read once from a readable socket and return the complete frames. None if the peer has closed the socket."""
         data = self._socket.recv(64 * 1024)
         return list(self._buffer.feed(data)) if data else None
 

@@ -66,11 +66,11 @@ class HandOverMemory(NamedSegment):
         self.layout = layout
         size = layout.num_blocks, STORED_HEADER_BYTES
         self.headers: Array = np.ndarray(size, np.uint8, mapping)
-        """[blocks, STORED_HEADER_BYTES]"""
+        """The headers of all blocks: bytes [blocks, STORED_HEADER_BYTES]."""
         self.blocks: Array = np.ndarray(
             (layout.num_blocks, layout.block_bytes), np.uint8, mapping, offset=layout.first_block
         )
-        """[blocks, block_bytes]"""
+        """The contents of all blocks: bytes [blocks, block_bytes]."""
 
     @classmethod
     def create(cls, layout: HandOverLayout) -> HandOverMemory:

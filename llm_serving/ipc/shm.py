@@ -59,7 +59,7 @@ class MoveKind(enum.IntEnum):
     """Kind of a block move: the memory of source and destination. It is the first of a move's three numbers."""
 
     COPY = 0
-    """A copy within the device, for copy-on-write. It copies the tail, the last block of a cached prefix."""
+    """A copy within the device, for copy-on-write of the tail: the partly matching last block of a cached prefix."""
     SWAP_OUT = 1
     """A copy from the device to the host."""
     SWAP_IN = 2

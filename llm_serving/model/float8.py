@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from llm_serving.formats.typed_fields import TypedFields
 
 FLOAT8 = "fp8"
-"""Value of ``quant_method``."""
+"""Value of ``quant_method`` in ``quantization_config`` of these folders."""
 MAX_BLOCK = 65_536
 
 

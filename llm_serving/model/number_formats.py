@@ -92,7 +92,8 @@ class WeightFormat:
         """
         if not self.has_groups:
             return float(self.bits)
-        # Native operators have a 16-bit scale and offset for each group, CPU kernels a float32 scale and a byte.
+        # For each group, native operators have a 16-bit scale and a 16-bit offset. CPU kernels have a float32 scale
+        # and, for formats with a zero point, one byte.
         of_group = 16 + 16 if device == "Ascend" else 32 + (8 if self.zero else 0)
         return self.bits + of_group / group
 

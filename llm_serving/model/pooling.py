@@ -31,14 +31,14 @@ METHODS = {
     "weightedmean_tokens": WEIGHTED_MEAN,
     "weightedmean": WEIGHTED_MEAN,
 }
-"""Pooling methods by the names that sentence-transformers uses."""
+"""Maps the names of pooling methods in sentence-transformers to the names here."""
 SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
 PROBLEM_TYPES = {
     "single_label_classification": SOFTMAX,
     "multi_label_classification": SIGMOID,
     "regression": IDENTITY,
 }
-"""The function that turns the logits of classes into probabilities, by ``problem_type`` of ``config.json``."""
+"""Maps ``problem_type`` of ``config.json`` to the function that turns the logits of classes into probabilities."""
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh"}
 
 
@@ -135,8 +135,8 @@ def read_pooling(folder: Path | None, hidden_size: int, dimensions: tuple[int, .
 def read_score(folder: Path | None, hidden_size: int, tokenizer_file: Path, tokens: tuple[int, ...] | None) -> Pooling:
     """Return the pooling of a model that answers yes or no, such as Qwen3-Reranker.
 
-    ``tokens`` are the ids of the tokens for no and for yes. None takes the tokens ``no`` and ``yes`` of the tokenizer.
-    Raises CheckpointError if the tokenizer does not have these tokens.
+    ``tokens`` are the ids of the tokens for no and for yes. If it is None, the tokenizer's tokens ``no`` and ``yes``
+    are used. Raises CheckpointError if the tokenizer does not have these tokens.
     """
     if tokens is None and folder is not None and has_modules(folder):
         pooling = _of_modules(folder, hidden_size)

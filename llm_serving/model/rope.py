@@ -31,7 +31,7 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
     """Number of tokens of the context with which the model was trained."""
     beta_fast: float = 32.0
-    """``yarn``: frequencies with at least this number of rotations in the trained context stay."""
+    """``yarn``: frequencies with at least this number of rotations in the trained context stay unchanged."""
     beta_slow: float = 1.0
     """``yarn``: frequencies with at most this number of rotations are divided by ``factor``."""
     truncate: bool = True

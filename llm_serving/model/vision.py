@@ -50,8 +50,8 @@ class Windows:
 class VisionShape:
     """The sizes of a vision encoder and of its connector.
 
-    The encoder computes one tile at a time, divided into square patches. A tile is a square of ``image_size`` pixels.
-    With ``windows``, it is a rectangle of any multiples of ``row_edge`` pixels.
+    The encoder computes one tile at a time, divided into square patches. A tile is a square with edges of
+    ``image_size`` pixels. With ``windows``, it is a rectangle whose edges are multiples of ``row_edge`` pixels.
     """
 
     hidden_size: int
@@ -177,7 +177,8 @@ class ImageProcessing:
 def text_fields(fields: TypedFields, text_type: str) -> TypedFields:
     """Return the keys of the text model in the ``config.json`` of a model that reads images.
 
-    ``text_type`` is its ``model_type``. Folders of Qwen2.5-VL may have its keys at the top instead of ``text_config``.
+    ``text_type`` is its ``model_type``. Folders of Qwen2.5-VL may have its keys at the top level instead of
+    ``text_config``.
     """
     text = fields.mapping("text_config")
     if not text and text_type == QWEN_TEXT:

@@ -57,7 +57,7 @@ class ErrorReply:
     def body(self) -> bytes:
         """Return the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API.
 
-        The body of Anthropic's API has another ``type``, and the member ``"type": "error"`` next to ``error``. In
+        In Anthropic's API, ``type`` has other values, and the member ``"type": "error"`` is next to ``error``. In
         KServe's protocol, ``error`` is the message.
         """
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}

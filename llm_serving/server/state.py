@@ -95,7 +95,7 @@ class ServerSettings:
     processing: ImageProcessing | None = None
     """How images become tiles. None if the model reads only text."""
     tile_cost: int = 0
-    """The work of encoding the largest tile, in tokens."""
+    """Number of tokens that encoding the largest tile counts as work."""
     images: ImageConfig = field(default_factory=ImageConfig)
     """Limits of images."""
     profile_folder: str = "output/profiles"
@@ -270,12 +270,12 @@ class ServerState:
                 del full  # breaks a reference cycle: the error's traceback refers to this frame
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError for an unknown ``name``. None and the names of models and adapters are known."""
+        """Raise ModelNotFoundError unless ``name`` is None or names a model or an adapter of this server."""
         if self.models is None or self.models.find(name) is None:
             self.find_adapter(name)
 
     def find_adapter(self, name: str | None) -> Adapter | None:
-        """Return the LoRA adapter ``name`` of this model. None and the name of this model stand for no adapter (None).
+        """Return the LoRA adapter ``name`` of this model. If ``name`` is None or the name of this model, returns None.
 
         Raises ModelNotFoundError for any other name.
         """

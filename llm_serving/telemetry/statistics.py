@@ -164,7 +164,7 @@ class Distribution:
         return lower + (self._bucket_value(math.ceil(rank)) - lower) * (rank - math.floor(rank))
 
     def _bucket_value(self, rank: int) -> float:
-        """Return the approximate value that has the index ``rank``, from 0, if all values are sorted."""
+        """Return the approximate value at index ``rank``, from 0, of all values in ascending order."""
         seen = self._zeros
         if seen > rank:
             return max(self._min, 0.0)

@@ -1,4 +1,4 @@
-"""Private files in a private folder: written completely or not at all, and appended line by line."""
+"""Functions for private files in a private folder. They create files, replace them atomically, and append lines."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _WINDOW = re.compile(r"([0-9]{1,4})([hd])")
 BATCH_ENDPOINTS = {
     endpoint.path: endpoint for endpoint in (*chat.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS)
 }
-"""The endpoints whose requests a batch may have, by path."""
+"""Maps a path to its endpoint, for all endpoints that the lines of a batch may call."""
 
 
 def _check_window(text: str) -> str:

@@ -77,7 +77,7 @@ async def _receive_form(request: Request, parser: FormParser, form: _Form) -> No
 
 
 class _Form:
-    """The parts of an upload's form: the file goes to disk, and the other fields are kept."""
+    """Receives the parts of an upload's form: writes the file to disk, and keeps the other fields in memory."""
 
     def __init__(self, store: BatchStore, upload: Upload) -> None:
         self._store, self._upload = store, upload

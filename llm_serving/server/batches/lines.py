@@ -23,7 +23,7 @@ class LineRequest:
     number: int
     custom_id: str
     body: bytes
-    """JSON body of the request, in which the priority is the lowest."""
+    """JSON body of the request. Its priority has been set to the lowest one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,9 +60,9 @@ class Batch:
     created_at: int
     expires_at: int
     output_id: str
-    """Id of the file with the responses. The file belongs to the tenant only when the batch has ended."""
+    """Id of the file with the responses. The tenant gets the file when the batch has ended."""
     error_id: str
-    """Id of the file with the failed lines."""
+    """Id of the file with the errors of failed lines."""
     metadata: dict[str, str] = field(default_factory=dict)
     status: str = "validating"
     in_progress_at: int | None = None

@@ -41,14 +41,15 @@ _SAVE_S = 1.0
 """Minimum seconds between two writes of a running batch's record to disk."""
 
 Respond = Callable[[Batch, LineRequest], Awaitable[tuple[int, bytes]]]
-"""Returns status and JSON body of the response to a line. Raises UnavailableError if the server stops."""
+"""A function that returns status and JSON body of the response to a line. Raises UnavailableError if the server
+stops."""
 
 
 class BatchRunner:
     """Runs batches from ``start`` to ``stop``. Each tenant has at most one running batch, its oldest one."""
 
     def __init__(self, app: App, store: BatchStore, endpoints: Mapping[str, Endpoint]) -> None:
-        """``endpoints`` are the endpoints of batches by their path."""
+        """``endpoints`` maps a path to its endpoint, for all endpoints that batches may call."""
         self._app, self.store, self._endpoints = app, store, endpoints
         self._slots = asyncio.Semaphore(store.config.max_parallel)
         self._running: dict[str, BatchRun] = {}
@@ -125,8 +126,8 @@ class BatchRunner:
         """Call the endpoint on behalf of the batch's tenant. The request counts for the quotas of its API key."""
         access = self._app.state.access
         if access is None or access.keys is None:
-            # Without API keys, the tenant's name is a hash of the client's bearer token. The hash itself is sent as a
-            # token, which separates the tenants here, too.
+            # Without API keys, the tenant's name is a hash of the client's bearer token. This hash is sent as the
+            # bearer token, so that the requests of different tenants stay separate.
             headers = [(b"authorization", f"Bearer {batch.owner}".encode())] if batch.owner else []
             return await call_handler(self._app, endpoint.handler, endpoint.path, line.body, headers=headers)
         visit = Visit(access, {"method": "POST", "path": endpoint.path}, time.monotonic())
@@ -273,7 +274,7 @@ class BatchRun:
             await store.run(store.save_batch, batch)
 
     async def _finish(self) -> None:
-        """Write the last state of the batch. An expired batch gets an entry for each line without a result."""
+        """Set and write the final state of the batch. An expired batch gets an entry for each line without a result."""
         batch, store = self.batch, self._store
         if batch.errors:
             status = "failed"

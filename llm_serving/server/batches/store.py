@@ -68,7 +68,7 @@ class _Tenant:
 
 
 class BatchStore:
-    """Keeps files and batches on disk. All methods but ``run`` block, so ``run`` calls them in the store's thread."""
+    """Keeps files and batches on disk. All methods except ``run`` block. ``run`` calls them in the store's thread."""
 
     def __init__(self, config: BatchConfig, warn: Callable[[str], None]) -> None:
         """Open the folder of ``config``, and find what an earlier server has left there.
@@ -219,7 +219,8 @@ class BatchStore:
         return batch
 
     def waiting_batches(self) -> list[Batch]:
-        """Return the oldest batch of each tenant that has not ended. The oldest batch of all tenants comes first."""
+        """Return, for each tenant, the oldest batch that has not ended. The result is sorted by age, the oldest batch
+        first."""
         oldest = []
         for tenant in self._tenants.values():
             waiting = [batch for batch in tenant.batches.values() if not batch.has_ended]

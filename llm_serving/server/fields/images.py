@@ -30,7 +30,7 @@ def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
 
 
 def joined(parts: Iterable[dict[str, Any]], between: str) -> str | list[dict[str, Any]]:
-    """Return the content of a message from parts of a chat: a text, or a list of parts if there are images.
+    """Join parts to the content of a chat message: one text, or a list of parts if there are images.
 
     ``between`` separates neighbouring texts.
     """

@@ -138,7 +138,8 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(SchedulingFields, StructuredFields, StrictModel):
-    """Fields of both OpenAI endpoints: OpenAI's sampling parameters, and further parameters with vLLM's names."""
+    """Fields of ``/v1/chat/completions`` and ``/v1/completions``: OpenAI's sampling parameters, and more with vLLM's
+    names."""
 
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="Number of choices for each prompt.")
@@ -333,7 +334,7 @@ class Message(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _without_content(cls, data: object) -> object:
-        """Add ``"content": null`` to messages with tool calls, because clients leave the member out."""
+        """Add ``"content": null`` to messages with tool calls, because some clients leave the member out."""
         return (
             {**data, "content": None}
             if isinstance(data, dict) and data.get("tool_calls") and "content" not in data

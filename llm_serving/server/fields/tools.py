@@ -18,7 +18,7 @@ ToolName = Annotated[str, Field(max_length=MAX_TOOL_NAME_CHARS, pattern="^[a-zA-
 
 
 def _object_schema(value: object) -> object:
-    """Check the schema of a tool's arguments, which are always an object."""
+    """Check that the schema of a tool's arguments describes an object."""
     if isinstance(value, dict) and value.get("type", "object") != "object":
         raise PydanticCustomError(
             "parameters_type", f"has type {short(value['type'])}; arguments are always an object, so write 'object'"
@@ -82,7 +82,7 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 def _tool_choice(value: object) -> object:
-    """Return ``tool_choice`` as one of three words or the name of a function."""
+    """Return ``tool_choice``: ``auto``, ``none``, ``required``, or a ``NamedTool``."""
     if value is None or value in ("auto", "none", "required"):
         return value
     if isinstance(value, dict) and value.get("type") == "function" and value.keys() == {"type", "function"}:

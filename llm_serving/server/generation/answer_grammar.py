@@ -51,7 +51,7 @@ async def answer_constraint(
 def _with_plan(
     state: ServerState, body: ToolRequest, plan: AnswerPlan, wanted: tuple[str, Grammar] | None
 ) -> tuple[str, Grammar] | None:
-    """Return the field that needs a grammar, and the grammar of the whole answer."""
+    """Return the field that needs a grammar, and the grammar of the whole answer. None if no grammar is needed."""
     thinking = None if plan.reasoning is None or plan.is_over else Thinking(plan.reasoning, plan.is_thinking)
     tokenizer = state.engine.tokenizer
     special = {tokenizer.token_bytes(one).decode(): one for one in plan.shown_token_ids}
@@ -90,7 +90,10 @@ def _with_plan(
 
 
 def _can_be_composed(grammar: Grammar) -> bool:
-    """Return whether a client's grammar is short enough. A JSON schema must also be a valid JSON object."""
+    """Return whether a client's grammar can be a part of a larger grammar.
+
+    It must be short enough. A JSON schema must also be a valid JSON object.
+    """
     if len(grammar.text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
         return False
     if grammar.kind == JSON_SCHEMA:

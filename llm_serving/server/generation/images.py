@@ -1,4 +1,4 @@
-"""Reads the images of a conversation: checks their fields, and decodes and cuts them in threads of their own."""
+"""Reads the images of a conversation: checks their fields, and decodes and cuts the images in separate threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROLES = ("user", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ImageURL:
-    """An image of a request: its URL, the field of the URL, and whether it may have many tiles or rows."""
+    """An image of a request: its URL, the name of the URL's field, and whether the image may take many tokens."""
 
     url: str
     param: str

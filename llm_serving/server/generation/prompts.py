@@ -37,7 +37,7 @@ class Prompt:
     token_ids: Sequence[int]
     text: str | None = None
     images: PromptImages | None = None
-    """The images of the prompt. None if it has none."""
+    """The images of the prompt. None if the prompt has no images."""
 
     def work(self) -> int:
         """Return the work of the prefill in tokens: the number of tokens, and the cost of each tile of an image."""

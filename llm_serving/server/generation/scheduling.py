@@ -54,7 +54,7 @@ class SchedulingFields(RequestModel):
 
 
 class SchedulingHeaders(LaxModel):
-    """Headers with the meaning of body fields, for clients whose library cannot add fields to the body."""
+    """Headers with the same meaning as body fields, for clients whose library cannot add fields to the body."""
 
     priority: Priority = Field(default=None, alias="X-Priority")
     ttft_objective_ms: Milliseconds = Field(default=None, alias="X-TTFT-Objective-Ms")

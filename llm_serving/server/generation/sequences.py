@@ -112,7 +112,7 @@ class Generation:
         self.stream = stream
         self.choices: list[Choice] = []
         self.scoring: list[Choice] = []
-        """Further sequences that score prompts. They are no choices. Streamed responses do not have them."""
+        """Further sequences that score prompts. They belong to no choice. Streamed responses do not have them."""
         self.is_scoring_only = False
         """True if the choices generate no tokens, so that only the sequences of ``scoring`` run."""
         self._open: list[OpenRequest] = []

@@ -20,7 +20,7 @@ async def compiled_grammar(
 async def compile_grammar(
     state: ServerState, param: str, grammar: Grammar, *, ignore_eos: bool, beams: bool
 ) -> CompiledGrammar:
-    """Return a compiled grammar. Errors name the field ``param``. Raises RequestError."""
+    """Compile ``grammar``. Raises RequestError, which names the field ``param``."""
     check_available(state, param, ignore_eos=ignore_eos, beams=beams)
     assert state.grammars is not None
     return await state.grammars.compile(grammar, param)

@@ -18,8 +18,8 @@ from llm_serving.server.generation.work import off_loop
 from llm_serving.server.state import ServerState
 
 MASK_FIELDS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
-"""The fields that need the token masks of a step. For ``logit_bias`` alone, the mask allows every token. Its purpose is
-that the agents choose from all logits, which they do under a mask."""
+"""The fields that need the token masks of a step. For ``logit_bias`` alone, the mask allows every token: with a mask,
+the agents choose from all logits, as a bias requires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ async def with_token_rules(
 ) -> ConstraintSource | None:
     """Return the constraint of each choice: ``grammar`` and the rules of ``sampling``. None if any token may follow.
 
-    ``max_tokens`` is the smallest maximum of a choice. Raises RequestError.
+    ``max_tokens`` is the smallest ``max_tokens`` of all choices. Raises RequestError.
     """
     if sampling.min_tokens > max_tokens:
         raise RequestError(

@@ -130,7 +130,8 @@ def _check_headers(request: Request) -> None:
 
 
 async def _read_in_time(request: Request, max_bytes: int, counted: _CountedBytes) -> bytes:
-    """Read the body within ``BODY_TIMEOUT_S``. A timer costs less than ``asyncio.wait_for``, which starts a task."""
+    """Read the body within ``BODY_TIMEOUT_S``. Uses a timer, because ``asyncio.wait_for`` starts a task and costs
+    more."""
     task = asyncio.current_task()
     if task is None:
         raise AssertionError("a body is read by a task")
@@ -182,7 +183,7 @@ def _too_large(size: str, max_bytes: int) -> PayloadTooLargeError:
 
 
 async def drain_body(receive: Receive) -> None:
-    """Read and discard the rest of a body for a short time. Many clients read the response only after sending all."""
+    """Read and discard the rest of a body for a short time. Many clients read the response only after sending it."""
 
     async def discard() -> None:
         size = 0

@@ -17,7 +17,7 @@ class JSONStructure:
     """Counts of the parts of a JSON text. They are exact for valid JSON, except ``num_values``."""
 
     num_values: int
-    """Number of values without keys. An empty object or list counts as two values."""
+    """Number of values, without the keys. An empty object or list counts as two values."""
     num_containers: int
     """Number of objects and lists."""
     num_strings: int

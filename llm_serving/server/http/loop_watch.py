@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 PERIOD_S = 0.01
-"""Seconds between two measurements. A block may be measured too short, by at most this time."""
+"""Seconds between two measurements. The measured time of a block may be too short by at most this time."""
 
 AWAKE_S = 1.0
 """Seconds for which the loop is measured after a client has sent data. Then the timer stops, which saves energy."""

@@ -57,7 +57,7 @@ class ConnectionRules:
     received: Callable[[], None] = field(default=lambda: None)
     """A function that is called when a client sends bytes, before they are parsed."""
     handshakes: set[asyncio.Task[None]] = field(default_factory=set)
-    """Tasks of connections whose TLS handshake is not complete. These connections count like the others."""
+    """Tasks of connections whose TLS handshake is not complete. They count towards ``max_connections``, too."""
 
 
 def age_of(value: bytes, now: float) -> float:

@@ -1,5 +1,6 @@
-"""Decides whether a client is a trusted reverse proxy. Headers that describe a request count only from these
-proxies.
+"""Decides whether a client is a trusted reverse proxy.
+
+The server uses some headers, such as ``X-Request-Start``, only if a trusted proxy sends them.
 """
 
 from __future__ import annotations

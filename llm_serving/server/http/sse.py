@@ -179,7 +179,7 @@ class EventStream:
             if is_last:
                 data += self._format.last()
         if data:
-            # Read before the write, because the client may get the data before this thread continues.
+            # Read the clock before the write, because the client may get the data before this thread continues.
             now = time.monotonic()
             if self._started:
                 channel.write(data, is_last=is_last)

@@ -244,7 +244,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(_INTEGERS, _is_integer),
     **dict.fromkeys(_FLOATS, _is_number),
 }
-"""Checks of a JSON value by the datatype of its tensor."""
+"""Maps a tensor's datatype to the check of its JSON values."""
 
 
 def _wrong(param: str, wanted: str, value: object) -> RequestError:

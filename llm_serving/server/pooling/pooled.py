@@ -22,7 +22,7 @@ from llm_serving.server.state import ServerState
 Vector = npt.NDArray[np.float32]
 
 _NO_OUTPUT = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""Sampling of a pooled sequence. It asks for one token, because the agent returns the pooled result with this token."""
+"""Sampling parameters of a pooled sequence. The agent returns the pooled result together with one token."""
 _SHORTEST = np.float32(1e-12)
 """Minimum length by which a vector is divided. It avoids a division by zero, and is the same as in PyTorch."""
 
