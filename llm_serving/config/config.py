@@ -144,7 +144,8 @@ class Config:
     def linear_format(self) -> WeightFormat:
         """The weight format in which the operators compute the linear layers.
 
-        If native operators do not support the configured format, they compute another one. This property returns it.
+        If native operators do not support the configured format, they compute another format, which this property
+        returns.
         """
         return weight_format(self.weight_format).on(self.op_table)
 

@@ -26,7 +26,7 @@ class Head:
     """
 
     kind: str
-    """Kind of the head: ``EAGLE`` or ``MTP``, as ``speculative_config.method``."""
+    """Kind of the head: ``EAGLE`` or ``MTP``. It is the value of ``speculative_config.method``."""
     layers: tuple[int, ...]
     """Numbers of the model's layers after which the head takes the hidden states. They are joined in this order."""
     hidden_size: int

@@ -1,6 +1,6 @@
 """Makes an engine with its agents from a config, for the server and for programs that use no HTTP.
 
-Slow modules are imported in the functions. So the agents start before this process imports them.
+Slow modules are imported in the functions. So the agents start before this process imports these modules.
 """
 
 from __future__ import annotations

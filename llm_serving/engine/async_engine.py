@@ -106,12 +106,12 @@ class AsyncEngine:
         self._receipts = ReceiptBook()
         self._searches: dict[str, Request] = {}
         self.tiers = tiers
-        """The KV tiers. None if there are none."""
+        """The KV tiers. None if the engine has no KV tiers."""
         self._transfers: BlockTransfers | None = None
         self.adapters = AdapterRegistry(
             config.lora_config.max_adapters, on_free=lambda slot: self._core.submit(DropAdapter(slot))
         )
-        """The LoRA adapters that requests may name. Only the event loop uses it."""
+        """The LoRA adapters that requests may name. Only the event loop uses this registry."""
         self.tiles = images
         """The places of the tiles of images. None if the model reads only text."""
         self.observers = [] if observe is None else [observe(index) for index in range(len(executors))]
@@ -206,8 +206,8 @@ class AsyncEngine:
 
     @property
     def wake_s(self) -> float | None:
-        """Expected seconds until agents are ready. 0 if they are ready, None if it is unknown. Any thread may read
-        it."""
+        """Expected seconds until agents are ready: 0 if they are ready, None if unknown. Any thread may read this
+        value."""
         return 0.0 if self.standby is None else self.standby.expected_s(self._clock())
 
     def check_wait(self, left_s: float | None) -> None:

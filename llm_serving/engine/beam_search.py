@@ -42,8 +42,7 @@ from llm_serving.telemetry.receipt import Phase
 MAX_BEAM_WIDTH = MAX_TOP_LOGITS // 2
 
 Expand = Callable[[Sequence[tuple[int, ...]]], Awaitable[list[TokenLogits]]]
-"""A function that takes the outputs of the live beams. For each output, it returns the model's ``num_candidates`` best
-next tokens."""
+"""A function of the outputs of the live beams. It returns, for each output, the ``num_candidates`` best next tokens."""
 
 
 @dataclass(frozen=True, slots=True)

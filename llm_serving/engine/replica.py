@@ -49,7 +49,7 @@ class Replica:
         make_speculator: MakeSpeculator | None = None,
         store: BlockStore | None = None,
     ) -> None:
-        """``store`` has the KV tiers of the replica. None if it has none."""
+        """``store`` has the KV tiers of the replica. None if the replica has no KV tiers."""
         self.index = index
         self.scheduler = scheduler
         self.executor = executor
@@ -77,7 +77,7 @@ class Replica:
         self._metrics = metrics
         self._masks = StepMasks(executor.publish_masks)
         self.store = store
-        """The KV tiers of the replica. None if it has none."""
+        """The KV tiers of the replica. None if the replica has no KV tiers."""
         self._speculator = None if make_speculator is None else make_speculator(self._masks.prepare)
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()

@@ -25,8 +25,7 @@ class ServingObserver(IndexObserver, Protocol):
 ObserveCache = Callable[[int], ServingObserver]
 """A function that takes the number of a replica and returns the observer of its prefix cache, which is still empty."""
 Record = Callable[[Scheduler, int], FlightRecorder | None]
-"""A function that takes a scheduler and the number of its replica. It returns the flight recorder that wraps the
-scheduler, or None."""
+"""A function that takes a scheduler and the number of its replica. Returns the recorder that wraps it, or None."""
 
 
 def make_schedulers(

@@ -60,8 +60,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class AgentLeaving:
-    """The agents' machine is drained. The engine gives them no new requests, and calls ``release`` after the last
-    one."""
+    """The agents' machine is drained. The engine sends no new requests, and calls ``release`` after the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,7 @@ class Executor(Protocol):
         """Ask the agents to drop step ``seq`` if it has not begun. In both cases, ``poll`` returns its result."""
 
     def distrust(self, check: str, reason: str, step: int | None = None) -> None:
-        """Restart the agents, because a self-check outside of the executor failed. ``poll`` then returns an
-        AgentLost."""
+        """Restart the agents, because a self-check outside of the executor failed. ``poll`` then reports the loss."""
 
     def publish_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> None:
         """Give the agents the masks of a submitted step, in the order of ``ScheduledStep.constrained``.

@@ -270,7 +270,7 @@ class StepSlots:
     def _same_batch(self, step: ScheduledStep) -> _Batch:
         """Return the batch of this decode step.
 
-        If the sequences are those of the last decode step, this is the same object, extended by new blocks.
+        If the sequences are those of the last decode step, returns the batch of that step, extended by the new blocks.
         """
         batch = self._batch
         table_lens = list(map(len, step.block_tables))

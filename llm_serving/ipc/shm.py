@@ -249,7 +249,7 @@ class StepSlot:
     def __init__(self, layout: SlotLayout, buffer: memoryview | mmap.mmap | bytearray, offset: int = 0) -> None:
         self.layout = layout
         self.arrays: dict[str, npt.NDArray[Any]] = {}
-        """All fields by name. Columns of sampling parameters are only here, and have no attribute of their own."""
+        """All fields by name. It also has the columns of sampling parameters, for which there are no attributes."""
         for field in layout.fields:
             array: npt.NDArray[Any] = np.frombuffer(
                 buffer, dtype=field.dtype, count=field.capacity, offset=offset + layout.offsets[field.name]

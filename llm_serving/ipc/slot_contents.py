@@ -81,8 +81,8 @@ class SlotContents:
         return bytes(self._mask_part())
 
     def write_masks(self, contents: memoryview) -> None:
-        """Write the bytes that ``masks`` returned on the other machine. Raises ProtocolError if their number
-        differs."""
+        """Write the bytes that ``masks`` returned on the other machine. Raises ProtocolError if bytes are missing or
+        extra."""
         _fill([self._mask_part()], contents, f"the masks of step {self._slot.seq}")
 
     def results(self) -> bytes:

@@ -1,6 +1,6 @@
 """Shared memory with the pixels of tiles: the server writes them, and the agents encode them.
 
-It has a fixed number of places. Each place has one tile, ``uint8`` [pixels, 3], row by row. It is in use while any
+It has a fixed number of places. Each place has one tile, ``uint8`` [pixels, 3], row by row. A place is in use while any
 request has its tile. The memory keeps its name as long as the server runs, because restarted agents map it again.
 """
 

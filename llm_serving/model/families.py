@@ -194,9 +194,10 @@ GENERATOR, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 def family_of(fields: TypedFields) -> Family:
     """Return the family that ``architectures`` of ``config.json`` names, or ``model_type`` if there are no
-    architectures. A classifier has the family of the model that generates text.
+    architectures.
 
-    Raises the error class of ``fields`` for an unknown family.
+    For a classifier, this is the family of the text generator with the same network. Raises the error class of
+    ``fields`` for an unknown family.
     """
     names = fields.names("architectures")
     if not names:
@@ -228,7 +229,7 @@ def text_part(fields: TypedFields) -> TypedFields | None:
 
 
 def read_biases(fields: TypedFields, family: Family) -> tuple[bool, bool]:
-    """Return whether query, key and value have biases, and whether attention's output layer has one."""
+    """Return whether query, key and value have biases, and whether attention's output layer has a bias."""
     if fields.boolean("mlp_bias", False):
         raise fields.fail("mlp_bias", "is not supported; the MLP's linear layers have no bias")
     if family.biases == "query_key_value":

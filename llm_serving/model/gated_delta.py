@@ -37,7 +37,7 @@ class GatedDelta:
 
     @property
     def keys(self) -> int:
-        """Number of elements of all key heads. The query heads have as many."""
+        """Number of elements of all key heads. The query heads have the same number of elements."""
         return self.key_heads * self.key_dim
 
     @property

@@ -32,7 +32,7 @@ class TensorScheme:
     bits: int
     """Bits of a weight."""
     has_groups: bool = False
-    """True if ``group_size`` inputs share a scale. Otherwise all inputs of an output share one."""
+    """True if ``group_size`` inputs share a scale. Otherwise all inputs of an output share a scale."""
     static: bool = False
     """True if the folder has a calibrated scale with which the layer's inputs are quantized."""
 
@@ -59,7 +59,7 @@ class Description:
     """The scheme of each quantized weight, by the weight's name (``... .weight``). Other weights are floats."""
     bits: int
     group: int
-    """Number of inputs that share a scale. 0: all inputs of an output share one."""
+    """Number of inputs that share a scale. 0: all inputs of an output share a scale."""
     sums_hold_bias: bool = True
     """True if ``quant_bias`` of scheme W8A8 contains the layer's bias, as msModelSlim writes it."""
 
@@ -97,12 +97,11 @@ def _description(fields: TypedFields, folder: Path, *, sums_hold_bias: bool) -> 
 
 
 def _stored_group(folder: Path, weight: str) -> int:
-    """Return the group size of a quantized folder, found from the shapes of one weight. Older descriptions do not state
-    it.
+    """Return the group size of a quantized folder, found from the shapes of the tensors of one weight.
 
-    A weight with groups has the shape [outputs, inputs], or [outputs / 2, inputs] if two outputs share a byte. Its
-    scales have the shape [outputs, groups]. Returns 0 if the shapes do not fit each other. The reader of weights then
-    refuses the folder.
+    It is needed for older descriptions, which do not state the group size. A weight with groups has the shape [outputs,
+    inputs], or [outputs / 2, inputs] if two outputs share a byte. Its scales have the shape [outputs, groups]. Returns
+    0 if the shapes do not fit each other. The reader of weights then refuses the folder.
     """
     shapes = tensor_shapes(folder, (weight, f"{weight}_scale"))
     stored, scales = shapes.get(weight, ()), shapes.get(f"{weight}_scale", ())

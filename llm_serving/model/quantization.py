@@ -45,7 +45,7 @@ class Quantization:
     """Layout of the tensors: ``gptq``, ``awq``, ``int-quantized``, ``pack-quantized`` or ``model-slim``."""
     bits: int
     group: int
-    """Number of inputs that share a scale. 0: all inputs of an output share one."""
+    """Number of inputs that share a scale. 0: all inputs of an output share a scale."""
     zeros_minus_one: bool = False
     """If True, the checkpoint stores each zero point minus one, as GPTQ's first format does."""
     description: Description | None = None

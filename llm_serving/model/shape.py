@@ -81,8 +81,8 @@ class ModelShape:
     partial_rotary_dim: int = 0
     """Number of a head's elements that are rotated, from the first one on. 0: all."""
     num_extra_layers: int = 0
-    """Number of MTP layers in the checkpoint, after the last layer. They predict further tokens, and only a head uses
-    them."""
+    """Number of MTP layers in the checkpoint, after the last layer. They predict further tokens. Only a head uses MTP
+    layers."""
     vision: VisionShape | None = None
     """The vision encoder. None for a model that reads only text."""
     rotary_sections: tuple[int, ...] = ()
@@ -133,7 +133,7 @@ class ModelShape:
 
     @property
     def rotary_width(self) -> int:
-        """Number of elements in a row of the rotary tables. Includes those of a head that are not rotated."""
+        """Number of elements in a row of the rotary tables, with the elements of a head that are not rotated."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property

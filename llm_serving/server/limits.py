@@ -60,7 +60,7 @@ INLINE_CHAT_CHARS = 65536
 INLINE_MESSAGES = 128
 """Maximum number of messages that the event loop's thread renders."""
 INLINE_BODY_BYTES = 65536
-"""Maximum size of a request body that the event loop's thread parses. Another thread parses larger ones."""
+"""Maximum size of a request body that the event loop's thread parses. Another thread parses larger bodies."""
 MAX_DETOKENIZE = 131072
 """Maximum number of tokens in a request to ``/detokenize``."""
 MAX_JSON_VALUES = 262_144

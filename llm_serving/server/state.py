@@ -169,7 +169,7 @@ class ServerSettings:
 def _host_names(server_ip: str, allow_remote: bool, allowed: Sequence[str]) -> frozenset[str]:
     """Return the host names by which clients may address the server.
 
-    If other machines can connect, the name of this machine is one of them.
+    If other machines can connect, the result includes the name of this machine.
     """
     own = (server_ip, socket.gethostname()) if allow_remote else (server_ip,)
     return frozenset(name.lower() for name in (*own, *allowed))

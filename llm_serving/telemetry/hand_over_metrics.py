@@ -1,4 +1,4 @@
-"""Prometheus metrics of separate prefill and decode. Without roles of replicas there are none."""
+"""Prometheus metrics of separate prefill and decode. They are absent if replicas have no roles."""
 
 from __future__ import annotations
 

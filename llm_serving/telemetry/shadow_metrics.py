@@ -1,4 +1,4 @@
-"""Prometheus metrics of shadow serving. Without shadow serving there are none."""
+"""Prometheus metrics of shadow serving. They are absent without shadow serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the KV tiers. Without KV tiers there are none."""
+"""Prometheus metrics of the KV tiers. They are absent without KV tiers."""
 
 from __future__ import annotations
 

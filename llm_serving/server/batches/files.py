@@ -36,7 +36,7 @@ class UploadForm(StrictModel):
 
 
 def store_of(state: ServerState) -> BatchStore:
-    """Return the store of files and batches. Raises BatchesOffError if the server has none."""
+    """Return the store of files and batches. Raises BatchesOffError if the server has no store."""
     if state.batches is None:
         raise BatchesOffError
     return state.batches

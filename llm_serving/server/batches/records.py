@@ -34,7 +34,7 @@ class StoredFile:
         return _FILE_ID.fullmatch(self.id) is not None and self.num_bytes >= 0
 
     def shown(self) -> dict[str, Any]:
-        """Return the file as OpenAI's API shows it."""
+        """Return the file as a JSON object of OpenAI's API."""
         return {
             "id": self.id,
             "object": "file",
@@ -90,7 +90,7 @@ class Batch:
         return self.status in ENDED
 
     def shown(self) -> dict[str, Any]:
-        """Return the batch as OpenAI's API shows it."""
+        """Return the batch as a JSON object of OpenAI's API."""
         return {
             "id": self.id,
             "object": "batch",

@@ -41,8 +41,7 @@ _SAVE_S = 1.0
 """Minimum seconds between two writes of a running batch's record to disk."""
 
 Respond = Callable[[Batch, LineRequest], Awaitable[tuple[int, bytes]]]
-"""A function that returns status and JSON body of the response to a line. Raises UnavailableError if the server
-stops."""
+"""A function that returns status and JSON body of the response to a line. Raises UnavailableError at a stop."""
 
 
 class BatchRunner:

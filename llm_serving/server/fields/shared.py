@@ -138,8 +138,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(SchedulingFields, StructuredFields, StrictModel):
-    """Fields of ``/v1/chat/completions`` and ``/v1/completions``: OpenAI's sampling parameters, and more with vLLM's
-    names."""
+    """Fields of ``/v1/chat/completions`` and ``/v1/completions``: OpenAI's sampling parameters, and fields of vLLM."""
 
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="Number of choices for each prompt.")

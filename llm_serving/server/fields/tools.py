@@ -46,7 +46,7 @@ class Tool(StrictModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates expect it."""
+        """Return the tool in the form that chat templates expect."""
         return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_none=True)}
 
 
@@ -136,7 +136,7 @@ class EarlierCall(StrictModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates expect it, with the arguments as an object."""
+        """Return the call in the form that chat templates expect, with the arguments as an object."""
         function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
         return {"id": self.id, "type": "function", "function": function}
 

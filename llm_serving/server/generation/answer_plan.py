@@ -78,8 +78,7 @@ class AnswerPlan:
 
 
 def check_tool_fields(state: ServerState, body: ToolRequest) -> None:
-    """Raise RequestError for fields of tools and reasoning that contradict each other or that the model does not
-    support."""
+    """Raise RequestError for fields of tools and reasoning that contradict each other or need an unsupported format."""
     formats, choice = state.output_format, body.tool_choice
     if body.tools and formats.tools is None:
         raise RequestError(
@@ -116,8 +115,7 @@ def offered_tools(body: ToolRequest) -> Sequence[Tool]:
 
 
 def template_values(state: ServerState, body: ToolRequest) -> Mapping[str, Any]:
-    """Return the variables for the chat template. ``chat_template_kwargs`` takes precedence over
-    ``reasoning_effort``."""
+    """Return the variables for the chat template. ``chat_template_kwargs`` overrides ``reasoning_effort``."""
     effort = body.reasoning_effort
     if effort is None:
         return body.chat_template_kwargs

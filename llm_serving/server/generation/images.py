@@ -76,9 +76,9 @@ class ReadImages:
 
 
 async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadImages | None:
-    """Return the images of a conversation, or None if it has none. Raises RequestError.
+    """Return the decoded images of a conversation, or None if it has no images. Raises RequestError.
 
-    Other threads read, decode and cut them, one after the other. The number of images is checked before.
+    Other threads read, decode and cut the images, one after the other. Before that, the number of images is checked.
     """
     urls = list(_image_urls(messages, state.settings))
     if not urls:

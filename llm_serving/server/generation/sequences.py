@@ -126,7 +126,7 @@ class Generation:
 
     @property
     def model_name(self) -> str:
-        """The name of the model in the response: that of the adapter, or of the served model."""
+        """The name of the model in the response: the adapter's name, or the name of the served model."""
         return self.state.engine.model_name if self.adapter is None else self.adapter.name
 
     @property
@@ -156,7 +156,7 @@ class Generation:
         return self.scoring if self.is_scoring_only else [*self.choices, *self.scoring]
 
     def watch_reasoning(self, plan: AnswerPlan | None) -> None:
-        """Count the tokens of the reasoning of each choice, if ``plan`` has a format for it."""
+        """Count the reasoning tokens of each choice, if ``plan`` has a format of reasoning."""
         token_bytes = self.state.engine.tokenizer.token_bytes
         for choice in self.choices:
             watch = None if plan is None else plan.watch(token_bytes)

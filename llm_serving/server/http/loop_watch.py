@@ -39,7 +39,8 @@ class LoopWatch:
         self.wake()
 
     def wake(self) -> None:
-        """Measure for at least ``AWAKE_S`` seconds. Each event that may cause work on the event loop calls this."""
+        """Measure for at least ``AWAKE_S`` seconds. Call this method at each event that may cause work on the event
+        loop."""
         self._awake_until = time.monotonic() + AWAKE_S
         if self._timer is None and self._is_busy is not None:
             self._schedule()

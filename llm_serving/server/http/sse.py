@@ -114,7 +114,7 @@ class EventStream:
                 await reply.response(generation.request_id)(scope, receive, send)
         else:
             # Close the generation now, so that it ends at the time of the last byte. After an error, ``app.py`` closes
-            # it.
+            # the generation.
             generation.close()
         finally:
             channel.detach()

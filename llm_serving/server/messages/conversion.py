@@ -139,8 +139,8 @@ def chat_messages(body: ConversationFields) -> list[dict[str, Any]]:
 
 
 def _converted(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the chat messages of an input message: one for each tool result, and one for the blocks between two of
-    them."""
+    """Yield the chat messages of an input message: one for each tool result, and one for each series of other
+    blocks."""
     if message.role == "assistant":
         yield _assistant(message, where)
         return

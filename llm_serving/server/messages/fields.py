@@ -17,7 +17,7 @@ from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
 _CACHE = frozenset({"cache_control"})
 """Fields that have no effect. The prefix cache finds equal prefixes by itself, so clients need not mark them."""
 _KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-"""The only accepted edit: keep the reasoning of all earlier answers, as the server always does."""
+"""The only accepted edit of ``context_management``. It keeps all earlier reasoning, as the server always does."""
 _BLOCKS = ("text", "image", "thinking", "tool_use", "tool_result")
 
 

@@ -103,7 +103,7 @@ async def served(
 
 
 def release_lease(scope: Scope) -> None:
-    """Give back the lease of a request, if it has one."""
+    """Release the lease of a request, if the request has one."""
     lease: Lease[ServerState] | None = scope.pop(LEASE, None)
     if lease is not None:
         lease.release()

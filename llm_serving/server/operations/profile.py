@@ -38,7 +38,7 @@ class ProfileRequest(StrictModel):
 
 
 class ProfileConflictError(RequestError):
-    """A profile cannot start because another one runs, or cannot stop because none runs."""
+    """A profile cannot start because another profile runs, or cannot stop because no profile runs."""
 
     status = 409
     code = "profile_conflict"

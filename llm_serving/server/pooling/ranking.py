@@ -27,7 +27,7 @@ from llm_serving.server.pooling.pooled import cosine, pooled_results, pooling_of
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""Instruction of a request without one. It is the default of Qwen3-Reranker."""
+"""Instruction for requests that state no instruction. It is the default of Qwen3-Reranker."""
 _BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'

@@ -125,7 +125,7 @@ ENDPOINTS = (
 def _summary(answer: Answer, details: Mapping[str, EncodedList] | None, receipt: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON members next to ``generated_text``: finish reason, number of tokens, seed, details and receipt.
 
-    ``details`` has the lists of tokens, or is None if the request did not ask for them. The member is then null.
+    ``details`` has the lists of tokens. If it is None, the request did not ask for details, and the member is null.
     ``receipt`` is ``{"receipt": ...}``, or empty if the request did not ask for it.
     """
     figures = {

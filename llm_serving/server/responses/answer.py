@@ -21,7 +21,7 @@ from llm_serving.server.responses.store import StoredResponse
 
 
 class Responder:
-    """Makes the response of one request, and stores the response if the client wants this."""
+    """Makes the response of one request, and stores the response unless the client turns this off."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Responder:
         messages: Sequence[dict[str, Any]],
         tenant: str,
     ) -> None:
-        """``messages`` are those of the conversation until now, without the instructions."""
+        """``messages`` is the conversation until now, without the instructions."""
         self.generation = generation
         self._body, self._messages, self._tenant = body, messages, tenant
         self._reader = PieceReader(plan)
