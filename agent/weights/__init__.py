@@ -1,4 +1,4 @@
-"""Reads, checks and converts the weights of a model. Does not import mindspore."""
+"""Reads a model's checkpoint, checks it, and converts the weights to the agent's parameters, without mindspore."""
 
 from agent.weights.forms import LinearForm, LinearForms, linear_forms
 from agent.weights.layout import WeightKind, WeightPart, WeightSpec

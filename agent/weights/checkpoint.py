@@ -51,8 +51,8 @@ class Checkpoint:
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
         """Raises CheckpointError unless the folder has exactly the ``expected`` tensors with their shapes.
 
-        Tensors whose names end in one of ``ignorable`` may exist and are not read. A text that ends with a point is the
-        beginning of names instead.
+        Tensors whose names end in a text of ``ignorable`` may exist and are not read. If a text in ``ignorable`` ends
+        with ".", it ignores tensors whose names begin with the text.
         """
         self._parts = {part.name: part for part in expected}
         with self._with_folder_in_errors():
@@ -83,7 +83,7 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes of stored values that were read, including unused parts of tensors that were read whole."""
+        """Number of bytes read from the files. It includes unused parts if a tensor could only be read whole."""
         return self._files.bytes_read
 
     def names(self) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class Checkpoint:
     def scheme(self, part: WeightPart) -> Scheme | None:
         """Returns the integer format and the groups of a quantised tensor, or None for a tensor of floats.
 
-        Experts of 4-bit floats are read as integers.
+        Experts that are stored as 4-bit floats (MXFP4) count as quantised, because they are read as integers.
         """
         if self._mxfp4.holds(part.name):
             return SCHEME
@@ -103,7 +103,7 @@ class Checkpoint:
     def float_dtype(self, name: str) -> str | None:
         """Returns the element type of a tensor of floats, or None for a quantised tensor.
 
-        For 8-bit floats with scales it returns float32.
+        Weights of 8-bit floats with scales are converted to float32, so the result is ``float32`` for them.
         """
         if self._is_float8(name):
             return "float32"

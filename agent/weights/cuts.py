@@ -39,7 +39,7 @@ class TensorCut:
     def of_quantised(self, tensor: QuantizedTensor) -> QuantizedTensor:
         """Returns a copy of this part of a whole quantised tensor.
 
-        Raises CheckpointError if the part begins or ends inside of a group of inputs (which share a scale).
+        Raises CheckpointError if the part begins or ends in the middle of a group, which is the inputs of one scale.
         """
         groups = slice(None) if self.columns is None else self.groups(tensor.scheme)
         if self.columns is not None and tensor.group_of_input is not None:
@@ -55,8 +55,8 @@ class TensorCut:
     def _of_inputs(self, inputs: StaticInputs) -> StaticInputs:
         """Returns this part of the calibrated scales and offsets with which W8A8 quantises the inputs of a layer.
 
-        The sum offsets are added to the integer sums. Only the agent with the first column keeps them, because the
-        agents' results are added.
+        The sum offsets are constants that the layer adds to its integer sums. If agents share the columns, their
+        results are added. Therefore only the agent with the first column keeps the sum offsets.
         """
         columns = slice(None) if self.columns is None else self.columns.slice
         offsets = np.array(inputs.sum_offsets[self.rows.slice])
@@ -65,9 +65,9 @@ class TensorCut:
         return StaticInputs(np.array(inputs.inverses[columns]), np.array(inputs.offsets[columns]), offsets)
 
     def groups(self, scheme: Scheme) -> slice:
-        """Returns the groups of inputs (which share a scale) in the part's columns.
+        """Returns the range of groups in the part's columns. The inputs of a group share a scale.
 
-        Raises CheckpointError if the part begins or ends inside of a group.
+        Raises CheckpointError if the part begins or ends in the middle of a group.
         """
         if self.columns is None or scheme.group == 0:
             return slice(None)

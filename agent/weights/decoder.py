@@ -41,7 +41,7 @@ class StoredTensor:
 class StoredTensors:
     """Reads the stored tensors that represent one quantised weight, such as integers and scales.
 
-    A tensor is selected by ``end``, the last part of its name, for example ``qweight``.
+    Methods take ``end``, the last part of a tensor's name, for example ``qweight``.
     """
 
     def __init__(self, stem: str, read: Callable[[str], tuple[Array, str] | None]) -> None:
@@ -90,7 +90,7 @@ Axis = Literal["out", "in", "group", "out_words", "in_words"]
 
 
 class CutTensors(StoredTensors):
-    """Reads only those parts of the stored tensors that represent a part (``cut``) of the weight, as views."""
+    """Reads the stored tensors of a part (``cut``) of a quantised weight. Returns views of the necessary ranges."""
 
     def __init__(self, whole: StoredTensors, cut: TensorCut, decoder: Decoder, count: Callable[[int], None]) -> None:
         super().__init__(whole.stem, self._read_cut)
@@ -138,7 +138,7 @@ class CutTensors(StoredTensors):
 
 
 def decoder_groups(decoder: Decoder, cut: TensorCut) -> slice:
-    """Returns the groups of inputs (which share a scale) in the columns of ``cut``."""
+    """Returns the range of groups in the columns of ``cut``. The inputs of a group share a scale."""
     return cut.groups(decoder.scheme())
 
 
@@ -218,9 +218,9 @@ def stem_of(name: str) -> str:
 
 
 def check_stored(stored: StoredTensor, found_type: str, found_shape: tuple[int, ...]) -> None:
-    """Raises CheckpointError unless the type and shape of a tensor in a checkpoint are among those that are allowed.
+    """Raises CheckpointError unless a tensor has a type and a shape that ``stored`` allows.
 
-    ``stored`` has the allowed types and shapes.
+    ``found_type`` and ``found_shape`` are those of the tensor in the checkpoint.
     """
     if found_type not in stored.types:
         raise CheckpointError(

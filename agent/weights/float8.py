@@ -3,8 +3,8 @@
 weight            F8_E4M3 [out, in]
 weight_scale_inv  float [blocks of out, blocks of in]
 
-value = weight * weight_scale_inv of the weight's block, computed in float32 and rounded once. The name says "inverse",
-because the checkpoint's author multiplied the weights by 1 / weight_scale_inv before rounding them to 8 bits. Blocks at
+value = weight * weight_scale_inv of the weight's block, computed in float32 and rounded once. The name ends in ``inv``,
+because DeepSeek multiplied the weights by the inverse, 1 / weight_scale_inv, before rounding them to 8 bits. Blocks at
 the end of a row or column may be smaller. An e4m3 float has 1 sign bit, 4 exponent bits (bias 7) and 3 mantissa bits.
 It has no infinity, and only the codes 0x7F and 0xFF are NaN.
 """

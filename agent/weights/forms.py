@@ -1,4 +1,4 @@
-"""Describes the forms in which native primitives take the weights of linear layers.
+"""Describes the forms of linear layers' weights: layout and types that MindSpore's native primitives require.
 
     form              primitive                           weight                         scales, offsets
     float             MatMul                              model_dtype [out, in]
@@ -8,7 +8,8 @@
                                                                                          [out, groups]
     int4_weight_only  WeightQuantBatchMatmul              int4 [in, out], two in a byte  model_dtype [groups, out]
 
-A form has the name of the weight format in which the primitives compute: ``int4`` becomes ``int4_weight_only``.
+A form is named after the weight format in which the primitives compute. For example, ``weight_format: int4`` has the
+form ``int4_weight_only``.
 
 A static form has three more parameters:
 
@@ -44,7 +45,7 @@ from llm_serving.model.number_formats import AUTO, WeightFormat, weight_format
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 
 GROUP_MULTIPLE = 32
-"""Groups of WeightQuantBatchMatmul are multiples of this number and smaller than the number of inputs."""
+"""WeightQuantBatchMatmul requires a group size that is a multiple of this and smaller than the number of inputs."""
 FLOAT = "float"
 """Name of the form of weights that are floats of ``model_dtype``."""
 
@@ -106,9 +107,9 @@ class LinearForms:
     def check_type(self, dtype: str) -> None:
         """Raises ConfigError if the primitives of a form do not support activations of type ``dtype``.
 
-        Static forms need bfloat16. With float32 scales, a bias and no scales of tokens, QuantBatchMatmul returns only
-        bfloat16. For float16 it requires scales in a packed 64-bit form with fewer digits (aclnnTransQuantParamV2).
-        Nothing in this project can check that form, so it is not supported.
+        Static forms need bfloat16. With float32 scales, a bias, and no scale for each token, QuantBatchMatmul can only
+        return bfloat16. For float16 it requires scales in a packed 64-bit form with fewer digits
+        (aclnnTransQuantParamV2). This project has no means to check that form, so the form is not supported.
         """
         if dtype != "bfloat16" and (self.layers.is_static or self.output.is_static):
             raise ConfigError(
@@ -208,7 +209,10 @@ def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearFor
 
 
 def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
-    """Returns the form of all experts' weights. Raises ConfigError if GroupedMatmulV4 does not support it."""
+    """Returns the form of a parameter with the weights of all experts of a layer.
+
+    Raises ConfigError if GroupedMatmulV4 does not support the form.
+    """
     wanted, (columns, depth) = _wanted(packing), spec.expert(0).shape
     stored = _stored(spec, source, packing)
     group = stored.group if stored is not None else packing.group if wanted.has_groups else 0

@@ -1,4 +1,4 @@
-"""A source of weights for checkpoints that store several tensors of the model as one, such as Phi-3's qkv."""
+"""Reads weights of checkpoints that store several tensors of the model as one larger tensor, such as Phi-3's qkv."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llm_serving.model.parallel import Span
 
 
 def stored_parts(parts: Iterable[WeightPart]) -> list[WeightPart]:
-    """Returns the tensors of the checkpoint that contain ``parts``, each once."""
+    """Returns the checkpoint's tensors that contain the tensors ``parts``. Returns each of them only once."""
     found = {}
     for part in parts:
         rows = part.rows_of
@@ -73,9 +73,10 @@ class JoinedSource:
 
 
 def _in_order(rows: Array, order: tuple[int, ...], stored_head: int = 0) -> Array:
-    """Returns a copy of some rows of each head. ``order`` has the numbers of these rows within their head.
+    """Selects and reorders the rows of each head. Returns a copy.
 
-    ``rows`` is [heads x rows of a head, ...]. A head has ``stored_head`` rows. 0 means as many as ``order``.
+    ``rows`` is [heads x rows of a head, ...]. ``order`` has the indices of the selected rows within a head. A head has
+    ``stored_head`` rows; 0 means the length of ``order``.
     """
     taken = rows.reshape(-1, stored_head or len(order), *rows.shape[1:])[:, list(order)]
     return taken.reshape(-1, *rows.shape[1:])
@@ -95,7 +96,7 @@ def _reordered(tensor: QuantizedTensor, order: tuple[int, ...], stored_head: int
 
 
 def _cut_of(rows: RowsOf, shape: tuple[int, ...], cut: TensorCut | None) -> TensorCut:
-    """Converts a cut of a tensor to the cut of the larger tensor whose ``rows`` contain it.
+    """Converts a cut of a tensor to the equal cut of the larger tensor. ``rows`` is the tensor's place in it.
 
     ``shape`` is the shape of the smaller tensor. ``cut`` is None for the whole smaller tensor.
     """

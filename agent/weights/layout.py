@@ -24,9 +24,9 @@ class RowsOf:
     first: int
     """Row of the larger tensor at which the tensor begins."""
     head_order: tuple[int, ...] = ()
-    """For each row of a head, the number of the stored row that the model takes. () means the stored order."""
+    """For each row of a head in the model, its index among the stored rows of the head. () means the stored order."""
     stored_head: int = 0
-    """Number of stored rows of each head if ``head_order`` takes only some of them. 0: it takes all."""
+    """Number of stored rows of each head, if ``head_order`` selects only some of them. 0 means that it selects all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class WeightPart:
     name: str
     shape: tuple[int, ...]
     rows_of: RowsOf | None = None
-    """If stated, the checkpoint has no tensor of this name. The tensor is some rows of a larger one."""
+    """The place of this tensor in a larger tensor, if the checkpoint has no tensor of this name. Otherwise None."""
     stacked: StackedIn | None = None
-    """If stated, a Hugging Face folder has no tensor of this name, but one tensor with those of all experts."""
+    """The place of this tensor in a tensor with all experts, if a Hugging Face folder has only that. Otherwise None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +91,20 @@ class WeightSpec:
     float32: bool = False
     """True for a router, which stays float32 for every ``model_dtype`` and ``weight_format``."""
     head_rows: HeadRows | None = None
-    """If stated, the parameter consists of one weight for each head, and ``parts`` has one tensor. The weights are
-    floats for every ``weight_format``."""
+    """Not None if the parameter has a separate weight for each head. ``parts`` then has one tensor, and the weights are
+    floats for every ``weight_format``.
+    """
     activation: str = "silu"
     """The activation of a gated linear layer. ``agent.kernels.packing.GATES`` lists the activations."""
     offset: float = 0.0
     factor: float = 1.0
     """A plain parameter is (stored value + ``offset``) x ``factor``, computed in float32."""
     padded_rows: int = 0
-    """Number of rows of the parameter, if it has more rows than its parts. The additional rows are zero."""
+    """Number of rows of the parameter, if it must have more rows than its parts together. Added rows are zero."""
     input_spans: tuple[Span, ...] = ()
-    """Ranges of inputs. The layer multiplies each range separately and adds the products in float32.
+    """Ranges of inputs that the layer multiplies separately before it adds the products in float32.
 
-    Agents that share the layer would do the same. Empty means one product over all inputs.
+    Agents that share the layer would add in the same order. Empty means one product over all inputs.
     """
 
     @property
@@ -130,7 +131,7 @@ class WeightSpec:
 
 
 def rows_of(parts: Sequence[WeightPart]) -> Iterator[tuple[WeightPart, slice]]:
-    """Yields each part of a parameter, with the range of rows that it has in the joined parameter."""
+    """Yields each part of a parameter with the rows of the parameter that it becomes."""
     row = 0
     for part in parts:
         yield part, slice(row, row + part.shape[0])

@@ -113,8 +113,8 @@ def load_weights(
 def _unpacked(specs: Sequence[WeightSpec], *, holds_bias: bool) -> list[WeightSpec]:
     """Returns the parameters of a model whose weights are not packed.
 
-    Each bias is a parameter of its own, unless ``holds_bias``. The biases are then included in the offsets that are
-    added to the integer sums.
+    Each bias is a separate parameter. With ``holds_bias``, the biases are instead included in the offsets that layers
+    add to their integer sums.
     """
     kept = [spec for spec in specs if not spec.packed_only]
     return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias and not holds_bias else (spec,))]
@@ -147,7 +147,7 @@ def _load_plain(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
 def _rescale(array: Array, dtype: str, offset: float, factor: float) -> None:
     """Replaces each value x by (x + ``offset``) x ``factor``, in pieces of rows to save memory.
 
-    ``factor`` is rounded to ``dtype`` first, as models that multiply activations by it do.
+    ``factor`` is first rounded to ``dtype``, because the original models multiply activations by the rounded factor.
     """
     rounded = to_float32(from_float32(np.array([factor], np.float32), dtype), dtype)[0]
     step = max(1, _PIECE_ELEMENTS // max(1, array[:1].size))

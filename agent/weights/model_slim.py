@@ -93,7 +93,7 @@ class ModelSlimDecoder(Decoder):
     def other_tensors(
         self, names: Iterable[str], parts: Mapping[str, WeightPart], read: Callable[[str], tuple[Array, str] | None]
     ) -> set[str]:
-        """Allows biases of norms in addition to the model's tensors.
+        """Returns the names of norms' biases, which a folder may have in addition to the model's tensors.
 
         Raises CheckpointError if a bias is not zero, unless all layers after its norm have static inputs (W8A8).
         """
@@ -162,11 +162,11 @@ _NORM_OF = {
     "mlp.gate_proj": "post_attention_layernorm",
     "mlp.up_proj": "post_attention_layernorm",
 }
-"""The norm of a decoder layer whose result is the input of a linear layer."""
+"""For each linear layer of a decoder layer, the norm whose result is its input."""
 
 
 def _norm_weight(bias: str) -> str:
-    """Returns the name of a norm's weight for the name of the norm's bias. Returns "" for any other name."""
+    """Returns the name of a norm's weight. ``bias`` is the name of the norm's bias; any other name returns ""."""
     return f"{bias.removesuffix('.bias')}.weight" if bias.endswith("norm.bias") else ""
 
 
@@ -193,7 +193,7 @@ def _static_tensors(part: WeightPart) -> tuple[StoredTensor, ...]:
         StoredTensor(f"{stem}.quant_bias", ("I32",), per_row),
         StoredTensor(f"{stem}.input_scale", FLOAT_TYPES, per_input),
         StoredTensor(f"{stem}.input_offset", (*FLOAT_TYPES, "I8", "I32"), per_input),
-        # weight_scale is optional and not read, because deq_scale = input_scale * weight_scale
+        # weight_scale is optional and is not read, because deq_scale already contains it.
         StoredTensor(f"{stem}.weight_scale", FLOAT_TYPES, per_row, optional=True),
         StoredTensor(f"{stem}.weight_offset", (*FLOAT_TYPES, "I8", "I32"), per_row, optional=True),
     )

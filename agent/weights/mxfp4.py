@@ -1,4 +1,4 @@
-"""Reads experts of 4-bit floats with a scale for each 32 inputs (MXFP4), as gpt-oss stores them.
+"""Reads weights of experts in the format MXFP4, as gpt-oss stores them: 4-bit floats, with a scale for 32 inputs.
 
 experts.gate_up_proj_blocks  U8 [experts, out, groups, 16]   two 4-bit floats in a byte, the first in the low bits
 experts.gate_up_proj_scales  U8 [experts, out, groups]       exponent + 127; 255 is not a number
@@ -28,7 +28,7 @@ SCHEME = Scheme("int8", MXFP4_GROUP)
 DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """Twice the value of each of the 16 4-bit floats."""
 _PAIRS = np.stack([np.tile(DOUBLED, 16), np.repeat(DOUBLED, 16)], 1).view(np.uint16)[:, 0]
-"""The two integers of each of the 256 bytes, as one number of 16 bits."""
+"""For each of the 256 values of a stored byte: its two doubled floats as int8, together one 16-bit number."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_BYTES = MXFP4_GROUP // 2
 _NOT_A_NUMBER = 255
@@ -39,7 +39,7 @@ Bytes = npt.NDArray[np.uint8]
 def scales_of(exponents: Bytes) -> npt.NDArray[np.float32]:
     """Returns the scales of the doubled integers, float32, for stored exponents of any shape.
 
-    Raises CheckpointError if one is not a number.
+    The integers are doubled, so the scales are halved. Raises CheckpointError for an exponent that stands for NaN.
     """
     if bool((exponents == _NOT_A_NUMBER).any()):
         raise CheckpointError("a scale of type MXFP4 is not a number")
@@ -54,7 +54,7 @@ class Mxfp4Reader:
         self._files = files
 
     def holds(self, name: str) -> bool:
-        """Returns True if the tensor ``name`` is stored as blocks and scales."""
+        """Returns True if the folder stores the weights ``name`` as MXFP4, in a tensor of blocks and one of scales."""
         return name + _BLOCKS in self._files
 
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:

@@ -33,9 +33,7 @@ from llm_serving.model.number_formats import AUTO, formats_of_stored, weight_for
 
 _ALIGNMENT = 64
 _packing_lock = threading.Lock()
-"""Lets only one thread pack at a time, because packing uses all threads of the kernels. Meanwhile other threads read
-tensors.
-"""
+"""Lets only one thread pack at a time, because packing uses all kernel threads. Other threads can read tensors."""
 OUTPUT_LAYER = "lm_head.weight"
 """The name of the output layer's weight."""
 
@@ -47,13 +45,15 @@ class Packing:
     weight_format: str
     """``auto``, or a name of the registry (``llm_serving.model.number_formats``)."""
     group: int = 64
-    """Number of inputs that share a scale, if floats become a format with groups. The last group of a layer may be
-    shorter. Stored integers keep their groups."""
+    """Number of inputs that share a scale, if floats are quantised to a format with groups. The last group of a layer
+    may be shorter. Stored integers keep their groups.
+    """
     asymmetric: bool = False
-    """True if floats that are quantised to a format with zero points get zero points."""
+    """True if floats are quantised with zero points, provided that the format supports zero points."""
     output_format: str | None = None
-    """The format of an output layer of floats, if ``weight_format`` is an integer format. None means ``weight_format``.
-    Rounding the output layer costs the most quality (docs/quantization.md has figures)."""
+    """The format of the output layer, if its weight is floats and ``weight_format`` is an integer format. None means
+    ``weight_format``. Quantising the output layer costs the most quality (docs/quantization.md has figures).
+    """
 
     def __post_init__(self) -> None:
         for name in (self.weight_format, self.output_format or AUTO):
@@ -66,19 +66,19 @@ class Packing:
         return self.weight_format != AUTO and weight_format(self.weight_format).is_float
 
     def zero_points(self, fmt: str) -> bool:
-        """True if weights get zero points when floats are quantised to ``fmt``."""
+        """Returns True if floats that are quantised to the format ``fmt`` get zero points."""
         return self.asymmetric and weight_format(fmt).zero != 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The format to which a parameter is packed, and whether its values are stored integers or floats."""
+    """Describes how a parameter is packed: the target format, and whether stored integers are kept."""
 
     format: str
     group: int
     stored: Scheme | None
-    """The format of the stored integers, if they are kept. None means that the values are read as floats, even if
-    integers are stored.
+    """The format of the stored integers, if they are kept. None means that the weight is read as floats; stored
+    integers are then dequantised.
     """
 
     @property
@@ -227,8 +227,8 @@ class LinearPacker:
         if spec.float32:
             return _Plan("float32", 0, None)
         if spec.head_rows is not None:
-            # The projections of MLA that are multiplied head by head stay floats. They are small, and quantising them
-            # would cost much quality.
+            # MLA (latent attention) multiplies these weights head by head. They stay floats, because they are small,
+            # and quantising them would cost much quality.
             return _Plan(self._dtype, 0, None)
         if self._packing.keeps_floats or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)
@@ -264,7 +264,8 @@ class LinearPacker:
     def _floats(self, spec: WeightSpec, plan: _Plan) -> tuple[Array, str]:
         """Reads all rows of a parameter as floats. Returns the floats and the name of their type.
 
-        If the weight will be quantised, the floats have the type of the checkpoint. They are then rounded only once.
+        If the weight will be quantised, the floats keep the type of the checkpoint, so that quantisation is the only
+        rounding.
         """
         kept = {self._source.float_dtype(part.name) for part in spec.parts}
         quantised_here = not weight_format(plan.format).is_float
@@ -316,9 +317,9 @@ def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
 def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
     """Converts a tensor with static inputs (W8A8) for a format that does not quantise inputs.
 
-    The scales of a static tensor include the scale of the inputs, and this function removes it from them. Returns any
-    other tensor unchanged. Raises CheckpointError if the inputs have different scales, because the result has only one
-    scale for each output.
+    The scales of a tensor with static inputs include the scale of the inputs. This function divides them by it. A
+    tensor without static inputs is returned unchanged. Raises CheckpointError if the inputs have different scales,
+    because the result has only one scale for each output.
     """
     if tensor.inputs is None:
         return tensor
@@ -334,8 +335,8 @@ def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
 def joined_inputs(found: Sequence[StaticInputs], spec: WeightSpec) -> StaticInputs:
     """Joins the static inputs (W8A8) of the tensors of one parameter, such as q, k and v.
 
-    The tensors have the same inputs, so their input scales and input offsets must be equal; otherwise raises
-    CheckpointError. Only the corrections that are added to the integer sums differ, and they are concatenated.
+    The tensors have the same inputs, so their input scales and input offsets must be equal. Otherwise raises
+    CheckpointError. The offsets that are added to the integer sums are concatenated.
     """
     first = found[0]
     for part, each in zip(spec.parts, found, strict=True):
@@ -348,7 +349,7 @@ def joined_inputs(found: Sequence[StaticInputs], spec: WeightSpec) -> StaticInpu
 
 
 def _joined_zeros(tensors: Sequence[QuantizedTensor]) -> npt.NDArray[np.uint8] | None:
-    """Joins the zero points of tensors along the rows. Returns None if no tensor has its own zero points."""
+    """Joins the zero points of tensors along the rows. Returns None if no tensor has stored zero points."""
     if all(each.zeros is None for each in tensors):
         return None
     zeros: list[npt.NDArray[np.uint8]] = [

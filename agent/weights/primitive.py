@@ -1,8 +1,7 @@
 """Loads integers, scales and offsets of linear layers in the forms of native primitives (``agent.weights.forms``).
 
 Floats are quantised here and rounded to nearest. The scale is max|w| / 127 for 8 bits and max|w| / 7 for 4 bits. If
-scales have a 16-bit type, the scale is rounded before the weights are divided by it. Then the integers fit the rounded
-scale.
+scales are stored in a 16-bit type, each scale is rounded to this type before the weights are divided by it.
 """
 
 from __future__ import annotations
@@ -176,7 +175,10 @@ def _take(
 
 
 def _pairs(integers: Array) -> Array:
-    """Packs ``integers`` [out, in] from -8 to 7 into int8 [in, out / 2], two outputs in a byte, the even one first."""
+    """Packs integers [out, in] between -8 and 7 into int8 [in, out / 2].
+
+    A byte has two outputs. The output with the even index is in the low bits.
+    """
     columns, depth = integers.shape
     out = allocate((depth, columns // 2), "int8")
     for start in range(0, columns, _PIECE_ROWS):

@@ -20,7 +20,7 @@ class Scheme:
     """Describes how a tensor is quantised: integer format and groups. Joined tensors must have equal schemes."""
 
     format: str
-    """Name of the weight format that uses the stored integers without a change."""
+    """Name of the weight format whose kernels can use the stored integers unchanged."""
     group: int
     """Number of inputs that share a scale. 0 means all inputs of an output."""
     static: bool = False
@@ -51,7 +51,7 @@ class QuantizedTensor:
     scales: npt.NDArray[np.float32]
     """Scales [out, groups]."""
     zeros: npt.NDArray[np.uint8] | None = None
-    """Zero points [out, groups]. None means the format's own zero point everywhere."""
+    """Zero points [out, groups]. None means that every group has the zero point of the format."""
     group_of_input: npt.NDArray[np.int32] | None = None
     """The group of each input [in], if groups are not consecutive inputs (GPTQ's ``desc_act``), otherwise None.
 
@@ -60,13 +60,13 @@ class QuantizedTensor:
     inputs: StaticInputs | None = None
     """How the layer quantises its inputs, if the scheme is static. ``scales`` then contain the scale of the inputs."""
     has_norm_bias: bool = False
-    """True if ``inputs`` contain the bias of the norm before the layer. Without ``inputs``, the bias would be lost."""
+    """True if the bias of the norm before the layer is merged into ``inputs``. Without ``inputs``, it would be lost."""
 
     def check_describes_layer(self, name: str) -> None:
         """Raises CheckpointError if the layer cannot be computed with float inputs.
 
-        If the norm before the layer has a bias, the checkpoint has merged it into the static ``inputs``. Float inputs
-        would lose it.
+        This is so if the norm before the layer has a bias. The checkpoint has merged the bias into the static
+        ``inputs``, and float inputs would not contain it.
         """
         if self.has_norm_bias:
             raise CheckpointError(
@@ -96,7 +96,7 @@ class QuantizedTensor:
     def dequantise_into(self, out: Array, dtype: str) -> None:
         """Writes the values of all rows to ``out`` as ``dtype``. Raises OverflowError if a value does not fit.
 
-        Raises FloatingPointError if an integer times its scale exceeds float32, which only a damaged file has.
+        Raises FloatingPointError if an integer times its scale exceeds float32. This happens only with a damaged file.
         """
         step = max(1, _PIECE_ELEMENTS // max(self.values.shape[1], 1))
         for row in range(0, len(out), step):

@@ -66,7 +66,8 @@ class SafetensorsFile:
     def release(self, name: str) -> None:
         """Frees the memory pages into which a tensor was read.
 
-        Call this after the tensor has been converted. Then memory need not hold the file and the loaded weights.
+        Call this after a tensor has been converted, so that memory does not hold the file and the loaded weights at
+        the same time.
         """
         info = self.tensors[name]
         begin = (self._data_start + info.begin) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Random weights that depend only on the seed and the tensor's name (``load_format: dummy``, and test models).
+"""Generates random weights that depend only on a seed and the tensor's name (for ``load_format: dummy`` and tests).
 
 The algorithm, so that another tool can generate the same numbers:
 
@@ -10,8 +10,8 @@ The algorithm, so that another tool can generate the same numbers:
 3. Every 64-bit number gives four indices, the low 16 bits first; element = ``table[index] * float32(std)``, rounded
    to the wanted type.
 
-Tensors whose names end in ``norm.weight`` are ones. The values do not depend on the order of the tensors, on shards, or
-on the way in which the model joins its weights. A chunk of 2**20 values takes about 2 ms.
+Tensors whose names end in ``norm.weight`` are ones. The values do not depend on the order in which tensors are read, on
+shards, or on how the model joins its weights. A chunk of 2**20 values takes about 2 ms.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class SeededWeights:
         return None
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
-        """Must not be called, because random weights are never quantised. Raises AssertionError."""
+        """Raises AssertionError. Callers must not call it, because ``scheme`` returns None for every tensor."""
         raise AssertionError(f"{part.name} is not quantised")
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:

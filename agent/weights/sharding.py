@@ -104,7 +104,7 @@ def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equ
 def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
     """Returns the ranges of inputs that a layer multiplies separately before it adds the products.
 
-    With these ranges, a single agent adds in the same order as a group of agents (``parallel_config.sum_parts``).
+    The ranges make a single agent add in the same order as a group of ``parallel_config.sum_parts`` agents.
     """
     name = _end_of(spec.parameter)
     if name == "attention.output.weight":
@@ -137,7 +137,10 @@ def _heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
 
 
 def _joined(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the rows of the agent's heads from the weight of the queries. Weights of latent vectors are read whole."""
+    """Cuts a parameter of latent attention: from the weight of the queries, takes the rows of the agent's heads.
+
+    The weights that produce latent vectors are read whole.
+    """
     latent = part.whole.latent
     assert latent is not None, "only latent attention has this parameter"
     if latent.query_rank:

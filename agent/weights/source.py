@@ -31,7 +31,7 @@ class WeightSource(Protocol):
         """
 
     def close(self) -> None:
-        """Releases files and memory that reading needed."""
+        """Closes files and frees memory. Afterwards, no tensor can be read."""
 
 
 class CutSource:

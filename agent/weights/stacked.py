@@ -1,4 +1,4 @@
-"""A source of weights for folders in which one tensor has the linear layers of all experts, as gpt-oss stores them.
+"""Reads weights of folders in which one tensor has the linear layers of all experts, as gpt-oss stores them.
 
 Floats are stored as [experts, in, out], 4-bit floats as [experts, out, in] (``agent.weights.mxfp4``), and biases as
 [experts, out].
@@ -20,8 +20,9 @@ from llm_serving.model.parallel import Span
 
 
 def stacked_parts(parts: Iterable[WeightPart]) -> list[WeightPart]:
-    """Replaces the tensors of single experts in ``parts`` by the tensors that have all experts. Returns each tensor
-    once."""
+    """Returns ``parts`` with the tensors of single experts replaced by the tensors of all experts. Each tensor occurs
+    once.
+    """
     found = {}
     for part in parts:
         place = part.stacked
@@ -75,8 +76,7 @@ class StackedSource:
         out[...] = piece[:: place.step]
 
     def _read_floats(self, stored: WeightPart, out: Array, dtype: str, cut: TensorCut | None) -> None:
-        """Reads floats of one expert. A row of the stored matrix has the weights of one input for all outputs, or all
-        biases."""
+        """Reads the floats of one expert: a weight, stored as [in, out], or a bias [out]."""
         place = _place(stored)
         depth = stored.shape[1] if len(stored.shape) > 1 else 1
         inputs = Span(0, depth) if cut is None or cut.columns is None else cut.columns
@@ -103,10 +103,10 @@ def _rows_of_all(part: WeightPart) -> WeightPart:
 
 
 def _span(place: StackedIn, part: WeightPart, cut: TensorCut | None) -> Span:
-    """Returns a range of rows in the matrix [experts x out, in] of all experts.
+    """Returns the range of rows that an expert's tensor, or its ``cut``, has in the matrix [experts x out, in].
 
-    The range begins with the first output of an expert's tensor, or of its ``cut``, and ends with the last output. If
-    ``StackedIn.step`` is above 1, the range also has the rows between these outputs.
+    The range is from the first to the last output of the tensor. If ``StackedIn.step`` is above 1, it also contains
+    rows of other tensors between these outputs.
     """
     rows = Span(0, part.shape[0]) if cut is None else cut.rows
     begin = place.expert * place.outputs + place.first

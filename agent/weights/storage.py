@@ -32,7 +32,8 @@ _CHUNK_ELEMENTS = 1 << 15
 _ALIGNMENT = 64
 _HUGE_PAGE = 2 << 20
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
-"""Linux's MADV_POPULATE_READ and MADV_POPULATE_WRITE, since 5.14, which the module ``mmap`` does not name."""
+"""The numbers of MADV_POPULATE_READ and MADV_POPULATE_WRITE. Linux has them since 5.14, and Python does not name them.
+"""
 
 
 def allocate(shape: tuple[int, ...], dtype: str) -> Array:
@@ -45,10 +46,10 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """Returns an array of zeros whose pages are allocated when this function returns.
+    """Returns an array of zeros whose pages are already allocated.
 
-    Therefore a lack of memory fails the start and not a later step. A large array has its own mapping with huge pages.
-    Releases the GIL while the system allocates pages.
+    If memory is short, the start of the agent fails, instead of a later step. A large array has its own mapping with
+    huge pages. The function releases the GIL while the system allocates pages.
     """
     array = future_zeros(shape, dtype)
     make_resident(array)
@@ -69,9 +70,9 @@ def future_zeros(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def make_resident(array: Array) -> None:
-    """Allocates all pages of an array of ``future_zeros``, without changing their contents. Releases the GIL meanwhile.
+    """Allocates all pages of an array that ``future_zeros`` returned, without changing their contents.
 
-    No other thread may write to the array at the same time.
+    Releases the GIL meanwhile. No other thread may write to the array at the same time.
     """
     # Linux before 5.14 cannot populate pages. Writing to each page then allocates it.
     if array.size and not populate(array, write=True):
@@ -144,7 +145,7 @@ def from_float32(array: npt.NDArray[np.float32], dtype: str) -> Array:
         return array
     with np.errstate(over="ignore"):
         rounded = _round_to_bfloat16(array) if dtype == "bfloat16" else array.astype(np.float16)
-    # These are the bits of infinity. Without the sign, only infinity and NaN have bits at least as large.
+    # ``largest`` has the bits of infinity. Without their sign bit, all finite values have smaller bits.
     largest = 0x7F80 if dtype == "bfloat16" else 0x7C00
     if int((rounded.view(np.uint16) & np.uint16(0x7FFF)).max(initial=0)) >= largest:
         overflow = np.isinf(to_float32(rounded, dtype)) & np.isfinite(array)

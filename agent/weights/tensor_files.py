@@ -1,4 +1,4 @@
-"""Reads the safetensors files of a folder as one: ``model.safetensors``, or the shards that an index names.
+"""Reads all tensors of a model folder, from the file ``model.safetensors`` or from the shards that an index names.
 
 msModelSlim and golden-stick use other names, for example ``quant_model_weights.safetensors``.
 """
@@ -68,9 +68,7 @@ class TensorFiles:
         return self._file_of[name].read_stored(self._stored_name(name)) if name in self._file_of else None
 
     def count(self, num_bytes: int) -> None:
-        """Adds bytes to ``bytes_read``. The caller counts the bytes, because a view is read from the file only when it
-        is used.
-        """
+        """Adds ``num_bytes`` to ``bytes_read``. The caller reports them, because views read the file when used."""
         self.bytes_read += num_bytes
 
     def release(self, name: str) -> None:
@@ -101,7 +99,9 @@ class TensorFiles:
         return self._stored_names.get(name, name)
 
     def _add_prefixes(self) -> None:
-        """Adds ``model.`` to the names of a network that was stored without its output layer, as embedding models are.
+        """Makes tensors available under names with the prefix ``model.``, if the folder has names without it.
+
+        Embedding models, which have no output layer, are stored in this form.
         """
         if _EMBEDDING not in self._file_of or _PREFIX + _EMBEDDING in self._file_of:
             return
@@ -162,7 +162,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Lists at most a few names: ``tensor is: a``, ``tensors are: a, b and 3 more``."""
+    """Returns a text that lists the first names: ``tensor is: a``, or ``tensors are: a, b and 3 more``."""
     shown = ", ".join(names[:_LISTED])
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{'tensor is' if len(names) == 1 else 'tensors are'}: {shown}{more}"

@@ -4,9 +4,9 @@ The file begins with ``MAGIC``, then the position, the length and the CRC-32 of 
 multiple of ``ALIGNMENT``. The header is JSON at the end of the file, because a writer adds arrays one by one. The
 header has a CRC-32 for every ``CHUNK_BYTES`` of each array, so that several threads can read and check.
 
-A reader maps the file if the system can map it in huge pages. Then weights in the system's page cache are not copied.
+If the system can map the file in huge pages, a reader maps it, and weights in the system's page cache are not copied.
 Otherwise the reader copies the file into memory with huge pages, because kernels are slower with small pages. A
-complete file never changes. A new entry replaces the file, and processes that have mapped the old file keep it.
+complete file never changes: a new file replaces it, and processes that have mapped the old file keep the old contents.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAGIC = b"LLSWGT02"
 ALIGNMENT = 4096
 CHUNK_BYTES = 16 << 20
 WRITE_BYTES = 16 << 20
-"""The file is written in pieces of this size, so that the system keeps it in huge pages, whose size divides it."""
+"""Bytes of each write. It is a multiple of the huge page size, so that the page cache keeps the file in huge pages."""
 MAX_HEADER_BYTES = 64 << 20
 _MAP_BYTES = 16 << 20
-"""Bytes that a thread maps with one call. A multiple of every page size."""
+"""Number of bytes that a thread reads into memory with one call. It is a multiple of every page size."""
 LEAST_HUGE = 0.5
-"""The part of a mapped file that must be in huge pages."""
+"""Minimum fraction of a mapped file that must be in huge pages. Below it, the file is copied instead."""
 _PREFIX = struct.Struct("<8sQQI")
 _DTYPES = ("|i1", "|u1", "<u2", "<i2", "<f2", "<i4", "<f4", "<i8", "<u8")
 
@@ -118,7 +118,7 @@ class _Chunk:
 def read_entry(path: Path, fingerprint: str, threads: int) -> dict[str, Array]:
     """Maps or reads the arrays of the file ``path``, and compares the checksums of all bytes.
 
-    The caller may write to the arrays, and this does not change the file. Raises EntryError if the file is damaged, or
+    If the caller writes to the arrays, the file does not change. Raises EntryError if the file is damaged, or
     if it was made from another checkpoint or with other settings (``fingerprint``). Raises FileNotFoundError if there
     is no file, and OSError if the file cannot be read.
     """
@@ -183,7 +183,8 @@ def _chunks(described: list[dict[str, Any]], arrays: dict[str, Array]) -> Iterat
 
 
 def _check_place(described: dict[str, Any], end: int) -> None:
-    """Raises EntryError if the header's entry of an array cannot be right. Called before memory is allocated."""
+    """Raises EntryError if the header describes an array that cannot be in the file. Call it before allocating memory.
+    """
     begin, shape = int(described["begin"]), _shape_of(described)
     if described["dtype"] not in _DTYPES or min(shape, default=1) < 0:
         raise EntryError(f"its header describes the array {described['name']!r} wrongly")

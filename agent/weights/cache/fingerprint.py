@@ -21,16 +21,16 @@ _PROGRAM = (
     *("agent/weights", "agent/kernels", "agent/models", "agent/backends", "agent/group"),
     *("llm_serving/gguf", "llm_serving/model"),
 )
-"""Packages whose code decides the bytes of converted weights."""
+"""Packages whose code influences the bytes of converted weights."""
 _ARITHMETIC = ("agent/layers", "agent/step_graph", "agent/mindformers", "agent/lora")
-"""Further packages whose code decides how keys and values are computed."""
+"""Further packages whose code influences the bits of computed keys and values."""
 
 
 def slot_name(config: Config, rank: int) -> str:
     """Returns the file name of an agent's cached weights.
 
-    The name depends on the model and the settings, but not on the contents of the checkpoint. If only the checkpoint
-    changes, the new file therefore replaces the old one.
+    The name depends on the model and the settings, but not on the contents of the checkpoint. If the checkpoint
+    changes, the new file has the same name and replaces the old file.
     """
     return f"{config.model_name[:64]}-{digest_of(_settings(config, rank))[:20]}.weights"
 
@@ -72,7 +72,7 @@ def _source(config: Config) -> list[object]:
 
 @cache
 def arithmetic_digest() -> str:
-    """Returns a digest of the code that decides the bits of keys and values: kernels, operators and MindSpore.
+    """Returns a digest of the code that computes keys and values: kernels, operators and the version of MindSpore.
 
     It includes the instruction set in which the kernels compute.
     """

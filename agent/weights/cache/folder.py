@@ -27,16 +27,16 @@ logger = logging.getLogger("agent.weights.cache")
 
 GIB = 1024**3
 _KINDS = ("*.weights", "*.program")
-"""The names of all entries."""
+"""Patterns of the names of all complete files: converted weights and stored programs."""
 FREE_DISK_BYTES = 2 * GIB
 """Number of bytes of the disk that must stay free after a new entry is written."""
 
 
 class ArrayCache:
-    """One cache file with arrays that an agent can also compute itself.
+    """One cache file of an agent. It holds arrays that the agent computes itself if there is no valid file.
 
-    All agents of a user share the folder of these files. If the cache fails, the reason is logged and the agent starts
-    without it.
+    All agents of a user share the folder of these files. If reading or writing a file fails, the reason is logged, and
+    the agent starts without the cache.
     """
 
     def __init__(self, config: Config, what: str, name: str, make_fingerprint: Callable[[], str]) -> None:
@@ -238,7 +238,7 @@ class WeightCache(ArrayCache):
 
 
 def _drop(name: str, array: Array) -> None:
-    """Does not keep an array. ``keeping`` yields this function if the cache is off or has no space."""
+    """Does nothing. ``keeping`` yields this function if the cache is off or has no space."""
 
 
 def _check_private(folder: Path) -> None:

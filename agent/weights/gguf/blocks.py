@@ -5,12 +5,12 @@ block of these types has a float16 scale d and the integers q of 32 consecutive 
 for Q8_0 and d * (q - 8) for Q4_0. Byte i of a Q4_0 block has input i in the low four bits and input i + 16 in the high
 four bits.
 
-Weights of type MXFP4 are read as int8 without rounding too. A block has the exponent of its scale, then 16 bytes with
+Weights of type MXFP4 are also read as int8 without rounding. A block has the exponent of its scale, then 16 bytes with
 4-bit floats in the order of Q4_0 (``agent.weights.mxfp4``).
 
-All other types have finer scales, minima or code books, which the kernels do not support. The ``gguf`` library
-dequantises weights of these types. Then they are rounded to int8 in groups of 32, with scale = max|w| / 127 of the
-group. No weight w changes by more than max|w| / 254 of its group.
+All other types have smaller groups, minima or code books, which the kernels do not support. The ``gguf`` library
+dequantises weights of these types. This module then rounds them to int8 in groups of 32 weights w, with scale =
+max|w| / 127. Rounding changes a weight by at most max|w| / 254 of its group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def scheme_of(types: set[str]) -> Scheme | None:
 
 
 def to_integers(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTensor:
-    """Returns the integers and scales of a tensor in the format ``scheme``. If necessary, dequantises and rounds it.
+    """Returns the integers and scales of a tensor in the format ``scheme``.
+
+    If the stored type has no exact integers of this format, the tensor is dequantised and rounded.
 
     ``blocks`` are the tensor's bytes, uint8 [rows, bytes of a row]. Raises CheckpointError if a scale is not finite.
     """
@@ -73,7 +75,7 @@ def to_floats(blocks: Bytes, kind: TensorType) -> npt.NDArray[np.float32]:
     from gguf import GGMLQuantizationType, dequantize
 
     if kind.name == _MXFP4:
-        # The gguf library would read an exponent byte that stands for NaN as a number, so it does not read MXFP4.
+        # The gguf library does not recognise the exponent byte that stands for NaN. Therefore it is not used for MXFP4.
         return _of_floats(blocks, kind).dequantise_rows(0, len(blocks))
     with np.errstate(all="ignore"):
         values = dequantize(np.ascontiguousarray(blocks), GGMLQuantizationType[kind.name])
@@ -112,7 +114,10 @@ def _of_floats(blocks: Bytes, kind: TensorType) -> QuantizedTensor:
 
 
 def _halves(packed: Bytes) -> Bytes:
-    """Returns 4-bit numbers: uint8 [rows, blocks, 16] -> uint8 [rows, blocks, 32], all low halves of a block first."""
+    """Unpacks 4-bit numbers: uint8 [rows, blocks, 16] -> uint8 [rows, blocks, 32].
+
+    A block has first the numbers in the low halves of its bytes, then those in the high halves.
+    """
     values = np.empty((*packed.shape[:2], GGUF_GROUP), np.uint8)
     np.bitwise_and(packed, 15, out=values[:, :, : GGUF_GROUP // 2])
     np.right_shift(packed, 4, out=values[:, :, GGUF_GROUP // 2 :])

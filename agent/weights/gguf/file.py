@@ -1,4 +1,4 @@
-"""A source of weights that reads one GGUF file (llama.cpp's format). ``blocks`` converts GGUF's quantised types."""
+"""Reads the weights of one GGUF file (llama.cpp's format). ``agent.weights.gguf.blocks`` converts quantised types."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class GGUFFile:
     def scheme(self, part: WeightPart) -> Scheme | None:
         """Returns the integer format in which a tensor is read, or None if the tensor is read as floats.
 
-        Tensors that this project joins to one weight, such as q, k and v, get the same format.
+        The tensors that this project joins to one weight, such as q, k and v, are all read in the same format.
         """
         tensors, place = self._header.tensors, self._place(part.name)
         if place.recipe is not None and place.recipe.combine is not None:
@@ -71,7 +71,7 @@ class GGUFFile:
         return scheme_of({tensors[name].type.name for name in names if name in tensors})
 
     def float_dtype(self, name: str) -> str | None:
-        """Returns the type of a tensor that is read as floats."""
+        """Returns the type of a tensor that is read as floats. A tensor of a quantised type is read as float32."""
         kinds = {self._header.tensors[each].type.name for each in self._place(name).names}
         return GGUF_FLOATS.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
@@ -132,7 +132,7 @@ class GGUFFile:
         return np.arange(part.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def _read_stored(self, part: WeightPart, entry: TensorEntry, out: Array, dtype: str, cut: TensorCut | None) -> None:
-        """Copies a tensor that the file has in the usual form."""
+        """Copies a tensor that has no recipe: the file and a Hugging Face folder store it in the same form."""
         if entry.type.name in GGUF_FLOATS:
             self._copy_floats(part, entry, out, dtype, cut)
         else:
@@ -141,12 +141,12 @@ class GGUFFile:
             out[:] = from_float32(to_float32(out, dtype) - np.float32(1), dtype)
 
     def _integers_of(self, recipe: Recipe, scheme: Scheme) -> QuantizedTensor:
-        """Returns the integers of a tensor that the file has in another form."""
+        """Makes a tensor from the integers of the file's tensors, as ``recipe`` describes."""
         entries = [self._header.tensors[name] for name in recipe.names]
         return recipe.of_integers([to_integers(self._stored_rows(each), each.type, scheme) for each in entries])
 
     def _floats_of(self, recipe: Recipe) -> Floats:
-        """Returns the floats of a tensor that the file has in another form."""
+        """Makes a tensor from the floats of the file's tensors, as ``recipe`` describes."""
         entries = [self._header.tensors[name] for name in recipe.names]
         tensors = [
             to_floats(self._stored_rows(each), each.type).reshape(shape)
@@ -196,7 +196,7 @@ class GGUFFile:
         self._check_vector(entry, part.shape)
 
     def _check_recipe(self, part: WeightPart, recipe: Recipe) -> None:
-        """Checks the shapes of the file's tensors, and that together they have as many values as ``part``."""
+        """Raises CheckpointError unless the file's tensors have the recipe's shapes and as many values as ``part``."""
         for name, shape in zip(recipe.names, recipe.shapes, strict=True):
             entry = self._header.tensors[name]
             if _significant(entry.shape) != _significant(shape):

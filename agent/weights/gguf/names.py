@@ -17,7 +17,7 @@ from llm_serving.model.shape import MAX_LAYERS
 
 OUTPUT = "output.weight"
 IGNORED = frozenset((ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
-"""Tensors that hold no weights. The frequencies of rotary scaling follow from the configuration."""
+"""Tensors that are not read. They have factors of rotary scaling, which this project takes from the configuration."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SINKS = ".sinks"
 """End of Hugging Face's name of attention sinks. In a GGUF file, their name ends in ``.weight``."""
@@ -30,20 +30,18 @@ _JOINED = (
     ("ffn_gate_exps", "ffn_up_exps"),
     ("ffn_gate_shexp", "ffn_up_shexp"),
 )
-"""Tensors of a layer that this project joins to one weight. A layer has only some of a group."""
+"""Each entry lists tensors of a layer that this project joins to one weight. A layer has only some of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a Hugging Face tensor in a GGUF file.
-
-    ``name`` is the file's tensor. One tensor of the file has all experts, and ``expert`` is the index of the expert.
-    """
+    """The place of a Hugging Face tensor in a GGUF file. ``name`` is the name of the file's tensor."""
 
     name: str
     expert: int | None = None
+    """Index of the expert, if the file's tensor holds the weights of all experts. Otherwise None."""
     recipe: Recipe | None = None
-    """If stated, the file has the tensor in another form."""
+    """Describes how to make the tensor from the file's tensors. None if the file stores it in the same form."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,8 +52,8 @@ class Place:
 def name_table(header: Header) -> Callable[[str], Place]:
     """Returns a function that maps a Hugging Face name to the tensor's place in the file.
 
-    The function does not change the name of a tensor that it does not know. Raises CheckpointError if the architecture
-    is not supported.
+    If the function does not know a name, the returned place has this name. Raises CheckpointError if the architecture
+    of the model is not supported.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -98,22 +96,22 @@ def joined_with(name: str) -> tuple[str, ...]:
 
 
 def adds_one(header: Header, entry: TensorEntry) -> bool:
-    """Returns whether the values of a tensor are larger by 1 in the file than in Hugging Face's folder.
+    """Returns True if the file stores each value of a tensor plus 1. Hugging Face's folder has the values without 1.
 
-    This is so for the norms of Gemma and of hybrids. The norm of linear attention (``ssm_norm``) has the same values.
+    This applies to the norms of Gemma and of hybrids, except the norm of linear attention (``ssm_norm``).
     """
     is_norm = entry.name.endswith("norm.weight") and not entry.name.endswith("ssm_norm.weight")
     return is_norm and header.architecture in ("gemma3", *HYBRIDS)
 
 
 def predicts_further(header: Header, name: str) -> bool:
-    """Returns whether a tensor belongs to a layer that predicts further tokens. These layers are not loaded."""
+    """Returns True if a tensor belongs to a layer for multi-token prediction (MTP). These layers are not loaded."""
     layers, found = num_model_layers(header), re.match(r"blk\.(\d{1,5})\.", name)
     return header.architecture in HYBRIDS and layers is not None and found is not None and int(found[1]) >= layers
 
 
 def row_heads(header: Header, part: WeightPart) -> int | None:
-    """Returns the number of heads in a weight whose rows are in llama.cpp's order. None means Hugging Face's order.
+    """Returns the number of heads of a weight if its rows are in llama.cpp's order, or None for Hugging Face's order.
 
     llama.cpp rotates pairs of neighbouring elements of queries and keys. Hugging Face rotates pairs of elements that
     are half a head apart. Therefore llama.cpp's converter permutes the rows of the query and key weights within each

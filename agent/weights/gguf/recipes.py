@@ -1,4 +1,4 @@
-"""Tensors of Hugging Face folders that a GGUF file stores in another form, for DeepSeek and for Qwen's hybrids.
+"""Describes how to make Hugging Face's tensors if a GGUF file stores them in another form (DeepSeek, Qwen's hybrids).
 
 Source: the converters of https://github.com/ggml-org/llama.cpp (``conversion/deepseek.py``, ``conversion/qwen.py``).
 
@@ -6,7 +6,7 @@ Source: the converters of https://github.com/ggml-org/llama.cpp (``conversion/de
   is [heads, value, rank].
 - Qwen3-Next: ``attn_qkv`` and ``attn_gate`` have the rows of ``in_proj_qkvz``. All queries come first, then all keys,
   values and output gates. Hugging Face groups the rows by key head.
-- Qwen3.5: value heads are in the order of their index within a key head, so that neighbours have different key heads.
+- Qwen3.5: the file first has value head 0 of every key head, then value head 1 of every key head, and so on.
 - Both hybrids store -exp(A_log) instead of A_log.
 """
 
@@ -34,22 +34,23 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,5})\.(self_attn|linear_attn)\.([\w.]+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a tensor of a Hugging Face folder is made of the tensors ``names`` of the file.
+    """Describes how to make a tensor of a Hugging Face folder from the tensors ``names`` of a GGUF file.
 
-    The rows of these tensors follow each other. If ``combine`` is stated, it makes the tensor of their floats instead.
+    Without ``combine``, the rows of the file's tensors are concatenated, then reordered by ``rows`` and ``columns``.
+    With ``combine``, this function makes the tensor from the floats of the file's tensors.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     """The shapes that the tensors of the file must have. First dimensions of 1 are ignored."""
     rows: Order | None = None
-    """For each row, its number among the rows of the file's tensors. None: the order of the file."""
+    """For each row of the made tensor, its index in the concatenated rows of the file. None: the file's order."""
     columns: Order | None = None
-    """For each column, its number in the file. None: the order of the file."""
+    """For each column of the made tensor, its index in the file. None: the file's order."""
     combine: Callable[[Sequence[Floats]], Floats] | None = None
 
     def of_floats(self, tensors: Sequence[Floats]) -> Floats:
-        """Returns the tensor, from the floats of the file's tensors in the form ``shapes``."""
+        """Makes the tensor from the floats of the file's tensors, which have the shapes ``shapes``."""
         if self.combine is not None:
             return self.combine(tensors)
         joined = np.concatenate(tensors)
@@ -57,9 +58,9 @@ class Recipe:
         return joined if self.columns is None else joined[:, self.columns]
 
     def of_integers(self, tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
-        """Returns the tensor, from the integers of the file's tensors, which have one scheme.
+        """Makes the tensor from the integers of the file's tensors, which all have the same scheme.
 
-        Raises CheckpointError if columns that share a scale in the file do not follow each other in the tensor.
+        Raises CheckpointError if the new order of the columns would separate columns that share a scale.
         """
         values = np.concatenate([each.values for each in tensors])
         scales = np.concatenate([each.scales for each in tensors])
@@ -76,7 +77,7 @@ class Recipe:
 
 
 def recipe_of(header: Header, name: str) -> Recipe | None:
-    """Returns how a tensor with this Hugging Face name is made, or None if the file has it in the usual form.
+    """Returns the recipe of the tensor with this Hugging Face name, or None if the file stores it in the same form.
 
     Raises CheckpointError if a size in the metadata is missing or wrong.
     """
@@ -93,7 +94,7 @@ def recipe_of(header: Header, name: str) -> Recipe | None:
 
 
 def _split_key_values(header: Header, block: str) -> Recipe:
-    """Returns the recipe of ``kv_b_proj``, which has the rows of a head's key, then those of its value, and so on."""
+    """Returns the recipe of ``kv_b_proj``: for each head, the rows of its key, followed by the rows of its value."""
     heads = _integer(header, "attention.head_count")
     rank, value = _integer(header, "attention.kv_lora_rank"), _integer(header, "attention.value_length_mla")
     key = _integer(header, "attention.key_length_mla") - _integer(header, "rope.dimension_count")
@@ -108,7 +109,10 @@ def _split_key_values(header: Header, block: str) -> Recipe:
 
 
 def _delta_recipe(header: Header, block: str, kind: str) -> Recipe | None:
-    """Returns the recipe of a tensor of Gated DeltaNet, or None if the file has it as Hugging Face's folders."""
+    """Returns the recipe of a tensor of Gated DeltaNet, or None if the file stores it in the same form.
+
+    ``kind`` is the end of the tensor's Hugging Face name, and ``block`` the beginning of the layer's names in the file.
+    """
     sizes, hidden = delta_sizes(header), _integer(header, "embedding_length")
     heads, values, all_channels = sizes.value_heads, sizes.values, sizes.channels
     is_tiled = header.architecture == QWEN35
@@ -146,21 +150,23 @@ def _log_rates(header: Header, order: Order | None) -> Callable[[Sequence[Floats
 
 
 def _tiled(sizes: GatedDelta, rows: int) -> Order:
-    """Returns the rows of all value heads in Hugging Face's order, as numbers of rows in the file.
+    """Returns, for each row of the value heads in Hugging Face's order, its index in the file.
 
-    A value head has ``rows`` rows. In the file, head i of key head k is number i * ``key_heads`` + k.
+    A value head has ``rows`` rows. In the file, value head i of key head k has the index i * ``key_heads`` + k.
     """
     stored = np.arange(sizes.value_heads * rows).reshape(-1, sizes.key_heads, rows)
     return stored.swapaxes(0, 1).reshape(-1)
 
 
 def _after(first: int, order: Order) -> Order:
-    """Returns the order of ``first`` rows that stay, followed by rows in ``order``."""
+    """Returns an order in which the first ``first`` rows keep their places, and ``order`` applies to the other rows."""
     return np.concatenate([np.arange(first), first + order])
 
 
 def _grouped(sizes: GatedDelta) -> Order:
-    """Returns the rows of ``in_proj_qkvz``, grouped by key head, as numbers of rows in the file."""
+    """Returns, for each row of ``in_proj_qkvz``, its index in the file. The rows of ``in_proj_qkvz`` are grouped by key
+    head.
+    """
     groups, first = [], 0
     for rows in (sizes.keys, sizes.keys, sizes.values, sizes.values):
         groups.append(np.arange(first, first + rows).reshape(sizes.key_heads, -1))
