@@ -20,13 +20,15 @@ from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
 REFUSED, LOGGED, DUE = range(3)
-"""Return values of ``DecodeLog.end``. REFUSED: the call is not part of undisturbed decoding, and nothing is logged.
-LOGGED: the iteration is logged. DUE: it is logged, and the caller should call ``take`` now.
+"""Return values of ``DecodeLog.end``. REFUSED: the iteration is not undisturbed decoding, and the log did not add it.
+LOGGED: the log added the iteration. DUE: the log added the iteration, and the caller should call ``take`` now.
 """
 
 _NO_TOKEN = -1
 _SPARE_RESULTS = 16
-"""The log accepts this number of results beyond one for each iteration, because an iteration may have several."""
+"""Number of results that the log accepts in addition to one result for each iteration. An iteration may have several
+results.
+"""
 
 
 @dataclass(slots=True)
@@ -46,17 +48,21 @@ class DecodeRun:
     times_us: list[tuple[int, int, int]] = field(default_factory=list)
     """Times of each result in microseconds: in the agent's queue, in the graph, in the sampler."""
     growths: list[Growth] = field(default_factory=list)
-    """Blocks that steps of the run added to block tables."""
+    """The blocks that steps of the run appended to block tables."""
     counts: list[tuple[int, Counts]] = field(default_factory=list)
-    """The scheduler's counts after each step that added blocks, with the index of that step."""
+    """Pairs (index of a step in the run, the scheduler's counts after this step), for each step that added blocks."""
     updates: list[list[RequestUpdate]] = field(default_factory=list)
-    """The updates of each result, if they are needed to compute pseudonyms; otherwise empty."""
+    """The updates of each result, from which pseudonyms of tokens are computed. Empty if the recording has no
+    pseudonyms.
+    """
     irregular: list[tuple[int, int, int, bool]] = field(default_factory=list)
-    """Iterations without exactly one result, one step and an end, as (index, results, steps, whether it ended)."""
+    """Iterations that differ from the usual one result, one step and an end. Each is (index of the iteration, number of
+    results, number of steps, whether the iteration ended).
+    """
 
 
 class DecodeLog:
-    """Collects loop iterations in which the same batch decodes. It accepts calls between ``begin`` and ``stop``.
+    """Collects loop iterations in which the same batch decodes. The log accepts calls between ``begin`` and ``stop``.
 
     ``result`` and ``step`` return False, and ``end`` returns REFUSED, if a call does not belong to undisturbed
     decoding. The log then stays unchanged. ``counts`` returns the scheduler's counts, which are stored for steps with
@@ -79,8 +85,8 @@ class DecodeLog:
         self._iteration_results = self._iteration_steps = 0
         self._ending_token_ids: set[int] = set()
         self._positions = 0
-        """Sum of ``starts`` and ``sample_positions`` of the latest step. It shows quickly whether each of them has
-        grown by one.
+        """Sum of ``starts`` and ``sample_positions`` of the latest step. One comparison of sums shows whether each
+        entry has grown by one.
         """
         self._keeps_updates = False
 
@@ -92,7 +98,7 @@ class DecodeLog:
         ending_token_ids: set[int],
         keeps_updates: bool,
     ) -> None:
-        """Starts logging. ``latest`` is the latest scheduled step, and must not restart a batch row.
+        """Starts logging after the scheduled step ``latest``, which must not restart a batch row.
 
         ``table_lens``: for each sequence of ``latest``, the number of block table entries that are already recorded.
         ``next_result``: number of the step whose result comes next. ``ending_token_ids``: tokens that may end a
@@ -111,7 +117,8 @@ class DecodeLog:
     def result(self, result: StepResult, updates: list[RequestUpdate], now: float) -> bool:
         """Logs a call of ``Scheduler.update``.
 
-        Returns False if the result is not exactly one token for every sequence.
+        Returns True if the log has added the result. Returns False if undisturbed decoding does not include the result,
+        for example because it has no token for some sequence or ends a request.
         """
         run = self._run
         if not self._is_active or run is None:
@@ -143,8 +150,8 @@ class DecodeLog:
     def step(self, step: ScheduledStep, now: float) -> bool:
         """Logs a step that ``Scheduler.schedule`` returned.
 
-        Returns False unless the step has the same batch as the step before it and computes the next token of each
-        sequence.
+        Returns True if the log has added the step. The step must have the same batch as the step before it, and compute
+        the next token of each sequence. Otherwise returns False.
         """
         run = self._run
         if not self._is_active or run is None or not self._iteration_results or now != self._now:
@@ -195,7 +202,9 @@ class DecodeLog:
         return DUE if len(run.times_us) >= self._max_iterations or now >= self.due else LOGGED
 
     def stop(self) -> None:
-        """Stops logging until ``begin`` is called. The present loop iteration may be recorded only in part."""
+        """Stops logging until ``begin`` is called. Calls of the present loop iteration that the log already has stay in
+        the log, as an iteration that has not ended.
+        """
         run = self._run
         if run is not None and self._iteration_results:
             self._end_iteration(run, has_ended=False)

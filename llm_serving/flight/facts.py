@@ -1,7 +1,8 @@
-"""Selects what a flight recording keeps about requests and results: no text and no token id.
+"""Selects the facts about requests and results that a flight recording keeps. They contain no text and no token id.
 
-A request has lengths, times, priorities and the sampling parameters that differ from their defaults. A result has the
-tokens that ended their requests and the device's times. Token ids, stop strings and error texts are never recorded.
+For a request: lengths, times, priorities and the sampling parameters that differ from their defaults. For a result:
+which sequences ended their requests, and the device's times. Token ids, stop strings and error texts are never
+recorded.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def is_gone(request: Request) -> bool:
 
 
 def ending_tokens(request: Request) -> frozenset[int]:
-    """Returns the token ids that end a request's output: its stop tokens, and the model's end tokens unless it has
-    ``ignore_eos``.
+    """Returns the token ids that end a request's output: its stop tokens, and the model's end tokens unless the request
+    sets ``ignore_eos``.
     """
     stop_token_ids = request.sampling.stop_token_ids
     return stop_token_ids if request.sampling.ignore_eos else stop_token_ids | request.end_token_ids
@@ -108,9 +109,10 @@ def ending_indices(step: ScheduledStep, sampled_ids: list[int]) -> list[int]:
 
 
 def is_whole(step: ScheduledStep, sampled_ids: list[int], num_logits: int, num_logsumexps: int) -> bool:
-    """Returns True if a result has the shape that the step demands.
+    """Returns True if the result of ``step`` has a value for each sequence of the step.
 
-    The result must have an entry for each sequence, and a token for exactly those sequences that the step samples.
+    Each column of the result must have an entry for each sequence. Exactly the sequences that the step samples must
+    have a token id (0 or more). In a step with drafts, rejected entries count as well.
     """
     if not len(sampled_ids) == num_logits == num_logsumexps == len(step.rows):
         return False
@@ -131,7 +133,7 @@ def make_result(
     rejected: Sequence[int] = (),
     bad_moves: Sequence[int] = (),
 ) -> StepResult:
-    """Creates a result for a replay. The scheduler makes the same decisions from it as from the recorded result.
+    """Creates a result for a replay. For the scheduler, it is equivalent to the recorded result.
 
     ``do_sample`` has one entry for each sequence of the step: whether the step samples its next token. ``rejected`` are
     the indices of the rejected drafts, and ``bad_moves`` those of the moves whose block was bad. ``names`` has the

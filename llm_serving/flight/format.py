@@ -26,8 +26,9 @@ from llm_serving.errors import LLMServingError
 MAGIC = b"LLMFLT01"
 FORMAT_VERSION = 9
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
-"""Versions of the format that can be read. The state of earlier versions cannot be restored, because the scheduler has
-other parts now. So their replay starts at the beginning of a run."""
+"""Versions of the format that this program reads. It restores the scheduler's state only from files of the present
+version. A replay of an older recording must start at the beginning of a run.
+"""
 SUFFIX = ".flight"
 _FRAME = struct.Struct("<II")
 
@@ -59,11 +60,14 @@ class Tag(enum.IntEnum):
     error?."""
     SCHEDULE = 2
     """A call of ``schedule``. Fields: encoded step?, wake-up time?, counts after the call?. The counts are None if they
-    are those of the latest step."""
+    have not changed since the latest step.
+    """
     UPDATE = 3
     """A call of ``update``. Fields: step number, fault?, indices of ended sequences, output pseudonyms?, queue_us,
-    graph_us, sample_us, number of updates or name of the raised error, counts?. A step with rejected drafts also has
-    the indices of the rejected entries. A step with bad moves has these indices, and then those of the moves."""
+    graph_us, sample_us, number of updates or name of the raised error, counts?. If drafts were rejected, one more field
+    has the indices of the rejected entries. If moves failed, two more fields have the indices of the rejected entries
+    and of the failed moves.
+    """
     FINISH = 4
     """A call of ``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""
     AGENT_LOST = 5
@@ -78,8 +82,10 @@ class Tag(enum.IntEnum):
     """A call that raised an unexpected error. Fields: tag of the call, name of the error."""
     PLACE = 10
     """A call of ``place_request`` by a router. Fields: those of ``ADD``, with the pseudonyms of prompt and output; then
-    arrival index and number of output tokens. With separate prefill and decode, two more fields may follow: whether the
-    request leaves after its prompt, and its handed blocks?."""
+    arrival index and number of output tokens. If prefill and decode have separate replicas, two more fields may follow.
+    They state whether the request leaves this replica after its prompt, and which blocks of the hand-over pool it
+    brings?.
+    """
     RELEASE = 11
     """A call of ``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""
     OFFER = 13
@@ -94,8 +100,10 @@ class Tag(enum.IntEnum):
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.
     ``times`` has one entry per iteration. The next three fields and the pseudonyms have one per result. ``counts`` has
-    ``[index of the step, counts]`` for the steps with counts. An irregular iteration is ``[index, number of results,
-    number of steps, whether it ended]``: it has other numbers than one, or goes on in the next record."""
+    ``[index of the step, counts]`` for the steps that added blocks. An irregular iteration is ``[index, number of
+    results, number of steps, whether it ended]``. It does not have exactly one result and one step, or it continues in
+    the next record.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +120,9 @@ class SegmentHeader:
     version: str
     """Version of the server."""
     code_digest: str
-    """Digest of the source code of scheduler and KV cache manager, which decide. A replay needs the same code."""
+    """Digest of the source code that makes the decisions: scheduler, waiting queue and KV cache manager. Other code may
+    replay the recording with other decisions.
+    """
     config_digest: str
     limits: dict[str, Any]
     """The fields of ``SchedulerLimits`` with their values."""
@@ -148,7 +158,7 @@ class SegmentHeader:
 
 
 def segment_name(run: str, index: int) -> str:
-    """Returns the file name of a segment of a run. Names in alphabetical order are in order of time."""
+    """Returns the file name of a segment of a run. The alphabetical order of the names is their order in time."""
     return f"{run}-{index:06d}{SUFFIX}"
 
 
@@ -172,8 +182,8 @@ def encode_frame(value: object) -> bytes:
 class FrameReader:
     """Iterates over the values in a segment's frames.
 
-    The iteration stops at the end of the file or at a torn frame, and ``is_torn`` shows which. Raises
-    FlightRecordingError if the file is not a segment.
+    The iteration stops at the end of the file or at an incomplete frame. ``is_torn`` is True after an incomplete frame.
+    The constructor raises FlightRecordingError if the file is not a segment.
     """
 
     def __init__(self, data: bytes, file: Path) -> None:

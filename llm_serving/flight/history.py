@@ -1,7 +1,7 @@
 """Finds the completed steps and the requests of a flight recording, each with its times.
 
-``completed_steps`` yields the data from which a cost model of the device can be fitted. ``arrivals`` returns the
-recorded load, so that a benchmark can repeat it.
+``completed_steps`` yields the data to which a cost model of the device can be fitted. ``arrivals`` returns the recorded
+load, so that a benchmark can repeat it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class _Arrivals:
                 self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now, name)
 
     def _token(self, arrival: Arrival, position: int, is_ending: bool, now: float, name: int | None) -> None:
-        # If the position is not the next one, the step's result is void. A later step computes the token again.
+        # If ``position`` is not the next one of the request, the step's result is void. A later step computes the token
+        # again.
         if position != arrival.num_output_tokens:
             return
         arrival.num_output_tokens += 1

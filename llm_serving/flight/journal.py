@@ -23,13 +23,13 @@ from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResul
 from llm_serving.scheduler.scheduler import Scheduler
 
 _TIME, _SCHEDULE, _UPDATE, _DECODING = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE), int(Tag.DECODING)
-"""Tags as plain numbers, which the encoder writes ten times as fast as members of an enumeration."""
+"""The tags as plain integers. The encoder writes an integer ten times as fast as a member of an enumeration."""
 WRITE_INTERVAL_S = 0.5
 """Maximum time in seconds between writes while steps are in flight."""
 _NOW = -math.inf
 _MAX_ITERATIONS = 1024
 _MAX_PENDING = 256
-"""If this number of records waits, they are written before ``WRITE_INTERVAL_S`` is over."""
+"""If this number of records waits to be written, the journal writes them before ``WRITE_INTERVAL_S`` has passed."""
 _RESULT = attrgetter(
     "seq", "sampled_ids", "logits", "logsumexps", "error", "aborted", "queue_us", "graph_us", "sample_us"
 )
@@ -54,12 +54,14 @@ class Journal:
         self.decode_log = DecodeLog(self._scheduler.counts, _MAX_ITERATIONS)
         self._num_steps = 0
         self._is_step_latest = False
-        """True if the latest call of the scheduler was ``schedule`` and returned a step. The next step then usually
-        needs no counts."""
+        """True if the latest call of the scheduler was ``schedule`` and returned a step. If the next call returns no
+        step, the counts have not changed since then, and its record omits them.
+        """
         self._counted_requests: list[Request] | None = None
         self._counted_lens: list[int] = []
-        """Lengths of the latest step's block tables. If requests and lengths stay, a step is recorded without
-        counts."""
+        """Lengths of the latest step's block tables. If the next step has the same requests and lengths, its record
+        omits the scheduler's counts.
+        """
         self._pending: list[object] = []
         self._due = _NOW
         self._now = 0.0
@@ -69,7 +71,7 @@ class Journal:
         """Number of scheduled steps that have been recorded."""
         return self._num_steps + self.decode_log.num_steps
 
-    # The next methods record the calls of ``schedule`` and ``update`` that the decode log has refused.
+    # The next methods record the calls of ``schedule`` and ``update`` that are not part of undisturbed decoding.
 
     def record_step(self, step: ScheduledStep, now: float) -> None:
         """Records that ``schedule`` returned a step.
@@ -232,7 +234,9 @@ class Journal:
             self.decode_log.begin(seqs[0], latest, lens, self._requests.endings, self._has_pseudonyms)
 
     def _take_run(self) -> None:
-        """Turns the iterations in the decode log into one pending record."""
+        """Removes the iterations from the decode log and appends one record of them to the records that wait to be
+        written.
+        """
         run = self.decode_log.take()
         if run is None:
             return
@@ -255,7 +259,7 @@ class Journal:
         self._is_step_latest = not has_ended and num_steps > 0
 
     def _stop_log(self) -> None:
-        """Stops the decode log and turns its iterations into one pending record.
+        """Stops the decode log and appends one record of its iterations to the records that wait to be written.
 
         Called before any other record is added.
         """

@@ -1,5 +1,5 @@
-"""Keeps a flight recording that shows a failure: links its segments into another folder, which the recorder does not
-clear.
+"""Keeps a flight recording that shows a failure. Hard links to its segments go to another folder, where the recorder
+deletes nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _PREFIX = "kept-"
 
 
 def keep_recording(folder: Path, reason: str) -> Path | None:
-    """Link the segments of a recording into a new folder in ``folder``. Returns the new folder.
+    """Creates a subfolder of ``folder`` with hard links to the segments of the recording. Returns the subfolder.
 
-    Returns None if there is no segment. The recorder's present segment continues to grow in both folders. ``reason``
-    becomes a part of the folder's name.
+    Returns None if there is no segment, or if the file system refuses the links. The recorder's present segment
+    continues to grow in both folders. ``reason`` becomes a part of the subfolder's name. The oldest of more than
+    ``MAX_KEPT`` subfolders are deleted.
     """
     try:
         segments = sorted(folder.glob(f"*{SUFFIX}"))

@@ -1,9 +1,8 @@
 """The timeline of one request from a flight recording: its phases in order, its prompt chunks, its decode steps.
 
 ``python -m llm_serving.flight.one_request FOLDER REQUEST_ID`` prints the timeline as JSON, or ``null`` if the recording
-does not have the request. The server runs this program in a process of its own, because a recording may have 64 MiB,
-and decoding it would hold the interpreter lock of the server. A timeline has no text and no tokens, as recordings have
-none.
+does not have the request. The server runs this program as a separate process. A recording may have 64 MiB, and decoding
+it in the server would hold the interpreter lock. A timeline has no text and no tokens, because recordings have none.
 """
 
 from __future__ import annotations
@@ -25,17 +24,19 @@ from llm_serving.scheduler.output import StepKind
 __all__ = ["MAX_CHUNKS", "MAX_SPANS", "find_timeline"]
 
 MAX_SPANS = 200
-"""Maximum number of phases in a timeline. A request with many preemptions has more."""
+"""Maximum number of phases in a timeline. A request with many preemptions may have more phases; the rest is only
+counted.
+"""
 MAX_CHUNKS = 200
-"""Maximum number of prompt chunks in a timeline."""
+"""Maximum number of prompt chunks in a timeline. Further chunks are only counted."""
 
 
 def find_timeline(folder: Path, request_id: str) -> dict[str, Any] | None:
     """Returns the timeline of a request, as the JSON object of ``GET /requests/{request_id}/timeline``.
 
-    Times are milliseconds. They count from the arrival of the request, or from the begin of the oldest segment if the
-    arrival is not recorded any more. If several replicas have served the request, the timeline is that of the last
-    one. Returns None if the recording does not have the request. Raises FlightRecordingError if a file is not a
+    Times are milliseconds since the arrival of the request. If the segment with the arrival has been deleted, they
+    count from the start of the oldest segment. If several replicas have served the request, the timeline is that of the
+    last one. Returns None if the recording does not have the request. Raises FlightRecordingError if a file is not a
     segment.
     """
     lanes = [found for part in replica_folders(folder) or [folder] for found in _lanes(part, request_id)]
@@ -64,7 +65,8 @@ def find_timeline(folder: Path, request_id: str) -> dict[str, Any] | None:
 def _lanes(folder: Path, request_id: str) -> Iterator[tuple[Timeline, Lane]]:
     """Yields each timeline that has the request, with the request's lane.
 
-    Decodes only the segments whose bytes have the id. The header of a segment names all requests that are served then.
+    Decodes only the segments whose bytes contain the id. The header of each segment names all requests that the
+    scheduler had at its start, so no segment of the request is missed.
     """
     wanted = request_id.encode()
     contents = ((file, _bytes(file)) for file in sorted(folder.glob(f"*{SUFFIX}")))
@@ -74,7 +76,7 @@ def _lanes(folder: Path, request_id: str) -> Iterator[tuple[Timeline, Lane]]:
 
 
 def _bytes(file: Path) -> bytes:
-    """Returns the bytes of a segment. Empty if the recorder has deleted it meanwhile."""
+    """Returns the bytes of a segment, or no bytes if the recorder has deleted the file meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         return file.read_bytes()
     return b""
@@ -102,7 +104,9 @@ def _chunk(each: DeviceStep, lane: Lane) -> dict[str, Any] | None:
 
 
 def _num_prompt_tokens(each: DeviceStep, lane: Lane) -> int:
-    """Returns the number of tokens of the request that a step prefills. 0 for a decode step of the request."""
+    """Returns the number of the request's tokens that a step computes as prefill. Returns 0 if the step decodes the
+    request.
+    """
     step = each.step
     if step.kind not in (StepKind.PREFILL, StepKind.MIXED):
         return 0

@@ -1,10 +1,10 @@
-"""Computes pseudonyms, which replace tokens in a flight recording. They only reveal which prefixes are equal.
+"""Computes pseudonyms, which replace tokens in a flight recording. Pseudonyms only reveal which prefixes are equal.
 
 The pseudonym of token ``i`` of a sequence is ``BLAKE2b(key, salt, tokens 0 .. i)``, cut to 31 bits. If two sequences
 have the same salt and their first n tokens are equal, their first n pseudonyms are equal. From the first different
-token on, the pseudonyms differ, except with a probability of 2^-31 each. A replay's prefix cache therefore finds the
-same prefixes. The key never leaves the process, so a recording cannot be searched for a known text. Computing a
-pseudonym takes 0.4 us.
+token on, two pseudonyms are equal only with a probability of 2^-31. A replay's prefix cache therefore finds the same
+prefixes. The key never leaves the process, so a recording cannot be searched for a known text. Computing a pseudonym
+takes 0.4 us.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import struct
 from collections.abc import Callable, Iterable
 
 PLAIN_TOKEN = 0
-"""Token id in a replay for every recorded token that did not end its request, if the recording has no pseudonyms."""
+"""Token id that a replay uses for recorded tokens that did not end their request, if the recording has no pseudonyms.
+"""
 ENDING_TOKEN = 1
-"""Token id in a replay for a recorded token that ended its request."""
+"""Token id that a replay uses for recorded tokens that ended their request."""
 FIRST_PSEUDONYM = 2
 
 _PACK = struct.Struct("<i").pack
@@ -55,7 +56,7 @@ class TokenChain:
 
 
 class Pseudonyms:
-    """Creates ``TokenChain`` objects that use the same secret key. By default the key is random."""
+    """Creates ``TokenChain`` objects that share one secret key, which is random by default."""
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key

@@ -26,7 +26,7 @@ class Added:
     """A recorded call of ``Scheduler.add_request``, or of ``place_request`` if it has an ``arrival_index``."""
 
     now: float
-    """Engine time of the latest call that has a time, in seconds."""
+    """Engine time in seconds. If the call itself has no time, the time of the latest call that has one."""
     number: int
     facts: dict[str, Any]
     """Lengths, times and parameters of the request, as ``request_facts`` of ``facts.py`` returns them."""
@@ -36,11 +36,11 @@ class Added:
     """Name of the error that the call raised."""
     arrival_index: int | None = None
     output: list[int] | None = None
-    """Pseudonyms of the output that the request already has, or zeros if the recording has none."""
+    """Pseudonyms of the output tokens that the request already had, or zeros if the recording has no pseudonyms."""
     hands_over: bool = False
     """True if the request leaves for another replica after its prompt."""
     handed: list[int] | None = None
-    """Blocks of the hand-over pool with the request's computed tokens. None if it brings none."""
+    """Blocks of the hand-over pool that hold the keys and values of the request's computed tokens, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,9 @@ class Scheduled:
     step: RecordedStep | None
     wakeup: float | None
     state: list[int] | None
-    """The scheduler's counts after the call, in the order of ``STATE_NAMES``. None: those of the latest step."""
+    """The scheduler's counts after the call, in the order of ``STATE_NAMES``. None if they have not changed since the
+    latest step.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,9 @@ class Completed:
     state: list[int] | None
     """The scheduler's counts after the call, or None if the call raised no error."""
     rejected: list[int] = field(default_factory=list)
-    """Indices of the entries of the step that were rejected, because a draft was wrong."""
+    """Indices of the step's sampled tokens that do not count, because a draft before them was wrong."""
     bad_moves: list[int] = field(default_factory=list)
-    """Indices of the moves from the hand-over pool whose block was not the expected one."""
+    """Indices of the step's moves from the hand-over pool that found a wrong or damaged block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ class FailedAll:
 class TookEnded:
     """A recorded call of ``Scheduler.take_ended``.
 
-    It has the numbers of the requests that ``schedule`` ended because their deadline had passed.
+    ``numbers`` are the numbers of the requests that ``schedule`` ended itself, for example because their deadline had
+    passed.
     """
 
     now: float
@@ -214,7 +217,9 @@ _EVENTS: dict[Tag, Callable[..., Event]] = {
     Tag.TAKE_ENDED: TookEnded,
     Tag.VOID_STEPS: VoidSteps,
 }
-"""The class of the event for each tag. After ``now``, the event has the fields of the record with this tag."""
+"""The event class of each tag. The fields of the class are ``now`` and then the fields of the record, in the same
+order.
+"""
 
 
 @dataclass(slots=True)
@@ -244,7 +249,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Stretch:
-    """Segments of one run that follow each other without a gap."""
+    """Segments of one server run that follow each other without a gap, the oldest first."""
 
     segments: list[Segment] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""The flight recorder: wraps a scheduler, has the same methods and records each call.
+"""The flight recorder wraps a scheduler. It has the scheduler's methods and records each call.
 
 Each method of the recorder returns the value, or raises the error, of the scheduler's method. It also reports the call
 to the ``Journal``. An error of the recorder itself is logged and never reaches the engine. A full disk pauses the
@@ -31,7 +31,7 @@ class FlightRecorder:
     """Records the calls of ``scheduler``, which must be new, into ``ring``.
 
     ``header`` is the header of the run's first segment. If the prefix cache is on, the recording has pseudonyms of
-    tokens. ``seconds`` is the total time that recording took, and ``num_steps`` the number of recorded steps.
+    tokens.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class FlightRecorder:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.seconds = 0.0
-        """Seconds that the recorder itself has taken since the start."""
+        """Total seconds that the recorder's own code has taken since the start, without the scheduler."""
         self.next_wakeup = scheduler.next_wakeup
         self._scheduler = scheduler
         self._state = scheduler._state
@@ -56,7 +56,7 @@ class FlightRecorder:
         self._log_result, self._log_step, self._log_end = log.result, log.step, log.end
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a member of the scheduler whose use is not recorded."""
+        """Returns a member of the scheduler. Its use is not recorded."""
         return getattr(self._scheduler, name)
 
     @property
@@ -203,7 +203,7 @@ class FlightRecorder:
         self._journal.close()
         self._ended = True
 
-    # The following methods pass calls on to the journal.
+    # The following methods pass calls to the journal.
 
     def _record(self, action: Callable[..., None], *details: Any) -> None:
         """Runs ``action`` and adds its duration to ``seconds``. Errors of ``action`` do not reach the engine."""

@@ -16,9 +16,10 @@ _UNPACK = struct.Struct("<I").unpack
 
 
 class TokenNames:
-    """The pseudonyms (names) of all tokens of the requests that have not been forgotten.
+    """Keeps the pseudonyms (names) of all tokens of each request until ``forget`` is called for the request.
 
-    A recording needs pseudonyms if the prefix cache is on, because it compares tokens. A pseudonym costs about 0.7 us.
+    A recording needs pseudonyms if the prefix cache is on, because the prefix cache compares tokens. A pseudonym costs
+    about 0.7 us.
     """
 
     def __init__(self, pseudonyms: Pseudonyms | None = None) -> None:
@@ -40,7 +41,8 @@ class TokenNames:
     def take(self, updates: list[RequestUpdate], num_sampled: int) -> list[int]:
         """Computes the pseudonyms of the tokens in a step's result.
 
-        Returns one pseudonym for each entry of ``sampled_ids``.
+        Returns one pseudonym for each of the ``num_sampled`` entries of the result's ``sampled_ids``. An entry without
+        an update gets ``PLAIN_TOKEN``.
         """
         step_names, chains = [PLAIN_TOKEN] * num_sampled, self._chains
         for update in updates:
@@ -88,7 +90,9 @@ class KnownRequests:
         return {request_id: number for request_id, (number, _) in self._requests.items()}
 
     def add(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:
-        """Returns a new request's number and the packed pseudonyms of its tokens. A refused request is not kept."""
+        """Gives a new request the next number. Returns the number and the packed pseudonyms of the request's tokens. A
+        refused request is not kept and has no pseudonyms.
+        """
         number = self._num_requests
         self._num_requests += 1
         if refused:

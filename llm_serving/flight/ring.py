@@ -9,14 +9,15 @@ from pathlib import Path
 from llm_serving.flight.format import MAGIC, SUFFIX, encode_frame, segment_name
 
 SEGMENTS_PER_RING = 8
-"""Number of segments in a full ring. Deleting the oldest segment then loses an eighth of the recording."""
+"""Number of segments in a full ring. The deletion of the oldest segment therefore loses an eighth of the recording."""
 
 
 class SegmentRing:
     """Appends frames to segments in ``folder``, which together have at most ``max_bytes`` bytes.
 
-    Segments of earlier runs count as well and are deleted first. Each call passes its frames to the operating system,
-    so the frames reach the file even if the process is killed. No call waits for the disk. The methods raise OSError.
+    Segments of earlier server runs count as well and are deleted first. Each call passes its frames to the operating
+    system, so the frames reach the file even if the process is killed. No call waits for the disk. The methods raise
+    OSError, for example on a full disk.
     """
 
     def __init__(self, folder: Path, max_bytes: int, run: str) -> None:

@@ -15,13 +15,15 @@ from llm_serving.scheduler.scheduler import Scheduler
 PAUSE_S = 60.0
 """Seconds between a failed write and the next attempt."""
 _FRAME_BYTES = 4096
-"""A segment ends if it has fewer free bytes than this number, or than twice its largest frame. It may end earlier while
-the scheduler is idle, because the state that the next segment begins with is small then.
+"""Minimum free space of a segment, in bytes. A segment ends if it has less free space than this number or than twice
+its largest frame. A segment that is three quarters full also ends when the scheduler is idle, because the next segment
+then begins with a small state.
 """
 _SEGMENT_STATES = 4
 """Minimum size of a segment, as a multiple of the scheduler's state at its beginning."""
 _RING_STATES = 8
-"""Minimum size of the ring, as a multiple of the scheduler's state. In a smaller ring, no state is written."""
+"""Minimum size of the ring, as a multiple of the scheduler's state. In a smaller ring, segments begin without a state.
+"""
 
 
 class SegmentWriter:

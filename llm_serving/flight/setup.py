@@ -98,7 +98,7 @@ def record(
 def code_digest() -> str:
     """Returns a digest of the scheduler's source code.
 
-    If it equals the recorded digest, a replay makes the recorded decisions.
+    If the digest equals the recorded digest, a replay makes the same decisions as the recorded server.
     """
     digest = hashlib.blake2b(digest_size=16)
     for pattern in _RECORDED_CODE:

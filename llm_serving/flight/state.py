@@ -54,7 +54,8 @@ class ReplayCodec:
         return request
 
     def block_contents(self, index: PrefixIndex) -> list[bytes]:
-        """Returns the packed tokens of each block by block id.
+        """Returns a list with the packed tokens of each block, indexed by block id. Blocks without cached content have
+        no bytes.
 
         If the parent of a block (the block before it) is no longer cached, zeros replace the tokens of the block.
         """

@@ -50,8 +50,9 @@ class StepWriter:
         self._latest: _Last | None = None
         self._has_grown = False
         self._tables: dict[int, tuple[list[int], int]] = {}
-        """Block table and its recorded length by request number. If ``_has_grown`` is True, the lengths of the latest
-        step's tables are in ``_latest`` instead."""
+        """For each request number: its block table, and the number of entries that are already recorded. If
+        ``_has_grown`` is True, the numbers for the latest step's tables are in ``_latest`` instead.
+        """
 
     def forget(self, number: int) -> None:
         """Forgets a request that has ended."""
@@ -79,7 +80,7 @@ class StepWriter:
         if last is None or not _same_batch(step, last):
             return self._new_batch(step, number_of, table_lens)
         tables, starts, positions = step.block_tables, step.starts, step.sample_positions
-        # These subtractions are fast, because Python does not allocate objects for small integers.
+        # Differences are compared instead of sums, because Python does not allocate objects for small integers.
         goes_on = list(map(sub, starts, last.starts)) == last.query_lens
         samples_next = list(map(sub, positions, last.sample_positions)).count(1) == len(positions)
         blocks: list[object] = []
@@ -123,7 +124,7 @@ class StepWriter:
         return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]
 
     def go_to(self, latest: ScheduledStep, table_lens: list[int]) -> None:
-        """Makes ``latest`` the step from which the differences of the next record are computed.
+        """Makes ``latest`` the base of the next record, which has only the differences from the base.
 
         ``latest`` is the last step of a run with the same batch. ``table_lens`` are the recorded lengths of its block
         tables.
@@ -196,8 +197,8 @@ class StepWriter:
         return list(blocks)
 
     def _note_growth(self) -> None:
-        """Moves the recorded block table lengths of the latest step to ``_tables``, because the next step has another
-        batch or kind.
+        """Copies the recorded block table lengths of the latest step to ``_tables``. Called before a step with another
+        batch or of another kind.
         """
         latest = self._latest
         if self._has_grown and latest is not None:

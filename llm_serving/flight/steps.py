@@ -7,10 +7,10 @@ A field that is marked with ``?`` may be None. The *base* of a step is the lates
 ``batch`` is None if the step has the same requests, batch rows, query lengths and sampling flags as its base. Otherwise
 it is ``[numbers, rows, query_lens?, do_sample?]``. There, ``query_lens`` is None if all are 1, and ``do_sample`` is
 None if all are True. ``starts`` is None if each sequence continues where the base ended. ``sample_positions`` is None
-if each sequence samples the position after the base's. ``blocks`` has ``[index, place, ids]`` for each block table that
-has changed since it was last recorded: ``ids`` are the entries from index ``place`` on. ``restarts`` and ``histories``
-are indices of sequences. ``StepWriter`` and ``StepReader`` remember the same earlier steps, so the reader restores the
-whole step.
+if each sequence samples the position after its position in the base. ``blocks`` has ``[index, place, ids]`` for each
+block table that has changed since its last record. ``index`` is the sequence, and ``ids`` are the table's entries from
+index ``place`` on. ``restarts`` and ``histories`` are indices of sequences. ``StepWriter`` and ``StepReader`` remember
+the same earlier steps, so the reader restores the whole step.
 
 A run of consecutive steps of one batch is a single record: ``[seq of the first step, kind, growths, reason]``. A growth
 is ``[index of the step in the run, index, place, ids]`` and replaces an entry of the step's ``blocks``.
@@ -66,14 +66,12 @@ class RecordedStep:
 
     @property
     def num_context_tokens(self) -> int:
-        """Total context length after the step, in tokens: for all sequences, the tokens whose keys and values the
-        attention reads.
-        """
+        """Total context length of all sequences after the step, in tokens."""
         return sum(self.starts) + sum(self.query_lens)
 
 
 class StepReader:
-    """Restores steps from records. Each segment needs a new reader."""
+    """Restores steps from the records of one segment. The records of other segments need another reader."""
 
     def __init__(self) -> None:
         self._last: dict[StepKind, RecordedStep] = {}

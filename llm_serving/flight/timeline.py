@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(slots=True)
 class Lane:
-    """The line of one request in the timeline."""
+    """The part of a timeline that belongs to one request."""
 
     number: int
     request_id: str
@@ -72,7 +72,9 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A step with its start and end on the device, which follow from the result's time and the agent's durations."""
+    """A step with its start and end on the device, in seconds of the engine's clock. The end is the time at which the
+    result arrived. The start is the end minus the times of graph and sampler.
+    """
 
     step: RecordedStep
     scheduled: float
@@ -185,7 +187,9 @@ class _Builder:
                 self._lose_blocks(lane, SpanPhase.SWAPPED if swapped else SpanPhase.PREEMPTED, event.now)
 
     def _lose_blocks(self, lane: Lane, phase: SpanPhase, now: float) -> None:
-        """Inserts the phase in which a preempted request had no blocks: from its last step to a restart at ``now``."""
+        """Adds the phase in which a preempted request had no blocks. The phase lasts from the request's last step to
+        its restart at ``now``.
+        """
         last = self._steps[lane.steps[-1]].end if lane.steps else lane.since
         lane.enter(phase, min(max(last, lane.since), now))
 
