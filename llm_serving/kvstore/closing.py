@@ -1,4 +1,4 @@
-"""Closes the KV tiers of a server that ends, while its event loop serves other models."""
+"""Closes the KV tiers of a model without blocking the event loop, which may serve other models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _TIERS_POLL_S = 0.01
 
 
 async def close_tiers(tiers: KvTiers) -> None:
-    """Close the KV tiers after at most ``_TIERS_END_S`` seconds for the blocks that wait for the disk.
+    """Writes the blocks that wait for the disk, for at most ``_TIERS_END_S`` seconds, and then closes the KV tiers.
 
-    Waits without blocking the event loop, which may serve other models.
+    Blocks that are not written in this time are lost.
     """
     tiers.end()
     deadline = time.monotonic() + _TIERS_END_S

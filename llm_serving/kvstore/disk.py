@@ -1,7 +1,8 @@
-"""Tiers in folders: they write blocks to files behind the requests, and read them for waiting requests.
+"""Tiers in folders: they write computed blocks to files in the background, and read the blocks for waiting requests.
 
-All input and output of a tier happens in its mover. The engine thread only looks into the index and adds jobs.
-``DiskTier`` is the SSD tier. ``llm_serving.kvstore.shared`` has the tier in a folder that several machines share.
+All input and output of a tier runs in a thread of its own, the mover (``mover.py``). The engine thread only looks into
+the index and adds jobs for the mover. ``DiskTier`` is the SSD tier. ``llm_serving.kvstore.shared`` has the tier in a
+folder that several machines share.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from llm_serving.kvstore.segments import SEGMENT_BYTES, FolderLock, SegmentFolde
 from llm_serving.scheduler.tier_moves import BlockKey
 
 RETRY_S = 60.0
-"""After a failed write, the tier writes nothing for this time."""
+"""Seconds after a failed write in which the tier writes nothing."""
 _KEEP = 0.9
-"""Each read multiplies the weight of earlier reads in the measured bandwidth by this factor."""
+"""The measured bandwidth is an average of the reads. Each new read multiplies the weight of earlier reads by this
+factor.
+"""
 
 
 class HostPool(Protocol):
-    """The host blocks of a replica, in memory that server and agents share."""
+    """The host blocks of a replica. They are in memory that the server and the agents share."""
 
     @property
     def block_bytes(self) -> int:
-        """Size of a block: the parts of all agents together."""
+        """Size of a block in bytes, with the parts of all agents of the replica."""
 
     def read(self, block: int) -> bytes:
         """Returns the content of a block."""
@@ -41,7 +44,9 @@ class HostPool(Protocol):
 
 @dataclass(slots=True)
 class DiskFigures:
-    """Counts of a tier in a folder since the start, except the first two, which are present values."""
+    """Figures of a tier in a folder. ``blocks`` and ``num_bytes`` are present values; the other numbers count since the
+    start.
+    """
 
     blocks: int = 0
     num_bytes: int = 0
@@ -49,15 +54,17 @@ class DiskFigures:
     written_bytes: int = 0
     read_bytes: int = 0
     rejected: int = 0
-    """Number of records that were damaged, cut off or of another block. Each of them counts as a miss."""
+    """Number of records that were damaged, cut off, or held another block than expected."""
     failed_writes: int = 0
     is_full: bool = False
-    """True while the tier writes nothing, because a write has failed."""
+    """True while the tier writes nothing because its last write failed."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A read of blocks into host blocks. ``oks`` has one entry for each block once ``done`` is True."""
+    """A read of blocks from disk into host blocks. When ``done`` is True, ``oks`` states for each block whether its
+    read succeeded.
+    """
 
     keys: list[BlockKey]
     places: list[Place]
@@ -67,7 +74,9 @@ class Transfer:
 
 
 class Records(Protocol):
-    """The records of a folder, with an index. Only the mover calls the methods, except ``find``."""
+    """The records of blocks in a folder, with an index. Any thread may call ``find``; only the mover calls the other
+    methods.
+    """
 
     @property
     def num_blocks(self) -> int: ...
@@ -104,9 +113,9 @@ class FileTier(ABC):
         self._on_problem = on_problem
         self._clock = clock
         self._records: Records | None = None
-        """The records that are in use. None while the namespace is not known."""
+        """The records that lookups use. None while the namespace of the agents' blocks is not known yet."""
         self._last: Records | None = None
-        """The records that were opened last. They stay open while a new namespace is not known."""
+        """The records that were opened last. They stay open until the mover knows the namespace of restarted agents."""
         self._namespace = b""
         self._retry_at = 0.0
         self._read_s = 0.0
@@ -117,20 +126,20 @@ class FileTier(ABC):
         """Return the records of a namespace. Called in the mover."""
 
     def open(self, namespace: Callable[[], bytes]) -> None:
-        """Opens the records of a namespace, in the mover. Until then, nothing is found and nothing is written.
+        """Asks the mover to open the records of a namespace. Until they are open, the tier finds and writes no blocks.
 
-        ``namespace`` returns the digest. It may take long, because it reads the weights. If it raises an error, the
-        tier stays closed.
+        ``namespace`` returns the digest that names the namespace. The mover calls it, because it may have to read all
+        weights. If it raises an error, the tier stays closed.
         """
         self._records = None
         self.mover.submit(lambda: self._open(namespace()), urgent=True)
 
     def when_open(self, call: Callable[[], None]) -> None:
-        """Calls a function whenever the tier has been opened, in the mover."""
+        """Registers a function that the mover calls each time the tier has been opened."""
         self._on_open.append(call)
 
     def find(self, key: BlockKey) -> Place | None:
-        """Returns the place of a block, or None. The tokens are compared when the block is read."""
+        """Returns the place of a block, or None. Compares only the hash; ``read`` also compares the tokens."""
         records = self._records
         return None if records is None else records.find(key.chained_hash)
 
@@ -140,21 +149,27 @@ class FileTier(ABC):
         return self._records is not None and self._clock() >= self._retry_at
 
     def seconds_for(self, places: Sequence[Place]) -> float | None:
-        """Returns how long a read takes at the measured bandwidth. None before the first read."""
+        """Returns the expected seconds to read the records at ``places``, from the measured bandwidth. None before the
+        first read.
+        """
         num_bytes = sum(place.num_bytes for place in places)
         return num_bytes * self._read_s / self._read_bytes if self._read_bytes else None
 
     def write(self, key: BlockKey, pool: HostPool, host: int, done: Callable[[], None]) -> None:
-        """Writes the content of a host block, which must not change before ``done`` is called, in the mover."""
+        """Asks the mover to write the content of a host block, and then to call ``done``. The block must not change
+        before that.
+        """
         records = self._records
         self.mover.submit(lambda: self._write(records, key, pool, host, done))
 
     def read(self, transfer: Transfer, pool: HostPool, done: Callable[[], None]) -> None:
-        """Reads blocks into host blocks, and then calls ``done``, in the mover."""
+        """Asks the mover to read blocks into host blocks, and then to call ``done``."""
         self.mover.submit(lambda: self._read(transfer, pool, done), urgent=True)
 
     def distrust(self) -> None:
-        """Removes all blocks that this run has written, because an agent may have computed wrong values."""
+        """Asks the mover to remove all blocks that this run has written, because an agent may have computed wrong
+        values.
+        """
         self.mover.submit(self._distrust)
 
     def close(self) -> None:
@@ -166,7 +181,7 @@ class FileTier(ABC):
         if self._last is not None and not self.mover.is_busy:  # a job may hang, because the disk does not respond
             self._last.close()
 
-    # The following methods run in the mover
+    # The mover's thread calls the following methods.
 
     def content(self, place: Place, key: BlockKey) -> bytes | None:
         """Returns the content of a block, or None if it was removed or is damaged."""
@@ -193,7 +208,9 @@ class FileTier(ABC):
         host: int,
         done: Callable[[], None],
     ) -> None:
-        """Writes a block to ``records``, which were open when the block was computed. Other agents may run now."""
+        """Writes a block to ``records``, which were open when ``write`` was called. Writes nothing if other records are
+        open now, because other agents have computed the block.
+        """
         try:
             if records is None or records is not self._records or not self.may_write:
                 return
@@ -274,7 +291,7 @@ class DiskTier(FileTier):
         self._lock = FolderLock(folder)
 
     def close(self) -> None:
-        """Ends the mover without the blocks that still wait for the disk, and unlocks the folder."""
+        """Ends the mover and unlocks the folder. Blocks that still wait for the disk are lost."""
         super().close()
         self._lock.close()
 
@@ -283,12 +300,14 @@ class DiskTier(FileTier):
 
 
 def pool_of(parts: Sequence[HostPool]) -> HostPool:
-    """Returns the host blocks of a replica, whose agents have the given parts of each block."""
+    """Returns the host blocks of a replica as one pool. ``parts`` has each agent's part of the blocks, in order of
+    rank.
+    """
     return parts[0] if len(parts) == 1 else _JoinedPool(parts)
 
 
 class _JoinedPool:
-    """The host blocks of several agents. A block is the parts of all agents, in order of rank."""
+    """The host blocks of several agents. A block consists of the parts of all agents, in order of rank."""
 
     def __init__(self, parts: Sequence[HostPool]) -> None:
         self._parts = parts

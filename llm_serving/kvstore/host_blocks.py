@@ -1,4 +1,4 @@
-"""The host blocks of a replica that belong to the KV tiers: contents, holders, and which block is reused next."""
+"""Manages the host blocks of a replica that belong to the KV tiers: contents, holds, and which block is reused next."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from llm_serving.kvstore.kept import KeptBlocks
 from llm_serving.scheduler.tier_moves import BlockKey
 
 DOUBTFUL = BlockKey(b"", b"")
-"""Stands for the content of a held host block that may be wrong. No lookup finds it."""
+"""The content key of a held host block whose content may be wrong. No lookup finds it."""
 
 
 class HostBlocks:
     """The host blocks ``first .. first + num_blocks - 1`` with their contents.
 
-    A block that nothing uses is idle, or parked if a request asked to keep its content. Idle blocks are reused first.
+    A block without holds is parked if a request asked to keep its content, and idle otherwise. Idle blocks are reused
+    before parked blocks.
     """
 
     def __init__(self, first: int, num_blocks: int, kept: KeptBlocks) -> None:
@@ -33,12 +34,13 @@ class HostBlocks:
         self._parked: OrderedDict[int, None] = OrderedDict()
 
     def find(self, key: BlockKey) -> int | None:
-        """Returns the host block with this content, or None. Compares the tokens."""
+        """Returns the host block with this content, or None. Compares the tokens as well as the hash."""
         host = self.by_hash.get(key.chained_hash)
         return host if host is not None and self.keys[host] == key else None
 
     def allocate(self, key: BlockKey) -> int | None:
-        """Returns a held host block for a new content, or None if all are held."""
+        """Returns a host block for a new content and holds it for the caller. Returns None if all host blocks are held.
+        """
         if self._free:
             host = self._free.pop()
         elif self._idle:
@@ -54,7 +56,9 @@ class HostBlocks:
         return host
 
     def filled(self, host: int) -> None:
-        """Makes the content of a host block known, so that lookups find it, unless another block has it already."""
+        """Lets lookups find the content of a host block, which has been copied completely. If another host block has
+        the same content, lookups find that block.
+        """
         key = self.keys[host]
         if key is not DOUBTFUL:
             self.by_hash.setdefault(key.chained_hash, host)
@@ -89,11 +93,13 @@ class HostBlocks:
 
     @property
     def num_kept(self) -> int:
-        """Number of blocks that nothing uses and that are kept."""
+        """Number of blocks without holds whose content requests asked to keep."""
         return len(self._parked)
 
     def keep(self, owner: str, hashes: Iterable[bytes], until: float) -> None:
-        """Keeps blocks until a time. Their host blocks are reused after all idle ones."""
+        """Keeps the blocks with these hashes for ``owner`` until the time ``until``. Their host blocks are reused only
+        after all idle blocks.
+        """
         for each in self._kept.keep(owner, hashes, until):
             host = self.by_hash.get(each)
             if host is not None and host in self._idle:
@@ -101,7 +107,7 @@ class HostBlocks:
                 self._parked[host] = None
 
     def expire(self, now: float) -> None:
-        """Makes kept blocks idle if their time is over. They are the next blocks to be reused."""
+        """Makes kept blocks idle if their time is over at ``now``. These blocks are then reused first."""
         if now < self._kept.next_end:
             return
         for each in self._kept.expire(now):

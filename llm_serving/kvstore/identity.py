@@ -1,7 +1,8 @@
-"""The namespace of blocks on disk: a digest of everything except tokens and salts that keys and values depend on.
+"""Computes the namespace of blocks on disk: a digest of everything that keys and values depend on, except tokens and
+salts.
 
-Two servers have the same namespace only if their blocks have the same bits. The path of the model does not matter, but
-the bytes of its weights do.
+If two servers have the same namespace, equal tokens give blocks with equal bits. The namespace depends on the bytes of
+the weights, but not on the path of the model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MAX_DIGESTS_BYTES = 1 << 20
 
 
 def weights_state(config: Config) -> list[str]:
-    """Returns what the system reports about each weight file: inode, size and times. It changes if a file changes."""
+    """Returns path, inode, size and times of each weight file. If a file changes, its entry changes."""
     return [_identity(file) for file in _weight_files(config)]
 
 
@@ -31,9 +32,9 @@ def weights_digest(config: Config, cache_folder: Path | None = None, *, expected
     """Returns a digest of the contents of the weight files. It takes about a second for each GB.
 
     ``cache_folder`` keeps the digest of each file, so that an unchanged file is read only once. A file counts as
-    unchanged while the system reports the same inode, size and times. Programs cannot set the time of the last change
-    of a file's status. Raises CheckpointError unless ``weights_state`` is ``expected``, before and after the reading.
-    Otherwise the agents may have read other weights.
+    unchanged while the system reports the same inode, size and times. One of the times is that of the last status
+    change (ctime), which programs cannot set. If ``expected`` is given, ``weights_state`` must return it before and
+    after the reading. Otherwise the agents may have read other weights, and CheckpointError is raised.
     """
     model = config.model_config
     if model.load_format == "dummy" or model.model_path is None:
@@ -51,7 +52,7 @@ def weights_digest(config: Config, cache_folder: Path | None = None, *, expected
 def model_facts(config: Config) -> dict[str, object]:
     """Returns the properties of the model and of its arithmetic that determine the bytes of a KV block.
 
-    The weights are not part of it.
+    The weights are not included.
     """
     model, parallel = config.model_config, config.parallel_config
     return {
@@ -73,10 +74,10 @@ def model_facts(config: Config) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class BlockIdentity:
-    """The facts that the bits of a server's blocks depend on, apart from tokens and salts."""
+    """The facts on which the bits of a server's blocks depend, except tokens and salts."""
 
     facts: dict[str, object]
-    """``model_facts`` as JSON has them, and the digests of the weights and of the kernels."""
+    """``model_facts`` as JSON values, and the digests of the weights and of the kernels."""
     namespace: bytes
 
     @classmethod

@@ -1,4 +1,6 @@
-"""Records which blocks requests asked to keep in host memory, until when, and within which limits. It only computes."""
+"""Records which blocks requests asked to keep in host memory, until when, and within which limits. No block is moved
+here.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,16 @@ import heapq
 from collections.abc import Iterable
 
 _SPARE_ENDS = 1024
-"""Outdated entries are removed from the heap of ``KeptBlocks`` if it has this number more of them than kept blocks."""
+"""The heap of ``KeptBlocks`` may have twice as many entries as there are kept blocks, plus this number. A larger heap
+is rebuilt without outdated entries.
+"""
 
 
 class KeptBlocks:
-    """The kept blocks of all owners by chained hash: at most ``max_blocks``, and ``max_per_owner`` of each owner.
+    """The kept blocks of all owners, by chained hash: at most ``max_blocks`` in total and ``max_per_owner`` of each
+    owner.
 
-    The owner of a block is the first one that asked to keep it. Another owner can keep the block for a longer time.
+    A block counts for the owner that first asked to keep it. Another owner may later extend the time.
     """
 
     def __init__(self, max_blocks: int, max_per_owner: int) -> None:
@@ -31,11 +36,13 @@ class KeptBlocks:
 
     @property
     def next_end(self) -> float:
-        """The earliest time at which ``expire`` may end a block. Infinity without kept blocks."""
+        """The earliest time at which the time of a kept block may be over. Infinity if no block is kept."""
         return self._ends[0][0] if self._ends else float("inf")
 
     def keep(self, owner: str, hashes: Iterable[bytes], until: float) -> list[bytes]:
-        """Keep the first of these blocks until a time, as many as the limits permit. Returns the new ones."""
+        """Keeps the blocks with these hashes until the time ``until``, in order, as long as the limits permit. Returns
+        the hashes that were not kept before.
+        """
         new: list[bytes] = []
         for each in hashes:
             if each not in self._until:
@@ -54,7 +61,7 @@ class KeptBlocks:
         return new
 
     def expire(self, now: float) -> list[bytes]:
-        """End the blocks whose time is over, and return them."""
+        """Removes the blocks whose time is over at ``now``. Returns their hashes."""
         ended: list[bytes] = []
         while self._ends and self._ends[0][0] <= now:
             end, each = heapq.heappop(self._ends)

@@ -1,4 +1,5 @@
-"""The mover: a thread that does all input and output of the SSD tier, so that the engine thread never waits for a disk.
+"""The mover: a thread that does all input and output of a tier in a folder. So the engine thread never waits for a
+disk.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections import deque
 from collections.abc import Callable
 
 _LOW_PRIORITY = 10
-"""Nice value of the thread, which must not take the processor from the agents. Reads are short."""
+"""Nice value of the thread. Its low priority leaves the processor to the agents."""
 _JOIN_S = 1.0
 
 
 class Mover:
-    """Runs jobs in a thread of its own, one after the other. Urgent jobs run before all others.
+    """Runs jobs one after the other in a separate thread. Urgent jobs run before all others.
 
-    ``on_error`` takes the error of a job that failed. The thread then goes on with the next job.
+    If a job raises an error, the thread passes the error to ``on_error`` and runs the next job.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -44,7 +45,7 @@ class Mover:
                 self._changed.notify()
 
     def end(self) -> None:
-        """Lets the thread end when it has run all jobs that wait. Does not wait for this."""
+        """Asks the thread to end after all jobs that wait now. Returns immediately."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -55,7 +56,9 @@ class Mover:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread, without the jobs that have not begun. Waits a short time for the job that runs."""
+        """Ends the thread and drops the jobs that have not begun. Waits at most ``_JOIN_S`` seconds for the running
+        job.
+        """
         self.end()
         with self._changed:
             self._urgent.clear()

@@ -1,4 +1,4 @@
-"""The place of a block in a tier whose blocks are in a folder."""
+"""Describes where a tier in a folder has stored a block: the file (segment), the offset and the size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A file of records. ``hashes`` are the blocks of the folder's namespace that the index finds in it."""
+    """A file of records. ``hashes`` are the chained hashes of its blocks that lookups find. ``last_use`` is a time in
+    seconds.
+    """
 
     path: Path
     num_bytes: int
@@ -16,12 +18,12 @@ class Segment:
     hashes: set[bytes] = field(default_factory=set)
     generation: int = 0
     is_shared: bool = False
-    """Whether the file is in a folder that several machines share."""
+    """True if the file is in a folder that several machines share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a record: its segment, the offset there and its size."""
+    """The place of a record: its segment, its offset in the segment, and its size in bytes."""
 
     segment: Segment
     offset: int

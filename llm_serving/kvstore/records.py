@@ -1,9 +1,9 @@
-"""The format of a block on disk: a record that describes itself, with a checksum of the header and one of the content.
+"""The format of a block on disk: a record with a header, the block's tokens and its content.
 
     record = header, tokens (packed little-endian int32), content (keys and values, for each agent one part)
 
-Integers are little-endian. The header has a checksum of its own and of the tokens, so that a scan of a file need not
-read the contents.
+Integers are little-endian. The header contains a checksum of the content, and a checksum of itself and the tokens.
+Therefore a scan can check the headers of a file without reading the contents.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ MAGIC = b"LKV1"
 NAMESPACE_BYTES = 32
 HASH_BYTES = 16
 MAX_TOKEN_BYTES = 4 * 1024
-"""Bytes of the tokens of the largest block that a config permits."""
+"""Maximum size of a block's packed tokens, in bytes. No config permits larger blocks."""
 MAX_CONTENT_BYTES = 1 << 31
 
 _HEADER = struct.Struct(f"<4s{NAMESPACE_BYTES}s{HASH_BYTES}sQIQI")
-"""Magic, namespace, chained hash, generation, bytes of the tokens, bytes of the content, checksum of the content."""
+"""Fields: magic, namespace, chained hash, generation, size of the tokens, size of the content (both in bytes), checksum
+of the content.
+"""
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 
@@ -32,10 +34,10 @@ class RecordHeader:
     """The header of a record, and the tokens of its block."""
 
     namespace: bytes
-    """Digest of everything except tokens that the content depends on."""
+    """Digest of everything on which the content depends, except the tokens (``identity.py``)."""
     key: BlockKey
     generation: int
-    """Number of the run of the server that wrote the record."""
+    """Number of the server run that wrote the record, from 1. 0 in a shared folder."""
     content_bytes: int
     content_checksum: int
 
@@ -61,7 +63,7 @@ def encode_record(namespace: bytes, key: BlockKey, generation: int, content: byt
 
 
 def decode_header(data: bytes) -> RecordHeader | None:
-    """Returns the header at the beginning of ``data``, or None if there is none, or if it is damaged or cut off."""
+    """Returns the header at the beginning of ``data``. Returns None if the header is missing, damaged or cut off."""
     if len(data) < HEADER_BYTES:
         return None
     magic, namespace, chained_hash, generation, token_bytes, content_bytes, checksum = _HEADER.unpack_from(data)
@@ -75,7 +77,7 @@ def decode_header(data: bytes) -> RecordHeader | None:
 
 
 def decode_content(data: bytes, namespace: bytes, key: BlockKey) -> bytes | None:
-    """Returns the content of the record ``data`` if it is the block ``key`` of ``namespace`` and not damaged.
+    """Returns the content of the record ``data``, if this is an undamaged record of the block ``key`` in ``namespace``.
 
     Returns None otherwise. The caller must then compute the block.
     """

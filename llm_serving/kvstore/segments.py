@@ -1,10 +1,11 @@
-"""A folder of segments: files of records to which only appending is possible, limited in total size.
+"""A folder with segments, which are append-only files of records. Their total size is limited.
 
     FOLDER/lock                     held by the server that uses the folder
     FOLDER/<namespace>/00000001.kv  records, the oldest first
 
-If a server is killed while it writes, the last record of its segment is torn. The next scan ignores it. A full folder
-loses the segment that was not read for the longest time. Only the thread of the mover uses this class, except ``find``.
+If a server is killed while it writes, the last record of its segment is incomplete. The next scan ignores this record.
+When the folder is full, the segment that has not been read for the longest time is deleted. Any thread may call
+``find``; only the mover's thread may call the other methods.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _LOCK = "lock"
 
 
 class FolderLock:
-    """Makes a folder that only this user can read, and keeps other servers from using it until ``close``.
+    """Creates a folder that only this user can read, and locks it against other servers until ``close``.
 
     Several models of one server may use the same folder. Raises ConfigError if the folder cannot be used, or if another
     server uses it.
@@ -84,7 +85,7 @@ class SegmentFolder:
 
     def __init__(self, folder: Path, namespace: bytes, max_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.num_rejected = 0
-        """Records that a read or a scan found to be damaged or cut off."""
+        """Number of records that a read or a scan found to be damaged or cut off."""
         self.generation = 1
         self._namespace = namespace
         self._max_bytes = max_bytes
@@ -109,7 +110,7 @@ class SegmentFolder:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all segments of the folder, of other namespaces too."""
+        """Size of all segments of the folder in bytes, including those of other namespaces."""
         return sum(segment.num_bytes for segment in self._segments)
 
     def find(self, chained_hash: bytes) -> Place | None:
@@ -117,7 +118,9 @@ class SegmentFolder:
         return self._index.get(chained_hash)
 
     def read(self, place: Place, key: BlockKey) -> bytes | None:
-        """Returns the content of a block. Forgets the record and returns None if it is not the block or is damaged."""
+        """Returns the content of a block. If the record is damaged or holds another block, removes it from the index
+        and returns None.
+        """
         content = None
         with contextlib.suppress(OSError), place.segment.path.open("rb") as file:
             data = os.pread(file.fileno(), place.num_bytes, place.offset)
@@ -132,7 +135,7 @@ class SegmentFolder:
     def append(self, key: BlockKey, content: bytes) -> None:
         """Writes the record of a block, unless the folder has it already.
 
-        Raises OSError if the disk is full or broken. The folder is then as before.
+        Raises OSError if the disk is full or broken. The incomplete record is then removed.
         """
         if key.chained_hash in self._index:
             return
@@ -167,7 +170,7 @@ class SegmentFolder:
         return Segment(path, found.st_size, found.st_mtime)
 
     def _scan(self, segment: Segment) -> None:
-        """Reads the headers of a segment into the index, up to the first record that is not complete."""
+        """Adds the records of a segment to the index. Stops at the first record that is not complete."""
         offset = 0
         with segment.path.open("rb") as file:
             while offset < segment.num_bytes:
@@ -191,7 +194,9 @@ class SegmentFolder:
         self._index[chained_hash] = Place(segment, offset, header.num_bytes)
 
     def _segment_for(self, num_bytes: int) -> tuple[Segment, int]:
-        """Returns a segment for ``num_bytes`` more, with its descriptor. Removes old segments if the folder is full."""
+        """Returns a segment with space for ``num_bytes`` bytes, and its descriptor. Removes old segments if the folder
+        is full.
+        """
         if self._open is not None and self._open[0].num_bytes + num_bytes > self._segment_bytes:
             self.close()
         if self._open is None:
@@ -208,7 +213,7 @@ class SegmentFolder:
         return self._open
 
     def _find_others(self) -> None:
-        """Notes the segments that other models of this server have written or removed meanwhile."""
+        """Updates the list of segments: other models of this server may have added, extended or removed some."""
         known = {segment.path: segment for segment in self._segments}
         found = set(self._folder.glob(f"*/*{SUFFIX}"))
         for path in known.keys() - found:
@@ -221,7 +226,7 @@ class SegmentFolder:
                     known[path].num_bytes = path.stat().st_size
 
     def _new_file(self) -> tuple[Path, int]:
-        """Makes the file of a new segment. Returns its path and descriptor."""
+        """Creates the file of a new segment. Returns its path and descriptor."""
         while True:
             self._number += 1
             path = self._own / f"{self._number:08d}{SUFFIX}"
@@ -230,7 +235,9 @@ class SegmentFolder:
                 return path, os.open(path, flags, 0o600)
 
     def _note_use(self, segment: Segment) -> None:
-        """Makes a segment the last one to be removed, also for later runs, which read the time of the file."""
+        """Marks a segment as the most recently used one, so that it is removed last. Sets the file's time as well,
+        which later runs read.
+        """
         self._clock += 1.0
         segment.last_use = self._clock
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The KV tiers of a server: makes the tiers of each replica from the config, and opens the SSD tier."""
+"""Creates the KV tiers of a server and of each replica from the config, and opens the tiers in folders."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from llm_serving.model.parallel import group_ranks
 class KvTiers:
     """The KV tiers of a server. ``close`` ends them.
 
-    ``on_problem`` takes a text about a problem that an operator should know. Raises ConfigError if ``ssd_folder``
-    cannot be used.
+    ``on_problem`` is called with a text about each problem that an operator should know. The constructor raises
+    ConfigError if a folder cannot be used.
     """
 
     def __init__(self, config: Config, on_problem: Callable[[str], None]) -> None:
@@ -50,14 +50,17 @@ class KvTiers:
 
     @property
     def _behind_host(self) -> BlockTier | None:
-        """The tiers behind host memory: the SSD tier, the shared tier, or both joined to one. None if there are none.
+        """The tiers that are slower than host memory: the SSD tier, the shared tier, or both joined to one. None if
+        there are none.
         """
         if self._disk is not None and self._shared is not None:
             return TierChain(self._disk, self._shared)
         return self._tiers[0] if self._tiers else None
 
     def new_store(self, wake: Callable[[], None]) -> BlockStore:
-        """Returns the tiers of a new replica. ``wake`` wakes the engine thread, and any thread may call it."""
+        """Returns the tiers of a new replica. ``wake`` is a function that wakes the engine thread; any thread may call
+        it.
+        """
         settings = self._config.kv_tier_config
         store = BlockStore(
             self._config.num_host_blocks,
@@ -72,13 +75,15 @@ class KvTiers:
         return store
 
     def agents_ready(self, summary: Mapping[str, object]) -> None:
-        """Opens the tiers in folders for agents with this summary. A mover reads the weights for their digest."""
+        """Opens the tiers in folders when the agents are ready. ``summary`` is the agents' report, with the digest of
+        their kernels. A mover computes the digest of the weights.
+        """
         self._arithmetic = str(summary.get("arithmetic", ""))
         for tier in self._tiers:
             tier.open(lambda: self.identity().namespace)
 
     def identity(self) -> BlockIdentity:
-        """Returns everything except tokens that the bits of this server's blocks depend on.
+        """Returns the facts on which the bits of this server's blocks depend, except tokens and salts.
 
         The first call reads the weights, which takes about a second for each GB. Any thread may call it. Raises
         CheckpointError if the weights have changed since the start.
@@ -96,7 +101,7 @@ class KvTiers:
         return sum(layout.block_bytes for layout in layouts if layout is not None)
 
     def transfers(self, use_stores: UseStores) -> BlockTransfers:
-        """Returns the copies of blocks for callers on the event loop, which is the thread that calls this method."""
+        """Returns an object that copies blocks for callers on the event loop. Must be called on the event loop."""
         mover = self._own_mover if self._disk is None else self._disk.mover
         if mover is None:
             mover = self._own_mover = Mover(lambda error: self._on_problem(f"blocks could not be copied: {error!r}"))
@@ -104,7 +109,7 @@ class KvTiers:
         return BlockTransfers(use_stores, mover, self._behind_host)
 
     def end(self) -> None:
-        """Lets the movers write the blocks that wait for the disk, and then end. Does not wait for this."""
+        """Asks the movers to write the blocks that wait for the disk, and then to end. Returns immediately."""
         for tier in self._tiers:
             tier.mover.end()
 
@@ -114,7 +119,7 @@ class KvTiers:
         return any(tier.mover.is_busy for tier in self._tiers)
 
     def close(self) -> None:
-        """Ends the mover without the blocks that still wait for the disk, and unlocks the folder."""
+        """Ends the movers and unlocks the folder. Blocks that still wait for the disk are lost."""
         if self._own_mover is not None:
             self._own_mover.close()
         for tier in self._tiers:

@@ -1,11 +1,11 @@
-"""A tier in a folder that several machines share: one immutable file for each block, and no locks.
+"""A tier in a folder that several machines share. It has one immutable file for each block, and no locks.
 
     FOLDER/<namespace>/<first byte of the hash>/<hash>.kv   one record
     FOLDER/<namespace>/<first byte of the hash>/.*.tmp      a file that is being written
 
-A file appears complete, because it is renamed after it was written. Any machine may remove any file at any time. So a
-block that the index has may be removed or replaced when it is read; then the read is a miss. Nothing waits for another
-machine. A machine that dies leaves at most a temporary file, which others remove later.
+A file is written under a temporary name and then renamed, so other machines see only complete files. Any machine may
+remove any file at any time. If a block of the index has been removed or replaced, its read counts as a miss. No machine
+waits for another one. A machine that dies leaves at most a temporary file, which others remove later.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ from llm_serving.scheduler.tier_moves import BlockKey
 
 SUFFIX = ".kv"
 SCAN_S = 5.0
-"""Seconds after which a lookup lets the index scan the folder again for files of other machines."""
+"""Seconds after which a lookup starts another scan of the folder for files of other machines."""
 TRIM_S = 30.0
 """Minimum time between two measurements of the folder's size."""
 TEMPORARY_S = 3600.0
-"""Age in seconds from which a temporary file counts as left behind by a machine that died."""
+"""Age in seconds at which a temporary file is removed. The machine that wrote it must have died."""
 _TOUCH_S = 600.0
 _KEPT_PART = 0.9
 _numbers = itertools.count()
 
 
 class SharedFolder:
-    """The files of a namespace in a shared folder, with an index that may be out of date.
+    """The files of one namespace in a shared folder, with an index. The index may be out of date, because other
+    machines write and remove files.
 
-    ``max_bytes`` limits the size of all namespaces together. Each machine removes the files that no machine has read
-    for the longest time. ``clock`` is the time of file systems.
+    ``max_bytes`` limits the size of all namespaces together. Above the limit, each machine removes the files that no
+    machine has read for the longest time. ``clock`` returns Unix time in seconds, like the times of files.
     """
 
     def __init__(self, folder: Path, namespace: bytes, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self.num_rejected = 0
         self.num_bytes = 0
-        """Size of all files of the folder, as this machine saw it last."""
+        """Size of all files in bytes when this machine last measured the folder, plus the files that it has written
+        since.
+        """
         self._folder = folder
         self._own = folder / namespace.hex()
         self._namespace = namespace
@@ -56,7 +59,7 @@ class SharedFolder:
         self._index: dict[bytes, Place] = {}
         self._written: set[bytes] = set()
         self._changed: dict[str, int] = {}
-        """The time of the last change of each folder that was scanned, in ns."""
+        """For each scanned folder, its modification time in ns. A folder with the same time is not scanned again."""
         self._trimmed_at = float("-inf")
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.scan()
@@ -72,7 +75,9 @@ class SharedFolder:
         return self._index.get(chained_hash)
 
     def scan(self) -> None:
-        """Reads the names of files in the folders that have changed since the last scan. Raises OSError."""
+        """Updates the index from the names of the files. Reads only folders that have changed since the last scan.
+        Raises OSError.
+        """
         for folder in _folders(self._own):
             changed = os.stat(folder).st_mtime_ns
             if self._changed.get(folder) == changed:
@@ -82,13 +87,13 @@ class SharedFolder:
             for chained_hash in [each for each in self._index if each[:1] == first and each not in found]:
                 del self._index[chained_hash]
             self._index.update(found)
-            # A file that another machine adds within the resolution of the clock does not change the folder's time
-            # again. So a folder with a recent change is scanned once more.
+            # If another machine adds two files within the resolution of the clock, the second one does not change the
+            # folder's time. So a folder that changed in the last 2 seconds is scanned once more.
             if self._clock() - changed / 1e9 > 2.0:
                 self._changed[folder] = changed
 
     def read(self, place: Place, key: BlockKey) -> bytes | None:
-        """Returns the content of a block, or None if it was removed, is damaged or is another block."""
+        """Returns the content of a block. Returns None if its file was removed, is damaged or holds another block."""
         path = place.segment.path
         try:
             with path.open("rb") as file:
@@ -150,7 +155,7 @@ class SharedFolder:
         """Does nothing, because no file is open."""
 
     def _places(self, folder: str) -> Iterator[tuple[bytes, Place]]:
-        """Yields the blocks of a folder. Removes temporary files of machines that died."""
+        """Yields the blocks that have a file in ``folder``. Removes temporary files of machines that died."""
         with os.scandir(folder) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or a foreign name
@@ -164,7 +169,9 @@ class SharedFolder:
                             yield chained_hash, Place(segment, 0, found.st_size)
 
     def _trim(self, num_more: int = 0) -> None:
-        """Counts the size of all namespaces. Above the limit, removes the files with the oldest use."""
+        """Measures the size of all namespaces. If less than ``num_more`` bytes are free, removes the files that have
+        not been read for the longest time.
+        """
         self._trimmed_at = self._clock()
         files: list[tuple[float, int, str]] = []
         for namespace in _folders(self._folder):
@@ -208,7 +215,9 @@ class SharedTier(FileTier):
             raise ConfigError(f"{key}: the folder cannot be used: {error.strerror}") from None
 
     def find(self, key: BlockKey) -> Place | None:
-        """Returns the place of a block, or None. Asks the mover for another scan if the last one is old."""
+        """Returns the place of a block, or None. If the last scan is older than ``SCAN_S`` seconds, asks the mover for
+        another one.
+        """
         if self._records is not None and self._clock() - self._scanned_at >= SCAN_S:
             self._scanned_at = self._clock()
             self.mover.submit(self._scan)
@@ -224,7 +233,7 @@ class SharedTier(FileTier):
 
 
 def _folders(path: str | Path) -> list[str]:
-    """Returns the folders in a folder whose names are hexadecimal. Other entries are not files of KV tiers."""
+    """Returns the subfolders of ``path`` with hexadecimal names. Other entries do not belong to KV tiers."""
     with os.scandir(path) as entries:
         return sorted(entry.path for entry in entries if _is_hexadecimal(entry.name) and entry.is_dir())
 

@@ -1,8 +1,8 @@
-"""The KV tiers of one replica: host blocks with copies of computed blocks, and behind them the SSD tier.
+"""The KV tiers of one replica: host blocks with copies of computed blocks, and the slower tiers in folders.
 
-The scheduler offers committed blocks and asks for the blocks of waiting requests. ``BlockStore.exchange`` replies. A
-host block is held while a step or the mover copies it. Other host blocks are reused, the one that was not used for the
-longest time first.
+The scheduler offers computed blocks, and asks for the blocks of waiting requests. ``BlockStore.exchange`` replies to
+both. A host block is held while a step or the mover copies it. Host blocks without holds are reused, least recently
+used first.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from llm_serving.kvstore.tier_chain import BlockTier
 from llm_serving.scheduler.tier_moves import NO_HOST_BLOCK, BlockKey, WantedBlocks
 
 MAX_OFFERS = 64
-"""Number of blocks that the store takes from the scheduler in one call."""
+"""Maximum number of offered blocks that the store takes from the scheduler in one call."""
 PATIENCE = 4.0
-"""A request waits for a read at most this multiple of the expected read time. Then the request is computed."""
+"""A request waits for a read at most this multiple of the time that computing its blocks would take. Then the blocks
+are computed.
+"""
 MIN_PATIENCE_S = 0.2
 _NEVER = float("inf")
 
@@ -44,14 +46,16 @@ class TierSource(Protocol):
 
 @dataclass(slots=True)
 class TierFigures:
-    """Counts of the tiers of a replica since the start, except the first two, which are present numbers."""
+    """Figures of the tiers of a replica. ``host_blocks`` and ``kept_blocks`` are present values; the other numbers
+    count since the start.
+    """
 
     host_blocks: int = 0
-    """Host blocks with a copy of a block."""
+    """Host blocks that hold a copy of a block."""
     kept_blocks: int = 0
     """Host blocks that requests asked to keep."""
     stored: int = 0
-    """Blocks that were copied to the host."""
+    """Blocks that were copied from a device to host memory."""
     dropped: int = 0
     """Blocks that were not copied, because they were evicted before the copy."""
     hits: dict[str, int] = field(default_factory=lambda: {"host": 0, "ssd": 0, "shared": 0})
@@ -59,13 +63,13 @@ class TierFigures:
     misses: int = 0
     """Blocks of waiting requests that were not found."""
     too_slow: int = 0
-    """Blocks that were found on the SSD, but whose computation takes less time than reading them."""
+    """Blocks that were found on disk, but not read, because computing them takes less time."""
     expired: int = 0
-    """Reads that took so long that their request was computed."""
+    """Reads that took too long, so that the request's blocks were computed."""
     disk: DiskFigures | None = None
-    """Counts of the SSD tier, which all replicas share. None without this tier."""
+    """Figures of the SSD tier, which all replicas of the server share. None without an SSD tier."""
     shared: DiskFigures | None = None
-    """Counts of the tier in a shared folder. None without this tier."""
+    """Figures of the tier in a folder that several machines share. None without this tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Loan:
     """The held host block. None if only the disk has the block."""
     place: Place | None
     epoch: int
-    """Number of losses of agents before the loan."""
+    """Number of times that the replica had lost its agents when the loan began."""
     version: int
     """Value of ``BlockStore.version`` when the loan began."""
 
@@ -89,7 +93,7 @@ class _Waiting:
 
     wanted: WantedBlocks
     hosts: list[int]
-    """The host blocks of all wanted blocks: those in memory, and those that are being read."""
+    """One host block for each block that was found, in order. Some have their content, others are being read."""
     transfer: Transfer
     due: float
 
@@ -97,8 +101,9 @@ class _Waiting:
 class BlockStore:
     """The tiers of one replica. Only the engine thread calls the methods.
 
-    ``first_host`` is the first of the ``num_hosts`` host blocks that belong to the tiers. ``wake`` wakes the engine
-    thread, and any thread may call it. With ``always_loads``, the time of a read does not matter.
+    ``first_host`` is the first of the ``num_hosts`` host blocks that belong to the tiers. ``disk`` is the tier behind
+    host memory. ``wake`` wakes the engine thread; any thread may call it. With ``always_loads``, blocks are read even
+    if computing them takes less time.
     """
 
     def __init__(
@@ -114,7 +119,9 @@ class BlockStore:
         """``max_kept``: number of blocks that requests of one owner may keep in host memory."""
         self.figures = TierFigures()
         self.version = 0
-        """A number that changes when blocks that were read before may come from other agents, or may be wrong."""
+        """A number that grows when the agents were lost or their blocks may be wrong. Blocks that were read at
+        different versions must not be combined.
+        """
         self._max_writes = max(1, num_hosts // 2)
         self._hosts = HostBlocks(first_host, num_hosts, KeptBlocks(num_hosts // 2, max_kept))
         self._disk = disk
@@ -131,13 +138,14 @@ class BlockStore:
             disk.when_open(wake)
 
     def open(self, pool: HostPool) -> None:
-        """Starts to use the host blocks of agents that have become ready."""
+        """Starts to use the host blocks ``pool``. Called when the agents have become ready."""
         self._pool = pool
 
     def lose(self, *, distrusted: bool = False) -> None:
         """Forgets all host blocks, because the agents were lost.
 
-        ``distrusted``: they may have computed wrong values, so the blocks that they wrote to the disk are removed, too.
+        With ``distrusted``, also removes the blocks that this run has written to the disk, because the agents may have
+        computed wrong values.
         """
         self._epoch += 1
         self.version += 1
@@ -151,7 +159,7 @@ class BlockStore:
             self.distrust()
 
     def distrust(self) -> None:
-        """Forgets the contents of all host blocks, and removes what this run has written to the disk."""
+        """Forgets the contents of all host blocks, and removes the blocks that this run has written to the disk."""
         self.version += 1
         self._hosts.distrust()
         if self._disk is not None:
@@ -159,13 +167,13 @@ class BlockStore:
 
     @property
     def next_due(self) -> float | None:
-        """The time at which ``exchange`` must be called even without an event, by the engine's clock. None if nothing
-        is due.
+        """The time of the engine's clock at which ``exchange`` must be called, even if nothing else happens. None if no
+        request waits for a read.
         """
         return min((one.due for one in self._waiting), default=None)
 
     def exchange(self, source: TierSource, now: float) -> bool:
-        """Takes the scheduler's offers and its requests for blocks, and replies. Returns True if a waiting request may
+        """Takes the blocks that the scheduler offers or asks for, and replies. Returns True if a waiting request may
         start now.
         """
         if self._pool is None:
@@ -198,7 +206,9 @@ class BlockStore:
     # The following methods lend blocks to copies outside the engine.
 
     def lend(self, key: BlockKey) -> Loan | None:
-        """Returns a loan of a block that host memory or the disk has, or None. End it with ``end_loan``."""
+        """Returns a loan of a block that host memory or the SSD has, or None. The caller must end the loan with
+        ``end_loan``.
+        """
         if self._pool is None:
             return None
         host = self._hosts.find(key)
@@ -219,11 +229,13 @@ class BlockStore:
 
     @property
     def max_guests(self) -> int:
-        """Number of blocks that one import may bring, so that it leaves blocks of other requests in memory."""
+        """Maximum number of blocks that one import may bring. The limit leaves half of the host blocks for other
+        requests.
+        """
         return self._hosts.num_blocks // 2
 
     def accept(self, key: BlockKey) -> Loan | None:
-        """Returns a held host block, into which the caller writes the content of ``key``. Then call ``accepted``.
+        """Returns a held host block. The caller writes the content of ``key`` into it and then calls ``accepted``.
 
         Returns None if all host blocks are held, or while the agents are lost.
         """
@@ -232,7 +244,7 @@ class BlockStore:
         return None if pool is None or host is None else Loan(key, pool, host, None, self._epoch, self.version)
 
     def accepted(self, loan: Loan, *, ok: bool) -> None:
-        """Makes the content that the caller has written known, unless ``ok`` is False. Ends the loan."""
+        """Ends a loan from ``accept``. If ``ok`` is True, lookups find the content that the caller has written."""
         if loan.host is None or loan.epoch != self._epoch:
             return
         if ok and loan.version == self.version:
@@ -244,7 +256,9 @@ class BlockStore:
     # The following methods copy offered blocks to the host and to the disk.
 
     def _take_offers(self, source: TierSource) -> None:
-        """Takes offered blocks while there are host blocks for them. Others are offered again at the next exchange."""
+        """Assigns host blocks to offered blocks while host blocks are available. The scheduler offers the rest again at
+        the next exchange.
+        """
         while offers := source.fresh_blocks(MAX_OFFERS):
             replies: list[int] = []
             for key in offers:
@@ -258,7 +272,9 @@ class BlockStore:
                 return
 
     def _host_for(self, key: BlockKey | None) -> int | None:
-        """Returns a host block for an offered block, ``NO_HOST_BLOCK`` if it needs none, or None if all are held."""
+        """Returns a host block for an offered block. Returns ``NO_HOST_BLOCK`` if a tier has the block or it was
+        evicted, and None if all host blocks are held.
+        """
         if key is None:
             self.figures.dropped += 1
             return NO_HOST_BLOCK
@@ -267,7 +283,9 @@ class BlockStore:
         return self._hosts.allocate(key)
 
     def _take_back(self, host: int, ok: bool) -> None:
-        """Takes a host block back from the scheduler. If it was filled for the first time, writes it to the disk."""
+        """Takes a host block back from the scheduler. If a step has just filled the block (``ok``), lookups find it,
+        and it waits to be written to the disk.
+        """
         key = self._hosts.keys.get(host)
         if key is None:
             return
@@ -297,7 +315,8 @@ class BlockStore:
             disk.write(key, pool, host, partial(self._note_written, self._epoch, host))
 
     def _note_written(self, epoch: int, host: int) -> None:
-        """Notes the end of a write, in the mover. Wakes the engine thread if more blocks wait for the disk."""
+        """Records the end of a write, and wakes the engine thread if more blocks wait for the disk. The mover calls it.
+        """
         self._written.append((epoch, host))
         if self._unwritten:
             self._wake()
@@ -313,7 +332,9 @@ class BlockStore:
     # The following methods find blocks for waiting requests and load them.
 
     def _look_up(self, source: TierSource, wanted: WantedBlocks, now: float) -> bool:
-        """Replies to a request for blocks, now or after a read. Returns True after a reply."""
+        """Finds the blocks that the scheduler wants. If all are in host memory, replies and returns True. Otherwise
+        starts a read and returns False.
+        """
         hosts: list[int] = []
         transfer = Transfer([], [], [], [])
         for key in wanted.keys:
@@ -341,7 +362,9 @@ class BlockStore:
         return False
 
     def _host_to_read(self, key: BlockKey, transfer: Transfer) -> int | None:
-        """Adds a block to a read if the disk has it. Returns its host block, or None if there is none."""
+        """Adds a block to ``transfer`` if the disk has it. Returns the host block that receives it. Returns None if the
+        disk does not have the block or all host blocks are held.
+        """
         place = None if self._disk is None else self._disk.find(key)
         host = None if place is None else self._hosts.allocate(key)
         if place is None or host is None:
@@ -365,14 +388,17 @@ class BlockStore:
         return 10 * MIN_PATIENCE_S if block_s is None else max(MIN_PATIENCE_S, PATIENCE * block_s * len(transfer.keys))
 
     def _without_reads(self, hosts: list[int], transfer: Transfer) -> list[int]:
-        """Returns the host blocks before the first one whose content must still be read. Releases the others."""
+        """Returns the leading host blocks whose contents are in memory. Releases the rest, from the first one that must
+        be read.
+        """
         end = hosts.index(transfer.hosts[0])
         for host in hosts[end:]:
             self._hosts.release(host)
         return hosts[:end]
 
     def _end_reads(self, source: TierSource, now: float) -> bool:
-        """Replies to the requests for blocks whose reads have ended or take too long. Returns True after a reply."""
+        """Replies to the scheduler for each read that has ended or takes too long. Returns True if there was a reply.
+        """
         replied, waiting = False, self._waiting
         self._waiting = []
         for one in waiting:
@@ -390,7 +416,9 @@ class BlockStore:
         return replied
 
     def _end_read(self, source: TierSource, one: _Waiting) -> None:
-        """Makes the blocks known that were read, and replies with the run of blocks before the first failure."""
+        """Lets lookups find the blocks that were read. Replies to the scheduler with the blocks before the first one
+        that could not be read.
+        """
         keys = self._hosts.keys
         oks = {h: ok and keys[h] is not DOUBTFUL for h, ok in zip(one.transfer.hosts, one.transfer.oks, strict=True)}
         for host, ok in oks.items():

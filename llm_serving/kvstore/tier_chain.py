@@ -1,6 +1,6 @@
-"""Two tiers in folders as one: the SSD first, and behind it the folder that several machines share.
+"""Joins two tiers in folders to one: first the SSD, then the folder that several machines share.
 
-Each tier has a mover of its own, so a network that does not respond never delays the SSD.
+Each tier has its own mover (thread for input and output). So a network that does not respond never delays the SSD.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llm_serving.scheduler.tier_moves import BlockKey
 
 
 class BlockTier(Protocol):
-    """The part of the tiers behind host memory that ``BlockStore`` uses. ``FileTier`` describes the methods."""
+    """The interface of a tier in a folder for ``BlockStore``. ``FileTier`` in ``disk.py`` describes the methods."""
 
     @property
     def may_write(self) -> bool: ...
@@ -47,7 +47,7 @@ class TierChain:
         return self._first.may_write or self._second.may_write
 
     def when_open(self, call: Callable[[], None]) -> None:
-        """Calls a function whenever a tier has been opened, in its mover."""
+        """Registers a function that a tier's mover calls each time this tier has been opened."""
         for tier in self._tiers:
             tier.when_open(call)
 
@@ -76,7 +76,7 @@ class TierChain:
                 ended()
 
     def read(self, transfer: Transfer, pool: HostPool, done: Callable[[], None]) -> None:
-        """Reads blocks, those of both tiers at the same time."""
+        """Reads blocks from both tiers at the same time. Calls ``done`` when both have ended."""
         owners = [self._of(place) for place in transfer.places]
         parts = [(tier, _part(transfer, [owner is tier for owner in owners])) for tier in self._tiers]
         ended = _Countdown(2, lambda: _join(transfer, [part for _, part in parts], done))
@@ -130,7 +130,7 @@ def _rows(transfer: Transfer) -> list[tuple[BlockKey, Place, int]]:
 
 
 def _join(transfer: Transfer, parts: Sequence[Transfer], done: Callable[[], None]) -> None:
-    """Ends a read whose parts have ended."""
+    """Combines the results of both tiers into ``transfer``, and calls ``done``."""
     oks = {host: ok for part in parts for host, ok in zip(part.hosts, part.oks, strict=True)}
     transfer.oks += [oks[host] for host in transfer.hosts]
     transfer.done = True

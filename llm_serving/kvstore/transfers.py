@@ -32,7 +32,7 @@ class ReadBlocks:
     """The result of a read."""
 
     contents: list[bytes]
-    """The contents of the first blocks, up to the first one that no tier has."""
+    """The contents of the blocks in order, up to the first block that no tier has."""
     versions: tuple[int, ...]
     """``BlockStore.version`` of each replica. Blocks of two reads with different versions must not be combined."""
 
@@ -46,31 +46,32 @@ class BlockTransfers:
         self._disk = disk
 
     async def read(self, keys: Sequence[BlockKey]) -> ReadBlocks:
-        """Return the contents of the first of these blocks, up to the first one that no tier has.
+        """Returns the contents of the blocks in order, up to the first block that no tier has.
 
-        The result has no contents if the agents are lost meanwhile.
+        If the agents are lost during the read, the result has no contents.
         """
         answer: _Answer[ReadBlocks] = _Answer()
         self._use_stores(lambda stores: self._lend(keys, answer, stores))
         return await answer.future
 
     async def write(self, keys: Sequence[BlockKey], contents: Sequence[bytes]) -> int:
-        """Write blocks into the host memory of each replica. Returns how many of the first blocks every replica has.
+        """Writes blocks into the host memory of each replica. Returns the number of leading blocks that every replica
+        has taken.
 
-        A content with another size than a block of the agents is not written, and nothing after it.
+        Writing stops at the first content whose size differs from that of the agents' blocks.
         """
         answer: _Answer[int] = _Answer()
         self._use_stores(lambda stores: self._accept(keys, contents, answer, stores))
         return await answer.future
 
     async def max_guests(self) -> int:
-        """Return the number of blocks that one import may bring."""
+        """Returns the maximum number of blocks that one import may bring."""
         answer: _Answer[int] = _Answer()
         self._use_stores(lambda stores: answer.set(min((one.max_guests for one in stores), default=0)))
         return await answer.future
 
     def keep(self, owner: str, hashes: Sequence[bytes], until: float) -> None:
-        """Keep the blocks with these chained hashes in host memory until a time of the engine's clock."""
+        """Keeps the blocks with these chained hashes in host memory until the time ``until`` of the engine's clock."""
 
         def work(stores: Stores) -> None:
             for store in stores:
@@ -163,14 +164,14 @@ class BlockTransfers:
 
 
 class _Answer(Generic[T]):
-    """The result of a copy, which another thread sets for a task of the event loop."""
+    """The result of a copy. Another thread sets it, and a task of the event loop waits for it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[T] = self._loop.create_future()
 
     def set(self, value: T) -> None:
-        """Give the result to the waiting task. Any thread may call it."""
+        """Gives the result to the waiting task. Any thread may call this method."""
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already
             self._loop.call_soon_threadsafe(self._set, value)
 
