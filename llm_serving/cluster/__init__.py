@@ -1,7 +1,8 @@
-"""Agents on other machines: the link to a node, the nodes of a server, and the commands of ``llm-serving cluster``.
+"""Serves a model with agents on other machines: nodes, the link to a node, and the commands of ``llm-serving cluster``.
 
     server: executor ── RemoteGroup ══ TLS ══ agent_host ── AgentGroup ── agents      (a node)
 
-A node is one process ``agent_host``. It starts the agents of one replica on its machine, with shared memory of that
-machine. The server connects to the nodes. As long as a link exists, it belongs to one run of one replica's agents.
+A node is one ``agent_host`` process. The server connects to the node and makes a link (a TLS connection). The node then
+starts the agents of one replica on its machine. A link serves one run of these agents: if the agents end, the link
+ends, and the reverse.
 """

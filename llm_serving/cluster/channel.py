@@ -1,4 +1,4 @@
-"""An encrypted connection that carries frames, and never blocks after the TLS handshake."""
+"""An encrypted connection (TLS) that carries frames. After the TLS handshake, sending and receiving never block."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from collections import deque
 from llm_serving.ipc.channel import MAX_FRAME_BYTES, FrameBuffer, frame
 
 _READ_BYTES = 32 * 1024
-"""Bytes of one read. A TLS record has at most 16 KiB. Larger reads would allocate and free memory of the system."""
+"""Maximum bytes of one read. A TLS record has at most 16 KiB. A larger buffer would be allocated from the system and
+freed for each read.
+"""
 MAX_UNSENT_FRAMES = 4096
-"""A peer that reads nothing while this number of frames is waiting for it counts as lost."""
+"""Maximum number of frames that wait to be sent. If the peer reads so slowly that more would wait, it counts as lost.
+"""
 
 
 class SecureChannel:
-    """A connected TLS socket. It owns the socket. Only one thread at a time may use it.
+    """Sends and receives frames over a connected TLS socket, which it owns. Only one thread at a time may use it.
 
-    ``send`` never waits. Later calls of ``flush`` send the frames that the socket does not take immediately.
+    ``send`` never waits. It keeps the frames that the socket does not accept immediately, and ``flush`` sends them
+    later.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -30,7 +34,7 @@ class SecureChannel:
         self._max_bytes = MAX_FRAME_BYTES
         self._unsent: deque[bytes] = deque()
         self._early: list[bytes] = []
-        """Frames that came together with the last one of the handshake."""
+        """Frames that arrived together with the frame that ``receive_one`` returned last."""
         self.last_received = time.monotonic()
         """The time at which the last data came from the peer, by ``time.monotonic``."""
 
@@ -38,7 +42,7 @@ class SecureChannel:
         return self._socket.fileno()
 
     def allow(self, num_bytes: int) -> None:
-        """Accept and send frames up to this size from now on."""
+        """Sets the maximum size of frames, in both directions."""
         self._max_bytes = self._buffer.max_bytes = num_bytes
 
     @property
@@ -47,14 +51,16 @@ class SecureChannel:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
     def send(self, payload: bytes) -> None:
-        """Send one frame, or keep it for ``flush``. Raises OSError if the connection is broken."""
+        """Sends one frame, or keeps the frame for ``flush``. Raises OSError if the connection is broken, or if the peer
+        does not read.
+        """
         if len(self._unsent) >= MAX_UNSENT_FRAMES:
             raise ConnectionError(f"the peer has not read {len(self._unsent)} frames")
         self._unsent.append(frame(payload, self._max_bytes))
         self.flush()
 
     def flush(self) -> None:
-        """Send kept frames as far as the socket takes them. Raises OSError if the connection is broken."""
+        """Sends the kept frames until the socket accepts no more. Raises OSError if the connection is broken."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent[0])
@@ -66,9 +72,9 @@ class SecureChannel:
                 self._unsent[0] = self._unsent[0][sent:]
 
     def receive_available(self) -> list[bytes] | None:
-        """Return the complete frames of the next TLS records. None if the peer has closed the connection.
+        """Returns the complete frames that have arrived. Returns None if the peer has closed the connection.
 
-        The socket stays readable if more records have arrived.
+        Some data may stay in the socket, which is then still readable for a selector.
 
         Raises OSError if the connection is broken, and ProtocolError for a frame above the limit.
         """
@@ -86,9 +92,10 @@ class SecureChannel:
                 return frames
 
     def receive_one(self, timeout_s: float) -> bytes:
-        """Wait for the next frame, for the handshake. Later frames stay for ``receive_available``.
+        """Waits for the next frame and returns it. Used in the handshake of a link. Later frames stay for
+        ``receive_available``.
 
-        Raises OSError if none comes in time or the connection ends, and ProtocolError for a frame above the limit.
+        Raises OSError if no frame comes in time or the connection ends, and ProtocolError for a frame above the limit.
         """
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:

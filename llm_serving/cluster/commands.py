@@ -40,7 +40,9 @@ class ClusterCommandError(LLMServingError):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one of the commands. Returns the exit code: 2 for wrong usage, 1 if the server refused a command."""
+    """Runs one of the commands. Returns the exit code: 0, 2 for wrong usage, or 1 if the server cannot be reached or
+    refuses.
+    """
     arguments = list(argv)
     if arguments[:1] == ["host"]:
         from llm_serving.agent_host.main import main as run_host
@@ -66,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of this sub-command."""
+    """Returns the argument parser of ``llm-serving cluster``."""
     parser = argparse.ArgumentParser(
         prog="llm-serving cluster",
         description="Serve a model with agents on several machines.",
@@ -105,7 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _up(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Start the server with the settings of the options."""
+    """Starts a server whose settings follow from the options of ``up``. ``rest`` are options of ``llm-serving serve``.
+    """
     from llm_serving.launcher import main as serve
 
     uses_ray = arguments.ray is not None
@@ -124,7 +127,7 @@ def _up(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _ask_server(arguments: argparse.Namespace) -> int:
-    """Send a command to the server, and print what it says about the nodes."""
+    """Sends a command to the server, and prints the state of the nodes that the server returns."""
     path, body = "/v1/cluster", None
     if arguments.command == "add":
         path, body = "/v1/cluster/add", {"address": arguments.address}
@@ -144,7 +147,9 @@ def _ask_server(arguments: argparse.Namespace) -> int:
 
 
 def _send(url: str, path: str, body: dict[str, Any] | None, api_key: str | None) -> dict[str, Any]:
-    """Return the JSON that the server sends. Raises ClusterCommandError."""
+    """Sends a request to the server, GET without a body and POST with one. Returns the JSON of the response. Raises
+    ClusterCommandError if the server cannot be reached or refuses.
+    """
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ClusterCommandError(f"--url {url}: expected http://HOST:PORT or https://HOST:PORT")

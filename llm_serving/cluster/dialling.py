@@ -15,7 +15,7 @@ from llm_serving.errors import ConfigError, LLMServingError, ProtocolError
 
 
 class NodeRefusedError(LLMServingError):
-    """A node does not serve this server, or is not what it should be. The error's text names the difference."""
+    """A node refuses this server, or runs another program than the server. The error's text names the difference."""
 
 
 class NodeBusyError(LLMServingError):
@@ -33,7 +33,7 @@ class Address(NamedTuple):
 
 
 def read_address(text: str) -> Address:
-    """Return the address in ``HOST:PORT`` or ``[IPV6]:PORT``. Raises ConfigError."""
+    """Parses ``HOST:PORT`` or ``[IPV6]:PORT``. Raises ConfigError if the text is no address."""
     host, _, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_valid = bare and port.isascii() and port.isdecimal() and 0 < int(port) < 65536 and len(bare) <= 255
@@ -43,17 +43,18 @@ def read_address(text: str) -> Address:
 
 
 def read_listen_address(text: str) -> Address:
-    """Return the address in ``IP:PORT``. Port 0 is any free one. Raises ConfigError."""
+    """Parses the address ``IP:PORT`` on which a node listens. Port 0 stands for any free port. Raises ConfigError."""
     if text.endswith(":0"):
         return read_address(f"{text[:-1]}1")._replace(port=0)
     return read_address(text)
 
 
 def dial(address: Address, key: ClusterKey) -> tuple[SecureChannel, Welcome]:
-    """Return a link to a free node with the same program as this server. Waits at most a few seconds.
+    """Connects to a node. Returns the link and the node's first message. The node must be free and run the same program
+    as this server. Waits at most a few seconds.
 
-    Raises OSError if the node cannot be reached or has another cluster key, NodeBusyError, NodeRefusedError and
-    ProtocolError.
+    Raises OSError if the node cannot be reached or has another cluster key, and NodeBusyError if the node serves
+    another link. Raises NodeRefusedError if the programs differ, and ProtocolError for a wrong message.
     """
     plain = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
     try:

@@ -1,8 +1,8 @@
-"""The cluster key: one file that the server and all nodes have, and that lets them trust each other.
+"""The cluster key: a file that the server and all nodes share. With it, they prove to each other that they belong
+together.
 
-The file has a private key and a certificate that this key has signed itself. Each end shows this certificate, and
-accepts no other one. So both ends prove in the TLS handshake that they have the private key. Other certificate
-authorities do not count, and host names do not matter.
+The file has a private key and a self-signed certificate. In the TLS handshake, each end shows this certificate, proves
+that it has the private key, and accepts no other certificate. Certificate authorities and host names are not checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VALID_DAYS = "36500"
 
 
 class ClusterKey:
-    """The TLS settings of both ends of a link. Raises ConfigError if the file cannot be used."""
+    """The TLS settings of both ends of a link, from a key file. Raises ConfigError if the file cannot be used."""
 
     def __init__(self, path: str) -> None:
         _check_file(path)
@@ -32,7 +32,7 @@ class ClusterKey:
 
 
 def make_key(path: Path) -> None:
-    """Write a new cluster key that only the owner can read.
+    """Writes a new cluster key to ``path``. Only the file's owner can read it.
 
     Raises ConfigError if the file exists, if it cannot be written, or if the program ``openssl`` fails.
     """
@@ -50,7 +50,7 @@ def make_key(path: Path) -> None:
 
 
 def _new_key() -> bytes:
-    """Return a private key on the curve P-256 and its certificate, both as PEM."""
+    """Returns a new private key on the curve P-256 and its certificate, both in PEM format."""
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
     certificate = ("-x509", "-days", _VALID_DAYS, "-subj", "/CN=llm-serving cluster")
     command = ["openssl", "req", *curve, *certificate, "-nodes", "-keyout", "-", "-out", "-"]
@@ -65,7 +65,7 @@ def _new_key() -> bytes:
 
 
 def _check_file(path: str) -> None:
-    """Raise ConfigError unless the file exists, is small, and only its owner can read it."""
+    """Raises ConfigError unless the file exists, is small, and only its owner can read it."""
     try:
         found = os.stat(path)
     except OSError as error:
@@ -96,5 +96,7 @@ def _context(path: str, protocol: int) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Refuse a key with a password. Without this function, OpenSSL would ask for the password on the terminal."""
+    """Raises ValueError for a key with a password. Without this function, OpenSSL would ask for the password on the
+    terminal.
+    """
     raise ValueError("the key has a password")

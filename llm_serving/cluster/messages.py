@@ -1,7 +1,7 @@
 """The messages and frames of a link between the server and a node.
 
-A link carries the messages between server and agents (``llm_serving.ipc.messages``) unchanged. Its own messages are
-about the node and about the group as a whole:
+A link carries the messages between server and agents (``llm_serving.ipc.messages``) unchanged. In addition, it has
+messages of its own, about the node and about all its agents together:
 
     server                                node (agent_host)
       |--- Hello ------------------------>|   version and code of the server
@@ -33,13 +33,14 @@ from llm_serving.ipc.messages import LongText, ShortText, UInt
 
 LINK_VERSION = 2
 BEAT_S = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two signs of life (messages ``Beat``)."""
 SERVER_PATIENCE_S = 2.4
 """A node that sends nothing for this time counts as lost."""
 NODE_PATIENCE_S = 5.0
 """A node ends its agents if the server sends nothing for this time.
 
-Longer than the server's patience, because a short pause of the server must not cost a new start of the agents.
+This time is longer than ``SERVER_PATIENCE_S``, so that a short pause of the server does not cost a restart of the
+agents.
 """
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONFIG_BYTES = 192 * 1024
@@ -144,7 +145,7 @@ _SERVER_DECODER = msgspec.msgpack.Decoder(ToServer)
 
 
 class Carried(msgspec.Struct, frozen=True):
-    """A message between server and agents, as a link carries it. It is not decoded yet."""
+    """A message between the server and an agent that a link has carried. ``payload`` is the encoded message."""
 
     member: int
     payload: memoryview
@@ -153,7 +154,7 @@ class Carried(msgspec.Struct, frozen=True):
 
 
 def control(message: LinkMessage) -> bytes:
-    """Return the content of a frame with a message of this module."""
+    """Returns the content of a frame with a link message, which is a message of this module."""
     return bytes((CONTROL,)) + _ENCODER.encode(message)
 
 
@@ -161,18 +162,20 @@ BEAT = control(Beat())
 
 
 def carry(payload: bytes, member: int = 0, contents: bytes = b"") -> bytes:
-    """Return the content of a frame with a message between server and agents."""
+    """Returns the content of a frame with a message between the server and agent number ``member`` of the group.
+    ``contents`` are the bytes of a step slot that belong to the message.
+    """
     return b"".join((_HEADER.pack(MESSAGE, member, len(payload)), payload, contents))
 
 
 def read_at_node(frame: bytes) -> ToNode | Carried:
-    """Return what the server sent. Raises ProtocolError."""
+    """Decodes a frame that the server has sent. Raises ProtocolError for an unknown message."""
     message: ToNode | Carried = _read(frame, _NODE_DECODER)
     return message
 
 
 def read_at_server(frame: bytes) -> ToServer | Carried:
-    """Return what the node sent. Raises ProtocolError."""
+    """Decodes a frame that a node has sent. Raises ProtocolError for an unknown message."""
     message: ToServer | Carried = _read(frame, _SERVER_DECODER)
     return message
 

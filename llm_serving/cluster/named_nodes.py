@@ -1,4 +1,4 @@
-"""Finds nodes by a DNS name: each address that the name has is a node.
+"""Finds nodes by a DNS name: each address to which the name resolves is a node.
 
 In Kubernetes, a headless service has a name of this kind.
 """
@@ -14,20 +14,22 @@ from llm_serving.cluster.dialling import Address
 from llm_serving.cluster.nodes import NodeError, NodePool, NodeState
 
 PREFIX = "dns:"
-"""Begins an entry of ``parallel_config.nodes`` that names all nodes of a DNS name."""
+"""Prefix of an entry of ``parallel_config.nodes`` that is a DNS name and stands for all its addresses."""
 LOOK_S = 2.0
-"""Time between two look-ups."""
+"""Seconds between two DNS look-ups."""
 _UNUSED = (NodeState.CONNECTING, NodeState.DOWN, NodeState.REFUSED, NodeState.FREE, NodeState.DRAINED)
-"""States in which a node is forgotten after its address has disappeared."""
+"""The states of nodes without requests. A node in these states is removed when DNS no longer lists its address."""
 
 _NO_ADDRESSES = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
-"""Errors with which DNS says that a name has no addresses. Any other error says nothing about the addresses."""
+"""Errors that mean that a name has no addresses. After any other error, the addresses are unknown."""
 
 Resolve = Callable[[Address], set[str]]
 
 
 def resolve(name: Address) -> set[str]:
-    """Return the IP addresses of a host. Empty if the name has none now. Raises OSError if the look-up fails."""
+    """Returns the IP addresses of a host name, or an empty set if the name has none now. Raises OSError if the look-up
+    fails.
+    """
     try:
         found = socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -40,7 +42,7 @@ def resolve(name: Address) -> set[str]:
 class NamedNodes:
     """Adds the nodes of a DNS name to a pool, and removes nodes whose address has disappeared.
 
-    A node with running requests stays until its link is lost. ``close`` ends the thread.
+    A thread looks the name up every ``LOOK_S`` seconds. A node with running requests stays until its link is lost.
     """
 
     def __init__(self, name: Address, pool: NodePool, find: Resolve = resolve) -> None:
@@ -55,7 +57,7 @@ class NamedNodes:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. The pool keeps the nodes."""
+        """Ends the thread. The nodes stay in the pool."""
         self._is_closed.set()
 
     def _run(self) -> None:
@@ -65,7 +67,9 @@ class NamedNodes:
                 return
 
     def look(self) -> None:
-        """Look the name up once, and change the nodes accordingly. If the look-up fails, keep all nodes."""
+        """Looks the name up once, adds nodes for new addresses and removes unused nodes without an address. If the
+        look-up fails, all nodes stay.
+        """
         try:
             now = {str(Address(host, self._name.port)) for host in self._find(self._name)}
         except OSError as error:
@@ -81,7 +85,7 @@ class NamedNodes:
                 self._added.discard(address)
 
     def _note_problem(self, problem: str) -> None:
-        """Log that the look-up failed, once for each problem."""
+        """Logs that the look-up failed. A problem that repeats is logged once."""
         if problem != self._problem:
             self._problem = problem
             self._pool.event("node_lookup_failed", level="warning", address=str(self._name), reason=problem)

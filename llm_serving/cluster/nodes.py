@@ -1,7 +1,8 @@
-"""The nodes of a server: connects to them, gives free ones to replicas, drains them.
+"""Manages the nodes of a server: connects to nodes, gives free nodes to replicas, and drains nodes.
 
-Each node has a thread. It connects, keeps the link alive while the node is free, and connects again after a loss. While
-a replica uses the node, the engine thread owns the link, and the node's thread waits.
+The pool has a thread for each node. The thread connects to the node, keeps the link alive while the node is free, and
+connects again after a loss. While a replica uses the node, the engine thread owns the link, and the node's thread
+waits.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from llm_serving.errors import ProtocolError, RequestError
 MAX_NODES = 256
 RETRY_S = 0.25
 LONGEST_RETRY_S = 5.0
-"""Maximum seconds until the server connects again to a node that it cannot reach. The wait begins at ``RETRY_S`` and
-doubles with each attempt."""
+"""Maximum seconds between two attempts to connect to a node. The time begins at ``RETRY_S`` and doubles with each
+attempt.
+"""
 FAILURES_OF_A_LOSS = 2
-"""Attempts to connect that must fail in a row before ``NodePool.on_loss`` is called."""
+"""Number of consecutive failed attempts to connect after which ``NodePool.on_loss`` is called."""
 REFUSED_RETRY_S = 10.0
 """Seconds until the server connects again to a node with another program or another model."""
 
 
 class NodeState(enum.Enum):
-    """State of a node, as its server sees it."""
+    """The state of a node from the server's point of view."""
 
     CONNECTING = "connecting"
     FREE = "free"
@@ -63,7 +65,9 @@ class NodeLog(Protocol):
 
 
 class Node:
-    """One node. The pool's lock protects all attributes except ``channel``, which its present owner uses alone."""
+    """One node. The pool's lock protects all attributes except ``channel``. Only the present owner of the link uses
+    ``channel``.
+    """
 
     def __init__(self, name: str, address: Address) -> None:
         self.name = name
@@ -81,7 +85,7 @@ class Node:
         """Number of times that the link or the agents were lost."""
 
     def describe(self) -> dict[str, object]:
-        """Return the facts for the status page."""
+        """Returns the facts about the node for ``GET /v1/cluster``."""
         facts: dict[str, object] = {"name": self.name, "address": str(self.address), "state": self.state.value}
         facts |= {"replica": self.replica, "losses": self.num_losses, "reason": self.reason}
         if self.welcome is not None:
@@ -97,27 +101,30 @@ class NodePool:
         self._key = key
         self._log: NodeLog | None = None
         self._unlogged: list[tuple[str, str, dict[str, Any]]] = []
-        """Events that happened before the first call of ``log_to``, which logs them."""
+        """Events before the first call of ``log_to``. That call logs them."""
         self._changed = threading.Condition()
         self._nodes: dict[str, Node] = {}
         self._wakers: list[Callable[[], None]] = []
         self._is_closed = False
         self.on_loss: Callable[[str], None] = lambda name: None
-        """A function that is called with the name of a node to which no link succeeds. Another thread may then replace
-        it."""
+        """Called with the name of a node after ``FAILURES_OF_A_LOSS`` failed attempts to connect. ``RayNodes`` then
+        replaces the node.
+        """
         self._arithmetic: tuple[str, str] | None = None
-        """Name and arithmetic of the first node that was ready."""
+        """Name of the first node that was ready, and the digest of its kernels (its arithmetic)."""
 
     def on_change(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` whenever a node becomes free or must leave. ``wake`` must be quick, and safe in any thread."""
+        """Registers ``wake``, which is called whenever a node becomes free or must leave. ``wake`` must be quick, and
+        safe in any thread.
+        """
         self._wakers.append(wake)
 
     def no_change(self, wake: Callable[[], None]) -> None:
-        """Do not call ``wake`` any more."""
+        """Removes ``wake`` from the functions that are called."""
         self._wakers.remove(wake)
 
     def log_to(self, log: NodeLog) -> None:
-        """Log all changes of nodes, also those that happened before this call."""
+        """Sends all changes of nodes to ``log``, including those before this call."""
         with self._changed:
             self._log, unlogged = log, self._unlogged
             self._unlogged = []
@@ -125,7 +132,7 @@ class NodePool:
             log.event(name, level=level, **fields)
 
     def event(self, name: str, /, *, level: str = "info", **fields: Any) -> None:
-        """Log an event, or keep it for ``log_to``."""
+        """Logs an event. Before the first call of ``log_to``, keeps the event."""
         with self._changed:
             log = self._log
             if log is None:
@@ -134,9 +141,11 @@ class NodePool:
             log.event(name, level=level, **fields)
 
     def add(self, text: str, name: str | None = None) -> Node:
-        """Connect to the node at an address, also if it was drained. Its name is the address unless ``name`` is given.
+        """Adds the node at the address ``text``, and lets a thread connect to it. A drained node is used again. The
+        node's name is the address unless ``name`` is given.
 
-        Raises ConfigError for a wrong address, and NodeError if there are too many nodes.
+        Raises ConfigError for a wrong address, and NodeError if there are too many nodes or the name has another
+        address.
         """
         address = read_address(text)
         name = name or str(address)
@@ -155,7 +164,7 @@ class NodePool:
         return node
 
     def drain(self, name: str, timeout_s: float) -> Node:
-        """Use a node no more. Its requests have ``timeout_s`` to end, then they move to other nodes.
+        """Gives a node no new requests. After ``timeout_s`` seconds, its remaining requests move to other nodes.
 
         Raises NodeError if no node has this name.
         """
@@ -171,7 +180,9 @@ class NodePool:
         return node
 
     def remove(self, name: str) -> Node:
-        """Forget a node. A replica that uses it loses its agents. Raises NodeError if no node has this name."""
+        """Removes a node from the pool. A replica that uses the node loses its agents. Raises NodeError if no node has
+        this name.
+        """
         with self._changed:
             node = self._forget(self._find(name))
             if node.state in (NodeState.USED, NodeState.DRAINING):
@@ -181,9 +192,9 @@ class NodePool:
         return node
 
     def remove_if(self, name: str, states: Collection[NodeState]) -> bool:
-        """Forget a node if its state is one of ``states``. No replica may use a node in these states.
+        """Removes a node if its state is one of ``states``. A node that a replica uses has none of these states.
 
-        Returns True if no node has this name now.
+        Returns True if no node has this name after the call.
         """
         with self._changed:
             node = self._nodes.get(name)
@@ -194,7 +205,7 @@ class NodePool:
         return True
 
     def take(self, replica: int) -> Node | None:
-        """Give a free node and its link to a replica. None if no node is free."""
+        """Reserves a free node, with its link, for a replica. Returns None if no node is free."""
         with self._changed:
             node = next((each for each in self._nodes.values() if each.state is NodeState.FREE), None)
             if node is not None:
@@ -202,7 +213,9 @@ class NodePool:
             return node
 
     def give_back(self, node: Node, problem: str = "", *, is_refused: bool = False) -> None:
-        """Take back a node whose link the replica has closed. ``problem``: why it ended; empty after an orderly end."""
+        """Takes back a node whose link the replica has closed. ``problem`` is the reason for the end, empty after an
+        orderly end. With ``is_refused``, the server does not try the node again for a while.
+        """
         with self._changed:
             is_leaving = node.state is NodeState.DRAINING
             node.channel, node.replica, node.leave_at = None, None, None
@@ -219,7 +232,9 @@ class NodePool:
             self.event("node_released", **_event_fields(node))
 
     def arithmetic_difference(self, node: Node, arithmetic: str) -> str | None:
-        """Return how the arithmetic of a node differs from that of the first ready node. None: it is the same."""
+        """Compares the digest of a node's kernels with that of the first ready node. Returns the difference as text, or
+        None.
+        """
         with self._changed:
             first = self._arithmetic = self._arithmetic or (node.name, arithmetic)
         if first[1] == arithmetic:
@@ -230,12 +245,12 @@ class NodePool:
         )
 
     def status(self) -> list[dict[str, object]]:
-        """Return the facts about all nodes."""
+        """Returns the facts about each node, for ``GET /v1/cluster``."""
         with self._changed:
             return [node.describe() for node in self._nodes.values()]
 
     def close(self) -> None:
-        """End the threads of all nodes, and the links that no replica uses."""
+        """Ends the threads of all nodes, and closes the links that no replica uses."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -247,7 +262,7 @@ class NodePool:
         return node
 
     def _forget(self, node: Node) -> Node:
-        """Remove a node from the pool, and let its thread end. The caller holds the lock."""
+        """Removes a node from the pool, and lets the node's thread end. The caller holds the lock."""
         del self._nodes[node.name]
         node.is_removed = True
         self._changed.notify_all()
@@ -260,10 +275,12 @@ class NodePool:
             raise NodeError(f"The node {node.name} still drains; add it again when it is drained.")
         self._changed.notify_all()
 
-    # The following methods run in the thread of a node.
+    # The thread of a node calls the following methods.
 
     def _keep(self, node: Node) -> None:
-        """Connect to a node, keep the link alive while it is free, and connect again, until the node is removed."""
+        """Connects to a node, keeps the link alive while the node is free, and connects again after a loss. Returns
+        when the node is removed.
+        """
         wait_s, num_failures = RETRY_S, 0
         while self._wait_to_connect(node):
             try:
@@ -285,7 +302,9 @@ class NodePool:
             self._hold(node, channel, welcome)
 
     def _wait_to_connect(self, node: Node) -> bool:
-        """Wait until the server wants a link to a node. Returns False when the node is removed."""
+        """Waits until the server needs a new link to the node. Returns False if the node is removed or the pool is
+        closed.
+        """
         busy = (NodeState.USED, NodeState.DRAINING, NodeState.DRAINED)
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or node.is_removed or node.state not in busy)
@@ -295,7 +314,7 @@ class NodePool:
         return not (self._is_closed or node.is_removed)
 
     def _sleep(self, node: Node, seconds: float) -> None:
-        """Wait, but not longer than until the node is drained, removed or added again."""
+        """Waits ``seconds``, or less if the node is drained, removed or added again meanwhile."""
         with self._changed:
             state = node.state
             self._changed.wait_for(lambda: self._is_closed or node.is_removed or node.state is not state, seconds)
@@ -303,7 +322,9 @@ class NodePool:
                 node.state = NodeState.CONNECTING
 
     def _hold(self, node: Node, channel: SecureChannel, welcome: Welcome) -> None:
-        """Keep the link of a free node alive until a replica takes it, the node is drained, or the link is lost."""
+        """Keeps the link of a free node alive. Returns when a replica takes the node, the node is drained or removed,
+        or the link is lost.
+        """
         with self._changed:
             if node.state is NodeState.DRAINED or node.is_removed or self._is_closed:
                 channel.close()
@@ -316,7 +337,8 @@ class NodePool:
         self._wake()
         next_beat = time.monotonic()
         while True:
-            # A replica may take the link and close it meanwhile. Then nothing is read here, because the state differs.
+            # A replica may take the link and close it during ``poll``. The state of the node then differs, and this
+            # thread does not read from the link.
             poller.poll(1000 * max(0.0, next_beat - time.monotonic()))
             with self._changed:
                 if node.state is not NodeState.FREE or node.is_removed or self._is_closed:
@@ -335,7 +357,7 @@ class NodePool:
         self._note(node, NodeState.DOWN, problem)
 
     def _note(self, node: Node, state: NodeState, reason: str) -> None:
-        """Note why a node cannot be used, and log it once."""
+        """Sets the state of a node that cannot be used, and the reason. Logs a reason that repeats once."""
         with self._changed:
             if node.state not in (NodeState.CONNECTING, NodeState.DOWN, NodeState.REFUSED):
                 return
@@ -352,13 +374,15 @@ class NodePool:
 
 
 def _event_fields(node: Node) -> dict[str, str]:
-    """Return the level and the fields of an event about a node."""
+    """Returns the log level and the fields of an event about a node."""
     level = "warning" if node.reason else "info"
     return {"level": level, "node": node.name, "address": str(node.address), "reason": node.reason}
 
 
 def _beat(channel: SecureChannel, *, is_due: bool) -> str | None:
-    """Receive signs of life of a free node, and send one if it is due. Returns why the link is lost, or None."""
+    """Reads the signs of life of a free node, and sends one if ``is_due``. Returns the reason if the link is lost,
+    otherwise None.
+    """
     try:
         frames = channel.receive_available()
         if frames is None:

@@ -1,4 +1,4 @@
-"""Compares a server with its nodes: they must have the same program and the same files of the model."""
+"""Compares a server with its nodes, which must have the same program and the same model files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_MODEL_FILES = 4096
 
 @cache
 def own_program() -> Program:
-    """Return the facts about this program. Reads its Python files once."""
+    """Returns versions of this program and a digest of its Python files, which are read once."""
     digest = hashlib.sha256()
     for file in sorted(file for package in _PACKAGES for file in (_ROOT / package).rglob("*.py")):
         digest.update(f"{file.relative_to(_ROOT)}\0".encode() + file.read_bytes())
@@ -28,7 +28,7 @@ def own_program() -> Program:
 
 
 def difference(server: Program, node: Program) -> str | None:
-    """Return how the program of a node differs from that of the server. None: it is the same."""
+    """Returns a text with the differences between the programs of a node and the server, or None if they are equal."""
     names = {"version": "version", "link": "link version", "protocol": "protocol version", "code": "code"}
     found = [
         f"{names[field]} {getattr(node, field)}, the server has {getattr(server, field)}"
@@ -39,10 +39,10 @@ def difference(server: Program, node: Program) -> str | None:
 
 
 def model_files(config: Config) -> dict[str, str]:
-    """Return the size and a digest of each file of the model and of the draft model, by name.
+    """Returns, by file name, the size and a digest of each file of the model and of the draft model.
 
-    The digest covers the first and the last megabyte of a file, so that large models start quickly. Times of files do
-    not count, because copies have others. Raises OSError if a file cannot be read.
+    The digest covers the first and the last MiB of a file, so that large models start quickly. Times of files are
+    ignored, because copies have other times. Raises OSError if a file cannot be read.
     """
     model = config.model_config
     found: dict[str, str] = {}
@@ -54,7 +54,9 @@ def model_files(config: Config) -> dict[str, str]:
 
 
 def model_difference(server: dict[str, str], node: dict[str, str]) -> str | None:
-    """Return how the model's files on a node differ from those of the server. None: they are the same."""
+    """Returns a text with the first difference between the model files of a node and of the server, or None if they are
+    equal.
+    """
     lacking = sorted(server.keys() - node.keys())
     if lacking:
         return f"the node's model lacks {_listed(lacking)}"

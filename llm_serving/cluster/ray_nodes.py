@@ -1,4 +1,6 @@
-"""The nodes that Ray places. The server starts the Ray driver, a process of its own, and never imports Ray."""
+"""Lets Ray place the nodes of a server. The server starts a separate process for this, the Ray driver, and never
+imports Ray.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def check_ray() -> None:
 
 
 def placement_of(config: Config, agent_module: str = "agent") -> Placement:
-    """Return the message that describes the nodes of a config to the driver."""
+    """Returns the message to the Ray driver that describes the nodes of a config."""
     parallel = config.parallel_config
     resources = {"CPU": float(parallel.ray_cpus)}
     if config.device == "Ascend":
@@ -46,7 +48,7 @@ def placement_of(config: Config, agent_module: str = "agent") -> Placement:
 
 
 class RayNodes:
-    """Starts the Ray driver, and adds the nodes that it places to ``pool``. Restarts the driver if it ends.
+    """Runs the Ray driver, and adds the nodes that the driver places to ``pool``. Restarts the driver if it ends.
 
     The constructor raises ConfigError if Ray is not installed. ``close`` ends the driver and with it all its nodes.
     """
@@ -65,7 +67,7 @@ class RayNodes:
         self._thread.start()
 
     def close(self) -> None:
-        """End the driver, its nodes and their agents. Waits until they have ended."""
+        """Ends the driver, its nodes and their agents. Waits at most ``STOP_TIMEOUT_S`` seconds."""
         self._is_closed.set()
         with self._lock, contextlib.suppress(OSError):
             if self._channel is not None:
@@ -90,7 +92,7 @@ class RayNodes:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _drive(self) -> str:
-        """Run the driver until it ends. Returns how it ended."""
+        """Runs the driver until it ends. Returns the reason of the end."""
         own, other = socket.socketpair()
         channel = Channel(own)
         try:
@@ -139,7 +141,7 @@ class RayNodes:
             self._forget(name)
 
     def _replace(self, name: str) -> None:
-        """Let Ray place another node instead of one whose link is lost."""
+        """Asks the driver to place another node instead of the node ``name``, whose link is lost."""
         with self._lock, contextlib.suppress(OSError):
             if self._channel is not None and name in self._names:
                 self._channel.send(ray_messages.encode(NodeLost(name)))

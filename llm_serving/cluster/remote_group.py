@@ -1,4 +1,6 @@
-"""The agents of a replica on a node. The executor writes steps into slots of its own memory; the link carries them."""
+"""Runs the agents of a replica on a node. The executor writes steps into slots in the server's memory, and the link
+carries the contents of the slots.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class RemoteMember:
 
 
 class RemoteGroup:
-    """A ``Group`` of agents on a node. Takes over the node's link, and gives the node back at the end.
+    """A ``Group`` of agents on a node. Takes over the node's link, and returns the node to the pool at the end.
 
     ``model`` describes the files of the model, as ``program.model_files`` returns them.
     """
@@ -78,10 +80,10 @@ class RemoteGroup:
         self._channel: SecureChannel = node.channel
         self._is_closed = False
         self._refusal = ""
-        """The reason why the node does not serve this model. Empty if the node serves it."""
+        """The reason why the node does not serve this model, or an empty text."""
         self._problem = ""
         self._broken = ""
-        """The reason why the selector cannot watch the link any more. Empty while the selector can watch it."""
+        """The error because of which the selector cannot watch the link, or an empty text."""
         layout = SlotLayout.of(config.slot_limits())
         self.slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
         self._contents = [SlotContents(slot) for slot in self.slots]
@@ -98,7 +100,7 @@ class RemoteGroup:
 
     @property
     def summary(self) -> dict[str, object]:
-        """Facts for the log, from the agent that samples, with the node and the number of agents."""
+        """Facts for the log: those that the sampling agent reported, the name of the node, and the number of agents."""
         size = {"agents": len(self.members)} if len(self.members) > 1 else {}
         return {**self.members[self._answering].summary, **size, "node": self._node.name}
 
@@ -106,10 +108,12 @@ class RemoteGroup:
         return [(self._selector, self._receive)]
 
     def note_progress(self) -> None:
-        """Does nothing: the node reports when every agent is ready."""
+        """Does nothing, because the node itself reports progress and readiness."""
 
     def send(self, message: ServerMessage) -> None:
-        """Send a message and, if it announces a step or masks, the contents of the slot."""
+        """Sends a message to the agents. If the message announces a step or masks, the contents of the slot are sent
+        with it.
+        """
         contents = b""
         if isinstance(message, messages.Step):
             contents = self._contents[message.slot].inputs()
@@ -124,10 +128,11 @@ class RemoteGroup:
         return due if self._node.leave_at is None else min(due, self._node.leave_at)
 
     def look(self, now: float, last_result: float, longest_step_s: float) -> None:
-        """Send a sign of life.
+        """Sends a sign of life if one is due, and checks the node.
 
-        Raises NodeDrainedError after a drain, and AgentLostError if the node has sent none. Raises AgentLostError, or
-        AgentStartError while the agents are not ready, if the link broke.
+        Raises NodeDrainedError if the time of a drain is over, and AgentLostError if the node has sent no sign of life
+        for ``SERVER_PATIENCE_S``. If the link broke, raises AgentLostError, or AgentStartError while the agents are not
+        ready.
         """
         if self._broken:
             raise self._lost(self._broken)
@@ -138,7 +143,8 @@ class RemoteGroup:
             self._next_beat = now + BEAT_S
             self._send(BEAT)
         silent_s = now - self._channel.last_received
-        # If this process was stopped itself, signs of life wait in the socket, and the next poll reads them.
+        # If the server process was paused, signs of life may wait in the socket. The next poll reads them, so the node
+        # is not lost.
         if silent_s >= SERVER_PATIENCE_S and not self._selector.select(0):
             raise AgentLostError(f"node {self._node.name}: no sign of life for {silent_s:.1f} s")
 
@@ -147,7 +153,7 @@ class RemoteGroup:
         return noticed
 
     def kill(self) -> None:
-        """Close the link. The node then kills the agents."""
+        """Closes the link and returns the node to the pool. The node then kills the agents."""
         if not self._is_closed:
             self._is_closed = True
             self._selector.close()
@@ -158,7 +164,7 @@ class RemoteGroup:
         self.kill()
 
     def shutdown(self, seq: int) -> None:
-        """Ask the node to end the agents, and close the link without waiting."""
+        """Asks the node to end the agents, and closes the link without waiting."""
         self._send(link.control(link.End()))
         self.kill()
 
@@ -168,7 +174,9 @@ class RemoteGroup:
         self._watch()
 
     def _watch(self) -> None:
-        """Wait for the socket to take more if frames are left. ``look`` reports a socket that cannot be watched."""
+        """Lets the selector also watch for free space in the socket if frames wait to be sent. If this fails, ``look``
+        reports it.
+        """
         events = self._channel.events
         if events != self._events and not self._is_closed:
             self._events = events
@@ -178,7 +186,9 @@ class RemoteGroup:
                 self._broken = f"the link broke: {error}"
 
     def _receive(self) -> Received:
-        """Return the messages of the agents that have arrived. Raises AgentLostError or AgentStartError."""
+        """Returns the messages of the agents that have arrived. If the link broke, raises AgentLostError, or
+        AgentStartError before the agents are ready.
+        """
         try:
             self._channel.flush()
             frames = self._channel.receive_available()
@@ -200,7 +210,9 @@ class RemoteGroup:
         return received
 
     def _take(self, carried: Carried) -> tuple[int, messages.AgentMessage]:
-        """Return a message of an agent. The results that belong to it are then in their slot."""
+        """Decodes a message of an agent and returns it with the agent's number. Copies the results that belong to the
+        message into their step slot.
+        """
         if carried.member >= len(self.members) or not self.is_ready:
             raise ProtocolError(f"a message of agent {carried.member} of {len(self.members)}, ready: {self.is_ready}")
         message = messages.decode_agent_message(bytes(carried.payload))
@@ -251,7 +263,9 @@ class RemoteStarter:
         report: ProgressReport,
         standby: Standby | None = None,
     ) -> None:
-        """``standby``: use a node only while it wants nodes. None: always."""
+        """``standby`` decides when nodes may be used. None: always. ``model`` returns the description of the model's
+        files.
+        """
         self._config = config
         self._replica = replica
         self.pool = pool
@@ -260,7 +274,7 @@ class RemoteStarter:
         self._report = report
 
     def __call__(self) -> RemoteGroup | None:
-        """Start the agents. Returns None if no node is free, or if none is wanted.
+        """Starts the agents on a free node. Returns None if no node is free, or if the standby wants no nodes now.
 
         Raises AgentStartError if the model's files cannot be read, or the agents could not be started.
         """
@@ -279,7 +293,9 @@ class RemoteStarter:
             raise AgentStartError(f"node {node.name}: the agents could not be started there: {error}") from error
 
     def _take_node(self) -> Node | None:
-        """Return a free node with enough memory for the agents. A node with too little memory is refused."""
+        """Takes a free node with enough memory for the agents from the pool. Nodes with too little memory are marked as
+        refused. Returns None if no node is left.
+        """
         while (node := self.pool.take(self._replica)) is not None:
             assert node.welcome is not None, "a node that is taken has a link"
             report = node.welcome

@@ -1,4 +1,4 @@
-"""Makes the executors of a server whose agents are on nodes."""
+"""Creates the executors of a server whose agents are on nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ProgressNote = Callable[[int, str, int, int], None]
 
 @dataclass
 class _Shared:
-    """A pool, what adds nodes to it, and the number of the engines that use it."""
+    """A pool of nodes, the objects that add nodes to the pool, and the number of engines that use the pool."""
 
     pool: NodePool
     sources: list[RayNodes | NamedNodes]
@@ -35,15 +35,16 @@ class _Shared:
 
 
 _SHARED: dict[tuple[object, ...], _Shared] = {}
-"""The pools of this process by the settings that name the nodes.
+"""The pools of this process, by the settings that name the nodes.
 
-Versions of a model share a pool. Otherwise, the links of one version to free nodes would keep other versions out.
+Versions of a model share a pool. With a pool each, one version would keep links to free nodes, and the other version
+could not use these nodes.
 """
 _SHARED_LOCK = threading.Lock()
 
 
 def remote_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list[AgentExecutor]:
-    """Return the executor of each replica, not started. ``owned`` closes the executors and ends the links.
+    """Returns the executor of each replica. The caller must start them. ``owned`` closes the executors and the links.
 
     Raises ConfigError if the cluster key or the address of a node is wrong.
     """
@@ -66,13 +67,13 @@ def remote_executors(config: Config, note: ProgressNote, owned: ExitStack) -> li
 
 
 def pool_of(executors: Sequence[AgentExecutor]) -> NodePool | None:
-    """Return the pool of nodes that the executors use. None if their agents are on this machine."""
+    """Returns the pool of nodes that the executors use, or None if their agents are on this machine."""
     starter = executors[0].start_group
     return starter.pool if isinstance(starter, RemoteStarter) else None
 
 
 def standby_of(executors: Sequence[AgentExecutor]) -> Standby | None:
-    """Return what decides whether the executors use nodes. None if they always do."""
+    """Returns the ``Standby`` that decides when the executors use nodes, or None if they always use nodes."""
     starter = executors[0].start_group
     return starter.standby if isinstance(starter, RemoteStarter) else None
 
@@ -85,7 +86,8 @@ def _read_files(config: Config) -> dict[str, str]:
 
 
 def _open_pool(config: Config, owned: ExitStack) -> NodePool:
-    """Return the pool for these settings, and connect to its nodes. ``owned`` closes it after its last user.
+    """Returns the pool for the settings of ``config``, which connects to its nodes. When ``owned`` is closed, the pool
+    loses this user; a pool without users is closed.
 
     Raises ConfigError if the cluster key, an address or the package of Ray is missing or wrong.
     """

@@ -1,4 +1,4 @@
-"""Decides whether a server uses its nodes, so that they can be given back while there are no requests."""
+"""Decides when a server uses its nodes. Without requests for some time, the server gives its nodes back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ _WEIGHT_OF_LATEST = 0.5
 
 
 def is_wanted(standby: Standby | None) -> bool:
-    """Return whether replicas may use nodes. Without a ``Standby``, they always may."""
+    """Returns True if replicas may use nodes now. Without a ``Standby``, they always may."""
     return standby is None or standby.is_wanted
 
 
 class Standby:
-    """Wants nodes from the first request until ``idle_s`` seconds after the last one. Learns how long a start takes.
+    """Wants nodes from the first request until ``idle_s`` seconds after the last request. Learns how long a start of
+    the agents takes.
 
     The engine thread calls ``note`` and ``note_refused``. Any thread may read the attributes. Times are seconds of the
     engine's clock.
@@ -22,30 +23,32 @@ class Standby:
 
     def __init__(self, idle_s: float) -> None:
         self.is_wanted = False
-        """Whether replicas may use nodes."""
+        """True if replicas may use nodes now."""
         self.is_ready = False
-        """Whether a replica has ready agents."""
+        """True if at least one replica has agents that are ready."""
         self.wake_s: float | None = None
-        """Learnt time from the first request until a replica is ready. None: no start was seen."""
+        """Expected seconds from the first request until a replica is ready, learnt from earlier starts. None before the
+        first start.
+        """
         self._idle_s = idle_s
         self._idle_since: float | None = None
         self._began: float | None = None
-        """When nodes were wanted and no replica was ready."""
+        """The time at which the present start began. None while no start is in progress."""
         self._retry_at = -math.inf
-        """When the client of the last refused request may retry it."""
+        """The time until which the client of the last refused request is expected to send it again."""
         self._wakers: list[Callable[[], None]] = []
 
     def on_change(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` in the engine thread when ``is_wanted`` changes."""
+        """Registers ``wake``. The engine thread calls it when ``is_wanted`` changes."""
         self._wakers.append(wake)
 
     @property
     def due(self) -> float | None:
-        """When to call ``note`` even if nothing happens. None: never."""
+        """The time at which ``note`` must be called even without an event, or None."""
         return None if self._idle_since is None or not self.is_wanted else self._idle_since + self._idle_s
 
     def note(self, *, is_idle: bool, is_ready: bool, now: float) -> None:
-        """Note whether there are no requests, and whether a replica is ready."""
+        """Updates the decision. ``is_idle``: there are no requests. ``is_ready``: a replica has ready agents."""
         if not is_idle:
             self._idle_since = None
             self._want(True)
@@ -62,20 +65,21 @@ class Standby:
             self._began = None
 
     def note_refused(self, now: float) -> None:
-        """Note that a request was refused because no replica is ready. Call ``note`` next.
+        """Records that a request was refused because no replica is ready. The caller must call ``note`` next.
 
-        Its client may retry it when the start is expected to end. Nodes are wanted until ``idle_s`` after that time.
+        The client is expected to send the request again when a replica should be ready. Nodes are wanted until
+        ``idle_s`` seconds after that time.
         """
         self._retry_at = now + (self.expected_s(now) or 0.0)
         self._idle_since = None
         self._want(True)
 
     def awaits_retry(self, now: float) -> bool:
-        """Return whether machines are needed only because a refused request may be retried."""
+        """Returns True if nodes are wanted because the client of a refused request may send it again."""
         return now < self._retry_at + (0.0 if self.is_ready else self._idle_s)
 
     def expected_s(self, now: float) -> float | None:
-        """Return the expected seconds until a replica is ready. 0 if one is, None if it is not known."""
+        """Returns the expected seconds until a replica is ready: 0 if one is ready, None if no start was seen."""
         began = self._began
         if self.is_ready or self.wake_s is None:
             return 0.0 if self.is_ready else None

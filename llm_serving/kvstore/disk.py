@@ -173,9 +173,9 @@ class FileTier(ABC):
         self.mover.submit(self._distrust)
 
     def close(self) -> None:
-        """Ends the mover without the blocks that still wait for the disk.
+        """Ends the mover. Blocks that still wait for the disk are lost,
 
-        ``mover.end`` lets the mover write them before.
+        unless the caller first calls ``mover.end`` and waits.
         """
         self.mover.close()
         if self._last is not None and not self.mover.is_busy:  # a job may hang, because the disk does not respond

@@ -2,8 +2,8 @@
 
     record = header, tokens (packed little-endian int32), content (keys and values, for each agent one part)
 
-Integers are little-endian. The header contains a checksum of the content, and a checksum of itself and the tokens.
-Therefore a scan can check the headers of a file without reading the contents.
+Integers are little-endian. The header has two checksums: one of the content, and one of the header and the tokens.
+Therefore a scan can check headers without reading the contents.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from llm_serving.model.parallel import group_ranks
 
 
 class KvTiers:
-    """The KV tiers of a server. ``close`` ends them.
+    """The KV tiers of a server. The caller must call ``close`` at the end.
 
     ``on_problem`` is called with a text about each problem that an operator should know. The constructor raises
     ConfigError if a folder cannot be used.

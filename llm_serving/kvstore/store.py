@@ -167,7 +167,7 @@ class BlockStore:
 
     @property
     def next_due(self) -> float | None:
-        """The time of the engine's clock at which ``exchange`` must be called, even if nothing else happens. None if no
+        """The time of the engine's clock at which ``exchange`` must be called without another reason. None if no
         request waits for a read.
         """
         return min((one.due for one in self._waiting), default=None)
@@ -298,9 +298,9 @@ class BlockStore:
         self._hosts.release(host)
 
     def _write_behind(self) -> None:
-        """Asks the mover to write host blocks. At most half of the host blocks are held for the disk.
+        """Asks the mover to write host blocks to the disk. At most half of the host blocks are held for this.
 
-        Other blocks wait, and are not written if the host needs their memory before.
+        Other blocks wait without a hold. A block that is reused before the mover has written it is not written.
         """
         disk, pool, hosts = self._disk, self._pool, self._hosts
         if disk is None or pool is None or not disk.may_write:

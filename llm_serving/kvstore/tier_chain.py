@@ -57,9 +57,9 @@ class TierChain:
         return self._second.find(key) if found is None else found
 
     def seconds_for(self, places: Sequence[Place]) -> float | None:
-        """Returns how long a read takes. None while the bandwidth of a tier that is needed is unknown.
+        """Returns the expected seconds of a read, or None while the bandwidth of one of the needed tiers is unknown.
 
-        The tiers read at the same time.
+        Both tiers read at the same time, so this is the longer of the two times.
         """
         parts = [(tier, [place for place in places if self._of(place) is tier]) for tier in self._tiers]
         times = [tier.seconds_for(part) for tier, part in parts if part]

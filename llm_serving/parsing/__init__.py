@@ -1,5 +1,5 @@
-"""Turns the text of a model into an answer: reasoning, content and tool calls.
+"""Divides the text that a model generates into reasoning, content and tool calls.
 
-``formats`` has one entry for each way in which models write tool calls. ``parser`` reads the text piece by piece. The
-result does not depend on how the text is split into pieces.
+``formats`` describes the formats in which models write tool calls and reasoning. ``parser`` reads the text piece by
+piece. The result does not depend on the sizes of the pieces.
 """

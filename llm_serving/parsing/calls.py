@@ -1,6 +1,6 @@
-"""The parsers of tool calls: one function for each way in which models write calls.
+"""The parsers of tool calls: one function for each format in which models write calls.
 
-Each function reads the text from the end of the reasoning to the end of the output.
+Each function is a generator that reads the text after the reasoning, to the end of the output.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class CallOptions:
     types: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     """The JSON types of each tool's parameters, by the names of tool and parameter."""
     reads_calls: bool = True
-    """False if calls stay in the content, because the request has no tools."""
+    """False if the request has no tools. Text that looks like a call is then content."""
 
 
 CallParser = Callable[[Reader, CallOptions], Steps[None]]
 
 
 def plain(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read content without calls."""
+    """Reads content without calls."""
     yield from pass_until(reader, (), reader.content)
 
 
 def hermes(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+    """Reads calls of the form ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
-    A pair of tags may also have a list of calls.
+    A pair of tags may also enclose a list of calls.
     """
     while (yield from pass_until(reader, (CALL,), reader.content)) is not None:
         reader.record = [CALL]
@@ -58,9 +58,10 @@ def hermes(reader: Reader, options: CallOptions) -> Steps[None]:
 
 
 def llama3_json(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read ``{"name": ..., "parameters": {...}}``, at the start of the text or after ``<|python_tag|>``.
+    """Reads calls of the form ``{"name": ..., "parameters": {...}}``, at the start of the text or after
+    ``<|python_tag|>``.
 
-    Several calls are separated by semicolons. Without the tag, JSON with the name of another tool is content.
+    Semicolons separate several calls. JSON with a name that is no tool of the request is content.
     """
     reader.record = []
     yield from skip(reader)
@@ -91,7 +92,9 @@ def _calls_with_semicolons(reader: Reader, options: CallOptions) -> Steps[None]:
 
 
 def mistral(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read ``[TOOL_CALLS]`` with a list of objects, with ``name{...}`` or with ``name[CALL_ID]id[ARGS]{...}``."""
+    """Reads Mistral's calls: ``[TOOL_CALLS]`` and then a list of objects, ``name{...}`` or
+    ``name[CALL_ID]id[ARGS]{...}``.
+    """
     marker = yield from pass_until(reader, (MISTRAL_CALLS,), reader.content)
     while marker is not None:
         reader.record = []
@@ -104,7 +107,7 @@ def mistral(reader: Reader, options: CallOptions) -> Steps[None]:
 
 
 def _named_call(reader: Reader) -> Steps[None]:
-    """Read a call whose name stands before its arguments."""
+    """Reads a call in which the name comes before the JSON of the arguments."""
     name: list[str] = []
     marker = yield from pass_until(reader, ("{", MISTRAL_ID, MISTRAL_ARGUMENTS), name.append)
     if marker == MISTRAL_ID:
@@ -120,7 +123,7 @@ def _named_call(reader: Reader) -> Steps[None]:
 
 
 def _call_with_arguments(reader: Reader, name: str) -> Steps[bool]:
-    """Read the arguments of a call whose name is known. Returns whether they are complete."""
+    """Reads the arguments of a call of the tool ``name``. Returns True if the arguments are complete."""
     reader.begin_call(name)
     if (yield from pass_value(reader, reader.arguments)):
         reader.end_call()
@@ -129,7 +132,7 @@ def _call_with_arguments(reader: Reader, name: str) -> Steps[bool]:
 
 
 def deepseek(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read DeepSeek's calls. V3 writes the arguments as a Markdown code block, V3.1 directly after the tool's name."""
+    """Reads DeepSeek's calls. V3 writes the arguments as a Markdown code block, V3.1 directly after the tool's name."""
     marker = yield from pass_until(reader, (DEEPSEEK_CALLS, DEEPSEEK_CALL), reader.content)
     while marker is not None:
         if marker == DEEPSEEK_CALLS:
@@ -164,7 +167,7 @@ def _deepseek_call(reader: Reader) -> Steps[None]:
 
 
 def qwen3_coder(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``.
+    """Reads calls of the form ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``.
 
     The values have no quotes, so the tool's schema decides which values are text.
     """
@@ -214,7 +217,8 @@ def _function(reader: Reader, options: CallOptions) -> Steps[None]:
 
 
 def _parameter(reader: Reader, types: frozenset[str]) -> Steps[bool]:
-    """Read the value of a parameter, and return whether it is complete. ``types`` are the JSON types of the parameter.
+    """Reads the value of a parameter. Returns True if the value is complete. ``types`` are the JSON types of the
+    parameter.
 
     One newline at the start of the value and one at its end do not belong to the value.
     """
@@ -250,10 +254,10 @@ class _Quoted:
 
 
 def harmony(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Read the messages of gpt-oss. The header of a message names its channel, or the tool that gets the message.
+    """Reads the messages of gpt-oss. The header of a message names its channel, or the tool that receives the message.
 
-    The channel ``analysis`` is reasoning, and other channels are content. The text begins within the header of the
-    first message, because the prompt has the start of this header.
+    The channel ``analysis`` is reasoning, and other channels are content. The prompt ends within the header of the
+    first message, so the text begins with the rest of this header.
     """
     while True:
         reader.record = []
@@ -268,7 +272,9 @@ def harmony(reader: Reader, options: CallOptions) -> Steps[None]:
 
 
 def _message(reader: Reader, options: CallOptions) -> Steps[str | None]:
-    """Read a message whose header has begun. Returns the marker at its end, or None if the text has ended."""
+    """Reads a message whose header has begun. Returns the marker at the end of the message, or None if the text has
+    ended.
+    """
     head = [reader.recorded()]
     marker = yield from pass_until(reader, (MESSAGE, *HARMONY_ENDS), head.append)
     if marker != MESSAGE:
@@ -288,4 +294,4 @@ def _message(reader: Reader, options: CallOptions) -> Steps[str | None]:
 
 
 def _ignore(text: str) -> None:
-    """A sink that drops its text."""
+    """Drops a text. Used as the destination of text that is neither content nor arguments."""

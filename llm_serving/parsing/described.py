@@ -1,4 +1,4 @@
-"""Describes tools and their calls in plain messages, for chat templates that know neither."""
+"""Describes tools and their calls as plain text in the messages, for chat templates without tools."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _INTRODUCTION = (
 def describe_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat
 ) -> list[Message]:
-    """Return messages with the roles system, user and assistant only.
+    """Returns messages that have only the roles system, user and assistant.
 
-    The system message describes the tools. Earlier calls are part of the assistant's text. Results of tools are
-    messages of the user, also with images (``parts``).
+    The system message describes the tools. Earlier calls become part of the assistant's text. Results of tools, which
+    may have images (``parts``), become messages of the user.
     """
     plain: list[Message] = []
     in_results = False
@@ -46,7 +46,7 @@ def describe_tools(
 
 
 def _result(message: Mapping[str, Any]) -> Message:
-    """Return the result of a tool as a message of the user. A result with images has ``parts``."""
+    """Returns the result of a tool as a message of the user. A result with images has ``parts``."""
     begin, end = "<tool_response>\n", "\n</tool_response>"
     result: Message = {"role": "user", "content": f"{begin}{message['content']}{end}"}
     if "parts" in message:
@@ -55,7 +55,7 @@ def _result(message: Mapping[str, Any]) -> Message:
 
 
 def _add_result(results: Message, result: Message) -> None:
-    """Append a result to the results before it."""
+    """Appends the result of a tool to the message with the results before it."""
     if "parts" in results or "parts" in result:
         first, second = (each.get("parts") or [_text(each["content"])] for each in (results, result))
         results["parts"] = [*first, _text("\n"), *second]
@@ -84,7 +84,7 @@ def _written(calls: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> str
 
 
 def _calls(calls: Sequence[tuple[str, Mapping[str, Any]]], tool_format: ToolFormat) -> str:
-    """Return calls as the model would write them."""
+    """Returns the text of calls in the format that the model uses."""
     texts = [
         tool_format.begin.replace(NAME, name) + _arguments(values, tool_format) + tool_format.end
         for name, values in calls

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The next part of the text for the user."""
+    """The next part of the content, which is the text for the user."""
 
     text: str
 
@@ -65,7 +65,7 @@ class ParsedAnswer:
 
 
 def collect(events: Iterable[Event]) -> ParsedAnswer:
-    """Return the answer that these events describe."""
+    """Returns the complete answer that consists of these events."""
     answer = ParsedAnswer()
     contents, reasonings, slices = [], [], []
     for event in events:

@@ -1,7 +1,7 @@
-"""The formats of tool calls and of reasoning. The chat template of a model shows which formats it uses.
+"""The formats of tool calls and of reasoning. The formats of a model are detected from its chat template.
 
-To add a format, write a function in ``calls`` and an entry here. ``llm_serving.constraints.calls`` makes the grammar of
-a call from this entry.
+To add a format, write a function in ``calls`` and an entry here. ``llm_serving.constraints.calls`` builds the grammar
+of a call from this entry.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llm_serving.parsing.calls import CallParser
 
 AUTO, NONE = "auto", "none"
 NAME = "{name}"
-"""Stands for the tool's name in ``ToolFormat.begin``."""
+"""Placeholder of the tool's name in ``ToolFormat.begin``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ToolFormat:
     between: str = ""
     close: str = ""
     markers: tuple[str, ...] = ()
-    """Special tokens that must stay in the text, because the parser finds the calls by them."""
+    """Special tokens that must not be removed from the text, because the parser finds the calls by these tokens."""
     arguments: str = "json"
     """``json``, or ``xml`` for parameters in tags."""
     id_pattern: str = ""
@@ -45,9 +45,9 @@ class ToolFormat:
     id_chars: int = 0
     """Length of the ids of calls. 0 for ids of any form."""
     is_parallel: bool = True
-    """Whether one answer may have several calls."""
+    """True if one answer may have several calls."""
     starts_with_brace: bool = False
-    """Whether a text that begins with a brace is a call even without the trigger."""
+    """True if a text that begins with a brace is a call even without the trigger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +131,26 @@ DEFAULT_TOOL_FORMAT = _HERMES
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How one model writes reasoning and tool calls, and which parts of a request its chat template can render."""
+    """The formats in which one model writes reasoning and tool calls, and the parts of a request that its chat template
+    can render.
+    """
 
     tools: ToolFormat | None
     """The format of tool calls. None if tools are turned off."""
     reasoning: ReasoningFormat | None
     """The format of the reasoning. None for a model without reasoning."""
     template_has_tools: bool
-    """Whether the template renders tools and the messages that belong to them."""
+    """True if the template renders tools, calls and results of tools."""
     arguments_are_text: bool = False
-    """Whether the template expects the arguments of earlier calls as JSON text, not as an object."""
+    """True if the template expects the arguments of earlier calls as JSON text instead of an object."""
     effort_variables: tuple[str, ...] = ()
     """Variables of the template that control the reasoning."""
 
     @classmethod
     def of_template(cls, source: str | None, tools: str = AUTO, reasoning: str = AUTO) -> OutputFormat:
-        """Return the format of a model whose chat template is ``source``.
+        """Returns the formats of a model whose chat template is ``source``.
 
-        Unless they are ``auto``, ``tools`` and ``reasoning`` name the formats to use instead.
+        If ``tools`` or ``reasoning`` is not ``auto``, it names the format to use instead of the detected one.
         """
         text = source or ""
         has_tools = re.search(r"\btools\b", text) is not None
@@ -171,9 +173,10 @@ EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 
 
 def _tool_format(template: str) -> ToolFormat | None:
-    """Return the format of tool calls in a chat template, or None if the template has no known format.
+    """Returns the format of tool calls in a chat template, or None if the template has no known format.
 
-    A template describes the format to the model, or writes earlier calls in it.
+    The format is detected by its markers, which a template contains in its instructions or in the text of earlier
+    calls.
     """
     if calls.CHANNEL in template:
         return _GPT_OSS

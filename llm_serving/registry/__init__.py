@@ -1,7 +1,7 @@
-"""Several models in one server: which of them are in memory, and the switch between versions of their weights.
+"""Serves several models in one server: decides which models are in memory, and replaces a model's weights by a new
+version.
 
-Each model in memory has an engine of its own: a thread, a scheduler for each replica, and agents. An engine per model
-isolates the models. A lost agent, a full queue or a slow grammar of one model does not touch the others. The engine
-loop also stays as it is: one thread with all models would need the model's number in every command and every output.
-The price is one more thread that shares Python's interpreter lock.
+Each model in memory has an engine of its own: a thread, a scheduler for each replica, and agents. This isolates the
+models: a lost agent, a full queue or a slow grammar of one model does not affect the others. The engine loop also needs
+no code for several models. The cost is one more thread for each model, and all threads share Python's interpreter lock.
 """

@@ -1,4 +1,5 @@
-"""Decides which models share the memory. It only computes with planned bytes, and knows no processes or clocks.
+"""Decides which models share the memory. The arbiter only computes with planned bytes; other modules start and end
+processes.
 
 Memory is divided into pools: ``host``, and one pool for each device, such as ``device 0``. A model needs bytes of one
 or more pools.
@@ -20,9 +21,9 @@ NODES = "nodes"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Memory that a model in memory has. ``may_sleep``: the model is idle and not pinned, so it may lose the memory.
+    """The memory of one model. ``may_sleep``: the model is idle and not pinned, so another model may get its memory.
 
-    ``last_used`` orders the claims: the smaller number was used longer ago.
+    ``last_used`` is the time of the last use in seconds.
     """
 
     name: str
@@ -32,16 +33,18 @@ class Claim:
 
 
 class Arbiter:
-    """Allots the memory of the pools. ``limits`` has the bytes of each pool. A pool without a limit is never full."""
+    """Decides which models must leave memory. ``limits`` has the bytes of each pool. A pool without a limit is never
+    full.
+    """
 
     def __init__(self, limits: Need) -> None:
         self.limits = dict(limits)
 
     def make_room(self, name: str, need: Need, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the claims that must end before the model ``name`` can be started. Usually there are none.
+        """Returns the claims that must end before the model ``name`` can be started, usually none.
 
-        The claims that were not used for the longest time are chosen, and no more than necessary. Raises
-        ModelMemoryError with the numbers if even all claims that may sleep are not enough.
+        Chooses the least recently used claims, and no more than necessary. Raises ModelMemoryError with the numbers if
+        the memory of all claims that may sleep is not enough.
         """
         chosen: list[Claim] = []
         for claim in sorted((each for each in claims if each.may_sleep), key=lambda each: each.last_used):
@@ -60,7 +63,7 @@ class Arbiter:
         return chosen
 
     def _short(self, need: Need, claims: Sequence[Claim], ended: Sequence[Claim]) -> list[str]:
-        """Return the pools whose limit would be exceeded if the claims ``ended`` had ended."""
+        """Returns the pools whose limit ``need`` would exceed after the end of the claims ``ended``."""
         kept = [claim for claim in claims if not any(claim is each for each in ended)]
         used = {pool: sum(claim.need.get(pool, 0) for claim in kept) for pool in need}
         return [pool for pool, size in need.items() if pool in self.limits and used[pool] + size > self.limits[pool]]

@@ -1,4 +1,4 @@
-"""Gives the memory of engines that have ended back to the system."""
+"""Returns the memory of engines that have ended to the operating system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 
 
 def return_free_memory() -> None:
-    """Collect engines that nothing uses, because they have reference cycles, and return free memory to the system."""
+    """Frees unused engines, whose objects form reference cycles, and returns free memory to the operating system."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # only the C library of GNU has this function
         ctypes.CDLL(None).malloc_trim(0)

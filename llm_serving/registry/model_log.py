@@ -1,4 +1,4 @@
-"""The event log as one of several models uses it: each line names the model."""
+"""The event log of one of several models: it adds the model's name to each line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from llm_serving.telemetry.log import EventLog
 
 
 class ModelLog(EventLog):
-    """Passes events on to the server's log, with the field ``model``. It has no file of its own."""
+    """Passes events to the server's log, with the field ``model``. It has no file of its own."""
 
     def __init__(self, log: EventLog, model: str) -> None:
         super().__init__(None, mirror=False)
@@ -14,5 +14,5 @@ class ModelLog(EventLog):
         self._model = model
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
-        """Write one event as a line of the server's log."""
+        """Writes one event as a line of the server's log."""
         self._log.event(name, level=level, **{"model": self._model, **fields})

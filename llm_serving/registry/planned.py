@@ -1,4 +1,6 @@
-"""A model that the configuration names: its config, its memory, and how its config is read again for a reload."""
+"""Describes a model that the configuration names: its config, its planned memory, and a function that reads its config
+again.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from llm_serving.planning.memory_plan import SERVER_PROCESS_BYTES, estimate_memo
 from llm_serving.registry.arbiter import HOST, NODES, Arbiter, Claim, Need
 
 LoadConfig = Callable[[str | None, Config], tuple[Config, Need]]
-"""Reads a model's config again, and plans its memory. Takes a model folder, or None for the same one, and the present
-config, whose sizes stay. Raises ConfigError, CheckpointError or MemoryPlanError."""
+"""Reads a model's config again, and plans its memory. Arguments: a model folder, or None for the same folder; and the
+present config, whose sizes the new config keeps. Raises ConfigError, CheckpointError or MemoryPlanError.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,11 @@ class PlannedModel:
 
 
 def need_of(config: Config, machine: Machine) -> dict[str, int]:
-    """Return the bytes that a model needs in each pool by its memory plan. The server process itself does not count.
+    """Returns the bytes that a model needs in each pool, from its memory plan. The memory of the server process is not
+    included.
 
-    Agents on other machines need no memory here. Each node compares the plan of a replica with its own memory.
+    Agents on other machines need no memory of this machine. Each node checks the plan of a replica against its own
+    memory.
     """
     plan = estimate_memory(config, machine)
     if config.parallel_config.is_remote:
@@ -54,11 +59,11 @@ def need_of(config: Config, machine: Machine) -> dict[str, int]:
 
 
 def limits_of(models: Sequence[PlannedModel], machine: Machine, memory_limit: int | None) -> dict[str, int]:
-    """Return the bytes that all models together may have in each pool.
+    """Returns the bytes that all models together may have in each pool.
 
-    ``memory_limit`` is the limit of the host on a CPU, and of each device on Ascends. Without it, the limit of
-    the host is its free memory at the start of the server. The limit of a device is ``max_device_memory`` of the first
-    model on it.
+    ``memory_limit`` is the limit of host memory if the device is a CPU, and the limit of each Ascend device otherwise.
+    Without it, the limit of host memory is the free memory at the start of the server. The limit of an Ascend device is
+    then ``max_device_memory`` of the first model on the device.
     """
     free = machine.available_bytes - SERVER_PROCESS_BYTES
     is_cpu = models[0].config.device == "CPU"
@@ -73,7 +78,8 @@ def limits_of(models: Sequence[PlannedModel], machine: Machine, memory_limit: in
 
 
 def check_models(models: Sequence[PlannedModel], arbiter: Arbiter) -> None:
-    """Raise ConfigError unless each model fits next to all pinned models, and each name is unique."""
+    """Raises ConfigError unless each model fits into memory together with all pinned models, and each name is unique.
+    """
     names: set[str] = set()
     for model in models:
         for name in (model.name, *model.adapter_names):
@@ -90,7 +96,8 @@ def check_models(models: Sequence[PlannedModel], arbiter: Arbiter) -> None:
 
 
 def with_log_folder(config: Config, number: int) -> Config:
-    """Return the config of version ``number`` of a model, whose agents write their logs to a folder of their own.
+    """Returns the config of version ``number`` of a model. The agents of each version write their logs to another
+    folder.
 
     Two versions of a model run at the same time during a reload. Version 0 has the folder that the config states.
     """
@@ -103,7 +110,7 @@ def with_log_folder(config: Config, number: int) -> Config:
 
 
 def size_overrides(config: Config) -> list[str]:
-    """Return the settings that give a model read again the sizes of ``config``."""
+    """Returns overrides ``section.key=value`` that give a config the block count and the lengths of ``config``."""
     sizes: Mapping[str, object] = {
         "pa_config.num_blocks": config.pa_config.num_blocks,
         "pa_config.decode_seq_length": config.pa_config.decode_seq_length,

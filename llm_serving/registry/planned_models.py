@@ -1,4 +1,4 @@
-"""Plans all models of a configuration: the main model, and those of ``models_config.models``."""
+"""Plans all models of a configuration: the main model, and the models in ``models_config.models``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from llm_serving.registry.arbiter import Arbiter, Need
 from llm_serving.registry.planned import PlannedModel, check_models, limits_of, need_of, size_overrides
 
 ReadConfig = Callable[[str | None, str | None, Sequence[str]], Config]
-"""Reads a config. Takes the YAML file and the model, or None for the defaults, and overrides ``section.key=value``."""
+"""Reads a config. Arguments: the YAML file and the model, each None for the default, and overrides
+``section.key=value``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class PlannedModels:
 def plan_models(
     config: Config, read: ReadConfig, read_main: Callable[[Sequence[str]], Config], machine: Machine
 ) -> PlannedModels:
-    """Read the configs of all models and check that each fits next to the pinned ones.
+    """Reads the configs of all models and checks that each model fits into memory together with the pinned models.
 
     ``read_main`` reads the config of the main model again, with further overrides. Raises ConfigError, CheckpointError
     or MemoryPlanError.
@@ -46,13 +48,14 @@ def plan_models(
 
 
 def _planned(entry: FurtherModel, main: Config, read: ReadConfig, machine: Machine) -> PlannedModel:
-    """Plan a further model. Raises ConfigError with its name if its config is wrong."""
+    """Plans a model of ``models_config.models``. Raises ConfigError with the model's name if its config is wrong."""
     if not entry.name:
         raise ConfigError("models_config.models: a model has no name; add `name: NAME`")
     if entry.config is None and entry.model is None:
         raise ConfigError(f"models_config.models: the model {entry.name!r} needs `config`, `model` or both")
     log = Path(main.log_config.path)
-    # The server has the HTTP port and the log. A model's agents write to a folder of their own.
+    # HTTP port and log belong to the server. A further model opens no agent ports, has no flight recorder, and its
+    # agents log into another folder.
     forced = [
         f"model_config.model_name={json.dumps(entry.name)}",
         "serving_config.agent_ports=[0]",
@@ -78,9 +81,9 @@ def _read_entry(entry: FurtherModel, read: ReadConfig, forced: Sequence[str], mo
 def _read_again(
     read: Callable[[Sequence[str]], Config], machine: Machine, path: str | None, present: Config
 ) -> tuple[Config, Need]:
-    """Read a config again with the sizes of the ``present`` one, and with the model folder ``path`` unless it is None.
+    """Reads a config again, with the sizes of ``present`` and the model folder ``path`` (None: unchanged).
 
-    Returns it with its planned memory.
+    Returns the config and its planned memory.
     """
     place = [] if path is None else [f"model_config.model_path={json.dumps(path)}"]
     config = read([*size_overrides(present), *place])

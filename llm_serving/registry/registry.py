@@ -1,4 +1,4 @@
-"""The registry of all models: requests take leases of their models here, and commands start and end models.
+"""The registry of all models. Requests get leases of their models here, and commands start and end models.
 
 A model is started for the first request that names it. The arbiter decides before each start which idle models lose
 their memory. All methods run on the event loop, unless they say otherwise.
@@ -26,9 +26,11 @@ from llm_serving.telemetry.log import EventLog
 V = TypeVar("V")
 
 RETRY_FAILED_S = 15.0
-"""Requests for a model whose start failed are refused for this time. Then the next request starts it again."""
+"""Seconds after a failed start in which requests for the model are refused. The next request then starts the model
+again.
+"""
 _UNKNOWN_START_S = 10.0
-"""``Retry-After`` for a model that was never started."""
+"""Value of ``Retry-After``, in seconds, for a model that was never started."""
 
 
 class ModelRegistry(Generic[V]):
@@ -46,9 +48,10 @@ class ModelRegistry(Generic[V]):
         idle_unload_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``main`` is the running version of the first model. ``max_wait_s``: longest wait of a request for its model.
+        """``main`` is the running version of the first model. ``max_wait_s``: maximum seconds that a request waits for
+        its model.
 
-        ``idle_unload_s``: time without requests after which a model that is not pinned is unloaded. None: never.
+        ``idle_unload_s``: seconds without requests after which a model that is not pinned is unloaded. None: never.
         """
         self.models = [ServedModel[V](model, is_main=not index) for index, model in enumerate(models)]
         self._max_wait_s = max_wait_s
@@ -80,16 +83,16 @@ class ModelRegistry(Generic[V]):
         return self.models[0].error
 
     def find(self, name: str | None) -> ServedModel[V] | None:
-        """Return the model of a request by its name or the name of an adapter. None stands for the main model.
+        """Returns the model with this name, or with an adapter of this name. ``name=None`` stands for the main model.
 
-        Returns None if no model has this name.
+        Returns None if the name is unknown.
         """
         if name is None:
             return self.models[0]
         return next((model for model in self.models if model.knows(name)), None)
 
     def is_model(self, name: str) -> bool:
-        """Return whether ``name`` is the name of a model, and not of an adapter."""
+        """Returns True if ``name`` is the name of a model, False if it is the name of an adapter or unknown."""
         return any(model.name == name for model in self.models)
 
     def statuses(self) -> list[ModelStatus]:
@@ -97,7 +100,9 @@ class ModelRegistry(Generic[V]):
         return [model.status() for model in self.models]
 
     def begin(self) -> None:
-        """Start the pinned models, and unload idle ones from now on. Call this when the main model is ready."""
+        """Starts the pinned models, and from now on unloads idle models. The caller must call it when the main model is
+        ready.
+        """
         self._transitions.starter.begin_checks(self.main)
         for model in self.models[1:]:
             if model.is_pinned:
@@ -110,10 +115,10 @@ class ModelRegistry(Generic[V]):
         await self._transitions.close()
 
     async def acquire(self, model: ServedModel[V], deadline_s: float | None = None) -> Lease[V]:
-        """Return a lease of a model. If the model is not in memory, start it and wait.
+        """Returns a lease of a model. If the model is not in memory, starts the model and waits.
 
-        Raises ModelUnavailableError after ``max_wait_s`` or ``deadline_s`` seconds, or immediately if the learnt time
-        of a start is longer.
+        Raises ModelUnavailableError after ``max_wait_s`` or ``deadline_s`` seconds, or immediately if a start is
+        expected to take longer.
         """
         limit = self._max_wait_s if deadline_s is None else min(deadline_s, self._max_wait_s)
         until = self._clock() + limit
@@ -131,7 +136,9 @@ class ModelRegistry(Generic[V]):
         return model.version.lease()
 
     async def start(self, model: ServedModel[V]) -> None:
-        """Bring a model into memory if it is not. Raises ModelStateError if it does not fit or does not start."""
+        """Starts a model if it is not in memory, and waits until it is ready. Raises ModelStateError if it does not fit
+        or does not start.
+        """
         while model.version is None or model.state is not ModelState.READY:
             try:
                 change = model.change or self._transitions.start(model)
@@ -142,7 +149,7 @@ class ModelRegistry(Generic[V]):
                 raise ModelStateError(f"The model {model.name!r} does not start: {model.error}")
 
     async def end(self, model: ServedModel[V], after: ModelState) -> None:
-        """Let a model complete its requests, then end it. ``after`` is its state then: ``SLEEPING`` or ``COLD``.
+        """Ends a model after it has completed its requests. ``after`` is its final state: ``SLEEPING`` or ``COLD``.
 
         Raises ModelStateError for the main model, and while the model is being reloaded.
         """
@@ -159,11 +166,13 @@ class ModelRegistry(Generic[V]):
             await asyncio.to_thread(return_free_memory)
 
     async def reload(self, model: ServedModel[V], path: str | None, *, drain_first: bool) -> None:
-        """Replace the version of a model, see ``reloading.reload``."""
+        """Replaces the version of a model, see ``reloading.reload``."""
         await reload(self._transitions, model, path, drain_first=drain_first)
 
     def _check_wait(self, model: ServedModel[V], left_s: float) -> None:
-        """Raise ModelUnavailableError if waiting for a model is useless."""
+        """Raises ModelUnavailableError if the model's last start failed recently, or if it cannot be ready within
+        ``left_s`` seconds.
+        """
         expected, failed = model.expected_s, model.failed_at
         if model.state is ModelState.FAILED and failed is not None and self._clock() - failed < RETRY_FAILED_S:
             raise _unavailable(model, "could not be started; the server's log has the reason", RETRY_FAILED_S)
@@ -172,9 +181,9 @@ class ModelRegistry(Generic[V]):
             raise _unavailable(model, f"is not in memory{known}; the request may wait {max(0.0, left_s):.1f} s")
 
     async def _wait_for_room(self, model: ServedModel[V], until: float, error: ModelMemoryError) -> None:
-        """Wait until memory was freed, so that the model may fit.
+        """Waits until another model has freed memory.
 
-        Raises ModelUnavailableError with the text of ``error`` at the time ``until``.
+        At the time ``until``, raises ModelUnavailableError with the text of ``error``.
         """
         self._transitions.room.clear()
         try:
@@ -183,7 +192,7 @@ class ModelRegistry(Generic[V]):
             raise _unavailable(model, f"does not fit into the memory now: {error}") from None
 
     async def _unload_idle(self, idle_s: float) -> None:
-        """Unload each model that was idle for ``idle_s`` seconds. Never returns."""
+        """Unloads each model that was idle for ``idle_s`` seconds, except pinned models. Never returns."""
         while True:
             await asyncio.sleep(min(idle_s, 1.0) / 2)
             for model in self.models:

@@ -1,4 +1,4 @@
-"""Replaces the version of a model by a new one, without a failed request."""
+"""Replaces the version of a model by a new version. No request fails because of it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ class _Next:
 async def reload(
     transitions: Transitions[V], model: ServedModel[V], path: str | None, *, drain_first: bool
 ) -> None:
-    """Replace the version of a model. Requests that run complete with the old version.
+    """Replaces the version of a model. Running requests complete with the old version.
 
-    ``path`` is another model folder. None: the same one, whose files may have changed. The new version starts next to
-    the old one. With ``drain_first``, the old version ends first if the memory is too small for both. It then completes
-    its requests, and new requests wait. A model that is not in memory gets its new config for its next start.
+    ``path`` is another model folder. None: the same folder, whose files may have changed. The new version normally
+    starts while the old version serves. With ``drain_first``, if the memory is too small for both, the old version
+    completes its requests and ends first; new requests wait. If the model is not in memory, only its config changes,
+    for the next start.
 
-    Raises ModelStateError with the numbers if the memory is too small, and if the new version does not start. The old
-    version then serves on, unless it had to end first.
+    Raises ModelStateError if the memory is too small, or if the new version does not start. The old version then
+    continues to serve, unless it had to end first.
     """
     _check(model)
     model.is_reloading = True
@@ -75,7 +76,7 @@ def _check(model: ServedModel[V]) -> None:
 
 
 def _read_again(model: ServedModel[V], path: str | None) -> _Next:
-    """Read the config of a model again. Raises ModelStateError if it is wrong."""
+    """Reads the config of a model again. Raises ModelStateError if the config is wrong."""
     assert model.planned.load is not None
     try:
         return _Next(*model.planned.load(path, model.config))
@@ -96,7 +97,7 @@ class _Reload(Generic[V]):
         self._began = transitions.clock()
 
     def victims(self, *, drain_first: bool) -> list[ServedModel[V]] | None:
-        """Return the models that must end, so that a second version of this model fits into memory.
+        """Returns the other models that must end, so that a second version of this model fits into memory.
 
         None means that the old version must end before the new one starts. Raises ModelStateError if the
         memory is too small.
@@ -116,7 +117,7 @@ class _Reload(Generic[V]):
         raise ModelStateError(f"The model is not reloaded: {problem}.{hint}", code="model_memory")
 
     async def switch(self, victims: list[ServedModel[V]]) -> None:
-        """Start the new version next to the old one, then give new requests to it."""
+        """Starts the new version while the old version serves. New requests then go to the new version."""
         transitions, model = self._transitions, self._model
         transitions.starting[model.name] = self._next.need
         ends = [transitions.end_for_other(victim) for victim in victims]
@@ -141,7 +142,9 @@ class _Reload(Generic[V]):
             transitions.keep(self._retire())
 
     async def exchange(self) -> None:
-        """End the old version when its requests have completed, then start the new one. New requests wait."""
+        """Ends the old version when its requests have completed, and then starts the new version. New requests wait
+        meanwhile.
+        """
         model = self._model
         model.state = ModelState.UNLOADING
         model.change = self._transitions.keep(self._end_then_start())

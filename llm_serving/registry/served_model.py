@@ -1,4 +1,4 @@
-"""One model of the registry: its state, the version in memory, and what its starts have cost."""
+"""One model of the registry: its state, the version in memory, and the time that its starts take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelStatus:
     """A value of ``ModelState``."""
     pinned: bool
     wake_seconds: float | None
-    """Expected seconds until the model serves. 0 if it serves now. None if no start was seen."""
+    """Expected seconds until the model serves. 0 if the model serves now, None before its first start."""
     memory_bytes: int
     """Planned memory of the versions in memory, in all pools."""
     requests: int
@@ -39,14 +39,14 @@ class ModelStatus:
         return self.state == ModelState.READY.value
 
     def as_json(self) -> dict[str, Any]:
-        """Return the members that ``/v1/models`` adds to an entry."""
+        """Returns the JSON members about the state, which ``/v1/models`` adds to the entry of the model."""
         wake = None if self.wake_seconds is None else round(self.wake_seconds, 3)
         members = {"state": self.state, "pinned": self.pinned, "wake_seconds": wake, "memory_bytes": self.memory_bytes}
         return {**members, "error": self.error} if self.error else members
 
 
 class ServedModel(Generic[V]):
-    """State of one model. The registry changes it, on the event loop."""
+    """The state of one model. Only the registry changes it, on the event loop."""
 
     def __init__(self, planned: PlannedModel, *, is_main: bool) -> None:
         self.planned = planned
@@ -62,10 +62,10 @@ class ServedModel(Generic[V]):
         self.tokenizer: Tokenizer | None = None
         """The tokenizer that a sleeping model keeps."""
         self.change: asyncio.Task[None] | None = None
-        """The start or the end that is in progress."""
+        """The task of the start or end that is in progress, or None."""
         self.is_reloading = False
         self.is_victim = False
-        """Whether the model ends because another model needs its memory."""
+        """True if the model ends because another model needs its memory."""
         self.last_used = 0.0
         self.failed_at: float | None = None
         self.error = ""
@@ -85,28 +85,28 @@ class ServedModel(Generic[V]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the model serves, and no request, command or older version uses it."""
+        """True if the model serves, but no request uses it and no start, end or reload is in progress."""
         version, is_changing = self.version, self.is_reloading or self.change is not None or bool(self.retired)
         return self.state is ModelState.READY and version is not None and not version.num_leases and not is_changing
 
     @property
     def expected_s(self) -> float | None:
-        """Expected seconds of a start. None if no start was seen."""
+        """Expected seconds of a start from the present state. None before the first start."""
         return self.costs.expected_s(self.state)
 
     def take_number(self) -> int:
-        """Return the number of a new version."""
+        """Returns the number for the next version of the model, from 0."""
         self.num_versions += 1
         return self.num_versions - 1
 
     def knows(self, name: str) -> bool:
-        """Return whether requests with this name in ``model`` are for this model: its name, or that of an adapter."""
+        """Returns True if ``name`` is the model's name or the name of one of its adapters."""
         if name == self.name or (self.version is None and name in self.planned.adapter_names):
             return True
         return self.version is not None and self.version.engine.adapters.find(name) is not None
 
     def status(self) -> ModelStatus:
-        """Return the present state and figures."""
+        """Returns the present state and figures of the model."""
         versions = [*self.retired, *([] if self.version is None else [self.version])]
         is_serving = self.state is ModelState.READY
         state = self.state.value

@@ -1,4 +1,4 @@
-"""Starts a version of a model: its agents, its engine, and the view that the HTTP edge has of it."""
+"""Starts a version of a model: its agents, its engine, and the view through which the HTTP edge uses the version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from llm_serving.telemetry.metrics import Metrics
 V = TypeVar("V")
 
 MakeView = Callable[[AsyncEngine, EventLog], V]
-"""Makes the view of a version. Called in another thread than the event loop's, because it may take long."""
+"""Creates the view of a version. It may take long, so it is not called on the event loop's thread."""
 
 
 class VersionStarter(Generic[V]):
@@ -38,13 +38,13 @@ class VersionStarter(Generic[V]):
     def __init__(
         self, log: EventLog, metrics: Metrics, make_view: MakeView[V], observe: ObserveCache | None = None
     ) -> None:
-        """``observe`` returns the observer of a replica's prefix cache. It is used for the main model only."""
+        """``observe`` creates the observer of a replica's prefix cache. Only the main model has these observers."""
         self._observe = observe
         self._log = log
         self._metrics = metrics
         self._make_view = make_view
         self.is_closing = False
-        """True if starts that are in progress must end. They then raise AgentStartError."""
+        """True if the server stops. Starts that are in progress then raise AgentStartError."""
 
     async def start(
         self,
@@ -56,10 +56,11 @@ class VersionStarter(Generic[V]):
         adapters_of: AsyncEngine | None = None,
         is_main: bool = False,
     ) -> RunningVersion[V]:
-        """Start version ``number`` of a model, and return it when its agents are ready.
+        """Starts version ``number`` of a model, and returns the version when its agents are ready.
 
-        ``tokenizer``: the model's tokenizer, if it is in memory. ``adapters_of``: an engine whose LoRA adapters the
-        version gets, too. Raises LLMServingError or OSError if the version does not start; nothing is then left.
+        ``tokenizer``: the model's tokenizer, if it is in memory. ``adapters_of``: an engine whose LoRA adapters the new
+        version must also have. Raises LLMServingError or OSError if the version does not start. All its processes have
+        then ended.
         """
         log = self._log if is_main else ModelLog(self._log, config.model_name)
         owned, engine, is_started = ExitStack(), None, False
@@ -85,7 +86,7 @@ class VersionStarter(Generic[V]):
         return version
 
     def begin_checks(self, version: RunningVersion[V]) -> None:
-        """Start the canary of a version if its config asks for one."""
+        """Starts the canary (regular test requests) of a version if its config has an interval for it."""
         config = version.engine.config
         if config.serving_config.canary_interval_s and config.pooling is None:
             canary = Canary(version.engine, self._log, self._metrics, config.serving_config.canary_interval_s)
@@ -108,7 +109,9 @@ class VersionStarter(Generic[V]):
 
 
 def with_fingerprint(config: Config) -> Config:
-    """Return a config with the fingerprint of the model's files as they are now. Raises AgentStartError."""
+    """Returns a copy of ``config`` with the fingerprint of the model's present files. Raises AgentStartError if they
+    cannot be read.
+    """
     path = config.model_config.model_path
     is_dummy = config.model_config.load_format == "dummy"
     try:
@@ -119,7 +122,7 @@ def with_fingerprint(config: Config) -> Config:
 
 
 def _copy_adapters(source: AsyncEngine, engine: AsyncEngine) -> None:
-    """Load the adapters of another engine that were loaded over HTTP. Raises AdapterError."""
+    """Gives ``engine`` the adapters of ``source`` that it lacks. These were loaded over HTTP. Raises AdapterError."""
     for adapter in source.adapters.adapters:
         if engine.adapters.find(adapter.name) is None:
             digest, memory = read_into_memory(Path(adapter.path), engine.config)

@@ -1,4 +1,4 @@
-"""The states of a served model, and what its starts have cost."""
+"""The states of a model, and an estimate of the time that its start takes."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ _WEIGHT_OF_LATEST = 0.5
 
 
 class ModelState(enum.Enum):
-    """The state of a model, which shows whether the model can serve now."""
+    """The state of a model. In the state ``READY``, the model can serve."""
 
     COLD = "cold"
-    """State of a model of which nothing is in memory."""
+    """State of a model without agents and without a tokenizer in memory."""
     LOADING = "loading"
     READY = "ready"
     SLEEPING = "sleeping"
     """State of a model whose agents have ended, while the server process keeps the tokenizer."""
     UNLOADING = "unloading"
-    """State of a model that completes its requests. Then its agents end."""
+    """State of a model that completes its requests before its agents end."""
     FAILED = "failed"
     """State of a model whose last start failed, or whose engine ended by itself. The next request or command starts the
     model again."""
 
 
 class StartCosts:
-    """The learnt time of starts: from cold and from sleep. A mean in which the latest start has half of the weight."""
+    """Estimates the time of a start from ``COLD`` and from ``SLEEPING``. In each mean, the latest start has half of the
+    weight.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[ModelState, float] = {}
 
     def note(self, before: ModelState, seconds: float) -> None:
-        """Learn from a start. ``before`` is the model's state before the start."""
+        """Updates the estimate with the seconds of a start. ``before`` is the model's state before the start."""
         kind = _kind(before)
         old = self._seconds.get(kind, seconds)
         self._seconds[kind] = old + _WEIGHT_OF_LATEST * (seconds - old)
 
     def expected_s(self, state: ModelState) -> float | None:
-        """Return the expected seconds of a start from ``state``. None if no start was seen.
+        """Returns the expected seconds of a start from ``state``. None before the first start.
 
-        If only the other kind of start was seen, its time is the estimate.
+        If the model has only been started from the other state, returns the time of those starts.
         """
         known = self._seconds.get(_kind(state))
         return next(iter(self._seconds.values()), None) if known is None else known

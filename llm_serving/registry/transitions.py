@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 
 class Transitions(Generic[V]):
-    """The starts and ends of all models, and the memory that the models have. Only the event loop uses it."""
+    """Starts and ends models, and knows the memory of each model. Only the event loop's thread may use it."""
 
     def __init__(
         self,
@@ -36,8 +36,9 @@ class Transitions(Generic[V]):
         self.log = log
         self.clock = clock
         self.room = asyncio.Event()
-        """An event that is set when a model has become idle, has started or has ended. Then the memory may suffice for
-        another model."""
+        """An event that is set when a model has become idle, has started or has ended. A model that waits for memory
+        may fit then.
+        """
         self.ended = asyncio.Event()
         """An event that is set when the engine of the main model has ended by itself."""
         self.starting: dict[str, Need] = {}
@@ -46,7 +47,7 @@ class Transitions(Generic[V]):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, model: ServedModel[V]) -> asyncio.Task[None]:
-        """Begin to start a model that is not in memory. Returns the task, which never raises.
+        """Creates a task that starts a model, which must not be in memory. The task never raises.
 
         The model's state shows the result. Raises ModelMemoryError if the memory is too small now.
         """
@@ -58,31 +59,33 @@ class Transitions(Generic[V]):
         return model.change
 
     def end(self, model: ServedModel[V], after: ModelState) -> asyncio.Task[None]:
-        """Begin to end a model that serves, when its requests have completed. Returns the task, which never raises.
+        """Creates a task that ends a model after its requests have completed. The task never raises.
 
-        New requests wait from now on. ``after`` is the model's state then: ``SLEEPING`` or ``COLD``.
+        New requests wait from now on. ``after`` is the model's final state: ``SLEEPING`` or ``COLD``.
         """
         model.state = ModelState.UNLOADING
         model.change = self.keep(self._end(model, after))
         return model.change
 
     def end_for_other(self, model: ServedModel[V]) -> asyncio.Task[None]:
-        """Put an idle model to sleep. From now on, its memory counts as reserved for the model that needs it."""
+        """Puts an idle model to sleep, because another model needs its memory. From now on, this memory counts for the
+        other model.
+        """
         model.is_victim = True
         return self.end(model, ModelState.SLEEPING)
 
     def victims(self, model: ServedModel[V], need: Need, *, without_own: bool = False) -> list[ServedModel[V]]:
-        """Return the models that must end before ``model`` gets a version with ``need``.
+        """Returns the models that must end before a version of ``model`` with the memory ``need`` can start.
 
-        ``without_own``: the present version of the model will have ended. Raises ModelMemoryError if the memory is too
-        small.
+        ``without_own``: the present version of ``model`` ends before that start, so its memory is free. Raises
+        ModelMemoryError if the memory is too small.
         """
         claims = [claim for claim in self._claims() if not (without_own and claim.name == model.name)]
         names = {claim.name for claim in self._arbiter.make_room(model.name, need, claims)}
         return [each for each in self.models if each.name in names]
 
     def put(self, model: ServedModel[V], version: RunningVersion[V]) -> None:
-        """Give new requests of a model to ``version``, which is ready."""
+        """Makes ``version``, which is ready, the version that gets the new requests of ``model``."""
         model.version, model.state, model.error, model.failed_at = version, ModelState.READY, "", None
         model.tokenizer = version.engine.tokenizer
         model.last_used = self.clock()
@@ -92,7 +95,8 @@ class Transitions(Generic[V]):
         self.keep(self._watch(model, version))
 
     async def load(self, model: ServedModel[V], before: ModelState) -> None:
-        """Start a model with its present config, and learn how long that takes. Its memory is already reserved.
+        """Starts a model with its present config, and measures how long that takes. The memory must already be
+        reserved.
 
         If the start fails, the model's state is ``FAILED``, and ``error`` is the reason.
         """
@@ -114,7 +118,9 @@ class Transitions(Generic[V]):
         self.log.event("model_started", model=model.name, before=before.value, seconds=round(seconds, 3))
 
     def fail(self, model: ServedModel[V], error: str, **details: str) -> None:
-        """Note that a model does not start, or that its engine has ended by itself. ``details`` go to the log only."""
+        """Marks a model as failed, because it does not start or its engine has ended by itself. ``details`` go to the
+        log only.
+        """
         model.state, model.error, model.failed_at = ModelState.FAILED, error, self.clock()
         if model.is_main:
             self.ended.set()  # the server then ends, and logs why
@@ -122,14 +128,14 @@ class Transitions(Generic[V]):
             self.log.error(error, event="model_failed", model=model.name, **details)
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine as a task and keep a reference to the task until it ends."""
+        """Runs a coroutine as a task, and keeps a reference to the task until the task ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self) -> None:
-        """End all models and all tasks. Starts that are in progress end with an error."""
+        """Ends all models and all tasks. Starts that are in progress end with an error."""
         self.starter.is_closing = True
         changes = [model.change for model in self.models if model.change is not None]
         versions = [version for model in self.models for version in (*model.retired, model.version) if version]
@@ -164,7 +170,9 @@ class Transitions(Generic[V]):
         self.log.event("model_ended", model=model.name, state=after.value)
 
     async def _watch(self, model: ServedModel[V], version: RunningVersion[V]) -> None:
-        """Note if the engine of a version ends by itself, for example after too many restarts of its agents."""
+        """Waits for the end of a version's engine. If the engine ends by itself, for example after too many restarts of
+        its agents, marks the model as failed.
+        """
         await version.engine.ended.wait()
         if version.is_stopping:
             return
@@ -177,9 +185,10 @@ class Transitions(Generic[V]):
         self.room.set()
 
     def _claims(self) -> list[Claim]:
-        """Return the memory of all versions that run, start or end.
+        """Returns the memory claims of all versions that run, start or end.
 
-        A model that ends for another model is left out, because its memory is reserved for the other model.
+        A model that ends to make space for another model has no claim, because the other model already claims the
+        memory.
         """
         claims = [Claim(name, need, 0.0, may_sleep=False) for name, need in self.starting.items()]
         for model in self.models:

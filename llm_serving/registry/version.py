@@ -23,16 +23,16 @@ class Lease(Generic[V]):
         self._version: RunningVersion[V] | None = version
 
     def release(self) -> None:
-        """Give the right to use the version back. May be called twice."""
+        """Ends the right to use the version. May be called twice."""
         version, self._version = self._version, None
         if version is not None:
             version.give_back()
 
 
 class RunningVersion(Generic[V]):
-    """A version in memory. ``view`` is what its users see; the server's view has the handlers' objects.
+    """A version of a model in memory. ``view`` is the object through which the HTTP edge uses the version.
 
-    ``owned`` ends the agents. ``need`` is the planned memory, which the version has until ``stop`` has returned.
+    ``owned`` ends the agents. ``need`` is the planned memory, which the version occupies until ``stop`` has returned.
     """
 
     def __init__(self, number: int, engine: AsyncEngine, view: V, need: Need, owned: ExitStack) -> None:
@@ -43,7 +43,7 @@ class RunningVersion(Generic[V]):
         self.num_leases = 0
         self.is_stopping = False
         self.on_idle: Callable[[], None] = lambda: None
-        """A function that is called when the last lease was given back."""
+        """A function that is called when the last lease has been released."""
         self.checks: asyncio.Task[None] | None = None
         """The task that runs the canary of this version."""
         self._owned = owned
@@ -57,7 +57,7 @@ class RunningVersion(Generic[V]):
         return self.engine.config.model_config.model_path
 
     def lease(self) -> Lease[V]:
-        """Return a lease. The caller must release it."""
+        """Returns a lease, which the caller must release."""
         self.num_leases += 1
         self._idle.clear()
         return Lease(self)
@@ -69,11 +69,11 @@ class RunningVersion(Generic[V]):
             self.on_idle()
 
     async def drained(self) -> None:
-        """Wait until no request uses the version."""
+        """Waits until no request uses the version."""
         await self._idle.wait()
 
     async def stop(self) -> None:
-        """End the engine and the agents. Requests that still run end with an error. May be called twice."""
+        """Ends the engine and the agents. Requests that still run end with an error. May be called twice."""
         self.is_stopping = True
         self._idle.set()
         if self._end is None:

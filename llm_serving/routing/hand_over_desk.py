@@ -40,21 +40,23 @@ class HandOverDesk:
         self._intake = intake
         self._placer = placer
         self._wanted: deque[tuple[Entry, RoutedReplica, float]] = deque()
-        """Requests that wait for blocks of the pool, the prefill replica and the end of the prefill."""
+        """Requests that wait for blocks of the pool. Each entry has the request, its prefill replica, and the time at
+        which the replica asked for the blocks.
+        """
         self._leases: dict[Lease, None] = {}
 
     def take(self, replica: RoutedReplica, now: float) -> None:
-        """Takes the changes that a replica's scheduler reports."""
+        """Processes the changes of hand-overs that a replica's scheduler reports."""
         for change in replica.scheduler.take_hand_overs():
             self._take(change, replica, now)
         if self._wanted:
             self._grant_all()
 
     def lose(self, replica: RoutedReplica, now: float) -> None:
-        """Takes the changes after the loss of a replica's agents.
+        """Processes the changes of hand-overs after a replica has lost its agents.
 
-        The pool still has the blocks of requests that had not arrived there. They keep their blocks for another
-        replica, unless the request may have killed the agents.
+        If a request was about to load its blocks there, the pool still has these blocks. The request keeps them and
+        loads them at another replica, unless the request may have killed the agents.
         """
         for change in replica.scheduler.take_hand_overs():
             entry = self._entries.get(change.request_id)
@@ -66,7 +68,7 @@ class HandOverDesk:
         self._grant_all()
 
     def add_headers(self, step: ScheduledStep) -> None:
-        """Gives each move of a step to or from the pool the header that its block must have."""
+        """Adds to a step the header of each block that it moves to or from the hand-over pool."""
         if step.moves and step.moves[0].kind is MoveKind.HAND_OUT:
             step.headers = [self._pool.header(move.destination) for move in step.moves]
         elif step.moves and step.moves[0].kind is MoveKind.HAND_IN:
@@ -79,7 +81,7 @@ class HandOverDesk:
             entry.lease = None
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the held blocks are those of the leases."""
+        """Raises AssertionError unless the held blocks of the pool are those of the leases."""
         self._pool.check_integrity(list(self._leases))
         held = {entry.lease for entry in self._entries.values() if entry.lease is not None}
         if not held <= self._leases.keys():
@@ -114,7 +116,9 @@ class HandOverDesk:
             figures.misses += 1
 
     def _hand_over(self, entry: Entry, replica: RoutedReplica, now: float) -> None:
-        """Moves a request whose blocks are in the pool to the replica that decodes it."""
+        """Moves a request whose blocks are in the pool to the least loaded decode replica. If no replica is ready, the
+        request goes back to the queue.
+        """
         del replica.entries[entry.request.request_id]
         entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
         live = [one for one in self._replicas if one.is_live]
@@ -124,7 +128,7 @@ class HandOverDesk:
             self._intake.put_back(entry.sequence)
 
     def _grant_all(self) -> None:
-        """Grants blocks to the requests that wait for them, in order, as far as blocks are free."""
+        """Grants blocks to the requests that wait for blocks, in order, until too few blocks are free."""
         while self._wanted:
             entry, replica, asked_at = self._wanted[0]
             request = entry.request

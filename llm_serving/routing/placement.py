@@ -1,13 +1,12 @@
 """Chooses the replica for the first request of the router's queue, by the rule of ``parallel_config.routing``.
 
-``prefix``
-    Chooses the replica whose prefix cache has the most tokens of the prompt. Tokens that steps in flight compute count,
-    too. The load of a replica is the number of tokens that it must still compute. A load is out of balance if it is
-    more than ``BALANCE_FACTOR`` times the least load and exceeds the least load by more than a bound. A replica whose
-    load is out of balance is not chosen for its cached tokens. If no other replica has cached tokens, the rule chooses
-    the least loaded replica. The rule is the cache-aware routing of SGLang (Zheng et al., NeurIPS 2024) with two
-    differences: SGLang estimates cached tokens from the requests that it sent, and counts load in requests. Preble
-    (Srivatsa et al. 2024) and DLPM (Cao et al. 2025) are related methods.
+``prefix`` Chooses the replica whose prefix cache has the most tokens of the prompt, including tokens that steps in
+    flight compute. The load of a replica is the number of tokens that it must still compute. A load is out of balance
+    if it is more than ``BALANCE_FACTOR`` times the least load and exceeds the least load by more than a bound. Cached
+    tokens of a replica whose load is out of balance are ignored. If no cached tokens remain, the rule chooses the least
+    loaded replica. The rule is the cache-aware routing of SGLang (Zheng et al., NeurIPS 2024) with two differences:
+    SGLang estimates cached tokens from the requests that it sent, and counts load in requests. Preble (Srivatsa et al.
+    2024) and DLPM (Cao et al. 2025) are related methods.
 
 ``least_loaded``
     Chooses the replica with the fewest tokens that must still be computed.
@@ -52,17 +51,17 @@ class Placed(enum.Enum):
     """The reason why the router chose a replica, for logs and metrics."""
 
     PREFIX = "prefix"
-    """The replica has the largest cached part of the prompt."""
+    """The replica has more tokens of the prompt in its cache than the others."""
     LOAD = "load"
-    """The replica has the least load, among those with the largest cached part of the prompt."""
+    """The replica has the least load, and the caches of the replicas make no difference."""
     TURN = "turn"
     """The replica was next in round-robin order."""
     PROMPT = "prompt"
-    """The replica computes long prompts for others."""
+    """The replica is a prefill replica, and the prompt is long."""
     HANDED = "handed"
     """Another replica has computed the prompt."""
     GROUP = "group"
-    """The replica has another sample of the same prompt, or another beam of the same search."""
+    """The replica already has another sample of the same prompt, or another beam of the same search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,11 @@ class Candidate:
     cached_tokens: int
     """Tokens of the request that are in the replica's prefix cache, or that steps in flight compute there."""
     fits: bool
-    """The replica has a batch row and blocks for the request after it has served the requests that wait there first."""
+    """True if the replica has a batch row and blocks for the request, in addition to those for the requests that wait
+    there already.
+    """
     is_open: bool
-    """The replica can start the request in its next step."""
+    """True if the replica can start the request in its next step."""
 
 
 def choose(

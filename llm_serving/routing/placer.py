@@ -1,6 +1,6 @@
 """Moves waiting requests from the router's queue to replicas that can start them.
 
-Moves a request back if it cannot start there.
+If a request cannot start at its replica but at another one, moves the request back to the queue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from llm_serving.routing.prefill_split import PrefillSplit
 
 BALANCE_DIVISOR = 8
-"""Loads of replicas are in balance if they differ by at most the tokens of a KV cache divided by this number."""
+"""Loads of replicas are in balance if they differ by at most the capacity of a KV cache in tokens, divided by this
+number.
+"""
 
 MAX_GROUPS = 4096
 """Maximum number of request groups (samples of a prompt, beams of a search) whose replica is remembered."""
@@ -43,20 +45,22 @@ class Placer:
     ) -> None:
         limits: SchedulerLimits = replicas[0].scheduler.limits
         self.placed: set[int] = set()
-        """Replicas that got requests since their last call of ``schedule``."""
+        """Indices of the replicas that got requests after their last call of ``schedule``."""
         self._replicas = replicas
         self._intake = intake
         self._entries = entries
         self._routing = routing
         self._split = split
-        """Decides which prompts are handed over. None if every replica does everything."""
+        """Decides which prompts are computed at prefill replicas. None if all replicas compute prompts and decode."""
         self._balance_tokens = (limits.num_blocks - 1) * limits.block_size // BALANCE_DIVISOR
         self._groups: OrderedDict[str, RoutedReplica] = OrderedDict()
         self._next_index = 0
         self._with_new: set[int] = set()
-        """Replicas that may have a request which waits and has not run yet."""
+        """Indices of the replicas that may have a waiting request that never ran."""
         self._blocked: tuple[Entry, bool, list[Capacity]] | None = None
-        """The first waiting request that no replica could start, whether it was late, and the replicas' capacities."""
+        """State of the last attempt in which no replica could start the first request. It has the request, whether the
+        request was late, and the capacities of the replicas.
+        """
 
     def place(self, now: float) -> None:
         """Moves waiting requests, in order, to replicas that can start them.
@@ -109,7 +113,9 @@ class Placer:
     def _choose_role(
         self, entry: Entry, live: list[RoutedReplica], surveys: dict[int, Survey]
     ) -> tuple[list[Candidate], tuple[RoutedReplica, Placed] | None]:
-        """Returns the candidates for a request, and the chosen one with the reason. It is None if none can start it."""
+        """Returns the candidates for a request, and the chosen replica with the reason. The second value is None if no
+        replica can start the request.
+        """
         split = self._split
         if split is None:
             candidates = self._candidates(entry, live, surveys)
@@ -123,7 +129,8 @@ class Placer:
             return candidates, self._choose(entry, candidates)
         candidates = self._candidates(entry, able, surveys)
         if able[0].role is Role.PREFILL:
-            # Long prompts queue at the prefill replica, so that short ones behind them need not wait.
+            # Long prompts may wait at a prefill replica, so that short prompts behind them in the router's queue can
+            # start.
             candidates = [replace(one, fits=True, is_open=True) for one in candidates]
         choice = self._choose(entry, candidates)
         return candidates, None if choice is None else (choice[0], Placed.PROMPT)
@@ -166,7 +173,7 @@ class Placer:
         entry.is_paid = True
 
     def bind(self, entry: Entry, replica: RoutedReplica, why: Placed, now: float) -> None:
-        """Moves a request, which has left the router's queue, to a replica."""
+        """Gives a request, which has left the router's queue, to a replica."""
         request = entry.request
         entry.replica = replica
         request.replica = replica.index
@@ -200,7 +207,7 @@ class Placer:
             stuck = [entry for entry in replica.entries.values() if not entry.has_run and not entry.request.group]
             others = [other for other in live if other is not replica]
             if self._split is not None:
-                # Long prompts queue at a prefill replica, and others are not for it.
+                # Prefill replicas are left out, because long prompts may wait there and other prompts do not go there.
                 others = [other for other in others if Role.PREFILL not in (other.role, replica.role)]
             if stuck and others and self._choose(stuck[0], self._candidates(stuck[0], others, {})) is not None:
                 self.recall(replica, stuck, now)
@@ -208,16 +215,16 @@ class Placer:
         return recalled
 
     def _learn(self, live: list[RoutedReplica]) -> None:
-        """Passes the prefill time that the fastest replica has learned to the router's queue, for the order of policy
-        ``slo``.
+        """Passes the learned prefill time of the fastest replica to the router's queue. Policy ``slo`` uses it to order
+        requests.
         """
         known = [estimate for replica in live if any(estimate := replica.scheduler.prefill_estimate)]
         if known:
             self._intake.order.learn(*min(known))
 
     def _note_blocked(self, entry: Entry, live: list[RoutedReplica], candidates: list[Candidate], now: float) -> None:
-        """Records in the request's receipt why no replica can start it: the steps are full, or batch rows or blocks are
-        missing.
+        """Records why no replica can start the request: the steps are full, or batch rows or blocks are missing. The
+        request's receipt shows this reason.
         """
         capacities = [replica.scheduler.capacity() for replica in live]
         reason = BlockReason.BLOCKS
@@ -236,7 +243,7 @@ class Placer:
         """Returns True if the same request is still first in the queue and no replica has gained capacity since the
         last attempt.
 
-        ``place`` is called often and returns early in this case.
+        ``place`` is called often, and returns early in this case.
         """
         if self._blocked is None or self._blocked[0] is not entry or self._blocked[1] != self._is_late(entry):
             return False

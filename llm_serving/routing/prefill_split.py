@@ -1,8 +1,8 @@
 """Decides which prompts a prefill replica computes (``parallel_config.roles``).
 
 A prompt goes to a prefill replica if a hand-over pays (``handover.threshold``). Short prompts, samples of one prompt
-and beams stay at the replicas that decode. While no replica that decodes is ready, prefill replicas do everything. So a
-request never waits for a replica with a role.
+and beams go to the replicas that decode. While no decode replica is ready, prefill replicas also decode, and the
+reverse. So a request never waits for a replica with a certain role.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HandOverFigures:
     blocks: int = 0
     """Blocks of completed hand-overs."""
     misses: int = 0
-    """Hand-overs with a block that was not the expected one. Their requests were computed again."""
+    """Hand-overs in which a block was wrong or damaged. Their requests were computed again."""
     reloads: int = 0
     """Handed requests that went to another decode replica because the first one was lost."""
     refused: int = 0
@@ -34,7 +34,7 @@ class HandOverFigures:
 
 
 class PrefillSplit:
-    """The roles of the replicas, the pool of handed blocks, and the threshold. There is one for each router."""
+    """The roles of a router's replicas, the hand-over pool, and the threshold from which a hand-over pays."""
 
     def __init__(
         self, roles: Sequence[Role], pool: HandOverPool, threshold: PromptThreshold, block_size: int
@@ -45,10 +45,11 @@ class PrefillSplit:
         self.threshold = threshold
         self.figures = HandOverFigures()
         self.threshold_tokens: int | None = threshold.tokens(None, None)
-        """The present threshold, for the status. None: hand-overs do not pay."""
+        """The present threshold in uncached prompt tokens, for status pages. None if hand-overs do not pay."""
 
     def as_json(self) -> dict[str, float]:
-        """Returns the figures for the status pages and the metrics. A threshold of -1: hand-overs do not pay."""
+        """Returns the figures for the status pages and the metrics. A threshold of -1 means that hand-overs do not pay.
+        """
         threshold = self.threshold_tokens
         return {
             **asdict(self.figures),
@@ -62,11 +63,13 @@ class PrefillSplit:
         return [replica for replica in live if replica.role is not Role.PREFILL] or live
 
     def least_loaded(self, live: list[RoutedReplica]) -> RoutedReplica:
-        """Returns the replica for a request with handed blocks."""
+        """Returns the decode replica with the least load, for a request with handed blocks."""
         return min(self.decoders(live), key=lambda replica: (replica.survey().load, replica.index))
 
     def for_prompt(self, entry: Entry, num_uncached: int, live: list[RoutedReplica]) -> list[RoutedReplica]:
-        """Returns the replicas for a prompt with ``num_uncached`` uncached tokens, if it is long. [] if it is not."""
+        """Returns the replicas that should compute a long prompt. Returns [] for a prompt that any decode replica may
+        compute. ``num_uncached`` is the number of its tokens that no prefix cache has.
+        """
         decoders = self.decoders(live)
         if entry.request.group or entry.request.is_suspect or len(decoders) == len(live) or not self._fits(entry):
             # Without a ready prefill replica, long prompts go to the replicas that may take any prompt.

@@ -31,7 +31,7 @@ class Entry:
         self.cached_tokens = 0
         """Number of the request's tokens that were in the replica's prefix cache when the router placed the request."""
         self.lease: Lease | None = None
-        """The blocks of the hand-over pool that the request has."""
+        """The blocks of the hand-over pool that the request holds, or None."""
         self.is_paid = False
         """True if the tenant has been charged for the prompt, for fairness between tenants."""
 
@@ -58,7 +58,8 @@ class Entry:
 
 
 class Survey:
-    """The load and the capacity of a replica. They are valid until the next request is placed at the replica.
+    """The load and the capacity of a replica at one time. They are outdated when another request is placed at the
+    replica.
 
     Computing them costs O(n) for n requests of the replica.
     """
@@ -120,7 +121,7 @@ class RoutedReplica:
 
 
 def _step_bounds(limits: SchedulerLimits) -> tuple[int, int]:
-    """Returns the maximum number of requests, and of their tokens, that may wait at a replica.
+    """Returns the maximum number of requests that may wait at a replica, and the maximum of their tokens together.
 
     These are the numbers that the replica's next step or batch can start.
     """

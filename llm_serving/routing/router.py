@@ -5,9 +5,9 @@ together. A request waits in the router's queue until a replica can start it in 
 the replica, by load and cached tokens. If the router chose the replica at the arrival of a request, requests could wait
 at one replica while another replica is idle.
 
-A request is in exactly one place: the router's queue or one scheduler. A placed request moves back to the queue if only
-another replica has capacity for it, or if the agents of its replica are lost. In the queue, requests that have run
-before come first, in order of arrival. They are computed again from their known tokens.
+A request is in exactly one place: the router's queue or one scheduler. A placed request moves back to the queue in two
+cases: only another replica has capacity for it, or the agents of its replica are lost. Requests that have run before
+are first in the queue, in order of arrival. Their known tokens are computed again.
 
 Samples of one prompt and beams of one search have the same ``group``. All requests of a group go to one replica, even
 if they must wait there, because they share blocks through its prefix cache.
@@ -44,7 +44,7 @@ class Router:
         routing: Routing = Routing.PREFIX,
         split: PrefillSplit | None = None,
     ) -> None:
-        """``split`` separates prefill and decode. None: every replica does everything."""
+        """``split`` assigns prompts to prefill replicas. None: every replica computes prompts and decodes."""
         self.limits: SchedulerLimits = schedulers[0].limits
         self.split = split
         roles = [Role.BOTH] * len(schedulers) if split is None else split.roles
@@ -55,7 +55,9 @@ class Router:
         self._desk = None if split is None else self._made_desk(split)
 
     def _made_desk(self, split: PrefillSplit) -> HandOverDesk:
-        """Imports what only separate prefill and decode needs."""
+        """Creates the object that follows hand-overs. Imports its module here, because only servers with separate
+        prefill need it.
+        """
         from llm_serving.routing.hand_over_desk import HandOverDesk
 
         return HandOverDesk(split, self.replicas, self._entries, self._intake, self._placer)
@@ -66,7 +68,7 @@ class Router:
 
     @property
     def figures(self) -> Figures:
-        """The sums of the replicas' figures, including the requests in the router's queue."""
+        """The sums of the replicas' figures. The waiting requests include those in the router's queue."""
         own = Figures(waiting=self.num_unplaced)
         return sum((replica.scheduler.figures for replica in self.replicas), own)
 
@@ -137,14 +139,16 @@ class Router:
         if self._entries.keys() != self._intake.sequences.keys():
             raise AssertionError(f"the intake has {len(self._intake.sequences)} of {len(self._entries)} requests")
 
-    # The following methods are for the steps of one replica
+    # The following methods concern the steps of one replica.
 
     def agent_ready(self, index: int) -> None:
         """Records that the agents of a replica are ready."""
         self.replicas[index].is_live = True
 
     def drain(self, index: int, now: float) -> None:
-        """Gives a replica no more requests. Its running requests continue, and its waiting ones move to the queue."""
+        """Stops giving requests to a replica. Its running requests continue there. Its waiting requests move to the
+        router's queue.
+        """
         replica = self.replicas[index]
         replica.is_live = False
         waiting = [entry for entry in replica.entries.values() if not entry.has_run]
@@ -164,7 +168,7 @@ class Router:
         return self._intake.next_deadline
 
     def expire(self, now: float) -> None:
-        """Ends the requests in the router's queue whose deadline has passed. ``schedule`` calls it, too."""
+        """Ends the requests in the router's queue whose deadline has passed. ``schedule`` also calls this method."""
         for sequence in self._intake.expire(now):
             del self._entries[sequence.request.request_id]
 
@@ -196,9 +200,9 @@ class Router:
         return updates
 
     def agent_lost(self, replica: RoutedReplica, now: float, *, blameless: bool = False) -> None:
-        """Moves the requests of a replica whose agents are lost back to the router's queue.
+        """Moves the requests of a replica whose agents are lost back to the router's queue, for other replicas.
 
-        Other replicas may serve them.
+        ``blameless`` means that no request caused the loss.
         """
         replica.scheduler.agent_lost(now, blameless=blameless)
         replica.is_live = False
@@ -208,14 +212,14 @@ class Router:
         self._placer.recall(replica, list(replica.entries.values()), now)
 
     def _take_hand_overs(self, replica: RoutedReplica, now: float) -> None:
-        """Follows the hand-overs of a replica after a call of its scheduler."""
+        """Processes the changes of hand-overs that a replica's scheduler has reported during the last call."""
         if self._desk is not None:
             self._desk.take(replica, now)
 
     # Ends
 
     def _take_ended(self, replica: RoutedReplica) -> None:
-        """Takes the last updates of requests that the replica's scheduler has ended by itself, for example at their
+        """Processes the last updates of requests that the replica's scheduler has ended by itself, for example at their
         deadline.
         """
         ended = replica.scheduler.take_ended()
@@ -244,7 +248,7 @@ class Router:
         self._intake.end(entry.sequence, reason, now)
 
     def _forget(self, entry: Entry) -> None:
-        """Forgets a placed request, because it has ended."""
+        """Removes a request that was placed at a replica and has ended."""
         request_id = entry.request.request_id
         del self._entries[request_id], self._intake.sequences[request_id]
         if entry.replica is not None:

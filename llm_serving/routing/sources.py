@@ -67,7 +67,8 @@ def replica_sources(router: Router) -> list[ReplicaSource]:
 
 
 RequestFront = Scheduler | Router
-"""Accepts requests for the engine and ends them: the scheduler of a single replica, or the router of several."""
+"""The object to which the engine gives requests: the scheduler of a single replica, or the router of several replicas.
+"""
 
 StepSource = Scheduler | ReplicaSource
-"""Returns the steps of one replica and receives their results."""
+"""The object from which the engine gets the steps of one replica, and to which it returns their results."""

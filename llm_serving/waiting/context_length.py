@@ -8,10 +8,10 @@ from llm_serving.scheduler.limits import SchedulerLimits
 
 
 def max_output_tokens(request: Request, limits: SchedulerLimits) -> int:
-    """Returns the number of output tokens at which the request ends: ``max_tokens``, or fewer if the context is
-    full before.
+    """Returns the maximum number of output tokens of a request: ``max_tokens``, or fewer if the context has less space
+    after the prompt.
 
-    Raises ContextLengthError, which shows the computation, if the request can never be served.
+    Raises ContextLengthError if the request can never be served. The error's text shows the numbers.
     """
     prompt = len(request.prompt_token_ids)
     if prompt < 1:

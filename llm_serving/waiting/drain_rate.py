@@ -1,4 +1,6 @@
-"""Measures how fast the queue drains. A refused client is sent a time to retry that is computed from this speed."""
+"""Measures how fast requests leave the waiting queue. From this speed follows the time after which a refused client
+should retry.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ may drain faster than before.
 """
 
 _KEEP = 1 - 1 / 64
-"""Weight of old samples in the moving average of the queue's speed: each request that leaves the queue multiplies
-earlier weights by this factor. About the last 64 requests count."""
+"""Factor of the moving average of the queue's speed. Each request that leaves the queue multiplies the weights of
+earlier requests by this factor, so about the last 64 requests count.
+"""
 
 
 class DrainRate(Stateful):
@@ -32,7 +35,7 @@ class DrainRate(Stateful):
         self._tokens = 0.0
 
     def start(self, now: float) -> None:
-        """Continues the measurement when the first request enters the empty queue."""
+        """Continues the measurement. Called when the first request enters the empty queue."""
         self._since = now
 
     def stop(self) -> None:

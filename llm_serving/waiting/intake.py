@@ -21,7 +21,7 @@ from llm_serving.waiting.shares import WaitingShares
 
 
 class Intake(Stateful):
-    """The requests that have not ended, and the queue of requests that wait for a prefill.
+    """Has all requests that have not ended, and the queue of those that wait for a prefill.
 
     Preempted requests are at the front of the queue, in order of arrival. ``order`` sorts the requests that never ran.
     Operations cost O(log n).
@@ -44,7 +44,9 @@ class Intake(Stateful):
         self.has_tenants = False
         """True once a request has named a tenant. Before that, all requests belong to the tenant "" (empty name)."""
         self.line = WaitingLine()
-        """Remembers why the first waiting request could not start, for the requests' receipts."""
+        """Remembers why the first waiting request could not start. The receipts of the waiting requests show this
+        reason.
+        """
         self._limits = limits
         self._preempted: KeyedHeap[Sequence] = KeyedHeap()
         self._deadlines: KeyedHeap[Sequence] = KeyedHeap()
@@ -97,7 +99,7 @@ class Intake(Stateful):
         self._enter_queue(sequence)
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Removes a request that is not in the queue from the intake, and records why and when it ended."""
+        """Ends a request that is not in the queue. Records the reason and the time in the request."""
         request = sequence.request
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -134,7 +136,7 @@ class Intake(Stateful):
         ended, self._ended = self._ended, []
         return ended
 
-    # The following methods check the admission limits
+    # The following methods check the admission limits.
 
     def check_limits(self, num_tokens: int, num_free_rows: int, tenant: str = "") -> None:
         """Raises QueueFullError if the queue cannot take another request of ``tenant`` with ``num_tokens`` tokens.
@@ -177,16 +179,17 @@ class Intake(Stateful):
         return limits.fairness and self.shares.may_enter(tenant, limits.max_waiting_requests, waiting)
 
     def num_startable(self, num_free_rows: int) -> int:
-        """Returns how many waiting requests can start: ``num_free_rows``, but at most the limit that ``limit_starts``
-        has set.
+        """Returns the number of waiting requests that can start: ``num_free_rows``, but at most the limit from
+        ``limit_starts``.
         """
         return num_free_rows if self._max_starts is None else min(num_free_rows, self._max_starts)
 
     def limit_starts(self, num_starts: int) -> None:
         """Limits the result of ``num_startable`` to ``num_starts``, because of blocks, admission or policy.
 
-        The lowest limit of several calls holds until the queue is empty. A free block does not raise the limit.
-        Otherwise the queue would accept a request for every free batch row, and most of these requests could not start.
+        The lowest limit of several calls holds until the queue is empty, even if blocks become free before. Without
+        this limit, the queue would accept a request for every free batch row, and most of these requests could not
+        start.
         """
         self._max_starts = num_starts if self._max_starts is None else min(self._max_starts, num_starts)
 

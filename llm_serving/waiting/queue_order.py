@@ -11,16 +11,16 @@
 
 With one tenant and equal priorities this is first come, first served.
 
-No request starves. Let a request of priority p arrive at time t. It waits for a class of priority q only while that
-class has requests that arrived by ``t + ageing * (p - q)``. While a request waits, another tenant of its class gets at
-most ``4 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)`` more service than its own tenant. L is the maximum prompt length
-in tokens. M is the maximum number of tokens that running requests hold together.
+No request starves. Let a request of priority p arrive at time t. A class of priority q comes before this request only
+while the class has requests that arrived by ``t + ageing * (p - q)``. While a request waits, another tenant of its
+class gets at most ``4 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)`` more service than its own tenant. L is the maximum
+prompt length in tokens. M is the maximum number of tokens that running requests hold together.
 
 The counters are virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A
-started prompt token costs ``INPUT_WEIGHT`` and a sampled output token ``OUTPUT_WEIGHT``. When a tenant without waiting
-requests gets a waiting request, its counter rises at least to the least counter of the waiting tenants. If no tenant
-waits, it rises at least to the counter of the tenant that waited last. So an idle tenant saves no credit. As the paper
-proves, the service of two tenants that always wait differs in any interval by at most half the bound above.
+started prompt token costs ``INPUT_WEIGHT`` and a sampled output token ``OUTPUT_WEIGHT``. When a tenant begins to wait,
+its counter is raised to the least counter of the waiting tenants, if it is lower. If no tenant waits, the counter of
+the tenant that waited last is used instead. So an idle tenant saves no credit. As the paper proves, the service of two
+tenants that always wait differs in any interval by at most half the bound above.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ OUTPUT_WEIGHT = 2
 """An output token costs about twice as much as a prompt token, as in the VTC paper."""
 
 MAX_IDLE_TENANTS = 1024
-"""Maximum number of counters of tenants without waiting requests. The least counters are dropped first: many of them
-would rise anyway when their tenant comes back."""
+"""Maximum number of counters of tenants without waiting requests. The least counters are dropped first, because most of
+them would be raised anyway when their tenant comes back.
+"""
 
 LIGHT_CREDIT = 1024
-"""Service, in weighted tokens, by which a light key may be ahead of other tenants when its next request starts. So a
-second request that arrives shortly after the first does not wait until the others have caught up."""
+"""Maximum lead of a light key (an API key with few requests) over the tenant with the least counter, in weighted
+tokens. With this lead, its second request need not wait until other tenants have received as much service.
+"""
 
 DEFAULT_AGEING_S = 30.0
 """Seconds of waiting that outweigh one level of priority."""
@@ -52,7 +54,9 @@ _Item = TypeVar("_Item", bound=Hashable)
 _SLACK = 8
 
 MAX_IDLE_CLASSES = 64
-"""Maximum number of priorities without waiting requests whose counters are kept. The longest unused is dropped."""
+"""Maximum number of priorities without waiting requests whose counters are kept. The counters of the priority that was
+unused for the longest time are dropped first.
+"""
 
 
 class QueueOrder(Stateful):
@@ -117,7 +121,8 @@ class QueueOrder(Stateful):
     def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
         """Returns the next sequence of the light keys ``tenants`` in the first class.
 
-        Returns None if they have none there, or if each is more than ``LIGHT_CREDIT`` ahead of another tenant.
+        Returns None if none of these keys has a request in this class. A key that has had ``LIGHT_CREDIT`` more service
+        than another tenant is left out.
         """
         return self._classes[self._oldest.first()].queue.first_of(tenants) if self._classes else None
 
@@ -138,7 +143,7 @@ class QueueOrder(Stateful):
 
     @property
     def num_late(self) -> int:
-        """Number of waiting requests that are known to miss their objective."""
+        """Number of waiting requests that can no longer keep their objective."""
         return 0
 
     @property
@@ -149,7 +154,7 @@ class QueueOrder(Stateful):
         return 0.0, 0.0
 
     def is_late(self, sequence: Sequence) -> bool:
-        """Returns True if a waiting sequence is known to miss its objective."""
+        """Returns True if a waiting sequence can no longer keep its objective."""
         return False
 
     def is_spare(self, sequence: Sequence) -> bool:
@@ -208,7 +213,7 @@ class _PriorityClass(Stateful):
 
 
 class FairQueue(Stateful):
-    """A queue of waiting sequences that is fair between tenants. The tenant with the least virtual token counter (a
+    """A queue of waiting sequences with fairness between tenants. The tenant with the least virtual token counter (a
     weighted count of served tokens) comes first.
 
     The sequences of one tenant are ordered by key, the least key first.
@@ -224,7 +229,8 @@ class FairQueue(Stateful):
     def add(self, sequence: Sequence, key: Any) -> None:
         """Adds a sequence.
 
-        The least key comes first among the sequences of a tenant, and among tenants with equal counters.
+        The sequence with the least key is first among those of its tenant. If tenants have equal counters, the least
+        key of their first sequences decides.
         """
         tenant = self._tenant(sequence)
         self._tenants.setdefault(tenant, KeyedHeap()).set(sequence, key)
@@ -241,9 +247,10 @@ class FairQueue(Stateful):
         return self._tenants[self._counters.first()].first()
 
     def first_of(self, tenants: Iterable[str]) -> Sequence | None:
-        """Returns the first sequence of those ``tenants`` whose counter is within ``LIGHT_CREDIT`` of the least one.
+        """Returns the first waiting sequence of the given tenants. Tenants whose counter exceeds the least counter by
+        more than ``LIGHT_CREDIT`` are left out.
 
-        Returns None if none of these tenants waits. Costs O(n) for n tenants.
+        Returns None if no sequence remains. Costs O(n) for n tenants.
         """
         if not self._tenants:
             return None
@@ -272,7 +279,8 @@ class FairQueue(Stateful):
         return sequence.request.tenant if self._fairness else ""
 
     def _update_counters(self, tenant: str) -> None:
-        """Reports to the virtual token counters whether a tenant has waiting sequences, and the key of the first one.
+        """Updates the tenant's entry in the virtual token counters: whether it has waiting sequences, and the key of
+        the first one.
         """
         sequences = self._tenants[tenant]
         if sequences:
@@ -306,7 +314,7 @@ class VirtualTokenCounters(Stateful):
     def wait(self, tenant: str, head: Any) -> None:
         """Records that a tenant has waiting requests.
 
-        ``head`` is the key of the first one, and orders tenants with equal counters.
+        ``head`` is the key of the tenant's first waiting request. It decides between tenants with equal counters.
         """
         if tenant not in self._waiting:
             self._counters[tenant] = max(self._counters.get(tenant, 0), self._floor())

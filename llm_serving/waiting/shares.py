@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 OVERFLOW = 2
-"""Size of the queue with all requests that entered by their tenant's share, in multiples of its limit."""
+"""Maximum length of the queue, in multiples of its limit, when tenants below their share add requests to the full
+queue.
+"""
 
 
 class WaitingShares:
@@ -32,7 +34,7 @@ class WaitingShares:
             del self.by_tenant[tenant]
 
     def may_enter(self, tenant: str, limit: int, waiting: int) -> bool:
-        """Returns True if a tenant may add a request to the queue, although it already has ``limit`` requests or more.
+        """Returns True if a tenant may add a request to a full queue, which already has ``limit`` requests or more.
 
         ``waiting`` is the number of waiting requests. Any thread may call this method.
         """

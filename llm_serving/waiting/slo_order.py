@@ -4,18 +4,16 @@ A request is due ``ttft_objective`` after its arrival. Its latest start is the d
 margin. The prefill time is ``overhead + seconds per token * tokens``. The policy learns both coefficients from its
 steps. The margin is a fraction of the objective, because the estimate is not exact.
 
-On time
-    A request is on time until its latest start has passed. The request with the earliest due time comes first. One
+On time A request is on time until its latest start has passed. The request with the earliest due time comes first. One
     level of priority shifts the due time by ``ageing`` seconds. With fairness, the tenant with the least virtual token
     counter comes first, and the due times order only this tenant's requests. (Jackson 1955: if any order of
-    uninterrupted jobs meets all due times, this one does. An order by least slack would start the longest prompts
-    first, and short prompts behind them would be late.)
+    uninterrupted jobs meets all due times, the order by due time does. An order by least slack would start the longest
+    prompts first, and short prompts behind them would be late.)
 
-Late
-    Late requests come after the requests on time, in the order of ``QueueOrder``. If late requests came first under
+Late Late requests come after the requests on time, in the order of ``QueueOrder``. If late requests came first under
     overload, each request would start shortly after its latest start, and all would be late. After ``LATE_SHARE - 1``
-    starts of requests on time, the next start goes to a late request. So late requests do not starve, and requests on
-    time lose few starts.
+    starts of requests on time, the next start is that of a late request. So late requests do not starve, and requests
+    on time are delayed little.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ LATE_SHARE = 32
 """While late requests wait, at least one of every ``LATE_SHARE`` starts is that of a late request."""
 
 DEFAULT_MARGIN = 0.1
-"""Fraction of the objective that is left for everything that the estimate does not know."""
+"""Fraction of the objective that is reserved for errors of the estimated prefill time."""
 
 _RELEARN = 0.125
 """If the learnt prefill time changes by more than this fraction, the waiting requests are sorted again."""
@@ -73,7 +71,9 @@ class SloOrder(QueueOrder):
 
     @property
     def num_late(self) -> int:
-        """Number of waiting requests that are known to be late. Only ``first`` moves requests to the late ones."""
+        """Number of waiting requests that are recorded as late. Only ``first`` and ``first_of`` move requests from on
+        time to late.
+        """
         return super().__len__()
 
     @property
@@ -88,11 +88,11 @@ class SloOrder(QueueOrder):
         return sequence not in self._latest_starts
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if the start of ``sequence`` would use only spare capacity.
+        """Returns True if the start of ``sequence`` delays no request that is on time.
 
-        This is the case if the sequence is late and the next start is not one of those reserved for late requests.
-        While late requests wait, every ``LATE_SHARE``-th start is reserved for them. In all other cases, a late request
-        is first in the queue only if no request on time waits.
+        The sequence must be late, and the next start must not be reserved for a late request. (While late requests
+        wait, every ``LATE_SHARE``-th start is reserved for them.) A late request without a reserved start is first in
+        the queue only if no request on time waits.
         """
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 
