@@ -53,7 +53,7 @@ class AgentAdapters:
         self._remove(slot)
 
     def refuse(self, slot: int, memory: AdapterMemory) -> list[AdapterAnswer]:
-        """Return the answer for an adapter that is not loaded, because the engine has stopped."""
+        """Return the answer to a command that comes after the engine has stopped. Frees the adapter's memory."""
         memory.close()
         return [AdapterAnswer(slot, _ENDED)]
 

@@ -121,7 +121,7 @@ class TokenTable:
         self._added = dict(added)
         self._bytes: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}
-        """Texts by token id, for tokens that have occurred. It lacks tokens that end within a character."""
+        """Texts by token id, for tokens that have occurred and whose bytes are complete characters."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token. The result is empty for an id that only pads the model's vocabulary."""

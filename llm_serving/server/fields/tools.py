@@ -82,7 +82,7 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 def _tool_choice(value: object) -> object:
-    """Return ``tool_choice``: ``auto``, ``none``, ``required``, or a ``NamedTool``."""
+    """Return ``tool_choice``: ``auto``, ``none``, ``required``, a ``NamedTool``, or None without the field."""
     if value is None or value in ("auto", "none", "required"):
         return value
     if isinstance(value, dict) and value.get("type") == "function" and value.keys() == {"type", "function"}:
