@@ -1,11 +1,11 @@
 """The interface between models and devices: a table of operators, the device's traits and its hooks.
 
 A model uses a device only through the operators of an ``OpTable``. Code that builds or runs graphs reads the device's
-``DeviceTraits`` and calls its ``DeviceHooks``. To add a device, write one OpTable and name it in ``selector.py``.
+``DeviceTraits`` and calls its ``DeviceHooks``. To add a device, write an OpTable and add it to ``selector.py``.
 
 Shapes name their axes. ``tokens`` and ``seqs`` are the numbers of tokens and sequences of the step. ``blocks`` is the
-width of the block tables. Activations have the op table's ``dtype``, and indices are int32. In a static graph,
-every tensor has the size of the largest step. Only its first rows, as many as the step has, are used.
+width of the block tables. Activations have the op table's ``dtype``, and indices are int32. In a static graph, every
+tensor has the size of the largest step. Only its first rows, as many as the step has, are used.
 
 ``step`` is a tuple of inputs that every operator may read: slot_mapping [tokens], block_tables [seqs, blocks],
 context_lens [seqs], query_lens [seqs]. In a static graph, ``block_tables`` has one axis, and the tuple has a fifth
@@ -14,9 +14,9 @@ entry: counts = (tokens, seqs, blocks, step number). In the graph for parts of p
 If ``OpTable.num_adapter_groups`` is not 0, the last entry is ``adapter_rows``, int64 [groups]. Query i of a sequence
 with q queries and a context of c tokens is at position c - q + i.
 
-The order in which an operator adds the numbers for a token depends only on the depth of the layer and on the token's
-context. Therefore a token's result does not depend on the other tokens of the step. Prompts, chunks and decode steps
-give the same result.
+An operator adds the numbers for a token in an order that depends only on the layer's number of inputs and the token's
+context. Therefore a token's result does not depend on the other tokens of the step. It is the same in a prompt, a chunk
+and a decode step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from llm_serving.model.families import Experts
 from llm_serving.model.gated_delta import GatedDelta
 
 CacheLayout = tuple[tuple[int, ...], str]
-"""Shape and element type of a cache; ``agent.weights.storage`` has the names of the types."""
+"""Shape and element type of a cache. ``agent.weights.storage`` lists the names of the types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class LinearParameters:
     weight: Any
     scale: Any = None
     offset: Any = None
-    """The offsets that are added to the weight's integers before these are multiplied by the scales."""
+    """Offsets, which are added to the weight's integers before the multiplication by the scales."""
     input_scale: Any = None
     input_offset: Any = None
     sum_offset: Any = None
-    """The numbers that are added to the integer sums of the products."""
+    """Numbers that are added to the integer sums of the outputs."""
 
 
 Operator = Any
@@ -81,15 +81,16 @@ class DeviceTraits:
     cache is created there. False: the device uses the host's arrays in place.
     """
     replays_steps: bool = False
-    """Whether the kernel launches of a dynamic graph can be recorded and replayed without MindSpore."""
+    """Whether the kernel launches of a dynamic graph can be recorded, and replayed without MindSpore."""
     runs_ahead: bool = False
-    """Whether ``DeviceHooks.launch`` returns before the device has computed. Steps are then launched before the host
-    has read the tokens of the step before (``agent.run_ahead``)."""
+    """Whether ``DeviceHooks.launch`` returns before the device has computed the step. Then the next step can be
+    launched before the host has read the tokens of this step (``agent.run_ahead``).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """The properties of one layer's attention: numbers of heads, size of a head, window and norms of the heads."""
+    """The properties of a layer's attention: numbers of heads, head size, window, norms of the heads, and sinks."""
 
     num_heads: int
     num_kv_heads: int
@@ -118,11 +119,11 @@ class LatentForm:
 class BlockMoves(ABC):
     """Copies cache blocks of all layers, within the cache and between the cache and a pool in host memory.
 
-    Owns the host pool. A block in the pool keeps its values, but no graph can read it.
+    Owns this host pool. Graphs cannot read a block in the pool.
     """
 
     num_host_bytes: int
-    """Size of the host pool."""
+    """Size of the host pool in bytes."""
 
     @abstractmethod
     def run(self, moves: Int32Array) -> None:
@@ -137,14 +138,14 @@ class BlockMoves(ABC):
 class DeviceHooks:
     """Methods that the agent calls after it has loaded the weights, and around each run of a graph.
 
-    A device overrides the methods in which it has work to do. In this class they only run the graph.
+    A device overrides the methods for which it needs its own code. The methods of this class only run the graph.
     """
 
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
         """Prepares the loaded ``weights`` for the operators. Called once, before the first graph is compiled.
 
-        ``weights`` maps parameter names to arrays in host memory, which live as long as the op table. ``tied`` means
-        that the embedding is also the output weight.
+        ``weights`` maps parameter names to arrays in host memory. The arrays live as long as the op table. If ``tied``,
+        the embedding is also the output weight.
         """
         del weights, tied
 
@@ -168,11 +169,11 @@ class DeviceHooks:
 
 
 class OpTable(ABC):
-    """Makes the operators of one device. Each call returns an operator for one place in a model."""
+    """Makes the operators of one device. Each call of a method makes a new operator, for one place in a model."""
 
     traits: ClassVar[DeviceTraits]
     states: SequenceStates | None = None
-    """Which states of sequences a step reads and writes. None if the model has no linear attention."""
+    """The states of sequences that a step reads and writes. None if the model has no linear attention."""
 
     def __init__(self, dtype: str, part: ModelPart | None = None, hooks: DeviceHooks | None = None) -> None:
         self.dtype = dtype
@@ -183,18 +184,20 @@ class OpTable(ABC):
         self.takes_rows = False
         """True if the first input of the graph is hidden states, because the model reads images."""
         self.rotary_rows: tuple[Array, Array] | None = None
-        """Cosines and sines of the tokens of a step, [tokens, rotary width] each, if the agent gathers them itself."""
+        """[tokens, rotary width] each: the cosines and sines of a step's tokens, if the agent gathers them itself.
+        Otherwise None.
+        """
         self.num_taps = 0
         """Number of operators that ``tap`` has made. The graph has one more output for each of them."""
 
     @property
     def is_split(self) -> bool:
-        """Whether other agents have parts of the same layers."""
+        """Whether the agent has only a part of each of its layers, and other agents have the other parts."""
         return self.part is not None and self.part.is_split
 
     @property
     def is_first(self) -> bool:
-        """Whether this agent is the first agent of its stage. The agents of a stage have parts of the same layers."""
+        """Whether this agent is the first agent of its stage. The agents of a stage share the same layers."""
         return self.part is None or self.part.place.tp_index == 0
 
     @property
@@ -226,15 +229,15 @@ class OpTable(ABC):
 
     @property
     def has_whole_prompt_graph(self) -> bool:
-        """Whether the model needs a graph of its own for steps of whole prompts.
+        """Whether the model needs a separate graph for steps of whole prompts.
 
-        False: they are computed like parts of prompts. Dynamic graphs ask this after the model has been built.
+        If not, whole prompts are computed like parts of prompts. The value is valid after the model has been built.
         """
         return True
 
     @property
     def holds_biases(self) -> bool:
-        """True if the parameters of linear weights include the biases, which then have no parameters of their own."""
+        """Whether a linear weight includes the bias of its layer. Then the bias has no parameter of its own."""
         return self.traits.packs_weights
 
     @abstractmethod
@@ -253,18 +256,21 @@ class OpTable(ABC):
 
     @property
     def num_adapter_groups(self) -> int:
-        """The number of groups into which the graph's input ``adapter_rows`` [groups] divides the tokens of a step.
+        """The number of groups of tokens in the graph's input ``adapter_rows`` [groups]. 0 if the graph does not have
+        this input.
 
-        The tokens of a step are ordered by adapter slot, and the last group has the tokens without an adapter. 0: the
-        graph does not have this input, because the operators find the adapters elsewhere, or because there are none.
+        The tokens of a step are ordered by adapter slot. Each adapter slot is a group, and the last group has the
+        tokens without an adapter. The input is missing if there are no adapters, or if the operators find the adapters
+        elsewhere.
         """
         return 0
 
     def adapter_matrices(self, in_features: int, out_features: int, num_layers: int = 1) -> tuple[Any, Any] | None:
-        """Makes the Parameters with the LoRA adapters of a linear layer: A and B (``agent.lora.stacked``).
+        """Makes the Parameters for the LoRA adapters of a linear layer: A and B (``agent.lora.stacked``).
 
-        The linear layer consists of ``num_layers`` layers of a checkpoint. None: the operators take no adapters.
-        Otherwise, ``norm_linear``, ``linear`` and ``gated_mlp`` take (weight, A, B) for a weight.
+        The linear layer joins ``num_layers`` layers of a checkpoint. If this method returns None, the operators take no
+        adapters. Otherwise, ``norm_linear``, ``linear`` and ``gated_mlp`` take a tuple (weight, A, B) instead of a
+        weight.
         """
         return None
 
@@ -277,9 +283,9 @@ class OpTable(ABC):
         return None
 
     def head_weight(self, heads: int, in_features: int, out_features: int) -> LinearParameters:
-        """Makes the Parameters of an up-projection of latent attention, which has one weight of floats for each head.
+        """Makes the Parameters of an up-projection of latent attention: one float weight for each head.
 
-        They have the layouts of ``expert_weight``.
+        Their layouts are those of ``expert_weight``, with heads instead of experts.
         """
         return self.expert_weight(heads, in_features, out_features)
 
@@ -289,20 +295,23 @@ class OpTable(ABC):
 
     @abstractmethod
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
-        """Returns the shape and type that a layer's key cache and its value cache have. The first axis is the block."""
+        """Returns the shape and type of a layer's key cache. Its value cache has the same. The first axis is the block.
+        """
 
     def scale_layout(self, num_blocks: int, block_size: int, num_kv_heads: int) -> CacheLayout | None:
         """Returns the shape and type of a layer's cache of scales. The first axis is the block.
 
-        None means that the layer has no cache of scales, because its keys and values have no scales or contain them.
+        Returns None if the layer has no cache of scales. Then keys and values have no scales, or their caches include
+        the scales.
         """
         return None
 
     @property
     def gathers_blocks(self) -> bool:
-        """Whether attention over the cache reads the blocks of the step from a list of all of them.
+        """Whether attention over the cache first gathers all blocks that the step reads.
 
-        The graph then has one more input, ``step_blocks`` [blocks], and ``block_tables`` has indices of this list.
+        The graph then has one more input, ``step_blocks`` [blocks], which lists these blocks. ``block_tables`` has
+        indices of this list.
         """
         return False
 
@@ -318,11 +327,11 @@ class OpTable(ABC):
         host: CacheLayout,
         pool: Sequence[Array] | None = None,
     ) -> BlockMoves:
-        """Makes the object that copies blocks of the caches, and allocates the host pool unless ``pool`` is given.
+        """Makes the object that copies blocks of the caches. Allocates the host pool unless ``pool`` is given.
 
-        ``arrays`` is the memory of the caches, and ``parameters`` are the Parameters bound to these arrays, in the same
-        order. ``host`` is the layout of the host pool for one cache. All caches have pools of the same layout.
-        ``pool`` is a host pool in shared memory, with an array of this layout for each cache.
+        ``arrays`` has the memory of the caches, and ``parameters`` has the Parameters that are bound to these arrays,
+        in the same order. ``host`` is the shape and type of the host pool of each cache. ``pool`` is a host pool in
+        shared memory, with one array of this shape for each cache.
         """
 
     @abstractmethod
@@ -334,18 +343,19 @@ class OpTable(ABC):
 
     @abstractmethod
     def hand_over(self, width: int) -> Operator:
-        """Returns the last operator of a stage that is not the last stage: (hidden, residual, step) -> graph output.
+        """Returns the operator that ends a stage before the last stage: (hidden, residual, step) -> graph output.
 
-        hidden and residual are [tokens, width]. ``StepGraph`` gets hidden + residual from the graph's output, and the
-        next stage begins with this sum.
+        hidden and residual are [tokens, width]. ``StepGraph`` reads hidden + residual from the graph's output, and the
+        next stage takes this sum as its input.
         """
 
     @abstractmethod
     def tap(self, width: int) -> Operator:
-        """Returns an operator (hidden, residual, step) that adds an output to the graph. ``num_taps`` counts them.
+        """Returns an operator (hidden, residual, step) that adds an output to the graph. ``num_taps`` counts these
+        operators.
 
-        hidden and residual are [tokens, width]. ``StepGraph.tapped`` gets hidden + residual from each of these outputs.
-        So a model can give the residual stream between two layers to other code.
+        hidden and residual are [tokens, width]. ``StepGraph.tapped`` returns hidden + residual of each of these
+        operators. So a model can give the residual stream between two layers to other code.
         """
 
     @abstractmethod
@@ -361,8 +371,8 @@ class OpTable(ABC):
         """Returns an operator (hidden, residual, gamma [in], weight, bias, step) -> (output, total).
 
         hidden, residual and total are [tokens, in]. total = hidden + residual, and output [tokens, out_features] =
-        RMSNorm(total) @ weight.T + bias. With ``first`` (the first layer of a stage) there is no residual yet, and
-        total = hidden. The argument ``bias`` is None if the layer has no bias or the weight includes the bias.
+        RMSNorm(total) @ weight.T + bias. In the first layer of a stage (``first``), there is no residual yet, and total
+        = hidden. The argument ``bias`` is None if the layer has no bias or the weight includes the bias.
         """
 
     @abstractmethod
@@ -398,10 +408,10 @@ class OpTable(ABC):
         float32 array [experts] follows. If there are shared experts, their gate_up and down weights follow, and then
         the float32 weight of their gate if ``experts.shared_gate``.
 
-        The router computes a float32 softmax over all experts. It chooses the ``experts.per_token`` largest values,
-        and the expert with the lower number if values are equal. If ``experts.normalised``, the chosen values are
-        divided by their sum. ``Experts.routing`` describes other routers. If an agent has only some of the experts, it
-        leaves out the terms of the experts that it does not have.
+        The router computes a float32 softmax over all experts and chooses the ``experts.per_token`` experts with the
+        largest values. If values are equal, it chooses the expert with the lower number. If ``experts.normalised``, the
+        chosen values are divided by their sum. ``Experts.routing`` describes other routers. If an agent has only some
+        of the experts, its output is the sum over these experts.
         """
 
     def decoder_layers(
@@ -414,10 +424,10 @@ class OpTable(ABC):
         operator also sums over the agents. Returns None if the device cannot run several layers as one operator. The
         model then uses one operator for each part of a layer.
 
-        ``layers`` has a tuple for each layer. The tuple has the gammas of the norms before attention and before the
-        MLP, then the weights qkv, output, gate_up and down. The key cache and the value cache follow, then
-        ``of_heads`` as in ``attention``. With ``result_norms``, the gammas of two more norms follow. These norms are
-        applied to the results of attention and of the MLP, before the results are added to the residual stream.
+        ``layers`` has a tuple for each layer. It begins with the gammas of the norms before attention and before the
+        MLP. The weights qkv, output, gate_up and down follow, then the key cache and the value cache, then ``of_heads``
+        as in ``attention``. With ``result_norms``, the gammas of two more norms follow. These norms are applied to the
+        results of attention and of the MLP, before the results are added to the residual stream.
         """
         return None
 
@@ -426,25 +436,28 @@ class OpTable(ABC):
         """Returns the operator of the output layer.
 
         Its arguments are (hidden [tokens, in], residual [tokens, in], gamma [in], weight, last_tokens [seqs], step).
-        Its result is the graph's output. ``last_tokens`` has the index of each sequence's last token.
+        ``last_tokens`` has the index of each sequence's last token. The operator's result is an output of the graph.
 
-        ``StepGraph`` gets logits [seqs, vocab_size] from the graph's output. They are RMSNorm(hidden + residual) at
-        ``last_tokens``, times the weight. If agents share the vocabulary, each agent gets the logits of its own tokens.
-        With packed weights, the first agent gets all logits instead.
+        ``StepGraph`` reads the logits [seqs, vocab_size] from this output. They are RMSNorm(hidden + residual) of the
+        tokens ``last_tokens``, times the weight. If agents share the vocabulary, each agent gets the logits of its own
+        tokens. With packed weights, the first agent gets all logits instead.
         """
 
     @abstractmethod
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
-        """Returns an operator: positions [tokens] -> the tuple of tensors that ``attention`` takes as ``rotary``.
+        """Returns an operator: positions [tokens] -> a tuple of tensors, which ``attention`` takes as its argument
+        ``rotary``.
 
         The model runs this operator once in each step. ``cos`` and ``sin`` are float32 [positions, head_size], and each
-        row contains its angles twice. ``window`` is the attention window of the layers that have one, or 0.
+        row contains its angles twice. ``window`` is the attention window of the layers that have a window. 0 means that
+        no layer has one.
         """
 
     def chunk_mask(self) -> Operator | None:
-        """Returns an operator: positions [tokens] -> the attention mask of a step that has parts of prompts.
+        """Returns an operator: positions [tokens] -> the attention mask of a step with parts of prompts.
 
-        The model runs this operator once in the step. Returns None if the device's ``attention`` needs no mask.
+        The model runs this operator once in each of these steps. Returns None if the device's ``attention`` needs no
+        mask.
         """
         return None
 
@@ -453,22 +466,23 @@ class OpTable(ABC):
         """Returns an operator (qkv, of_heads, rotary, caches, step, whole_prompts) -> attention of all heads.
 
         qkv is [tokens, (query heads + 2 x key-value heads) x head_size], and the result is [tokens, query heads x
-        head_size]. ``caches`` has the cache of keys, the cache of values and, if there is one, the cache of scales.
-        The operator normalises and rotates queries and keys. It writes keys and values into the caches in place, except
-        where ``slot_mapping`` is -1. Then it computes causal attention within the window, with scores
-        scaled by 1 / sqrt(head_size). ``of_heads`` are the gammas [head_size] of the norms of query and key heads, or
-        the float32 sinks [query heads]. It is () if the model has neither.
+        head_size]. ``caches`` has the cache of keys, the cache of values and, if there is one, the cache of scales. The
+        operator normalises and rotates queries and keys. It writes keys and values into the caches in place, except
+        where ``slot_mapping`` is -1. Then it computes causal attention within the window, with scores scaled by 1 /
+        sqrt(head_size). ``of_heads`` is a tuple: the gammas [head_size] of the norms of query and key heads, or the
+        float32 sinks [query heads], or ().
 
         ``whole_prompts`` is a constant of the graph. If it is True, every sequence of the step is a whole prompt, so
-        the operator need not read the cache. ``query_lens`` then has the form that
-        ``DeviceTraits.pads_whole_prompts`` describes.
+        the operator need not read the cache. ``query_lens`` then has the form that ``DeviceTraits.pads_whole_prompts``
+        describes.
         """
 
     def latent_attention(self, form: LatentForm) -> Operator:
         """Returns an operator (joined, weights, rotary, cache, step) -> attention of all heads.
 
-        The result is [tokens, heads x value_dim]. The sizes are those of ``form.latent``. ``joined`` has the columns of
-        the queries, then ``rank`` columns of the latent vector, then ``rope_dim`` columns of the rotated key.
+        The result is [tokens, heads x value_dim]. The names of sizes are those of ``form.latent``. ``joined`` [tokens,
+        columns] has the columns of the queries, then ``rank`` columns of the latent vector, then ``rope_dim`` columns
+        of the rotated key.
 
         - If queries have a latent vector, its ``query_rank`` columns are the columns of the queries. ``weights`` is
           then (gamma [rank], key_up, value_up, query_gamma [query_rank], query). The weight ``query`` maps the
@@ -476,8 +490,8 @@ class OpTable(ABC):
         - Otherwise ``joined`` has the queries themselves, heads x head_dim columns, and ``weights`` is (gamma [rank],
           key_up, value_up).
 
-        ``key_up`` maps the elements of a query head that are not rotated to ``rank`` elements. ``value_up`` maps an
-        attended latent vector to a value. Both have a weight for each head (``head_weight``).
+        For each head, ``key_up`` maps the elements of a query that are not rotated to ``rank`` elements. ``value_up``
+        maps an attended latent vector to a value. Both weights come from ``head_weight``.
 
         The operator writes the normalised latent vector and the rotated key of each token into the cache in place,
         except where ``slot_mapping`` is -1. Every query attends causally to latent vectors, in prompts and in decode
@@ -508,8 +522,8 @@ class OpTable(ABC):
         and values, then the output gates, then b and a of each value head. ``weights`` has the float32 arrays
         convolution [channels, 1, taps], log_rate and rate_bias [value heads], and gamma [value_dim] of the norm.
 
-        Each run of ``OpTable.states`` reads one state of ``states`` and writes another one. Prompts, chunks and decode
-        steps compute one recurrence, token by token.
+        ``OpTable.states`` divides the step into runs of tokens. Each run reads one state of ``states`` and writes
+        another state. Prompts, chunks and decode steps compute the same recurrence, token by token.
 
         Raises AgentStartError if the op table does not have this operator.
         """

@@ -10,11 +10,11 @@ import numpy as np
 from agent.weights.storage import Array
 
 OnDevice = Any
-"""A tensor of MindSpore, or an array where the device is a CPU and the step was replayed without MindSpore."""
+"""A tensor of MindSpore. If a step was replayed without MindSpore, on a CPU, it is an array."""
 
 
 class Launch:
-    """The results of one run of a graph. This base class is for results that are complete when the run returns.
+    """The results of one run of a graph. With this base class, the results are complete when the run returns.
 
     A device that runs ahead has a subclass, whose results arrive later. Every method may raise the errors of the run.
     """
@@ -34,7 +34,7 @@ class Launch:
         return tuple(map(as_array, self._results[self._fetched]))
 
     def when_fetched(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once, in any thread, as soon as ``fetch`` would return or raise without waiting."""
+        """Calls ``callback`` once, as soon as ``fetch`` would no longer wait. The call may happen in any thread."""
         callback()
 
 

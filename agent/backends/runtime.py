@@ -1,5 +1,7 @@
-"""Imports MindSpore and sets it up. Most settings must be made before the import, so the agent calls ``start_runtime``
-first.
+"""Imports MindSpore and sets it up for a device.
+
+Most settings must be made before the import. So the agent calls ``start_runtime`` before it imports any module that
+needs MindSpore.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ _cpu_set_up: list[str] = []
 
 
 def start_runtime(config: Config, rank: int = 0) -> None:
-    """Imports MindSpore and sets it up for the device of ``config``. ``rank`` is the agent's number among all agents.
+    """Sets MindSpore up for the device of ``config`` and imports it. ``rank`` is the agent's number among all agents.
 
     May be called again with another config of the same device. Raises AgentStartError if the device is not available,
-    or if MindSpore was imported before.
+    or if MindSpore was already imported before the first call.
     """
     if config.device == "Ascend":
         _set_up_ascend(config, rank)
@@ -48,7 +50,7 @@ def start_without_mindspore(config: Config, rank: int) -> None:
 
 
 def _use_cores(config: Config, rank: int) -> None:
-    """Sets niceness and cores of the process. Must come before any thread of MindSpore or the kernels starts."""
+    """Sets the niceness and the cores of the process. Must run before MindSpore or the kernels start a thread."""
     _set_niceness(config.model_config.cpu_nice)
     if config.model_config.cpu_cores:
         os.sched_setaffinity(0, own_cores(config.model_config.cpu_cores, rank, config.parallel_config.world_size))
@@ -77,7 +79,8 @@ def _use_threads(threads: int) -> None:
 
 @cache
 def _set_up_ascend(config: Config, rank: int) -> None:
-    """Sets up an Ascend, once for each config, because MindSpore refuses to set its memory twice."""
+    """Sets up an Ascend, once for each config, because MindSpore does not allow its memory settings to be made twice.
+    """
     from agent.backends.ascend.communication import join_group
     from agent.backends.ascend.context import prepare_environment, set_up_device
     from agent.backends.ascend.cores import bind_cores
@@ -98,8 +101,9 @@ def _set_up_ascend(config: Config, rank: int) -> None:
 def import_mindspore() -> Any:
     """Imports MindSpore, and excludes its objects from garbage collection. Returns the module.
 
-    The import makes 160,000 objects, of which 600 become garbage. Collections during the import and the compilation
-    would visit all of them. Without these visits, a start with fused operators takes a seventh less CPU time.
+    The import makes 160,000 objects, of which 600 become garbage. Without the exclusion, each garbage collection during
+    import and compilation would visit all of them. This saves a seventh of the CPU time of a start with fused
+    operators.
     """
     if "mindspore" not in sys.modules:
         was_enabled = gc.isenabled()
@@ -125,8 +129,8 @@ def prepare_graph_dumps(context: MindSporeContext, variables: MutableMapping[str
 def _set_niceness(nice: int) -> None:
     """Lowers the priority of the computing threads, once for each process.
 
-    Threads that start later inherit the niceness. The thread that talks to the server already runs and keeps its
-    priority. In a measurement with 10 requests/s, a niceness of 5 reduced the time per output token by 17 %.
+    Threads that start later inherit the niceness. The thread that communicates with the server is already running and
+    keeps its priority. In a measurement with 10 requests/s, a niceness of 5 reduced the time per output token by 17 %.
     """
     os.nice(nice)
 
@@ -135,17 +139,18 @@ def _set_up_cpu(max_call_depth: int, many_operators: bool) -> None:
     """Sets MindSpore up for the CPU. ``many_operators`` means that a step has over a hundred operators, as with the
     native op table. With the fused op table, a step has about fifteen.
 
-    ``many_operators`` selects two dispatch threads and infer_boost. With one dispatch thread, MindSpore sends its
-    actors at least two messages for each operator, which take 30 us with cold caches. With two dispatch threads,
-    MindSpore launches all operators of a graph in one loop. With infer_boost, MindSpore does not compute the shapes
-    again if they equal those of the previous step. Both settings together add 0.5 ms to each step, so they make only
-    steps with many operators faster.
+    ``many_operators`` selects two dispatch threads and infer_boost. With one dispatch thread, MindSpore sends at least
+    two messages between its actors for each operator, which take 30 us with cold caches. With two dispatch threads,
+    MindSpore launches all operators of a graph in one loop. With infer_boost, MindSpore reuses the shapes of the
+    previous step if they did not change. Both settings together add 0.5 ms to each step, so they are useful only for
+    steps with many operators.
     """
     _set_environment(many_operators)
     ms = import_mindspore()
 
     # O0 launches kernel by kernel, which dynamic shapes and the op plugin need. O1 would fuse kernels, but only in
-    # graphs of static shapes. Therefore context.enable_graph_kernel fuses operators in the agent's replays instead.
+    # graphs of static shapes. Therefore fusion (context.enable_graph_kernel) happens in the replays of the agent
+    # instead.
     jit_config = {"jit_level": "O0", **({"infer_boost": "on"} if many_operators else {})}
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=jit_config, max_call_depth=max_call_depth)
     ms.set_device("CPU")
@@ -161,7 +166,8 @@ def _set_environment(many_operators: bool) -> None:
     os.environ[_PLUGIN_PATH] = library
     os.environ.setdefault("GLOG_v", "3")  # MindSpore logs only errors
 
-    # MindSpore's "new pipeline" launches operators from a thread that spins while it waits and so occupies a core.
+    # MindSpore's "new pipeline" launches operators from a thread that spins while it waits. This thread would occupy a
+    # core.
     if many_operators:
         os.environ.setdefault("MS_DEV_RUNTIME_CONF", "new_pipeline:False")
     # If a graph fails to compile, MindSpore writes the graph to this folder.

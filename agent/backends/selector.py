@@ -13,8 +13,8 @@ from llm_serving.errors import AgentStartError
 def select_op_table(config: Config, part: ModelPart | None = None, *, forms: LinearForms | None = None) -> OpTable:
     """Makes the op table of ``config.device`` and ``config.op_table``.
 
-    ``part`` is the part of the model that this agent has, or None for the whole model. ``config`` must have the sizes
-    of this part. ``forms`` describes the weights for a native table; None means that all weights are floats. Raises
+    ``part`` is this agent's part of the model, or None for the whole model. ``config`` must have the sizes of this
+    part. ``forms`` describes the weights for a native table. None means that all weights are floats. Raises
     AgentStartError if the device has no table of that name.
     """
     if config.device == "Ascend":

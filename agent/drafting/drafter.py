@@ -1,7 +1,7 @@
-"""Follows the steps of the model, and makes drafts with the draft model after the steps that want them.
+"""Follows the steps of the model, and makes drafts with the draft model after the steps that want drafts.
 
-A draft is a guess of a sequence's next tokens: the best tokens of the draft model. The server lets the next decode step
-verify them (``llm_serving.ipc.drafts``), so they never change a text.
+A draft is a guess of a sequence's next token: the best token of the draft model. The next decode step verifies the
+drafts (``llm_serving.ipc.drafts``), so they never change a text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ logger = logging.getLogger("agent.drafting")
 Int32Array = npt.NDArray[np.int32]
 
 _MAX_PLAIN = 64
-"""Maximum number of decode steps without drafts whose tokens wait to be stored. They are then stored together."""
+"""Maximum number of plain decode steps (without drafts) whose tokens wait. Then the tokens of all these steps are
+stored together.
+"""
 
 
 @dataclass(slots=True)
@@ -36,14 +38,14 @@ class Line:
     """A sequence that the draft model continues after a step."""
 
     index: int
-    """The sequence's last entry in the step that was not rejected."""
+    """Index of the sequence's last entry in the step that was not rejected."""
     row: int
     start: int
     """The first position that the next pass of the draft model computes."""
     end: int
-    """The number of known tokens, with the token that the step has sampled."""
+    """The number of known tokens of the sequence, including the token that the step has sampled."""
     num_own: int
-    """The number of positions in the blocks of the sequence. Positions behind them are in scratch blocks."""
+    """The number of positions in the blocks of the sequence. Later positions are in scratch blocks."""
     samples: bool
     table: Int32Array
     drafts: list[int] = field(default_factory=list)
@@ -55,7 +57,7 @@ class Drafter:
     """Makes the drafts of an agent. Only the device thread may call it."""
 
     def __init__(self, config: Config, network: DraftNetwork) -> None:
-        """``config`` is the config of the deployment, which has a draft model. ``network`` is not loaded yet."""
+        """``config`` is the config of the deployment, which must have a draft model. ``network`` is not loaded yet."""
         self._config = config
         self._network = network
         cache, num_rows = config.pa_config, config.max_num_seqs
@@ -100,11 +102,11 @@ class Drafter:
         self._rows.move(moves)
 
     def after_step(self, slot: StepSlot, inputs: StepInputs, tapped: Sequence[Array]) -> int:
-        """Takes the tokens of a step that was sampled, and writes its drafts into the slot if it wants any.
+        """Stores the tokens of a step that was sampled. If the step wants drafts, writes them into the slot.
 
-        ``tapped`` are the residual streams of the step after ``Config.tapped_layers`` (``StepGraph.tapped``).
-        Returns the microseconds that this took. If the draft model fails, logs the error and makes no more drafts: the
-        model's own results are complete.
+        ``tapped`` are the residual streams of the step after ``Config.tapped_layers`` (``StepGraph.tapped``). Returns
+        the microseconds that this took. If the draft model fails, logs the error and makes no more drafts. The model's
+        own results stay valid.
         """
         del tapped
         start = time.perf_counter_ns()
@@ -126,7 +128,8 @@ class Drafter:
     def _follow(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
         """Stores the tokens of the step's entries that were not rejected, and the sampled tokens.
 
-        ``counts`` is True for these entries."""
+        ``counts`` is True for the entries that were not rejected.
+        """
         seqs = slot.num_seqs
         self._take_plain()
         contexts, query_lens = inputs.context_lens, inputs.query_lens
@@ -144,9 +147,10 @@ class Drafter:
         self._rows.put(rows[has_token], contexts[has_token], sampled[has_token])
 
     def _keep_plain(self, slot: StepSlot, inputs: StepInputs) -> bool:
-        """If a step is a plain decode step without wanted drafts, only copies its tokens and returns True.
+        """Handles a plain decode step, which has no drafts and wants none. Copies only its tokens and returns True.
 
-        The copy takes less time than ``_follow``, which then runs once for many steps. Returns False for other steps.
+        The copy takes less time than ``_follow``, which then runs once for many steps. Returns False for any other
+        step.
         """
         seqs = slot.num_seqs
         if not is_plain(slot, inputs):
@@ -158,7 +162,7 @@ class Drafter:
         return True
 
     def _take_plain(self) -> None:
-        """Stores the tokens of the decode steps that ``_keep_plain`` has copied."""
+        """Stores the tokens that ``_keep_plain`` has copied from decode steps."""
         if not self._plain:
             return
         rows, contexts, token_ids, sampled, places = map(np.concatenate, zip(*self._plain, strict=True))
@@ -168,7 +172,7 @@ class Drafter:
         self._rows.note_blocks(rows, contexts - 1, places // self._config.pa_config.block_size)
 
     def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[Line]:
-        """Returns the sequences of the step for which the draft model can compute."""
+        """Returns a line for each sequence of the step for which the draft model can compute tokens."""
         lines: dict[int, Line] = {}
         for index in np.flatnonzero(counts).tolist():
             row, context = int(inputs.rows[index]), int(inputs.context_lens[index])
@@ -182,9 +186,11 @@ class Drafter:
         return list(lines.values())
 
     def _table(self, row: int, context: int, own: Int32Array) -> tuple[Int32Array, int]:
-        """Returns a block table for a sequence and its drafts, and the number of positions in its own blocks.
+        """Returns a block table for a sequence and its drafts, and the number of positions in the sequence's own
+        blocks.
 
-        ``own`` has the blocks of the ``context`` tokens on batch row ``row``. Scratch blocks of the row follow them.
+        ``own`` has the blocks of the ``context`` tokens of batch row ``row``. In the table, the scratch blocks of this
+        batch row follow.
         """
         size, width = self._config.pa_config.block_size, self._config.max_blocks_per_seq
         num_own = -(-context // size)
@@ -236,7 +242,9 @@ class Drafter:
             waiting = [line for line in waiting if line.start < line.end]
 
     def _continue(self, lines: list[Line], num_wanted: int) -> None:
-        """Extends the first drafts to ``num_wanted`` drafts for each line, one pass for each further draft."""
+        """Extends the drafts of each line from one to ``num_wanted``. Each further draft takes one pass of the draft
+        model.
+        """
         for number in range(1, num_wanted):
             lines = [line for line in lines if line.end + number - 1 < self._config.max_model_len]
             if not lines:
@@ -251,7 +259,9 @@ class Drafter:
                 line.drafts.append(best_id)
 
     def _run(self, chunks: list[tuple[Line, int, int]]) -> list[int]:
-        """Runs a pass over (line, first position, number of tokens). Returns the best next token of each line."""
+        """Runs one pass of the draft model. A chunk is (line, first position, number of tokens). Returns the best next
+        token of each line.
+        """
         tokens = [self._rows.tokens[line.row, start : start + count] for line, start, count in chunks]
         counts = np.array([count for _, _, count in chunks], np.int32)
         starts = np.array([start for _, start, _ in chunks], np.int32)

@@ -1,14 +1,16 @@
-"""Follows the steps of the model with a head, and makes drafts with the head after the steps that want them.
+"""Follows the steps of the model with a head, and makes drafts with the head after the steps that want drafts.
 
-A head needs the hidden states of the model, which exist only while their step is the last one. So it must compute
-every token, whether drafts are wanted or not. To save time, hidden states are kept until several tokens wait.
+A head needs the hidden states of the model. These exist only until the next step. Therefore the head must compute every
+token, even if no drafts are wanted. To save time, hidden states are copied and wait until the head can compute several
+tokens together.
 
-At position p, a head takes the hidden state at p and the token at p + 1. Therefore the tokens of ``DraftRows`` are
-shifted here: its token at p is the sequence's token at p + 1. The state of a chunk's last token waits until the next
-chunk brings this token.
+At position p, a head takes the hidden state at p and the token at p + 1. Therefore this module shifts the tokens of
+``DraftRows``: their token at p is the sequence's token at p + 1. The hidden state of a chunk's last token waits for the
+next chunk, which has the next token.
 
-A sequence may start behind a cached prefix. The hash of a block does not cover the token after the block. So the key at
-the last position of the prefix may belong to another next token. This can only make drafts worse.
+A sequence may start behind a cached prefix. The key at the last position of the prefix depends on the next token, but
+the hash of a block does not cover this token. So the key may belong to another next token. This can only make drafts
+worse.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from llm_serving.ipc.shm import StepSlot
 logger = logging.getLogger("agent.drafting")
 
 _MAX_WAITING = 64
-"""Number of waiting tokens at which the head computes them, even if the step wants no drafts."""
+"""From this number of waiting tokens on, the head computes them even if the step wants no drafts."""
 _NOBODY = -1
 
 
@@ -51,8 +53,9 @@ class _Known:
     sampled_rows: Int32Array
     contexts: Int32Array
     sampled_ids: Int32Array
-    """``sampled_rows``, ``contexts`` and ``sampled_ids`` have, for each sampled token: its batch row, its position and
-    its id."""
+    """For each sampled token: ``sampled_rows`` has its batch row, ``contexts`` its position, and ``sampled_ids`` its
+    id.
+    """
 
 
 class HeadDrafter(Drafter):
@@ -61,7 +64,7 @@ class HeadDrafter(Drafter):
     _network: HeadNetwork
 
     def __init__(self, config: Config, network: HeadNetwork) -> None:
-        """``config`` is the config of the deployment, which has a head. ``network`` is not loaded yet."""
+        """``config`` is the config of the deployment, which must have a head. ``network`` is not loaded yet."""
         super().__init__(config, network)
         rows, cache = config.max_num_seqs, config.pa_config
         self._tables: Int32Array = np.zeros((rows, config.max_blocks_per_seq), np.int32)
@@ -70,15 +73,17 @@ class HeadDrafter(Drafter):
         self._ends: Int32Array = np.zeros(rows, np.int32)
         """[rows]: the number of positions whose next token is known."""
         self._owners: Int32Array = np.full(cache.num_blocks, _NOBODY, np.int32)
-        """[blocks]: the batch row whose sequence wrote the block last."""
+        """[blocks]: the batch row whose sequence wrote the block most recently."""
         self._steps: list[_Known] = []
-        """The tokens of decode steps without drafts that are not in ``self._rows`` yet."""
+        """The tokens of plain decode steps (without drafts) that are not yet in ``self._rows``."""
         self._waiting: list[tuple[Int32Array, Int32Array, Array]] = []
-        """Rows, positions and states of the tokens that the head has not computed."""
+        """The batch rows, positions and hidden states of the tokens that the head has not computed yet."""
         self._num_waiting = 0
 
     def load(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
-        """Loads and compiles the head, which uses the embedding of ``model``. ``Drafter.load`` has the rest."""
+        """Loads and compiles the head, which shares the embedding of ``model``. ``Drafter.load`` describes ``report``
+        and the errors.
+        """
         self._network.load_head(report, model)
         self._network.compile()
 
@@ -116,8 +121,9 @@ class HeadDrafter(Drafter):
         return (time.perf_counter_ns() - start) // 1000
 
     def _known(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_], states: Array) -> _Known:
-        """Returns copies of the tokens of the step's entries that were not rejected. ``counts`` is True for these
-        entries."""
+        """Returns the tokens of the step as copies, except the tokens of rejected entries. ``counts`` is True for the
+        entries that were not rejected.
+        """
         sampled, contexts = slot.sampled_ids[: slot.num_seqs], inputs.context_lens
         used, has_token = np.repeat(counts, inputs.query_lens), sampled >= 0
         return _Known(
@@ -132,7 +138,7 @@ class HeadDrafter(Drafter):
         )
 
     def _begin(self, slot: StepSlot, inputs: StepInputs) -> None:
-        """Begins the sequences that the step starts on their batch rows."""
+        """Starts the new sequences of a step on their batch rows."""
         restarts = np.flatnonzero(slot.restarts[: slot.num_seqs]).tolist()
         if restarts:
             self._compute_waiting()  # the rows and blocks of ended sequences may be in use again
@@ -142,7 +148,7 @@ class HeadDrafter(Drafter):
         self._tables[inputs.rows, : inputs.block_tables.shape[1]] = inputs.block_tables
 
     def _take_steps(self) -> None:
-        """Stores the tokens of the decode steps without drafts that were kept."""
+        """Stores the tokens of the plain decode steps that were kept in ``self._steps``."""
         steps, self._steps = self._steps, []
         for known in steps:
             self._take(known)
@@ -169,7 +175,7 @@ class HeadDrafter(Drafter):
         self._num_waiting += rows.size
 
     def _compute_waiting(self) -> None:
-        """Computes the waiting tokens without drafts."""
+        """Lets the head compute all waiting tokens, without making drafts."""
         if self._waiting and not self._is_off:
             self._guarded(lambda: self._catch_up([]))
 
@@ -186,13 +192,15 @@ class HeadDrafter(Drafter):
         return list(lines.values())
 
     def _line(self, row: int, index: int) -> Line:
-        """Returns the sequence on a batch row. ``index`` is its entry in the step, or negative if it gets no drafts."""
+        """Returns the line of a batch row. ``index`` is its entry in the step, or negative if the sequence gets no
+        drafts.
+        """
         table, num_own = self._table(row, int(self._contexts[row]), self._tables[row])
         start, end = int(self._rows.num_computed[row]), int(self._ends[row])
         return Line(index, row, start, end, num_own, index >= 0, table)
 
     def _catch_up(self, lines: list[Line]) -> None:
-        """Runs the head on all waiting tokens. This also gives the first draft of each of ``lines``."""
+        """Runs the head on all waiting tokens. This also makes the first draft of each of ``lines``."""
         wanted = {line.row: line for line in lines}
         waiting = [
             (line, states)
@@ -217,10 +225,9 @@ class HeadDrafter(Drafter):
             waiting = [(line, states[done.get(line.row, 0) :]) for line, states in waiting if line.start < line.end]
 
     def _sorted_waiting(self) -> list[tuple[int, Int32Array, Array]]:
-        """Removes all waiting tokens. Returns the batch row, the positions and the hidden states of each sequence's
-        tokens.
+        """Removes all waiting tokens and returns them by sequence: batch row, positions and hidden states.
 
-        Leaves out sequences that have ended if another sequence has one of their blocks.
+        Leaves out a sequence that has ended if one of its blocks belongs to another sequence now.
         """
         if not self._waiting:
             return []
@@ -238,10 +245,10 @@ class HeadDrafter(Drafter):
         return [(int(own[0]), places, own_states) for own, places, own_states in parts if own.size]
 
     def _continued(self, row: int, positions: Int32Array, states: Array, wanted: dict[int, Line]) -> Line | None:
-        """Returns the sequence on a batch row if the head can compute some of its waiting tokens, else None.
+        """Returns the line of a batch row if the head can compute some of its waiting tokens, else None.
 
-        A token waits again if the token after it is not known yet. If a hidden state is missing, the sequence gets no
-        drafts.
+        If the token after a waiting token is not known yet, the waiting token waits again. If a hidden state is
+        missing, the sequence gets no drafts.
         """
         line = wanted.get(row) or self._line(row, -1)
         if line.start < 0 or positions[0] != line.start or positions[-1] - positions[0] != positions.size - 1:
@@ -254,10 +261,10 @@ class HeadDrafter(Drafter):
         return line if ready > 0 else None
 
     def _continue(self, lines: list[Line], num_wanted: int) -> None:
-        """Extends the first drafts to ``num_wanted`` drafts for each line, one pass for each further draft.
+        """Extends the drafts of each line from one to ``num_wanted``. Each further draft takes one pass of the head.
 
-        These passes take the head's own hidden states. When the model has confirmed a draft, the head computes its key
-        and value again, with the hidden state of the model.
+        These passes take the head's own hidden states. If the model confirms a draft, the head later computes the key
+        and value of this draft again, with the hidden state of the model.
         """
         for number in range(num_wanted - 1):
             lines = [line for line in lines if line.end + number < self._config.max_model_len]
@@ -271,8 +278,9 @@ class HeadDrafter(Drafter):
                 line.state = own[place : place + 1]
 
     def _run_states(self, chunks: list[tuple[Line, int, Array]], *, own: bool) -> tuple[Int32Array, Array]:
-        """Runs one pass of the head over (line, first position, hidden states). Returns the best next token and the new
-        hidden state of each line."""
+        """Runs one pass of the head. A chunk is (line, first position, hidden states). Returns the best next token and
+        the new hidden state of each line.
+        """
         tokens = [self._rows.tokens[line.row, start : start + len(states)] for line, start, states in chunks]
         counts = np.array([len(states) for _, _, states in chunks], np.int32)
         starts = np.array([start for _, start, _ in chunks], np.int32)

@@ -20,7 +20,9 @@ from llm_serving.errors import CheckpointError
 from llm_serving.ipc.shm import StepSlot
 
 _OFFSETS = "d2t"
-"""Name of the tensor of an EAGLE-3 head with an offset for each guess: token id = guess + offset."""
+"""Name of the tensor that maps the guesses of an EAGLE-3 head to token ids. It has an offset for each guess: token id =
+guess + offset.
+"""
 
 
 class HeadNetwork(DraftNetwork):
@@ -37,9 +39,9 @@ class HeadNetwork(DraftNetwork):
         self._reader = StepReader(of_tokens, config.max_num_seqs)
         self._vocab_size = head.vocab_size
         self._tokens: Int32Array | None = None
-        """The token id of each guess of the head. None: the head's guesses are token ids themselves."""
+        """The token id of each guess of the head. None means that the head's guesses are token ids themselves."""
         self._model_norm: Array | None = None
-        """The model's last norm, for a head that takes normalised hidden states."""
+        """The weight of the model's last norm, if the head takes normalised hidden states. Otherwise None."""
 
     def load_head(self, report: Callable[[int, int], None], model: LoadedModel) -> None:
         """Loads the weights and allocates the KV cache. The head uses the embedding of ``model``.
@@ -76,12 +78,14 @@ class HeadNetwork(DraftNetwork):
         self.model.kv_cache.pages.allocate_rest()
 
     def no_states(self, tokens: int) -> Array:
-        """Returns hidden states of zeros as ``states_of`` returns them, [tokens, places x hidden_size]."""
+        """Returns hidden states that are zero, with the shape [tokens, places x hidden_size] and the type of
+        ``states_of``.
+        """
         width = len(self._head.layers) * self._head.hidden_size
         return from_float32(np.zeros((tokens, width), np.float32), self.config.model_config.model_dtype)
 
     def states_of(self, tapped: Sequence[Array]) -> Array:
-        """Returns the hidden states that the head takes, [tokens, places x hidden_size], in new memory.
+        """Returns the hidden states that the head takes, [tokens, places x hidden_size], as a copy.
 
         ``tapped`` are the model's residual streams [tokens, hidden_size] after ``DraftModel.tapped_layers``.
         """
@@ -100,11 +104,11 @@ class HeadNetwork(DraftNetwork):
         *,
         own: bool,
     ) -> tuple[Int32Array, Array]:
-        """Computes tokens of several sequences. Returns the best next token of each [sequences], and its state.
+        """Computes tokens of several sequences. Returns the best next token of each sequence, and its state.
 
-        The state is the head's hidden state of each sequence's last token, [sequences, width]. It is the input of the
-        next call with ``own``. ``HeadGraph.run`` describes ``states``, and ``run`` the other arguments. Raises
-        RuntimeError if an operator fails.
+        The state is the head's hidden state of the sequence's last token, [sequences, width]. The next call with
+        ``own`` takes it as input. ``HeadGraph.run`` describes ``states``, and ``run`` describes the other arguments.
+        Raises RuntimeError if an operator fails.
         """
         slot = self._filled(token_ids, query_lens, starts, tables)
         guesses, hidden = self._run_step(slot, token_ids.size == query_lens.size, states, own=own)
@@ -126,10 +130,11 @@ class HeadNetwork(DraftNetwork):
         return from_float32(np.ascontiguousarray(x * scale * to_float32(gamma, dtype)), dtype)
 
     def _read_tokens(self) -> tuple[str, Int32Array | None]:
-        """Returns the beginning of the names of the head's tensors, and the token id of each guess.
+        """Returns the prefix of the names of the head's tensors, and the token id of each guess.
 
-        A folder that stores an embedding gets the beginning ``model.`` (``TensorFiles``). Random heads guess the first
-        tokens. Raises CheckpointError if the offsets are missing or lead to no token.
+        If the folder stores an embedding, the prefix is ``model.`` (``TensorFiles``). If the head has random weights,
+        its guesses are the first token ids. Raises CheckpointError if the offsets are missing or give an id that is not
+        a token.
         """
         config, count = self.config, self.config.shape.vocab_size
         if config.model_config.load_format == "dummy":

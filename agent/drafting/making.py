@@ -1,4 +1,4 @@
-"""Makes the object that drafts for an agent: with a draft model, or with a head of the model."""
+"""Makes the object that makes drafts for an agent, with a draft model or with a head of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Loads the draft model and runs it: a pass takes tokens of several sequences and returns the best next tokens."""
+"""Loads the draft model and runs it. A pass computes tokens of several sequences and returns the best next token of
+each.
+"""
 
 from __future__ import annotations
 
@@ -79,11 +81,12 @@ class DraftNetwork:
         self.model.kv_cache.pages.allocate_rest()
 
     def run(self, token_ids: Int32Array, query_lens: Int32Array, starts: Int32Array, tables: Int32Array) -> Int32Array:
-        """Computes tokens of several sequences. Returns the best token after the last token of each, int32 [sequences].
+        """Computes tokens of several sequences. Returns the best token after the last token of each sequence, int32
+        [sequences].
 
-        ``token_ids`` [tokens] has the tokens of one sequence after the other. ``query_lens`` and ``starts``
-        [sequences] are their numbers and the positions of the first ones. ``tables`` [sequences, blocks] are block
-        tables. Raises RuntimeError if an operator fails.
+        ``token_ids`` [tokens] has the tokens of one sequence after the other. ``query_lens`` [sequences] has the number
+        of tokens of each sequence, and ``starts`` [sequences] the position of its first token. ``tables`` [sequences,
+        blocks] are block tables. Raises RuntimeError if an operator fails.
         """
         slot = self._filled(token_ids, query_lens, starts, tables)
         return self._best_ids(slot, is_decode=token_ids.size == query_lens.size)
@@ -91,7 +94,7 @@ class DraftNetwork:
     def _filled(
         self, token_ids: Int32Array, query_lens: Int32Array, starts: Int32Array, tables: Int32Array
     ) -> StepSlot:
-        """Returns the slot of this object, with the step that ``run`` describes."""
+        """Fills this object's slot with the step that the arguments of ``run`` describe, and returns it."""
         slot, size = self._slot, self.config.pa_config.block_size
         tokens, seqs = token_ids.size, query_lens.size
         sequence_of = np.repeat(np.arange(seqs), query_lens)

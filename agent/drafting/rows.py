@@ -1,7 +1,7 @@
-"""Knows, for each batch row and each block, the keys and values of the draft model that are up to date.
+"""Records, for each batch row and each block, which keys and values of the draft model are up to date.
 
-The KV cache of the draft model has the same blocks as the KV cache of the model. It may be behind, because the draft
-model computes only in steps that want drafts.
+The KV cache of the draft model has the same blocks as the KV cache of the model. But fewer of its positions may be
+computed, because the draft model computes only in steps that want drafts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ _BEHIND = -1
 class DraftRows:
     """The tokens of each batch row, and the length of the prefix whose keys and values the draft model has computed.
 
-    A sequence may start behind a cached prefix. The agent does not know the tokens of this prefix. If the draft model
-    has not computed the whole prefix, the sequence gets no drafts.
+    A sequence may start behind a cached prefix, whose tokens the agent does not know. If the draft model has not
+    computed the whole prefix, the sequence gets no drafts.
     """
 
     def __init__(self, num_rows: int, max_tokens: int, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
-        """``max_tokens`` is the maximum length of a sequence. ``num_blocks`` are the blocks of the model's cache."""
+        """``max_tokens`` is the maximum length of a sequence. ``num_blocks`` is the number of blocks of the model's
+        cache.
+        """
         self._block_size = block_size
         self.tokens: Int32Array = np.zeros((num_rows, max_tokens + 1), np.int32)
-        """[rows, positions]: the known tokens of each row, and behind them its latest drafts."""
+        """[rows, positions]: the known tokens of each batch row, followed by its latest drafts."""
         self.num_computed: Int32Array = np.full(num_rows, _BEHIND, np.int32)
-        """[rows]: the number of first tokens in ``tokens`` whose keys and values are computed. Negative: no drafts."""
+        """[rows]: the number of tokens, from the start of the sequence, whose keys and values are computed. If it is
+        negative, the sequence gets no drafts.
+        """
         self._filled: Int32Array = np.zeros(num_blocks, np.int32)
         self._filled_on_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
 
@@ -48,7 +52,8 @@ class DraftRows:
         self.num_computed[row] = start if is_complete else _BEHIND
 
     def put(self, rows: Int32Array, positions: Int32Array, token_ids: Int32Array) -> None:
-        """Stores known tokens. Keys and values behind a token that differs from the stored one are out of date.
+        """Stores known tokens. If a token differs from the stored token, the keys and values from its position on are
+        out of date.
 
         The arguments have one entry for each token.
         """
@@ -57,12 +62,14 @@ class DraftRows:
         self.tokens[rows, positions] = token_ids
 
     def note_blocks(self, rows: Int32Array, positions: Int32Array, blocks: Int32Array) -> None:
-        """Notes how far each block is computed. ``blocks`` has the block of each position in ``positions``."""
+        """Records how many positions of each block are computed. ``blocks`` has the block of each position in
+        ``positions``.
+        """
         first = positions // self._block_size * self._block_size
         self._filled[blocks] = np.clip(self.num_computed[rows] - first, 0, self._block_size)
 
     def computed(self, row: int, start: int, end: int, table: Int32Array) -> None:
-        """Notes that the keys and values of the positions ``start .. end - 1`` of a row are computed."""
+        """Records that the keys and values of the positions ``start .. end - 1`` of a batch row are computed."""
         self.num_computed[row] = end
         size = self._block_size
         positions = np.arange(start // size * size, end, size, dtype=np.int32)

@@ -1,1 +1,3 @@
-"""The model code: ``llama.py`` has the network of all families, ``names.py`` the names of tensors in checkpoints."""
+"""The networks of models. ``llama.py`` has the network of all families, and ``names.py`` the names of tensors in
+checkpoints.
+"""

@@ -11,12 +11,12 @@ from llm_serving.model.gated_delta import GatedDelta
 from llm_serving.model.shape import ModelShape
 
 ENCODER = "model.visual."
-"""The beginning of the names of the tensors of Qwen3.5's encoder of images."""
+"""The prefix of the names of the tensors of Qwen3.5's vision encoder."""
 _MODEL, _TEXT_MODEL = "model.", "model.language_model."
 
 
 def beside_encoder(spec: WeightSpec) -> WeightSpec:
-    """Returns a parameter of a text model with the names that its tensors have next to an encoder of images."""
+    """Returns a parameter of a text model with the tensor names of a checkpoint that also has a vision encoder."""
 
     def renamed(part: WeightPart) -> WeightPart:
         if not part.name.startswith(_MODEL):
@@ -30,7 +30,9 @@ def beside_encoder(spec: WeightSpec) -> WeightSpec:
 
 
 def delta_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
-    """Yields the parameters of one layer. ``ours`` and ``theirs`` begin the names of parameters and of tensors."""
+    """Yields the parameters of one layer. ``ours`` is the prefix of the parameters' names, ``theirs`` that of the
+    tensors' names.
+    """
     delta, hidden = shape.delta, shape.hidden_size
     assert delta is not None, "only a hybrid model has this layer"
     is_grouped = shape.architecture == "Qwen3NextForCausalLM"
@@ -49,8 +51,8 @@ def delta_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpe
 def prediction_names(names: Sequence[str], full_layer: int) -> tuple[str, ...]:
     """Returns the names of the tensors for multi-token prediction, which are not loaded.
 
-    They are a layer like ``full_layer``, which has full attention, two norms, a linear layer and a last norm. ``names``
-    are the names of the model's tensors.
+    These tensors belong to a layer like ``full_layer``, which has full attention, and to two norms, a linear layer and
+    a last norm. ``names`` are the names of the model's tensors.
     """
     own_layer = f"model.layers.{full_layer}."
     layer = tuple(name.replace(own_layer, "mtp.layers.0.") for name in names if name.startswith(own_layer))
@@ -59,7 +61,9 @@ def prediction_names(names: Sequence[str], full_layer: int) -> tuple[str, ...]:
 
 
 def _projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart, ...]:
-    """Returns the parts of the first linear layer: queries, keys and values in one tensor, output gates z, b and a."""
+    """Returns the parts of the first linear layer. The tensor qkv has queries, keys and values. The tensor z has the
+    output gates. Then follow b and a.
+    """
     sizes = {"qkv": delta.channels, "z": delta.values, "b": delta.value_heads, "a": delta.value_heads}
     return tuple(WeightPart(f"{theirs}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
 
@@ -78,7 +82,9 @@ def _grouped_projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[We
 
 
 def _groups(name: str, letters: str, sizes: tuple[int, ...], delta: GatedDelta, hidden: int) -> Iterator[WeightPart]:
-    """Yields the parts of a tensor with ``delta.key_heads`` groups. ``sizes`` has each part's rows in a group."""
+    """Yields the parts of a tensor that has one group of rows for each key head. ``sizes`` has the number of rows of
+    each part in a group.
+    """
     group, begin = sum(sizes), 0
     for letter, size in zip(letters, sizes, strict=True):
         order = tuple(range(begin, begin + size))

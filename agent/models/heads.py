@@ -1,10 +1,10 @@
 """The networks of heads: small networks that guess further tokens from hidden states of the model.
 
-Two kinds exist. An MTP layer (multi-token prediction, DeepSeek-V3, arXiv:2412.19437) is one more layer of the model,
-in the model's checkpoint. An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) is one layer with a checkpoint of its own.
+Two kinds exist. An MTP layer (multi-token prediction, DeepSeek-V3, arXiv:2412.19437) is one more layer of the model, in
+the model's checkpoint. An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) is one layer with a checkpoint of its own.
 
 At position p, a head takes the hidden state of the model at p and the token at p + 1. It computes the logits of the
-token at p + 2. To guess the token after that one, the head takes its own hidden state instead of the model's.
+token at p + 2. To guess further tokens, the head takes its own hidden state instead of the hidden state of the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llm_serving.config.draft_model import EAGLE, Head
 from llm_serving.model.shape import ModelShape
 
 EMBEDDING = "embedding.weight"
-"""Name of the parameter that a head shares with the model. It is not among the parameters that a head loads."""
+"""Name of the parameter that a head shares with the model. The head does not load this parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class HeadDefinition:
 
     head: Head
     prefix: str = ""
-    """The beginning of the names of an EAGLE-3 head's tensors."""
+    """The prefix of the names of an EAGLE-3 head's tensors."""
 
     def weight_specs(self, shape: ModelShape) -> Sequence[WeightSpec]:
         """Returns every parameter to load, in the order of the layers."""
@@ -48,7 +48,8 @@ class HeadDefinition:
     def ignorable_suffixes(self, shape: ModelShape) -> tuple[str, ...]:
         """Returns the endings of the names of tensors that the head does not need.
 
-        The folder of an MTP layer has the tensors of the whole model, so every name may be there.
+        An MTP layer is in the folder of the whole model, so tensors of any name may be there. The ending "" allows all
+        of them.
         """
         if self.head.kind == EAGLE:
             return ("embed_tokens.weight", "rotary_emb.inv_freq", "t2d", "d2t")
@@ -60,7 +61,7 @@ class HeadDefinition:
 
 
 class _Head(nn.Cell):
-    """The parts that both kinds of heads have: the embedding before the layer, and the output layer after it."""
+    """The common parts of both kinds of heads: the embedding before the layer, and the output layer after it."""
 
     def __init__(self, config: Config, head: Head, ops: OpTable) -> None:
         super().__init__()
@@ -76,13 +77,17 @@ class _Head(nn.Cell):
     def outputs(
         self, hidden: Tensor, residual: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output of ``OpTable.lm_head``, and that of ``OpTable.tap`` with the hidden states."""
+        """Returns two outputs of the graph: that of ``OpTable.lm_head`` with the logits, and that of ``OpTable.tap``
+        with the hidden states.
+        """
         own = self.tap(hidden, residual, step)
         return self.logits(hidden, residual, self.norm.weight, self.lm_head.operands(), last_tokens, step), own
 
 
 class MtpHead(_Head):
-    """An MTP layer: one linear layer joins embedding and hidden state, and a decoder layer of the model follows."""
+    """An MTP layer. A linear layer joins the embedding and the hidden state. Then a decoder layer of the model's kind
+    follows.
+    """
 
     has_fusion = False
 
@@ -102,9 +107,10 @@ class MtpHead(_Head):
         step: tuple[Tensor, ...],
         are_fused: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the arrays that ``outputs`` returns. ``states`` [tokens, hidden_size] are normalised hidden states.
+        """Returns the results of ``outputs``.
 
-        ``token_ids`` [tokens] are the tokens after ``positions`` [tokens]. ``OpTable`` describes ``step``.
+        ``states`` [tokens, hidden_size] are normalised hidden states. ``token_ids`` [tokens] are the tokens after
+        ``positions`` [tokens]. ``OpTable`` describes ``step``.
         """
         embedded = self.embedding(token_ids, step)
         joined = self.join(embedded, states, self.embedding_norm.weight, self.state_norm.weight, step)
@@ -114,7 +120,8 @@ class MtpHead(_Head):
 
 
 class EagleHead(_Head):
-    """An EAGLE-3 head: fuses hidden states of three places in the model, and joins them with the embedding."""
+    """An EAGLE-3 head. It fuses hidden states from three places in the model, and joins the result with the embedding.
+    """
 
     has_fusion = True
 
@@ -133,11 +140,11 @@ class EagleHead(_Head):
         step: tuple[Tensor, ...],
         are_fused: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of ``outputs``.
+        """Returns the results of ``outputs``.
 
-        ``states`` are the model's hidden states [tokens, places x hidden_size], or with ``are_fused`` the head's own
-        [tokens, hidden_size]. ``token_ids`` [tokens] are the tokens after ``positions`` [tokens]. ``OpTable`` describes
-        ``step``.
+        ``states`` are the model's hidden states [tokens, places x hidden_size]. With ``are_fused``, they are the head's
+        own hidden states [tokens, hidden_size]. ``token_ids`` [tokens] are the tokens after ``positions`` [tokens].
+        ``OpTable`` describes ``step``.
         """
         fused = states if are_fused else self.fused_projection(states, step)
         embedded, layer = self.embedding(token_ids, step), self.layers[0]
@@ -147,7 +154,9 @@ class EagleHead(_Head):
 
 
 class EagleLayer(nn.Cell):
-    """The decoder layer of an EAGLE-3 head. Its attention takes the joined norms of embedding and hidden state."""
+    """The decoder layer of an EAGLE-3 head. Its attention takes the normalised embedding and the normalised hidden
+    state, side by side.
+    """
 
     def __init__(self, config: Config, ops: OpTable) -> None:
         super().__init__()
@@ -171,7 +180,7 @@ class EagleLayer(nn.Cell):
 
 
 class JoinedAttention(Attention):
-    """Attention whose queries, keys and values come from inputs of twice the hidden size, which are normalised."""
+    """Attention over an input of twice the hidden size. The input is already normalised."""
 
     def __init__(self, ops: OpTable, shape: ModelShape, num_blocks: int, block_size: int) -> None:
         super().__init__(ops, shape, num_blocks, block_size, layer=0)
@@ -186,7 +195,7 @@ class JoinedAttention(Attention):
 
 
 def _mtp_specs(shape: ModelShape, head: Head) -> list[WeightSpec]:
-    """Returns the parameters of an MTP layer. Its output layer is that of the model."""
+    """Returns the parameters of an MTP layer. Its output layer is the output layer of the model."""
     hidden, theirs = shape.hidden_size, f"model.layers.{head.layers[0]}"
     own = [
         _plain("embedding_norm.weight", f"{theirs}.enorm.weight", hidden),

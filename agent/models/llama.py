@@ -1,6 +1,6 @@
 """The network of all model families: Llama (Touvron et al. 2023; Llama 3, Grattafiori et al. 2024).
 
-It has RMSNorm, rotary embedding, grouped-query attention and SwiGLU. Some families add parts to the attention
+Llama has RMSNorm, rotary embedding, grouped-query attention and SwiGLU. Some families add parts to the attention
 (``agent/layers/attention.py``), have latent attention (``agent/layers/latent_attention.py``) or have experts. Hybrid
 models have linear attention in most layers (``agent/layers/gated_delta.py``).
 """
@@ -148,11 +148,10 @@ class DecoderLayer(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output of the MLP and the residual stream to which the next layer adds this output.
+        """Returns the output of the MLP, and the residual stream to which the next layer adds this output.
 
-        Both are [tokens, hidden_size]. Does not apply the norms of results, which only ``OpTable.decoder_layers`` has.
-
-        ``hidden`` and ``residual`` are the two results of the previous layer.
+        Both are [tokens, hidden_size]. Gemma's norms of results are not applied here: only ``OpTable.decoder_layers``
+        has them. ``hidden`` and ``residual`` are the two results of the previous layer.
         """
         hidden, residual = self.attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
         hidden, residual = self.mlp(hidden, residual, self.post_attention_norm.weight, step)
@@ -160,9 +159,10 @@ class DecoderLayer(nn.Cell):
 
 
 def equal_layers(shape: ModelShape, tapped: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
-    """Returns ranges [first, end) of consecutive layers of the same kind, which one operator can run together.
+    """Returns ranges [first, end) of consecutive layers of the same kind. One operator can run the layers of a range
+    together.
 
-    A range ends after each number of layers in ``tapped``, because an operator then takes the residual stream.
+    ``tapped`` has numbers of layers after which an operator takes the residual stream. A range ends there.
     """
     kinds = [
         (attention_form(shape, layer), shape.has_experts(layer), shape.has_cache(layer))

@@ -66,7 +66,7 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
     """Returns endings of tensor names. A checkpoint may contain tensors with these endings, but they are not loaded.
 
-    A text that ends with a point is the beginning of names.
+    A text that ends with a point is not an ending: it is a prefix of names.
 
     Rotary frequencies are computed from ``config.json``. If the embedding is also the output weight, a stored output
     weight is not needed. Layers that predict further tokens are not used.
@@ -80,9 +80,9 @@ def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
 
 
 def _of_text_model(spec: WeightSpec, prefix: str) -> WeightSpec:
-    """Returns a parameter with the names of a checkpoint that has the text model next to a vision encoder.
+    """Returns a parameter with the tensor names of a checkpoint that also has a vision encoder.
 
-    ``prefix`` is the beginning of the names of the text model.
+    ``prefix`` is the prefix of the names of the text model's tensors.
     """
     parts = tuple(
         replace(part, name=part.name.replace("model.", prefix, 1)) if part.name.startswith("model.") else part
@@ -130,7 +130,8 @@ def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weig
     if shape.query_key_norm:
         query_norm = _norm(shape, f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", head_dim)
         if shape.gemma is not None:
-            # The operators divide scores by the square root of the head size, so the norm corrects this division.
+            # The operators divide scores by the square root of the head size, but Gemma divides by another number. The
+            # factor of the norm corrects this.
             query_norm = replace(query_norm, factor=(head_dim / shape.gemma.query_scalar) ** 0.5)
         key_norm = _norm(shape, f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", head_dim)
         for norm in (query_norm, key_norm):
@@ -208,7 +209,8 @@ def _all_experts(experts: Experts, ours: str, theirs: str, hidden: int, names: E
 def _stacked(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[WeightPart, ...]:
     """Returns the weights of ``count`` experts with their places in gpt-oss's tensors.
 
-    One tensor has the gates and ups of all experts, in alternate outputs. Another tensor has all their downs.
+    One tensor has the gates and ups of all experts. In it, outputs of gate and up alternate. Another tensor has the
+    downs of all experts.
     """
     joined = len(parts) // count
     name = f"{theirs}.experts.{'gate_up_proj' if joined == 2 else 'down_proj'}"
@@ -248,8 +250,9 @@ def _later_norms(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSp
 
 
 def _norm(shape: ModelShape, parameter: str, name: str, size: int) -> WeightSpec:
-    """Returns the weight of a norm. Gemma and Qwen3-Next multiply by 1 + weight, so their parameter is this sum in
-    float32."""
+    """Returns the weight of a norm. Gemma and Qwen3-Next multiply by 1 + weight. For these families, the parameter is
+    the sum 1 + weight in float32.
+    """
     spec = _plain(parameter, name, size)
     return spec if not shape.adds_one_to_norms else replace(spec, offset=1.0, float32=True)
 
@@ -259,7 +262,7 @@ def _is_joined(shape: ModelShape) -> bool:
 
 
 def _rows_of(name: str, parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
-    """Returns ``parts`` as the rows, one after the other, of the checkpoint's tensor ``name``."""
+    """Returns ``parts`` as consecutive rows of one tensor of the checkpoint, ``name``."""
     whole = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return tuple(replace(part, rows_of=RowsOf(name, whole, rows.start)) for part, rows in rows_of(parts))
 
@@ -269,7 +272,7 @@ def _without_gates(
 ) -> tuple[tuple[WeightPart, ...], WeightPart]:
     """Returns the weights of queries, keys and values, and the weight of the output gates.
 
-    The checkpoint's query weight has the rows of a query head, then the rows of its gate, and so on.
+    In the checkpoint's query weight, the rows of each query head are followed by the rows of its gate.
     """
     size, query = shape.head_dim, parts[0]
     order = tuple(range(size)) if query.rows_of is None else query.rows_of.head_order
@@ -281,11 +284,11 @@ def _without_gates(
 
 
 def _rotated_first(part: WeightPart, shape: ModelShape) -> WeightPart:
-    """Returns a weight or a norm of queries or keys with the rows of a head in the order of whole-head rotation.
+    """Returns a weight or a norm of queries or keys, with the rows of each head in the order that the operators need.
 
-    The checkpoint rotates elements i and i + r / 2 together, where r is the number of rotated elements, the first of a
-    head. The operators rotate elements that are half a head apart. So the second half of the r elements moves to the
-    second half of the head. Scores of queries and keys do not depend on the order of their elements.
+    The checkpoint rotates the first r elements of a head, in pairs of elements i and i + r / 2. The operators rotate
+    pairs of elements that are half a head apart. So the second half of the r elements moves to the second half of the
+    head. Scores of queries and keys do not depend on the order of their elements.
     """
     rotated, size = shape.rotary_dim, shape.head_dim
     half, unrotated = rotated // 2, (size - rotated) // 2

@@ -16,19 +16,22 @@ from llm_serving.ipc.shm import NO_ADAPTER
 class AdapterOrder:
     """Orders sequences by adapter slot. Sequences without an adapter come last, as the group with the highest number.
 
-    Only the order of the sequences within the graph changes. ``last_tokens`` still names the last token of each
-    sequence in the order of the step, so the graph's results have this order.
+    Only the graph sees this order. ``last_tokens`` has the index of each sequence's last token in the order of the
+    step. So the results of the graph are in the order of the step.
     """
 
     def __init__(self, num_groups: int, *, orders_entry: bool) -> None:
         """``num_groups`` is the number of adapter slots + 1.
 
-        ``orders_entry`` is False in later stages of a pipeline, whose entry the first stage has ordered.
+        ``orders_entry`` is False in later stages of a pipeline. The entry of these stages is already ordered, because
+        it comes from the first stage.
         """
         self._num_groups = num_groups
         self._orders_entry = orders_entry
         self._tokens: Int32Array | None = None
-        """For each token in adapter order, its index in the last step. None if the step already had this order."""
+        """[tokens]: the tokens of the last step in adapter order, as indices of its tokens. None if the step already
+        had this order.
+        """
 
     def sorted(
         self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None
@@ -65,8 +68,7 @@ class AdapterOrder:
         return ordered, entry[tokens] if self._orders_entry else entry, inserted
 
     def restored(self, rows: Array) -> Array:
-        """Returns an array [tokens, ...] of the last step, with its rows moved back from adapter order to the order of
-        the step."""
+        """Undoes the order for an array [tokens, ...] of the last step: returns its rows in the order of the step."""
         if self._tokens is None:
             return rows
         restored = np.empty_like(rows)
@@ -74,7 +76,8 @@ class AdapterOrder:
         return restored
 
     def rows(self, adapters: Int32Array) -> npt.NDArray[np.int64]:
-        """Returns the number of tokens of each group, for the adapter slot of each token."""
+        """Returns the number of tokens of each group, int64 [groups]. ``adapters`` has the adapter slot of each token.
+        """
         return np.bincount(self._groups(adapters), minlength=self._num_groups).astype(np.int64)
 
     def _groups(self, adapters: Int32Array) -> Int32Array:

@@ -33,20 +33,22 @@ from llm_serving.ipc.shm import NO_ADAPTER, PADDING_SLOT, SlotLimits
 
 @runtime_checkable
 class TakesForms(Protocol):
-    """A model of MindFormers. Before a graph is compiled, ``take_form`` must set the graph's kind of attention."""
+    """A model of MindFormers. Before a graph is compiled, ``take_form`` must be called to select the graph's kind of
+    attention.
+    """
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Prepares the model for the next graph: a graph of whole prompts, or any other graph."""
+        """Prepares the model for the next graph. ``whole_prompts`` means the graph for whole prompts."""
 
 
 class DynamicStepGraph(StepGraph):
-    """Owns one dynamic graph of each of ``graph_kinds``.
+    """Owns one dynamic graph for each of ``graph_kinds``, and runs steps with them.
 
-    The graph for whole prompts takes at most ``max_whole_prompts`` prompts. ``decode_sizes`` are the numbers of
-    sequences, ascending, for which MindSpore captures the launches of a decode step. Decode steps are padded to one of
-    them. If ``decode_sizes`` is empty and the device can replay steps, our own replays run the steps of all graphs.
-    With ``fuses``, these replays fuse operators. ``step_blocks`` lists the blocks of each step for graphs that gather
-    them.
+    The graph for whole prompts takes at most ``max_whole_prompts`` prompts. ``decode_sizes`` are numbers of sequences,
+    ascending. If there are any, MindSpore captures the launches of a decode step for each size, and decode steps are
+    padded to one of these sizes. Otherwise, if the device can replay steps, the agent replays the steps of all graphs
+    itself. With ``fuses``, these replays fuse operators. ``step_blocks`` lists the blocks of each step for graphs that
+    gather them.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class DynamicStepGraph(StepGraph):
         self._max_whole_prompts = max_whole_prompts if ops.has_whole_prompt_graph else 0
         self._pads_prompts = ops.traits.pads_whole_prompts
         self._decode_sizes = tuple(decode_sizes)
-        # Captured launches write the logits of every step into the same memory.
+        # Captured launches always write the logits into the same memory, so the next step overwrites them.
         self.keeps_logits = not decode_sizes
         self.replays: dict[GraphKind, NativeReplays] = {}
         if ops.traits.replays_steps and not decode_sizes and not isinstance(model, TakesForms):
@@ -155,9 +157,10 @@ class DynamicStepGraph(StepGraph):
         return as_array(self._results(inputs, entry)[0])
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the graph of this step can insert some of ``num_ids`` token ids that are on the device.
+        """Returns whether the graph of this step can insert token ids of ``num_ids`` ids that are still on the device.
 
-        A captured decode can do so only if ``num_ids`` is the number of sequences of the padded step.
+        If MindSpore captures decode steps, a decode step can do so only if ``num_ids`` is the number of sequences of
+        the padded step.
         """
         return self._inserts_ids and (not self._is_padded(inputs) or num_ids == self._num_ids(inputs))
 
@@ -225,7 +228,8 @@ class DynamicStepGraph(StepGraph):
     def _inserted_tensors(self, tokens: int, inserted: InsertedIds | None, num_ids: int) -> tuple[Tensor, ...]:
         """Returns the inputs of ``InsertIds``, or () if the graph has no ``InsertIds``.
 
-        If ``inserted`` is None, the inputs are zeros for ``num_ids`` earlier ids, and no token is inserted.
+        If ``inserted`` is None, no token is inserted, and the inputs are zeros. ``num_ids`` is then the length of the
+        input with the earlier ids.
         """
         if not self._inserts_ids:
             return ()

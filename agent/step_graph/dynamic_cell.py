@@ -23,12 +23,12 @@ class GraphKind(enum.Enum):
     """The kinds of dynamic graphs. Each kind uses the attention primitives in a different way."""
 
     PREFILL = "prefill"
-    """The graph for whole prompts, with attention among the tokens of the step."""
+    """The graph for whole prompts. Its attention is among the tokens of the step, without the cache."""
     CHUNKED = "chunked"
-    """The graph for any mix of prompts, chunks and decoding sequences, with attention over the cache and with a mask.
+    """The graph for any mix of prompts, chunks and decoding sequences. Its attention reads the cache and uses a mask.
     """
     DECODE = "decode"
-    """The graph for one token of each sequence, with attention over the cache and without a mask."""
+    """The graph for steps with one token of each sequence. Its attention reads the cache and needs no mask."""
 
 
 def graph_kinds(ops: OpTable) -> tuple[GraphKind, ...]:
@@ -37,7 +37,9 @@ def graph_kinds(ops: OpTable) -> tuple[GraphKind, ...]:
 
 
 def gathers_blocks(ops: OpTable, kind: GraphKind) -> bool:
-    """Returns whether a graph has the input ``step_blocks``: it reads the cache, and ``OpTable.gathers_blocks``."""
+    """Returns whether a graph has the input ``step_blocks``. The graph must read the cache, and
+    ``OpTable.gathers_blocks`` must be True.
+    """
     return ops.gathers_blocks and kind != GraphKind.PREFILL
 
 
@@ -47,8 +49,8 @@ def dynamic_step(
     """Makes the outermost Cell of a graph and declares the types of its inputs.
 
     In the last pipeline stage, the graph returns the agent's logits, the results of ``BestTokens`` and the outputs of
-    the model's taps. In any other stage, the graph returns the residual stream. If the operators need them, the inputs
-    ``step_blocks`` and ``adapter_rows`` follow the inputs that all graphs have. If the agent has the whole model, the
+    the model's taps. In any other stage, the graph returns the residual stream. After the inputs that all graphs have,
+    there may be ``step_blocks`` and ``adapter_rows``, if the operators need them. If the agent has the whole model, the
     inputs of ``InsertIds`` come last. ``captures`` means that MindSpore captures the launches of decode steps.
     """
     best_tokens = BestTokens(vocab_size, ops.part) if ops.is_last_stage else None
@@ -73,13 +75,14 @@ def dynamic_step(
 class _DynamicStep(nn.Cell):
     """The outermost Cell of a graph. The arguments of ``construct`` are the graph's inputs.
 
-    Some names here must not change, because MindSpore reads them. On an Ascend, the attention kernels take the lengths
-    of sequences from the graph inputs named ``batch_valid_length`` and ``q_seq_lens`` (MindSpore's "LLMManager"). The
+    MindSpore reads some names here, which must not change. On an Ascend, the attention kernels take the lengths of
+    sequences from the graph inputs named ``batch_valid_length`` and ``q_seq_lens`` (MindSpore's "LLMManager"). The
     layout of weights may depend on the name of the phase, which is ``prefill`` or ``increment``.
 
-    MindSpore can capture the launches of graphs whose phase is ``increment``. It then finds captured launches only by
-    the shapes of the inputs. Therefore only one graph may be named ``increment`` if MindSpore captures launches. In a
-    later pipeline stage, ``token_ids`` is the residual stream of the previous stage.
+    MindSpore can capture the launches of graphs whose phase is ``increment``. It finds captured launches by the shapes
+    of the inputs alone. Therefore only one graph may be named ``increment`` if MindSpore captures launches.
+
+    In a later pipeline stage, ``token_ids`` is the residual stream of the previous stage.
     """
 
     def __init__(
@@ -204,7 +207,7 @@ _STEPS = {
     (False, True): _AdaptedStep,
     (True, True): _AdaptedGatheringStep,
 }
-"""The outermost Cell for (whether the graph gathers blocks, whether it has LoRA adapters)."""
+"""The class of the outermost Cell. The key is (whether the graph gathers blocks, whether it has LoRA adapters)."""
 
 
 def _int32(shape: tuple[None, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs steps of fused operators. The inputs and results of every step are in the same memory.
+"""Runs steps of fused operators. All steps have their inputs and results in the same memory.
 
 This module does not import MindSpore.
 """
@@ -19,7 +19,7 @@ _MAX_STEP_NUMBER = 2**31 - 1
 
 
 class FusedStepGraph(StepGraph):
-    """Runs steps of the fused operators. The step reader fills and checks buffers, and the graph reads these buffers
+    """Runs steps of the fused operators. The step reader fills and checks buffers. The graph reads these buffers
     directly, so ``run`` copies no inputs.
     """
 
@@ -31,8 +31,8 @@ class FusedStepGraph(StepGraph):
         self._result = StepLogits(self._logits[:0], self._best_ids[:0])
         self._states = ops.states
         self._number = 0
-        # These are memoryviews and not arrays, because NumPy takes tens of microseconds with cold caches to read or
-        # write one number of an array.
+        # These are memoryviews instead of arrays. With cold caches, NumPy takes tens of microseconds to read or write a
+        # single number of an array.
         self._counts, self._done = buffers.counts.data, ops.best_ids.data
         self._entry: Array = ops.rows if ops.takes_rows else buffers.token_ids
         self._copies_entry = not (ops.is_first_stage or ops.takes_rows)

@@ -1,4 +1,5 @@
-"""Compiles and runs the graphs of a head: one for the model's hidden states and one for the head's own.
+"""Compiles and runs the graphs of a head. A head has two graphs: one takes hidden states of the model, the other the
+head's own hidden states.
 
 Heads without a fusion layer (MTP) take both kinds of states in the same shape, so they need only one graph.
 """
@@ -38,9 +39,9 @@ class HeadGraph(ABC):
     def run(self, inputs: StepInputs, states: Array, *, own: bool) -> tuple[Int32Array, Array]:
         """Runs a step. Returns the best guess of each sequence [seqs], and the head's hidden states [tokens, width].
 
-        ``states`` are the model's hidden states [tokens, places x width], or with ``own`` the head's [tokens, width].
-        Both results are valid until the next run; bfloat16 is returned as uint16. Raises RuntimeError if an operator
-        refuses its inputs.
+        ``states`` are the model's hidden states [tokens, places x width]. With ``own``, they are the head's own hidden
+        states [tokens, width]. Both results are valid until the next run. bfloat16 is returned as uint16. Raises
+        RuntimeError if an operator refuses its inputs.
         """
 
 
@@ -56,7 +57,9 @@ def make_head_graph(cell: nn.Cell, head: Head, config: Config, ops: OpTable, buf
 
 
 class _FusedHeadGraph(HeadGraph):
-    """Static graphs over the buffers of the step reader, as ``agent.step_graph.static``. They are replayed."""
+    """Static graphs over the buffers of the step reader, like ``agent.step_graph.static``. Steps are replayed without
+    MindSpore.
+    """
 
     def __init__(
         self, cell: nn.Cell, widths: dict[bool, int], config: Config, ops: FusedCpuOps, buffers: StepBuffers
@@ -125,9 +128,10 @@ class _StaticHeadStep(nn.Cell):
 
 
 class _NativeHeadGraph(HeadGraph):
-    """Dynamic graphs of native operators: with and without a mask for sequences with several tokens.
+    """Dynamic graphs of native operators. A graph with a mask runs steps in which a sequence has several tokens, and a
+    graph without a mask runs all others.
 
-    MindSpore runs each step.
+    MindSpore runs each step, without replays.
     """
 
     def __init__(self, cell: nn.Cell, widths: dict[bool, int], config: Config, ops: OpTable) -> None:
@@ -167,7 +171,9 @@ class _NativeHeadGraph(HeadGraph):
 
 
 def _dynamic_step(cell: nn.Cell, width: int, config: Config, ops: OpTable, *, own: bool, chunked: bool) -> nn.Cell:
-    """Makes the outermost Cell of a dynamic graph and declares the types of its inputs."""
+    """Makes the outermost Cell of a dynamic graph and declares the types of its inputs. ``own`` and ``chunked`` select
+    the graph.
+    """
     step = _DynamicHeadStep(cell, ops.chunk_mask() if chunked else None, config.shape.vocab_size, ops, own=own)
     vector = Tensor(shape=(None,), dtype=ms.int32)
     states = Tensor(shape=(None, width), dtype=MINDSPORE_DTYPES[ops.dtype])

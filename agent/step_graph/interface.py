@@ -31,7 +31,9 @@ class Operators:
         return self.before - sum(name.count("+") for name in self.fusions)
 
     def __str__(self) -> str:
-        """Returns a description of the effect of fusion for the log and the status page."""
+        """Returns a text for the log and the status page: the counts of operators before and after fusion, and the
+        fusions.
+        """
         counts = Counter(self.fusions)
         names = ", ".join(f"{count} x {name}" for name, count in counts.items())
         return f"{self.before} operators before, {self.after} after{': ' + names if names else ''}"
@@ -41,7 +43,9 @@ class StepGraph(ABC):
     """Compiles the graphs that an op table needs, and runs steps."""
 
     keeps_logits = True
-    """Whether the logits of a step stay on the device while the next step runs, if the device runs ahead."""
+    """Whether the logits of a step stay valid on the device while the next step runs. Only read if the device runs
+    ahead.
+    """
 
     @abstractmethod
     def compile(self) -> None:
@@ -69,7 +73,8 @@ class StepGraph(ABC):
         """
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the graph of this step can insert some of ``num_ids`` token ids that are on the device."""
+        """Returns whether the graph of this step can insert token ids of ``num_ids`` ids that are still on the device.
+        """
         del inputs, num_ids
         return False
 
@@ -83,14 +88,16 @@ class StepGraph(ABC):
     def tapped(self, num_tokens: int) -> tuple[Array, ...]:
         """Returns the residual streams [num_tokens, hidden_size] that the graph's taps took in the last step.
 
-        ``OpTable.tap`` describes them. They are in host memory, in the order of the taps, and valid until the next run.
-        bfloat16 is returned as uint16. ``num_tokens`` is the number of tokens of the last step.
+        ``OpTable.tap`` describes taps. The arrays are in host memory, in the order of the taps, and valid until the
+        next run. bfloat16 is returned as uint16. ``num_tokens`` is the number of tokens of the last step.
         """
         del num_tokens
         return ()
 
     def operators(self) -> Mapping[str, Operators]:
-        """Returns the counts of operators by the name of the graph's kind. Leaves out graphs that are not replayed."""
+        """Returns the counts of operators of each graph, by the name of the graph's kind. Graphs that are not replayed
+        are missing.
+        """
         return {}
 
 

@@ -17,7 +17,7 @@ from agent.weights.storage import Array
 
 
 class StaticStepGraph(FusedStepGraph):
-    """One graph whose tensors have the size of the largest step. ``run`` uses them for every step."""
+    """One graph whose tensors have the size of the largest step. Every step runs this graph."""
 
     def __init__(self, model: nn.Cell, ops: FusedCpuOps, buffers: StepBuffers) -> None:
         super().__init__(ops, buffers)
@@ -37,7 +37,7 @@ class StaticStepGraph(FusedStepGraph):
         self.replays = FusedReplays(lambda: graph.run(self._tensors), tensors, lambda vote: all_agree(ops.part, vote))
 
     def compile(self) -> None:
-        """Compiles the graph and runs it with no tokens."""
+        """Compiles the graph and runs it with 0 tokens."""
         self._buffers.counts[:] = 0
         self._graph.compile(self._tensors)
 

@@ -9,9 +9,9 @@ from llm_serving.config import Config
 
 
 class StepBlocks:
-    """Makes the list of a step's blocks, and block tables that have indices of the list instead of block numbers.
+    """Lists the blocks of a step, and makes block tables whose entries are indices of this list.
 
-    A block that several sequences share is in the list once. So the list is never longer than the cache.
+    A block that several sequences share is in the list only once. So the list is never longer than the cache.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -29,10 +29,10 @@ class StepBlocks:
         return self._places.size
 
     def of(self, block_tables: Int32Array, context_lens: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Returns the blocks [blocks] that the step reads, ascending, and the new tables in the shape of the old ones.
+        """Returns the blocks [blocks] that the step reads, ascending, and the new tables [seqs, width].
 
-        ``block_tables`` is [seqs, width], and ``context_lens`` [seqs] are the tokens of each sequence in the cache.
-        Entries behind a sequence's last block become 0.
+        ``block_tables`` is [seqs, width], and ``context_lens`` [seqs] has the number of tokens of each sequence in the
+        cache. Entries after a sequence's last block become 0.
         """
         counts = -(-context_lens // self._block_size)
         is_used = np.arange(block_tables.shape[1]) < counts[:, None]

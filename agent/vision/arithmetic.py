@@ -1,7 +1,7 @@
-"""Arithmetic of vision encoders. The kernels of the fused operators compute all matrix products.
+"""The arithmetic of vision encoders. The kernels of the fused operators compute all matrix products.
 
-They round the inputs of each product to ``model_dtype`` and add in float32. Everything between the products is float32.
-No result depends on the number of threads.
+The kernels round the inputs of each product to ``model_dtype`` and add in float32. All other operations are float32. No
+result depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ PIECE = 1 << 15
 
 
 def normalised(pixels: npt.NDArray[np.uint8], processing: ImageProcessing) -> Floats:
-    """Returns the pixels [height, width, 3] as the input values of an encoder."""
+    """Returns the input values of an encoder for pixels [height, width, 3]: rescaled and normalised, in the same shape.
+    """
     scale, mean, std = (
         np.array(each, np.float32) for each in (processing.rescale_factor, processing.mean, processing.std)
     )
@@ -30,7 +31,7 @@ def normalised(pixels: npt.NDArray[np.uint8], processing: ImageProcessing) -> Fl
 
 
 class Products:
-    """Matrix products by the kernels, whose inputs are rounded to ``dtype``."""
+    """Computes matrix products with the kernels. The kernels round the inputs to ``dtype``."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
@@ -63,7 +64,7 @@ class Products:
 def rounded(values: Floats, dtype: str) -> Array:
     """Returns finite values rounded to nearest in the storage of ``dtype``.
 
-    A value beyond the largest of the type becomes infinity, as in the model's own layers.
+    A value above the largest number of the type becomes infinity, as in the layers of the text model.
     """
     if dtype == "bfloat16":
         return _bfloat16(values)

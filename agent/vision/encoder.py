@@ -1,7 +1,7 @@
 """The encoder of Idefics3 and SmolVLM: SigLIP (Zhai et al., arXiv:2303.15343), then pixel shuffle and a projection.
 
-It computes one tile at a time, always in the same order. So the rows of a tile depend neither on other tiles nor on the
-number of threads (``agent.vision.arithmetic``).
+The encoder computes one tile at a time, always in the same order. So the rows of a tile depend neither on other tiles
+nor on the number of threads (``agent.vision.arithmetic``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Encoder:
         dtype: str,
         weights: Mapping[str, Array],
     ) -> None:
-        """``weights`` are the parameters of ``agent.vision.names.vision_specs``; those of linear layers are packed."""
+        """``weights`` are the parameters of ``agent.vision.names.vision_specs``. Weights of linear layers are packed.
+        """
         self._vision = vision
         self._text_hidden = text_hidden
         self._weights = weights
@@ -92,14 +93,17 @@ class Encoder:
         return centred
 
     def _shuffled(self, x: Floats) -> Floats:
-        """Joins squares of patches into rows: pixel shuffle (Shi et al., arXiv:1609.05158) in the other direction."""
+        """Joins each square of patches to one row. This is the inverse of pixel shuffle (Shi et al., arXiv:1609.05158).
+        """
         side, factor, hidden = self._vision.patches_per_side, self._vision.scale_factor, self._vision.hidden_size
         grid = x.reshape(side // factor, factor, side // factor, factor, hidden)
         return grid.transpose(0, 2, 1, 3, 4).reshape(-1, self._vision.connector_inputs)
 
 
 def _gelu(values: Floats) -> Floats:
-    """Replaces each value by its GELU in the form with tanh (Hendrycks and Gimpel, arXiv:1606.08415). Returns them."""
+    """Replaces each value by its GELU, in the form with tanh (Hendrycks and Gimpel, arXiv:1606.08415). Returns the same
+    array.
+    """
     flat = values.reshape(-1)
     scratch = np.empty(min(PIECE, flat.size), np.float32)
     for start in range(0, flat.size, PIECE):
@@ -117,8 +121,9 @@ def _gelu(values: Floats) -> Floats:
 
 
 def _position_ids(side: int) -> npt.NDArray[Any]:
-    """Returns the number of each patch's position embedding. transformers computes it from fractions in float32, which
-    can round to the position before.
+    """Returns the number of each patch's position embedding, as transformers computes it.
+
+    transformers computes the number from fractions in float32. Rounding can then give the previous position.
     """
     step = np.float32(1) / np.float32(side)
     boundaries = (1 / side + np.arange(side - 1) * (1 / side)).astype(np.float32)

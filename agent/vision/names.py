@@ -1,6 +1,6 @@
-"""Lists the parameters of a vision encoder, and the tensors of a checkpoint of each one.
+"""Lists the parameters of a vision encoder, and the tensors of a checkpoint from which each parameter is made.
 
-Checkpoints of Idefics3 and SmolVLM have other names than those of Qwen2.5-VL.
+The checkpoints of Idefics3 and SmolVLM use other names than those of Qwen2.5-VL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _MODEL = "model.vision_model"
 
 
 def text_prefix(vision: VisionShape) -> str:
-    """Returns the beginning of the names of the text model's tensors, which is ``model.`` in other checkpoints."""
+    """Returns the prefix of the names of the text model's tensors. In checkpoints without an encoder, it is ``model.``.
+    """
     return "model.text_model." if vision.windows is None else "model."
 
 
@@ -71,7 +72,7 @@ def _qwen_specs(vision: VisionShape, text_hidden: int) -> list[WeightSpec]:
 
 
 def vision_tensors(vision: VisionShape, text_hidden: int) -> tuple[str, ...]:
-    """Returns the names of the checkpoint's tensors that the text model does not have."""
+    """Returns the names of the checkpoint's tensors that belong to the encoder and its connector."""
     return tuple(part.name for spec in vision_specs(vision, text_hidden) for part in spec.tensors)
 
 

@@ -1,9 +1,9 @@
 """The encoder of Qwen2.5-VL (Bai et al., arXiv:2502.13923, section 2.1.1), and the merger that joins its patches.
 
-Most layers have attention in windows. Queries and keys are rotated by the row and the column of their patch. A tile is
-a whole image, whose patches are in the order of the rows that they become. The encoder computes one tile at a time,
-always in the same order. So the rows of a tile depend neither on other tiles nor on the number of threads
-(``agent.vision.arithmetic``).
+In most layers, a patch attends only to the patches of its window. Queries and keys are rotated by the row and the
+column of their patch. A tile is a whole image. The patches that are joined to one row of the tile follow each other.
+The encoder computes one tile at a time, always in the same order. So the rows of a tile depend neither on other tiles
+nor on the number of threads (``agent.vision.arithmetic``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class QwenEncoder:
         dtype: str,
         weights: Mapping[str, Array],
     ) -> None:
-        """``weights`` are the parameters of ``agent.vision.names.vision_specs``; those of linear layers are packed."""
+        """``weights`` are the parameters of ``agent.vision.names.vision_specs``. Weights of linear layers are packed.
+        """
         assert vision.windows is not None, "the encoder of Qwen2.5-VL has windows"
         self._vision, self._windows = vision, vision.windows
         self._processing = processing
@@ -72,7 +73,7 @@ class QwenEncoder:
     def patches(self, pixels: npt.NDArray[np.uint8]) -> Floats:
         """Returns the input values of each patch [patches, 3 x frames x patch size^2].
 
-        The patches of a row are next to each other, row by row of the tile.
+        The patches that are joined to one row of the tile follow each other. The rows have their order in the tile.
         """
         size, scale, frames = self._vision.patch_size, self._vision.scale_factor, self._windows.frames
         rows, columns = (length // self._vision.row_edge for length in pixels.shape[:2])
@@ -81,7 +82,7 @@ class QwenEncoder:
         return np.repeat(values, frames, axis=2).reshape(len(values), -1)
 
     def _attention(self, x: Floats, layer: int, seen: Sequence[Numbers], rotary: tuple[Floats, Floats]) -> Floats:
-        """Returns the result of attention. The patches of each entry of ``seen`` attend to each other."""
+        """Returns the result of attention. Each entry of ``seen`` lists patches that attend to each other."""
         vision, products = self._vision, self._products
         hidden, heads = vision.hidden_size, vision.num_heads
         size = hidden // heads
@@ -125,7 +126,7 @@ class QwenEncoder:
 def patch_places(rows: int, columns: int, scale: int) -> Numbers:
     """Returns the row and the column of each patch in the tile [patches, 2].
 
-    ``rows`` and ``columns`` count squares of ``scale`` x ``scale`` patches. The patches of a square are together.
+    ``rows`` and ``columns`` count squares of ``scale`` x ``scale`` patches. The patches of a square follow each other.
     """
     grid = np.indices((rows, scale, columns, scale)).transpose(0, 1, 3, 2, 4)
     places = np.stack([grid[0] * scale + grid[1], grid[2] * scale + grid[3]], axis=-1)
@@ -134,7 +135,9 @@ def patch_places(rows: int, columns: int, scale: int) -> Numbers:
 
 
 def rotary_angles(places: Numbers, size: int) -> tuple[Floats, Floats]:
-    """Returns the cosines and sines of each patch [patches, size / 2]: those of its row, then those of its column."""
+    """Returns the cosines and sines of each patch [patches, size / 2]. The first half belongs to its row, the second
+    half to its column.
+    """
     exponents = np.arange(0, size // 2, 2, dtype=np.float32) / np.float32(size // 2)
     frequencies = np.float32(1) / np.power(_THETA, exponents.astype(np.float64)).astype(np.float32)
     angles = (places.astype(np.float32)[:, :, None] * frequencies).reshape(len(places), -1).astype(np.float64)
@@ -142,7 +145,7 @@ def rotary_angles(places: Numbers, size: int) -> tuple[Floats, Floats]:
 
 
 def rotate(x: Floats, cos: Floats, sin: Floats) -> None:
-    """Rotates each pair of the elements i and i + size / 2 of each head. ``x`` is [patches, heads, size]."""
+    """Rotates the pairs of elements (i, i + size / 2) of each head in place. ``x`` is [patches, heads, size]."""
     half = x.shape[-1] // 2
     first, second = x[..., :half].copy(), x[..., half:].copy()
     cos, sin = cos[:, None], sin[:, None]

@@ -1,8 +1,9 @@
 """Rotary embedding of positions with three dimensions: time, height and width (M-RoPE, arXiv:2409.12191, section 2.1).
 
-A token of a text has the same number in all three. A token of an image has the time of the image, and a row and a
-column of its own. The token after an image continues with the largest number of the image plus one. So the rotary
-position of a token is its position minus a shift, which the server sends with each step.
+A text token has the same number in all three dimensions. An image token has the time of its image, and the row and
+column of its place in the image. The token after an image continues with the largest number of the image plus one. This
+number is smaller than the token's position in the sequence. The difference is the token's shift, which the server sends
+with each step.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class RotaryRows:
     def fill(self, slot: StepSlot, inputs: StepInputs) -> None:
         """Fills the rows of a step, and replaces its positions by rotary positions.
 
-        ``ImageRows`` has checked the tiles of ``slot``, or the first stage of a pipeline has. Raises ProtocolError if a
-        position is not valid.
+        The tiles of ``slot`` must have been checked before, by ``ImageRows`` or by the first stage of a pipeline.
+        Raises ProtocolError if a position is not valid.
         """
         self.shift(slot, inputs)
         self.gather(inputs)
@@ -47,9 +48,10 @@ class RotaryRows:
             self.place(tile.token, int(inputs.positions[tile.token]) - tile.first, cells)
 
     def shift(self, slot: StepSlot, inputs: StepInputs) -> None:
-        """Replaces the positions of a step by rotary positions. Raises ProtocolError if one would be negative.
+        """Replaces the positions of a step by rotary positions. Raises ProtocolError if a rotary position would be
+        negative.
 
-        The tokens of an image get the positions that they would have as text. ``place`` replaces their rows.
+        The tokens of an image get the positions that text tokens would have. ``place`` later overwrites their rows.
         """
         shifts = slot.position_shifts[: inputs.positions.size]
         check_range("position_shifts", shifts, 0, self._num_positions)
@@ -60,7 +62,8 @@ class RotaryRows:
     def gather(self, inputs: StepInputs) -> None:
         """Fills the rows of all tokens of a step, whose positions ``shift`` has replaced."""
         for table, out in zip(self._tables, self._out, strict=True):
-            # The positions are checked. NumPy would copy the result with another mode.
+            # The positions have been checked. With a mode other than "clip", NumPy would first write to a copy of
+            # ``out``.
             np.take(table, inputs.positions, axis=0, out=out[: inputs.positions.size], mode="clip")
 
     def place(self, token: int, time: int, cells: npt.NDArray[np.int32]) -> None:

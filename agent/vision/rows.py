@@ -1,4 +1,5 @@
-"""Makes the first input of the graph of a model that reads images: embeddings of tokens, and rows of tiles."""
+"""Makes the first input of the graph of a model that reads images: the embeddings of text tokens and the rows of tiles.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from llm_serving.ipc.tiles import StepTile, digest_of, read_tiles
 
 
 class ImageRows:
-    """Embeds the tokens of each step and replaces the embeddings of image tokens by the rows of their tiles.
+    """Embeds the tokens of each step, and replaces the embeddings of image tokens by the rows of their tiles.
 
-    Keeps the rows of the tiles that were used last, by the digest and the size of their pixels. So a prompt whose
-    chunks have parts of a tile encodes it once.
+    Caches the rows of the most recently used tiles, by the digest and the size of their pixels. So a tile is encoded
+    only once even if several chunks of a prompt have parts of it.
     """
 
     def __init__(
@@ -43,8 +44,8 @@ class ImageRows:
     ) -> None:
         """``table`` [vocabulary, hidden size] has the embeddings of the tokens.
 
-        ``out`` [tokens of the largest step, hidden size] is the memory of the graph's first input. ``rotary`` makes the
-        rows of rotary tables if positions have three dimensions.
+        ``out`` [tokens of the largest step, hidden size] is the memory of the graph's first input. ``rotary`` fills the
+        rows of cosines and sines if positions have three dimensions.
         """
         vision, processing = config.shape.vision, config.processing
         assert vision is not None, "only a model with a vision encoder has rows of images"
@@ -79,7 +80,8 @@ class ImageRows:
         weights = _loaded(config, vision_specs(vision, hidden))
         table = model.weights["embedding.weight"]
         if model.ops.is_split:
-            # Each agent of a stage has a part of the vocabulary. The rows of images replace whole embeddings.
+            # The agent has only a part of the vocabulary. But the rows of images replace whole embeddings, so this
+            # agent needs the whole table.
             specs = [spec for spec in weight_specs(config.shape) if spec.parameter == "embedding.weight"]
             table = _loaded(config, specs)["embedding.weight"]
         encoder_class = Encoder if vision.windows is None else QwenEncoder
@@ -90,7 +92,8 @@ class ImageRows:
     def warm_up(self) -> None:
         """Encodes a tile of the smallest size, so that all code has run once.
 
-        If tiles have any size, the largest tile would take too long. Its memory rests on the memory plan.
+        If tiles can have any size, encoding the largest tile would take too long. The memory plan accounts for its
+        memory.
         """
         height = self._vision.image_size or self._vision.row_edge
         width = self._vision.image_size or self._vision.row_edge * self._smallest
@@ -122,7 +125,8 @@ class ImageRows:
 
     def _embedded(self, inputs: StepInputs) -> Array:
         out = self._out[: inputs.token_ids.size]
-        # The reader has checked the ids. NumPy would check them again, and copy the result, with another mode.
+        # The reader has checked the ids. With a mode other than "clip", NumPy would check them again and first write to
+        # a copy of ``out``.
         np.take(self._table, inputs.token_ids, axis=0, out=out, mode="clip")
         return out
 
@@ -166,11 +170,11 @@ class ImageRows:
 
 
 def _loaded(config: Config, specs: list[WeightSpec]) -> dict[str, Array]:
-    """Returns the parameters ``specs`` of the model folder. Raises CheckpointError."""
+    """Loads the parameters ``specs`` from the model folder and returns them by name. Raises CheckpointError."""
     settings, dtype = config.model_config, config.model_config.model_dtype
     seed = settings.seed if settings.load_format == "dummy" else None
     folder = None if settings.model_path is None else Path(settings.model_path)
-    # Ignores all other tensors. The text model has checked that they belong to the text model.
+    # Ignores all other tensors, because loading the text model has already checked them.
     source = open_weights(folder, specs, seed=seed, ignorable=("",))
     try:
         return load_weights(specs, source, dtype, lambda done, total: None, Packing(dtype))

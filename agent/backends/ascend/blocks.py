@@ -20,14 +20,12 @@ from llm_serving.ipc.shm import MoveKind
 Pair = tuple[int, int]
 
 STAGING_BLOCKS = 16
-"""Size, in blocks, of the buffer in host memory through which the device's blocks are copied to other blocks of the
-device.
-"""
+"""Size, in blocks, of the buffer in host memory that copies within the device pass through."""
 
 
 class DeviceBlockMoves(BlockMoves):
-    """Copies blocks with ``swap_cache``. ``swap_cache`` reports no errors, so this class checks every copy before it
-    runs, and checks once that ``swap_cache`` works.
+    """Copies blocks with MindSpore's ``swap_cache``. This function reports no errors. Therefore this class checks every
+    copy before it runs, and checks once that ``swap_cache`` works.
 
     ``swap_cache(host, device, mapping, is_device_to_host)`` waits for all streams. Then it copies one block for each
     row (source, destination) of ``mapping`` and waits for the copies. It cannot copy from one block of the device to
@@ -42,10 +40,12 @@ class DeviceBlockMoves(BlockMoves):
         *,
         pinned: bool = True,
     ) -> None:
-        """Allocates the host pool, in pinned memory if ``pinned`` is set. The device can access pinned memory directly.
+        """Allocates the host pool. If ``pinned`` is set, the pool is in pinned memory, which the device can access
+        directly.
 
-        MindSpore can pin memory only on a machine with an Ascend, so tests on a CPU set ``pinned=False``. A ``pool`` in
-        shared memory is not pinned, because MindSpore pins only copies. Its copies to and from the device take longer.
+        MindSpore can pin memory only on a machine with an Ascend, so tests on a CPU set ``pinned=False``. A given
+        ``pool`` in shared memory is not pinned, because MindSpore can pin only a copy of an array. Transfers to and
+        from an unpinned pool take longer.
         """
         (num_host_blocks, *block), dtype = host
         self._caches, self._pinned = list(parameters), pinned

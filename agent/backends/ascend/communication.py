@@ -13,8 +13,8 @@ from llm_serving.errors import AgentStartError
 
 
 def join_group(part: ModelPart, mindspore: Any) -> None:
-    """Joins this agent to two communication groups of HCCL: all agents of its group, and the agents of its stage. Does
-    nothing for an agent without a group.
+    """Adds this agent to two communication groups of HCCL: all agents of its group, and the agents of its stage. Does
+    nothing if the agent has no group.
 
     Raises AgentStartError if HCCL cannot connect the agents.
     """

@@ -22,10 +22,13 @@ _DISABLED_CUSTOM_KERNELS = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 _NZ_PRIMITIVES = "MS_INTERNAL_ENABLE_NZ_OPS"
 _EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
 """Environment variable of HCCL. With the value AIV, the device's vector cores run a collective without the host. HCCL
-allows AIV for one communicator only. Pipeline parallelism has two: one for the stage, and one for all agents. HCCL then
-keeps its default."""
+allows AIV for one communicator only. With pipeline parallelism there are two: one for the stage, and one for all
+agents. Then this variable is not set.
+"""
 _NOT_CAPTURED = ["AllGather"]
-"""Collectives that are launched between captured parts. vllm-mindspore captures AllReduce, but not AllGather."""
+"""Collectives that MindSpore launches itself, between the captured parts of a graph. vllm-mindspore captures AllReduce,
+but not AllGather.
+"""
 _LISTS = (_DISABLED_CUSTOM_KERNELS, _NZ_PRIMITIVES)
 """Environment variables that contain a list of names, separated by commas."""
 
@@ -70,8 +73,9 @@ def jit_config(config: Config) -> dict[str, str]:
     """Returns MindSpore's settings ``jit_level`` and ``infer_boost`` for the configured backend.
 
     MindSpore finds the inference kernels (such as PagedAttention and ReshapeAndCache) only with ``infer_boost``, and
-    allows ``infer_boost`` only at level O0. MindSpore's level for graph-kernel fusion is O1. Therefore
-    ``context.enable_graph_kernel`` sets an environment variable instead (``agent.backends.ascend.fusion``).
+    allows ``infer_boost`` only at level O0. MindSpore's own level for graph-kernel fusion is O1, which excludes
+    ``infer_boost``. Therefore ``context.enable_graph_kernel`` turns fusion on by an environment variable
+    (``agent.backends.ascend.fusion``).
     """
     level = _JIT_LEVELS[config.model_config.backend]
     return {"jit_level": level, "infer_boost": "on" if level == "O0" else "off"}

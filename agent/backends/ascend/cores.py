@@ -1,9 +1,9 @@
 """Chooses the processor cores of an agent on an Ascend, among those of the NUMA node to which the agent's device is
 connected.
 
-The host launches every kernel of a step. On a core of another NUMA node, a launch waits for the memory of another
-processor. ``npu-smi info`` reports the PCI address of each device, and Linux reports the NUMA node of each PCI address.
-docs/ascend.md has the sources.
+The host launches every kernel of a step. On a core of another NUMA node, a launch must access memory of another
+processor, which takes longer. ``npu-smi info`` reports the PCI address of each device, and Linux reports the NUMA node
+of each PCI address. docs/ascend.md has the sources.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def bind_cores(config: Config, rank: int, read: Callable[[], Sequence[Chip]] = r
 
     Must run before MindSpore is imported, because only threads that start later inherit the cores.
     ``model_config.cpu_cores`` takes precedence over the cores of the NUMA node. If this setting is empty and the NUMA
-    node is unknown, the process keeps its cores. All agents together have at most one thread for each core, unless
-    ``model_config.cpu_threads`` is larger.
-    ``read`` returns the devices of the machine. ``root`` is the folder /sys.
+    node is unknown, the process keeps its cores. The threads of all agents together do not exceed the number of cores,
+    unless ``model_config.cpu_threads`` is larger. ``read`` returns the devices of the machine. ``root`` is the folder
+    /sys.
     """
     allowed = os.sched_getaffinity(0)
     threads, model = config.agent_threads(len(allowed)), config.model_config

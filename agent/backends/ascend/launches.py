@@ -1,4 +1,4 @@
-"""Launches of graphs whose results are copied to the host while the next graph runs. Sources: docs/ascend.md.
+"""Launches graphs on an Ascend. The results are copied to the host while the next graph runs. Sources: docs/ascend.md.
 
 Calls of MindSpore go through the argument ``mindspore``, so that a test can record them.
 """
@@ -16,12 +16,13 @@ from agent.backends.launch import Launch, OnDevice, as_array
 from agent.weights.storage import Array
 
 POLL_S = 0.0001
-"""Time between two checks whether the device has finished. ``Event.synchronize`` is not used, because no source shows
-that other Python threads can run while it waits."""
+"""Time in seconds between two checks whether the device has finished. ``Event.synchronize`` is not used, because it may
+keep other Python threads from running while it waits: no source excludes this.
+"""
 
 
 class DeviceLaunch(Launch):
-    """A launch on an Ascend. Its constructor queues the copies of the results to the host, and does not wait for them.
+    """A launch on an Ascend. Its constructor queues the copies of the results to the host and returns immediately.
 
     The device makes the copies after this launch and before any later launch.
     """
@@ -63,7 +64,9 @@ class DeviceLaunch(Launch):
 
 
 class AscendHooks(DeviceHooks):
-    """Launches graphs without waiting for their results. A thread waits for the end of each launch, in their order."""
+    """Launches graphs without waiting for their results. The thread ``device-watch`` waits for the end of each launch,
+    in the order of the launches.
+    """
 
     def __init__(self, mindspore: Any) -> None:
         self._mindspore = mindspore

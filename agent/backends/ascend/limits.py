@@ -11,11 +11,11 @@ MAX_HEAD_DIM = 256
 """Maximum head size of both attention kernels. Head sizes must also be multiples of ``HEAD_MULTIPLE``."""
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_ELEMENTS = 128 * 128
-"""Maximum of block size times head size in PagedAttention."""
+"""Maximum of the product of block size and head size in PagedAttention."""
 MAX_HEAD_GROUP = 128
 """Maximum number of query heads that share a key-value head in PagedAttention."""
 MAX_LATENT_DIM = 576
-"""Maximum number of elements of a token's row in the cache of PagedAttention over latent vectors."""
+"""Maximum number of elements of one token in the cache of latent attention (PagedAttention with latent vectors)."""
 MAX_EXPERTS = 1024
 """Maximum number of weights in one call of GroupedMatmulV4."""
 

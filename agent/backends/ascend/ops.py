@@ -22,8 +22,8 @@ from llm_serving.config import Config
 
 
 class AscendOps(NativeOps):
-    """The native op table for an Ascend. It does not pad whole prompts, and keeps weights and caches in the device's
-    memory.
+    """The native op table for an Ascend. Unlike on a CPU, it does not pad whole prompts, and keeps weights and caches
+    in the device's memory.
 
     The Ascend's operators have no attention window. Therefore ``check_limits`` accepts a model with a window only if no
     sequence can be longer than the window.
@@ -37,7 +37,8 @@ class AscendOps(NativeOps):
         """Raises AgentStartError if the kernels do not support ``config``."""
         check_limits(config)
         positions = config.max_blocks_per_seq * config.pa_config.block_size
-        # Without ``AscendHooks``, results are copied to the host only when they are fetched.
+        # These hooks start the copies of results to the host immediately after the launch. Without them, the copies
+        # start only when the host fetches the results.
         hooks = AscendHooks(mindspore) if part is None or part.may_run_ahead else None
         dtype, int8_cache, adapters = (
             config.model_config.model_dtype,

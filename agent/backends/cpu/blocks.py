@@ -11,7 +11,7 @@ from agent.weights.storage import Array, zeros
 
 
 class HostBlockMoves(BlockMoves):
-    """Runs all block moves of a step in one call of a kernel."""
+    """Copies all blocks of a step in one call of a kernel."""
 
     def __init__(self, arrays: Sequence[Array], host: CacheLayout, pool: Sequence[Array] | None = None) -> None:
         self.pool = [zeros(*host) for _ in arrays] if pool is None else list(pool)

@@ -32,9 +32,7 @@ class Embedding(nn.Cell):
 
 
 class ShardedEmbedding(nn.Cell):
-    """A variant of ``Embedding`` for a table whose rows are divided among agents. The operator also sums over the
-    agents.
-    """
+    """The ``Embedding`` of a table whose rows are divided among agents. The operator also sums over the agents."""
 
     def __init__(self, embed: Operator, vocabulary: tuple[int, ...]) -> None:
         super().__init__()
@@ -81,7 +79,7 @@ class Linear(nn.Cell):
 
 
 class NormLinear(nn.Cell):
-    """A norm and a linear layer at the beginning of a stage. It adds nothing, because there is no residual stream yet.
+    """A norm and a linear layer, at the beginning of a stage. There is no residual yet, so it adds nothing.
 
     Both arguments ``hidden`` and ``residual`` are the input of the stage.
     """
@@ -202,7 +200,8 @@ class ExpertMLP(nn.Cell):
 
 
 class RoutedExpertMLP(nn.Cell):
-    """A variant of ``ExpertMLP`` for DeepSeek's router, for shared experts, or for an agent that has only some experts.
+    """An ``ExpertMLP`` with more arguments: for DeepSeek's router, for shared experts, or for an agent with only some
+    experts.
     """
 
     def __init__(self, mlp: Operator, experts: Experts, epsilon: float) -> None:
@@ -236,8 +235,8 @@ class RoutedExpertMLP(nn.Cell):
 class LMHead(nn.Cell):
     """Writes the logits to ``logits`` and each sequence's best token to ``best_ids``. Returns the step's number.
 
-    ``FusedCpuOps`` describes both arrays. ``vocabulary`` is not None if agents share the vocabulary. It then states
-    which tokens this agent has, and the first agent's ``logits`` get the columns of all agents.
+    ``FusedCpuOps`` describes both arrays. ``vocabulary`` is None unless agents share the vocabulary. It describes the
+    part of this agent (``FusedCpuOps._vocabulary``). Then the first agent's ``logits`` get the columns of all agents.
     """
 
     def __init__(
@@ -268,8 +267,8 @@ class LMHead(nn.Cell):
 
 
 class RotaryTables(nn.Cell):
-    """Returns the positions and the whole float32 tables of cosines and sines, because the attention operator looks up
-    their rows itself.
+    """Returns the positions and the whole float32 tables of cosines and sines. The attention operator looks up the rows
+    of the tables.
     """
 
     def __init__(self, cos: Array, sin: Array) -> None:
@@ -282,7 +281,9 @@ class RotaryTables(nn.Cell):
 
 
 class RotaryRows(nn.Cell):
-    """Returns the cosines and sines of a step's tokens, which the agent has gathered, with the number of each row."""
+    """Returns the cosines and sines of the step's tokens, which the agent has gathered. The third result has the number
+    of each row.
+    """
 
     def __init__(self, cos: Array, sin: Array) -> None:
         super().__init__()
@@ -297,10 +298,10 @@ class RotaryRows(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """Runs norms of heads, rotary, cache write and attention in one operator.
+    """Runs norms of heads, rotary embedding, cache write and attention in one operator.
 
     The operator derives the numbers of heads and the scale of the scores from the shapes of its arguments. Optional
-    arguments come last: the attention window, then the sinks, or the gammas and the epsilon of the head norms.
+    arguments come last: the attention window, then either the sinks, or the gammas and the epsilon of the head norms.
     """
 
     def __init__(self, attention: Operator, form: AttentionForm) -> None:
@@ -330,7 +331,8 @@ class Attention(nn.Cell):
 
 
 class LatentAttention(nn.Cell):
-    """Runs norms, query products, rotary, cache write and attention over latent vectors in one operator."""
+    """Runs norms, products of queries, rotary embedding, cache write and attention over latent vectors in one operator.
+    """
 
     def __init__(self, attention: Operator, form: LatentForm) -> None:
         super().__init__()
@@ -366,7 +368,7 @@ class SigmoidGate(nn.Cell):
 class GatedDeltaNet(nn.Cell):
     """Runs convolution, recurrence, norm and output gate of linear attention in one operator.
 
-    ``runs`` is the array of ``SequenceStates``.
+    ``runs`` is the array in which ``SequenceStates`` describes the runs of a step.
     """
 
     def __init__(self, operator: Operator, delta: GatedDelta, epsilon: float, runs: Array) -> None:
@@ -385,10 +387,10 @@ class GatedDeltaNet(nn.Cell):
 
 
 def _window(form: AttentionForm) -> Parameter | None:
-    """Returns the operator's argument for the attention window, or None if the argument can be left out.
+    """Returns the operator's argument for the attention window, or None if the operator does not need this argument.
 
-    The argument is needed if the model has a window, or if the sinks or the arguments of the head norms follow. The
-    value 0 means that there is no window.
+    The operator needs it if the model has a window, or if sinks or the arguments of head norms follow. The value 0
+    means that there is no window.
     """
     if form.window == 0 and form.norm_epsilon is None and not form.sinks:
         return None

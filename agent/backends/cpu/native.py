@@ -1,4 +1,6 @@
-"""The native op table on a CPU: MindSpore's primitives, which our kernels compute from packed copies of the weights."""
+"""The native op table on a CPU. Its operators are MindSpore's primitives. The project's kernels compute them from
+packed copies of the weights.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,15 @@ from llm_serving.model.families import Experts
 
 _EMBEDDING = "embedding.weight"
 _LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight", "projection.weight", OUTPUT_LAYER)
-"""Endings of the names of linear weights. The weights of experts have a third dimension, the expert."""
+"""Endings of the names of linear weights. Weights of experts have one more axis, for the expert."""
 _LATENT_WEIGHTS = tuple(f"attention.{name}.weight" for name in ("joined", "query", "key_up", "value_up"))
 """Endings of the names of latent attention's linear weights."""
 _HEAD_WEIGHTS = _LATENT_WEIGHTS[2:]
-"""Endings of the names of weights that are floats for every weight format, with one matrix for each head."""
+"""Endings of the names of weights that stay floats in every weight format. They have one matrix for each head."""
 
 
 class NativeCpuOps(NativeOps):
-    """The native table with block moves in host memory and with ``NativeCpuHooks``."""
+    """The native table for a CPU. It copies blocks in host memory and has the hooks ``NativeCpuHooks``."""
 
     traits: ClassVar[DeviceTraits] = replace(NativeOps.traits, replays_steps=True)
     hooks: NativeCpuHooks
@@ -64,10 +66,9 @@ class NativeCpuOps(NativeOps):
 
 
 class NativeCpuHooks(DeviceHooks):
-    """Packs the weights for our kernels, keeps the kernels' threads awake while a graph runs, and raises an error if an
-    operator refused its inputs.
+    """Packs the weights for the project's kernels and owns the packed weights.
 
-    Owns the packed weights.
+    Keeps the kernels' threads awake while a graph runs. Raises an error if an operator has refused its inputs.
     """
 
     def __init__(self, dtype: str, forms: LinearForms) -> None:

@@ -1,8 +1,9 @@
 """The fused op table of the CPU: custom operators over packed weights in a graph of static shapes.
 
-MindSpore takes 6.5 us for each operator of a dynamic graph and 1.3 us for each operator of a static graph (measured on
-one machine). Therefore all tensors have the size of the largest step, and the operators read the number of valid rows
-from ``counts``. No step needs padding or a new compilation. The Cells around the operators are in ``cells``.
+MindSpore takes 6.5 us for each operator of a dynamic graph, and 1.3 us for each operator of a static graph. (These
+times are from one machine.) Therefore the graph is static: all tensors have the size of the largest step, and the
+operators read the number of valid rows from ``counts``. No step needs padding or a new compilation. The Cells around
+the operators are in ``cells``.
 
 This module imports MindSpore only when the first operator is made. An agent with stored launches
 (``agent.stored_program``) makes no operator, so it does not need MindSpore.
@@ -43,9 +44,10 @@ class FusedCpuOps(OpTable):
 
     In the last stage, a run of the graph fills ``logits`` [sequences, vocabulary] and ``best_ids`` [sequences + 1].
     ``best_ids`` has the id of each sequence's best token, then the step's number (``counts[3]``). In the other stages,
-    a run fills ``stream`` [tokens, hidden_size], which the next stage takes as its input. If the model reads images,
-    the graph's first input is ``rows`` [tokens, hidden_size]. If positions have three dimensions, the graph reads
-    ``rotary_rows``.
+    a run fills ``stream`` [tokens, hidden_size], the input of the next stage.
+
+    If the model reads images, the graph's first input is ``rows`` [tokens, hidden_size]. If positions have three
+    dimensions, the graph also reads ``rotary_rows``.
     """
 
     traits: ClassVar[DeviceTraits] = DeviceTraits("fused", packs_weights=True)
@@ -81,8 +83,8 @@ class FusedCpuOps(OpTable):
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         from agent.layers.parameter import unbound_parameter
 
-        # The size of a packed weight depends on its format, which is known only when the weight is loaded. Therefore
-        # `bind` sets the size.
+        # The size of a packed weight depends on its format, which is unknown before the weight is loaded. ``bind`` sets
+        # the size.
         return unbound_parameter((1,), "uint8")
 
     def adapter_slots(self, parameters: Mapping[str, Any], weights: Mapping[str, Array]) -> AdapterSlots | None:

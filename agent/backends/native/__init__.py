@@ -1,1 +1,1 @@
-"""The native op table: MindSpore's inference primitives. An Ascend runs them itself; on a CPU our kernels run them."""
+"""The native op table: MindSpore's inference primitives. On a CPU, the project's kernels compute the primitives."""

@@ -1,7 +1,8 @@
 """Adds LoRA adapters to the linear layers of the native op table (``agent.lora.stacked`` describes the matrices).
 
-The tokens of a step are ordered by adapter slot, so the rows of an adapter follow each other. Two grouped matrix
-products then compute ``B (A x)`` for all adapters of the step: each multiplies the rows of a slot by its matrix.
+The tokens of a step are ordered by adapter slot, so the rows of an adapter are consecutive. Two grouped matrix products
+compute ``B (A x)`` for all adapters of the step. Each product multiplies the rows of every slot by the matrix of this
+slot.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from agent.weights.forms import LinearForm
 
 
 class AddAdapters(nn.Cell):
-    """Adds the adapters' products to the output of a linear layer. Rounds after each product and after the sum."""
+    """Adds the products of the adapters to the output of a linear layer. Rounds after each product and after the
+    addition.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +37,9 @@ class AddAdapters(nn.Cell):
 
 
 class WithoutAdapters(nn.Cell):
-    """Calls an attention operator with ``step`` without its last entry ``adapter_rows``, which the operator does not
-    take."""
+    """Calls an attention operator without ``adapter_rows``, the last entry of ``step``, because the operator does not
+    take it.
+    """
 
     def __init__(self, attention: Operator) -> None:
         super().__init__()
@@ -54,8 +58,9 @@ class WithoutAdapters(nn.Cell):
 
 
 class LatentWithoutAdapters(nn.Cell):
-    """Calls an operator of latent attention with ``step`` without its last entry ``adapter_rows``, which the operator
-    does not take."""
+    """Calls an operator of latent attention without ``adapter_rows``, the last entry of ``step``, because the operator
+    does not take it.
+    """
 
     def __init__(self, attention: Operator) -> None:
         super().__init__()

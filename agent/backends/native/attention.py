@@ -21,15 +21,19 @@ from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor
 from agent.weights.storage import Array, from_float32
 
 _ROTATE_HALVES = 2
-"""``cos_format`` of ApplyRotaryPosEmb: rotates pairs of elements that are half a head apart, with a row of cos and
-sin for each token."""
+"""Value of ``cos_format`` of ApplyRotaryPosEmb. It rotates pairs of elements that are half a head apart, and takes a
+row of cos and sin for each token.
+"""
 _MASK_SIZE = 128
 _BAND_MASK_SIZE = 2048
 """Size of the compressed mask that ``sparse_mode`` 4 requires."""
 _BAND = 4
-"""Value of ``sparse_mode``: a query attends to ``pre_tokens`` tokens before it and ``next_tokens`` after it."""
+"""Value of ``sparse_mode`` for a band: a query attends to ``pre_tokens`` tokens before it and ``next_tokens`` after it.
+"""
 _MASKED = -10000.0
-"""Value that a mask adds to the scores of masked positions. In bfloat16, FlashAttentionScore takes 0 and 1 instead."""
+"""The number that a mask adds to the scores of masked positions. The bfloat16 mask of FlashAttentionScore has 0 and 1
+instead.
+"""
 
 
 def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
@@ -39,7 +43,7 @@ def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
 
 
 def no_mask(dtype: str) -> Tensor:
-    """Makes the placeholder for PagedAttention's mask, for steps where every sequence has one token."""
+    """Makes a placeholder, which PagedAttention takes as its mask in steps where every sequence has one token."""
     return Tensor(np.zeros((1, 1)), MINDSPORE_DTYPES[dtype])
 
 
@@ -102,7 +106,8 @@ class ChunkMask(nn.Cell):
 class Attention(nn.Cell):
     """Splits qkv, normalises and rotates queries and keys, writes keys and values to the cache, and attends.
 
-    With ``int8_cache``, all queries attend to the rounded keys and values. So a prompt has the same bits as its chunks.
+    With ``int8_cache``, all queries attend to the keys and values as the cache rounds them, even within a prompt. So a
+    prompt gets the same bits as its chunks.
     """
 
     def __init__(self, form: AttentionForm, dtype: str, causal_mask: Tensor, *, int8_cache: bool = False) -> None:
@@ -120,7 +125,7 @@ class Attention(nn.Cell):
         self.paged = PagedAttention(form.num_heads, scale, form.num_kv_heads)
         self.norm = None if form.norm_epsilon is None else _HeadNorm(form.head_dim, form.norm_epsilon)
         self.has_window = form.window > 0
-        # On an Ascend, these masks make the attention causal. Our CPU kernels ignore the masks, because they compare
+        # On an Ascend, these masks make the attention causal. The project's CPU kernels ignore the masks and compare
         # the positions of query and key instead.
         band = {"pre_tokens": form.window - 1, "next_tokens": 0, "sparse_mode": _BAND} if self.has_window else {}
         self.flash = FlashAttentionScore(head_num=form.num_heads, scale_value=scale, input_layout="TH", **band)

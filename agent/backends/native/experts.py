@@ -30,21 +30,22 @@ _COUNTS = 2
 _ONE_OUTPUT, _ROWS, _SIZES = 3, 0, 1
 """The last three arguments of GroupedMatmulV4: ``split_item``, ``group_type`` and ``group_list_type``.
 
-The arguments before them are x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale,
-group_list, and three arguments for an activation. Each call below writes out all arguments. If a call unpacked them
-with ``*``, MindSpore's graph would lose the operator's scope, which names the layer that calls it.
+The other arguments come before these three: x, weight, bias, scale, offset, antiquant_scale, antiquant_offset,
+pre_token_scale, group_list, and three arguments for an activation. Each call below writes out all arguments. With
+arguments unpacked by ``*``, MindSpore's graph would lose the operator's scope, which names the layer that calls it.
 """
 
 _SIGMOID, _SUMMED_OF_GROUP = 0, 2
-"""Arguments of FusedAddTopKDiv. ``activate_type`` 0 is the sigmoid. A group of experts is ranked by the sum of its 2
-best experts."""
+"""Arguments of FusedAddTopKDiv. ``activate_type`` 0 is the sigmoid. The 2 means that a group of experts is ranked by
+the sum of its 2 best experts.
+"""
 
 
 def grouped_product(form: LinearForm) -> Operator:
     """Returns an operator (rows, weight, counts) -> products. It multiplies each row by the weight of the row's expert.
 
-    rows [rows, in] are ordered by expert. ``OpTable.expert_weight`` describes the weight, which has all experts. counts
-    (int64 [experts]) is the number of rows of each expert. The products are [rows, out].
+    ``rows`` [rows, in] are ordered by expert. ``weight`` has the weights of all experts (``OpTable.expert_weight``).
+    ``counts`` int64 [experts] has the number of rows of each expert. The products are [rows, out].
     """
     if form.is_float:
         return _FloatProducts()
@@ -116,9 +117,10 @@ class _SoftmaxRouter(nn.Cell):
 
 
 class _GroupRouter(nn.Cell):
-    """DeepSeek V3's router. Chooses the experts with the largest corrected sigmoids within the best groups.
+    """The router of DeepSeek V3. Chooses the groups with the best experts, and within them the experts with the largest
+    corrected sigmoids.
 
-    Returns the same as ``_SoftmaxRouter``.
+    Returns the same tensors as ``_SoftmaxRouter``.
     """
 
     def __init__(self, experts: Experts, routing: Routing) -> None:
@@ -138,7 +140,8 @@ class _GroupRouter(nn.Cell):
 class _OwnExperts(nn.Cell):
     """Restricts a choice of experts to the experts that this agent has.
 
-    The agent's experts get the first numbers. A token's weights for experts of other agents become 0.
+    The experts are renumbered, so that this agent's experts come first. A token's weights for experts of other agents
+    become 0.
     """
 
     def __init__(self, experts: Experts) -> None:
@@ -153,7 +156,9 @@ class _OwnExperts(nn.Cell):
         return self.multiply(fractions, self.gather(self.is_own, chosen, 0)), self.gather(self.numbers, chosen, 0)
 
     def counts(self, counts: Tensor) -> Tensor:
-        """Selects this agent's experts from ``counts``, which has the number of rows of each expert of the model."""
+        """Returns the numbers of rows of this agent's experts. ``counts`` has the number of rows of each expert of the
+        model.
+        """
         return self.gather(counts, self.first, 0)
 
 
@@ -161,7 +166,8 @@ class ExpertMLP(nn.Cell):
     """A mixture of experts. Returns the output of the experts, and hidden + residual.
 
     Orders the tokens by expert, multiplies them by the experts' weights in two grouped matrix products, and computes
-    the weighted sum of each token's experts. If an agent has only some whole experts, it computes their terms only.
+    the weighted sum of each token's experts. If an agent has only some of the experts, its sum contains only these
+    experts.
     """
 
     def __init__(self, experts: Experts, epsilon: float, forms: LinearForms, dtype: str) -> None:
@@ -206,7 +212,7 @@ class ExpertMLP(nn.Cell):
         inner = self.activation(self.gate_up(ordered, gate_up, groups))
         rows = self.down(inner, down, groups)
         if self.own is not None:
-            # The products of rows for experts of other agents are undefined. Their weights are 0.
+            # The rows for experts of other agents are undefined, and could be NaN. Their weights are 0.
             rows = self.without_undefined(rows)
         out = self.restore(rows, places, self.cast(fractions, self.dtype), False, None)
         if self.shared is not None:
@@ -215,7 +221,7 @@ class ExpertMLP(nn.Cell):
 
 
 class _SharedExperts(nn.Cell):
-    """The gated MLP that every token passes in addition to its experts."""
+    """The gated MLP that processes every token, in addition to the token's own experts."""
 
     def __init__(self, form: LinearForm, dtype: str) -> None:
         super().__init__()

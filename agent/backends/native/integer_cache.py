@@ -1,8 +1,9 @@
 """Implements the int8 KV cache of the native op table: quantises new keys and values, and dequantises cached ones.
 
-The primitive PagedAttention takes scales of channels, which must be known in advance. It also takes scales of tokens,
-but no source documents their layout for blocks that move. Therefore the blocks of the step are gathered and dequantised
-before attention. vllm-ascend did the same for chunks of prompts, with scales of channels (pull request 4218).
+The primitive PagedAttention accepts scales of channels, but these must be known in advance. It also accepts scales of
+tokens, but no source documents the layout of these scales in a paged cache. Therefore this module gathers and
+dequantises the blocks of the step before attention. The project vllm-ascend did the same for chunks of prompts, with
+scales of channels (pull request 4218).
 
 ``llm_serving.model.number_formats.scale_row_width`` describes a row of the cache of scales.
 """
@@ -19,10 +20,11 @@ from llm_serving.model.number_formats import scale_row_copies, scale_row_width
 
 
 class IntegerCache(nn.Cell):
-    """Quantises the keys and values of the step, each head of a token with its own scale, and writes them.
+    """Quantises the keys and values of the step and writes them to the caches. Each head of a token has its own scale.
 
     Returns (keys, values, scales, written). Keys and values are int8 [tokens, heads x head_size], and ``scales``
-    [tokens, row width] has the rows of the cache of scales. Whatever reads the caches must depend on ``written``.
+    [tokens, row width] has the rows of the cache of scales. An operator that reads the caches must take ``written`` as
+    an input, so that it runs after the write.
     """
 
     def __init__(self, form: AttentionForm, dtype: str) -> None:
@@ -50,10 +52,10 @@ class IntegerCache(nn.Cell):
 
 
 class MultipliedOut(nn.Cell):
-    """Dequantises cached keys and values: returns floats of the model's type, in the shape of the integers.
+    """Dequantises cached keys and values. Returns floats of the model's type, in the shape of the integers.
 
-    The integers are int8 [..., heads x head_size] or [..., heads, head_size], and ``scales`` [..., row width] has their
-    rows of the cache of scales. The products are float32 and rounded once.
+    The integers are int8 [..., heads x head_size] or [..., heads, head_size]. ``scales`` [..., row width] has the rows
+    of the cache of scales for them. The products are computed in float32 and rounded once.
     """
 
     def __init__(self, form: AttentionForm, dtype: str) -> None:
@@ -67,7 +69,7 @@ class MultipliedOut(nn.Cell):
         self.dtype = MINDSPORE_DTYPES[dtype]
 
     def construct(self, keys: Tensor, values: Tensor, scales: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """``shape`` is the shape of the results, whose first size is -1."""
+        """Returns the keys and the values. ``shape`` is the shape of the results, whose first size is -1."""
         parts = self.split(self.cast(self.reshape(scales, self.row), ms.float32), self.parts, -1)
         key_scales, value_scales = self.split(self.add(parts[0], parts[1]), self.each, -1)
         return self._product(keys, key_scales, shape), self._product(values, value_scales, shape)
@@ -78,7 +80,8 @@ class MultipliedOut(nn.Cell):
 
 
 class GatheredBlocks(nn.Cell):
-    """Gathers the step's blocks of the three caches and returns keys and values [blocks, block_size, heads, head_size].
+    """Gathers the step's blocks from the caches of keys, values and scales. Returns keys and values [blocks,
+    block_size, heads, head_size].
 
     ``step_blocks`` [blocks] are the numbers of the blocks, and ``written`` is the result of ``IntegerCache``.
     """

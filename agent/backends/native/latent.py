@@ -1,8 +1,8 @@
 """Implements multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) of the native op table.
 
-All steps run the absorbed form: the up-projections of keys and values are applied to queries and results, and every
-query attends to the cached latent vectors. MindFormers and vllm-mindspore have the same chain of primitives for decode
-steps and for parts of prompts. For whole prompts they compute keys and values instead, which rounds differently.
+All steps run the absorbed form: the up-projections of keys and values are applied to queries and results. Every query
+attends to the cached latent vectors. MindFormers and vllm-mindspore use the same primitives for decode steps and for
+parts of prompts. For whole prompts, however, they compute keys and values. This rounds differently.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from agent.backends.native.linear import matrix_product
 from agent.weights.forms import LinearForm
 
 _ROTATE_HALVES, _ROTATE_PAIRS = 2, 3
-"""Values of ``cos_format`` of ApplyRotaryPosEmb, with a row of cos and sin for each token. The rotated pairs are
-elements that are half a head apart, or adjacent elements."""
+"""Values of ``cos_format`` of ApplyRotaryPosEmb. The first one rotates pairs of elements that are half a head apart,
+the second one pairs of adjacent elements. Both take a row of cos and sin for each token.
+"""
 _SWAPPED = (1, 0, 2)
 
 

@@ -53,9 +53,9 @@ def expert_parameters(
 
 
 def is_transposed(form: LinearForm) -> bool:
-    """Returns True if the weight is stored as [out, in], and False for [in, out].
+    """Returns True if the weight is stored as [out, in], and False if it is stored as [in, out].
 
-    Only 4-bit weights are [in, out], because each byte of them holds the integers of two outputs.
+    Only 4-bit weights are [in, out]. Each of their bytes has the integers of two outputs.
     """
     return form.is_float or form.weights.values_per_byte == 1
 
@@ -73,7 +73,7 @@ def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple
 
 
 def matrix_product(form: LinearForm, dtype: str) -> Operator:
-    """Returns an operator that multiplies x [tokens, in] by a weight. The result is [tokens, out].
+    """Returns an operator (x [tokens, in], weight) -> the product [tokens, out].
 
     ``LinearParameters`` describes the weight, with its scales and offsets.
     """

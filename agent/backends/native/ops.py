@@ -1,4 +1,4 @@
-"""Implements the native op table: the operators of the model code with MindSpore's inference primitives."""
+"""Implements the native op table: the operators that models call, with MindSpore's inference primitives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ from llm_serving.model.number_formats import scale_row_width
 
 
 class NativeOps(OpTable):
-    """The op table of MindSpore's primitives, in float16 or bfloat16. Their Python functions do not accept float32."""
+    """The op table of MindSpore's primitives. It supports float16 and bfloat16, because the primitives' Python
+    functions do not accept float32.
+    """
 
     traits: ClassVar[DeviceTraits] = DeviceTraits("native")
 
@@ -50,10 +52,10 @@ class NativeOps(OpTable):
         int8_cache: bool = False,
         adapters: StackedSizes | None = None,
     ) -> None:
-        """``max_positions`` is the number of positions for which the widest block table has blocks.
+        """Stores the sizes and checks the types.
 
-        ``adapters`` are the sizes of the matrices of LoRA adapters. Raises ConfigError if the primitives of ``forms``
-        do not support ``dtype``.
+        ``max_positions`` is the number of positions that the widest block table covers. ``adapters`` has the sizes of
+        the matrices of LoRA adapters. Raises ConfigError if the primitives of ``forms`` do not support ``dtype``.
         """
         super().__init__(dtype, part, hooks)
         self.forms = forms or LinearForms()
@@ -179,7 +181,7 @@ class NativeOps(OpTable):
 
 
 def _of_adapters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the Parameters with the matrices of adapters."""
+    """Returns those of the Parameters that are matrices of adapters."""
     ends = (f".{A_NAME}", f".{B_NAME}")
     return {name: parameter for name, parameter in parameters.items() if name.endswith(ends)}
 
@@ -214,7 +216,8 @@ class _Linear(nn.Cell):
 
 
 class _NormLinear(nn.Cell):
-    """Normalises and multiplies in the first layer of a pipeline stage, where ``residual`` equals ``hidden``."""
+    """Applies the norm and a linear layer in the first layer of a pipeline stage, where ``residual`` equals ``hidden``.
+    """
 
     def __init__(self, epsilon: float, form: LinearForm, dtype: str, *, adapted: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Implements the native op table's operators for agents that share a model, with communication primitives.
 
-On an Ascend, HCCL runs the primitives. On a CPU, our kernels run them over shared memory
-(``agent/kernels/plugin/collectives.cc``) and need neither ``mindspore.communication.init`` nor ``msrun``.
+On an Ascend, HCCL runs the primitives. On a CPU, the project's kernels run them over shared memory
+(``agent/kernels/plugin/collectives.cc``), without ``mindspore.communication.init`` and ``msrun``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sum(nn.Cell):
 class Embedding(nn.Cell):
     """Looks up tokens in an embedding table whose rows are divided among agents.
 
-    Each agent looks up the tokens in its own rows and takes zeros for all other tokens. Then the agents' results are
+    Each agent looks up the tokens in its own rows and uses zeros for all other tokens. Then the agents' results are
     added.
     """
 
@@ -65,7 +65,7 @@ class Embedding(nn.Cell):
 
 
 class HandOver(nn.Cell):
-    """Returns hidden + residual for the next pipeline stage, rounded in the way in which AddRmsNorm rounds its sum."""
+    """Returns hidden + residual for the next pipeline stage. The sum is rounded exactly as in AddRmsNorm."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
 """Replays steps of the static graph from one recording of its kernel launches.
 
 The graph's shapes never change, and its inputs, weights, caches and results stay in the same memory. Therefore one
-recording serves all steps, and MindSpore need not prepare every parameter in every step.
+recording is valid for all steps. A replay avoids MindSpore's preparation of every parameter in every step.
 
 The first small step runs the graph, records the launches (``agent.kernels.launches``) and replays them. The second
 small step runs the graph and the replay. In both steps, the graph and the replay must give the same bits. Then all
 later steps are replays. If the results differ, or if kernels of another library run in the graph, all later steps run
 the graph.
 
-If agents share layers, the launches add arrays of all these agents. Therefore either all of them replay or none does.
-Each agent votes on whether its replay agrees, and all of them replay only if all votes are yes.
+If agents share layers, the launches add arrays of all these agents. Therefore either all of these agents replay or none
+of them. Each agent votes on whether its replay gave the right bits. They replay only if all votes are yes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from agent.weights.storage import Array
 logger = logging.getLogger("agent.step_graph.replay.fused")
 
 MAX_COMPARED_TOKENS = 64
-"""Maximum number of tokens of a step that runs both the graph and the replay. Before two of these small steps have run,
-larger steps run only the graph.
+"""Maximum number of tokens of a step that runs both the graph and the replay. Until two small steps have run, larger
+steps run only the graph.
 """
 _SPOILED = 0xFF
-"""Value of every byte of the results before a run. No float with these bytes is a number."""
+"""The value of every byte of the results before a run. These bytes make every float a NaN."""
 
 
 class FusedReplays:
@@ -54,7 +54,7 @@ class FusedReplays:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether two replays have given the same bits as the graph. If so, all further steps are replays."""
+        """Whether two replays have given the same bits as the graph. Then all further steps are replays."""
         return self._confirmed
 
     @property
@@ -65,8 +65,8 @@ class FusedReplays:
     def run(self, results: Sequence[Array], num_tokens: int) -> None:
         """Runs a step of ``num_tokens`` tokens, whose inputs are already in the memory of the graph's inputs.
 
-        ``results`` are the arrays that the step fills. Raises RuntimeError if an operator refuses its inputs; a replay
-        then raises its subclass OperatorRefusedError. Exceptions of ``all_agree`` are passed on.
+        ``results`` are the arrays that the step fills. Raises RuntimeError if an operator refuses its inputs. (A replay
+        raises the subclass OperatorRefusedError.) Exceptions of ``all_agree`` are passed on.
         """
         if self._confirmed and self.is_paused:
             self._graph_result()
@@ -104,8 +104,8 @@ class FusedReplays:
     def _confirm(self, launches: RecordedLaunches, results: Sequence[Array]) -> None:
         """Runs a second step with the graph and with the replay, and compares the results.
 
-        The second step has other inputs than the recorded step. If the recording treats a value as constant although it
-        depends on the inputs, the results differ.
+        The second step has other inputs than the recorded step. So the results differ if the recording treats a value
+        as constant although it depends on the inputs.
         """
         expected: list[Array] = []
         self._run_and_copy(results, expected)
@@ -118,14 +118,17 @@ class FusedReplays:
             self._give_up("a replay with other inputs gives another result")
 
     def _run_and_copy(self, results: Sequence[Array], expected: list[Array]) -> tuple[Results, tuple[int, ...]]:
-        """Runs the graph and copies the results to ``expected``. Before, fills ``results`` with NaN."""
+        """Fills ``results`` with NaN, runs the graph, and copies the results to ``expected``. Returns what
+        ``_graph_result`` returns.
+        """
         _spoil(results)
         number = self._graph_result()
         expected[:] = [result.copy() for result in results]
         return number
 
     def _graph_result(self) -> tuple[Results, tuple[int, ...]]:
-        """Runs the graph. Returns the graph's own outputs (each is the step's number) and their addresses."""
+        """Runs the graph. Returns the graph's own outputs and their addresses. Each output is only the step's number.
+        """
         found = self._run_graph()
         tensors = found if isinstance(found, tuple) else (found,)
         return tuple(tensor.asnumpy() for tensor in tensors), tuple(tensor.data_ptr() for tensor in tensors)

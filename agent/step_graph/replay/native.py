@@ -1,17 +1,18 @@
 """Replays steps of a dynamic graph, of any size, from two recordings of its kernel launches.
 
 The graph makes the same launches in every step, and inputs, weights and caches stay in the same memory. Only the sizes
-of the launches' arguments change, with the numbers of tokens, sequences and gathered blocks. Therefore two padding
-steps of different size are recorded after compilation (``agent.kernels.launches``). If a size differs between the two
-recordings, it is a multiple of one of these numbers. A replay computes this size for any step.
+of the launches' arguments change. They depend on the numbers of tokens, sequences and gathered blocks. Therefore two
+padding steps of different size are recorded after compilation (``agent.kernels.launches``). If a size differs between
+the two recordings, it is a multiple of one of these numbers. A replay computes this size for any step.
 
 The first small steps run the graph and the replay, and both must give the same bits. Then all later steps are replays.
 A replay may fuse launches, but the graph does not. The comparison then also proves that fused and unfused operators
 give the same bits. If the results differ, or if kernels of another library run in the graph, all later steps run the
 graph.
 
-If agents share layers, their launches add and gather arrays of all these agents. Therefore either all of them replay a
-graph or none does. Each agent votes on whether its replay agrees, and all of them replay only if all votes are yes.
+If agents share layers, their launches add and gather arrays of all these agents. Therefore either all of these agents
+replay a graph or none of them. Each agent votes on whether its replay gave the right bits. They replay only if all
+votes are yes.
 """
 
 from __future__ import annotations
@@ -42,15 +43,17 @@ Run = Callable[[tuple[Tensor, ...]], Any]
 CONFIRMATIONS = 2
 """Number of steps that run both the graph and the replay and must give the same bits."""
 MAX_COMPARED_TOKENS = 64
-"""Maximum number of tokens of a step with prompts that runs both the graph and the replay. Before the small steps have
-run, larger steps run only the graph.
+"""Maximum number of tokens of a step with prompts that runs both the graph and the replay. Until ``CONFIRMATIONS``
+small steps have run, larger steps run only the graph.
 """
 _RECORDED_TOKENS = (2, 3)
-"""Numbers of tokens of the two recorded steps, if sequences may have several tokens. The recorded steps have 1 and 2
-sequences, so the ratios of tokens and of sequences differ.
+"""Numbers of tokens of the two recorded steps, if sequences may have several tokens. These steps have 1 and 2
+sequences. So tokens and sequences grow by different factors, 3/2 and 2.
 """
 _RECORDED_BLOCKS = (4, 5)
-"""Numbers of gathered blocks of the two recorded steps. No other size of a step has this ratio."""
+"""Numbers of gathered blocks of the two recorded steps. They grow by the factor 5/4, which differs from the factors of
+tokens and sequences.
+"""
 
 
 class NativeReplays:
@@ -109,7 +112,8 @@ class NativeReplays:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether ``CONFIRMATIONS`` replays gave the same bits as the graph. If so, all further steps are replays."""
+        """Whether ``CONFIRMATIONS`` replays have given the same bits as the graph. Then all further steps are replays.
+        """
         return self._agreed >= CONFIRMATIONS
 
     @property
@@ -121,15 +125,15 @@ class NativeReplays:
     def operators(self) -> tuple[int, list[str]]:
         """The number of operators of a step without fusion, and the names of the fusions.
 
-        (0, []) if the launches cannot be replayed.
+        The value is (0, []) if the launches cannot be replayed.
         """
         return (0, []) if self._launches is None else (self._launches.num_launches, self._launches.fusions)
 
     def record(self, entry: Array, *, is_decode: bool) -> None:
         """Runs the graph with two steps of padding and records the launches. Call this before ``run``.
 
-        ``entry`` is an entry of one token, as ``StepGraph.run`` describes it. Exceptions of the graph and of
-        ``all_agree`` are passed on.
+        ``entry`` is an entry of one token, as ``StepGraph.run`` describes it: only its type and its later axes matter.
+        Exceptions of the graph and of ``all_agree`` are passed on.
         """
         self._entry = np.zeros((self.max_tokens, *entry.shape[1:]), entry.dtype)
         all_seqs = (1, min(2, self._max_seqs))
@@ -156,7 +160,8 @@ class NativeReplays:
         inserted: InsertedIds | None = None,
         blocks: Int32Array | None = None,
     ) -> Results:
-        """Runs a step and returns the graph's results, valid until the next call; bfloat16 is returned as uint16.
+        """Runs a step and returns the graph's results. They are valid until the next call. bfloat16 is returned as
+        uint16.
 
         ``StepGraph.run`` describes ``entry`` and ``inserted``. ``blocks`` are the blocks that the graph gathers.
         Exceptions of ``all_agree`` are passed on.
@@ -173,8 +178,8 @@ class NativeReplays:
     def _confirm(self, launches: RecordedLaunches, arrays: tuple[Array, ...]) -> Results:
         """Runs a step with the graph and with the replay, compares the results, and returns them.
 
-        The step has other inputs and sizes than the recorded steps. If the recording treats a value as constant
-        although it depends on inputs or sizes, the results differ.
+        The step has other inputs and sizes than the recorded steps. So the results differ if the recording treats a
+        value as constant although it depends on inputs or sizes.
         """
         results, _ = self._graph_result(arrays)
         if has_failed():  # a primitive refused these inputs, so the results are undefined
@@ -203,7 +208,7 @@ class NativeReplays:
     def _padding(self, sizes: StepSizes) -> tuple[Array, ...]:
         """Returns the inputs of a padding step, which reads only the null block and writes no keys or values.
 
-        The first sequence has all tokens that are left when every other sequence has one token.
+        Every sequence has one token, except that the first sequence has all remaining tokens.
         """
         query_lens = np.ones(sizes.seqs, np.int32)
         query_lens[0] += sizes.tokens - sizes.seqs
@@ -234,8 +239,8 @@ class NativeReplays:
     ) -> tuple[Array, ...]:
         """Copies the inputs into this object's memory and returns the copies.
 
-        Block tables always get the maximum width, because MindSpore would compute shapes again after each change of the
-        width.
+        Block tables always get the maximum width, because MindSpore must compute all shapes again whenever the width
+        changes.
         """
         tokens, (seqs, width) = len(entry), inputs.block_tables.shape
         self._entry[:tokens] = entry
