@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _make_runner(config: Config, report: StartReport, rank: int, exchange: ExchangeMemory | None) -> ModelRunner:
-    """Imports and makes the model runner. The import starts threads, so the process must be confined before."""
+    """Makes the model runner. Importing it starts threads, so the process must be confined before."""
     from agent.model_runner import ModelRunner
 
     return ModelRunner(config, report, rank, exchange, keeps_files=True)

@@ -1,8 +1,8 @@
 """Makes the system allocate the pages of the KV cache: some during the start, and the rest while the agent serves.
 
-A system takes 0.2 to 2 seconds to allocate 1 GiB. The agent therefore does not wait for all pages of a large cache. The
-server uses blocks with low numbers first, so these blocks get their pages first. A step that uses a block without pages
-waits until the system has allocated them.
+A system takes 0.2 to 2 seconds to allocate 1 GiB. So the agent does not wait until a large cache has all its pages. The
+server uses blocks with low numbers first, so these blocks get their pages first. If a step uses a block without pages,
+the step waits until the system has allocated them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from llm_serving.planning.machine import Machine
 logger = logging.getLogger("agent.cache_pages")
 
 START_BYTES = 64 << 20
-"""Size of the first part of the cache. The agent waits at the start until this part has pages."""
+"""Size of the first part of the cache in bytes. The start waits until this part has pages."""
 _PIECE_BYTES = 2 << 20
-"""Pages are allocated in pieces of this size. A longer call would delay the other threads of the process."""
+"""Pages are allocated in pieces of this size. A call for more bytes would delay the other threads of the process."""
 _LOWEST_PRIORITY = 19
 
 
@@ -58,7 +58,7 @@ class CachePages:
         """
         pieces, self._rest = self._rest, []
         num_bytes = sum(piece.size for piece in pieces)
-        # Linux counts the pages of the mapped weight file as available memory, because they can be read from the file
+        # Linux counts the pages of the mapped weight file as available memory, because it can drop them and read them
         # again. The agent needs these pages in memory, so they are subtracted.
         is_safe = num_bytes <= Machine.detect().available_bytes - file_huge_page_bytes()
         if not pieces:

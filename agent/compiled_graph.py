@@ -12,7 +12,8 @@ from mindspore.graph.api import _cell_graph_executor
 from llm_serving.errors import AgentStartError
 
 _NO_KERNEL = re.compile(r"Unsupported op \[(\w+)\]|operator\[(\w+)\] fail! Unsupported data type")
-"""MindSpore's message if a device has no kernel for a primitive, or none for the types of its inputs."""
+"""Matches MindSpore's messages that a device has no kernel for a primitive, or no kernel for the types of its inputs.
+"""
 
 
 class CompiledGraph:
@@ -58,9 +59,7 @@ class CompiledGraph:
     def run(self, tensors: tuple[Tensor, ...]) -> Any:
         """Runs the graph and returns its result: a tensor, or a tuple of tensors.
 
-        The caller ensures that ``tensors`` fit the compiled graph.
-
-        Calls MindSpore's executor directly. ``Cell.__call__`` would check the inputs again, which doubles or triples
-        the overhead.
+        The caller ensures that ``tensors`` fit the compiled graph. This method calls MindSpore's executor directly.
+        ``Cell.__call__`` would check the inputs again, which doubles or triples the overhead.
         """
         return _cell_graph_executor._graph_executor(tensors, self._phase)

@@ -20,7 +20,9 @@ def weight_cache_folder(config: Config, environment: Mapping[str, str] = os.envi
 
 
 def log_folder(config: Config) -> Path:
-    """Returns the folder of the logs. Agents have subfolders there: ``profiles``, and MindFormers' own log files."""
+    """Returns the folder of the logs. Agents write to subfolders: profiles to ``profiles``, and MindFormers its own log
+    files.
+    """
     return Path(config.log_config.path).parent
 
 

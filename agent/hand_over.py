@@ -1,4 +1,6 @@
-"""Runs the MOVE steps between the KV cache and the hand-over pool of separate prefill and decode."""
+"""Runs the MOVE steps that copy blocks between the KV cache and the hand-over pool. These steps exist only if prefill
+and decode run on separate replicas.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class HandedBlocks:
     """The hand-over pool of an agent, and the copies to and from it."""
 
     def __init__(self, memory: HandOverMemory, arrays: Sequence[Array]) -> None:
-        """``arrays`` are those of the KV cache. Raises AgentStartError if the pool has other blocks."""
+        """``arrays`` are the arrays of the KV cache. Raises AgentStartError if blocks of the pool have another size."""
         try:
             self._copies = BlockHandOvers(arrays, memory.blocks, memory.headers)
         except ValueError as error:
@@ -26,7 +28,8 @@ class HandedBlocks:
             raise AgentStartError(problem) from error
 
     def run(self, slot: StepSlot) -> None:
-        """Runs the moves of a step, and marks those whose block was not the expected one in the slot.
+        """Runs the moves of a step. If a block of the pool is not the expected block, marks its move as faulty in the
+        slot.
 
         Raises ProtocolError if a move is of another kind or writes the null block of the cache, and KernelError if a
         block does not exist.

@@ -21,23 +21,23 @@ from llm_serving.model.shape import ModelShape
 class KVCache:
     """Owns the arrays that the attention layers write in place: the KV cache, and the states of linear attention.
 
-    The server decides which sequence owns which block. A batch row owns its states.
+    The server decides which sequence owns which block. The states of linear attention belong to batch rows.
 
-    Each layer has one array of keys and one array of values, with the layout of ``OpTable.cache_layout``. If there
-    is an ``OpTable.scale_layout``, a third array has the scales of both. With latent attention, each layer has one
-    array with the layout of ``OpTable.latent_cache_layout``. The first axis is the block. If the device has its own
+    Each layer has one array of keys and one array of values, with the layout of ``OpTable.cache_layout``. If there is
+    an ``OpTable.scale_layout``, a third array has the scales of both. With latent attention, each layer has only one
+    array, with the layout of ``OpTable.latent_cache_layout``. The first axis is the block. If the device has its own
     memory, there are no arrays, and ``bind`` creates the cache on the device.
     """
 
     def __init__(self, config: Config, ops: OpTable, pool: HostPoolMemory | None = None) -> None:
-        """``pool`` has the host blocks in shared memory. None: they are allocated here."""
+        """``pool`` has the host blocks in shared memory. If it is None, the host blocks are allocated here."""
         shape = config.shape
         self._layers = [layer for layer in range(shape.num_layers) if shape.has_cache(layer)]
         layouts = _layouts(config, ops, config.pa_config.num_blocks)
         self._host_layouts = _layouts(config, ops, config.num_pool_blocks)
         self._names = [name for part in layouts for name in self._names_of(part)]
         self.num_bytes = len(self._layers) * sum(map(_num_bytes, layouts.values()))
-        """Size of the device's cache."""
+        """Size of the device's cache in bytes."""
         self._pool = None if pool is None else self._shared_pool(pool)
         self._ops = ops
         self.arrays: dict[str, Array] = {}
@@ -47,7 +47,7 @@ class KVCache:
                 self.arrays |= {name: future_zeros(*layout) for name in self._names_of(part)}
         states = state_arrays(shape, ops)
         self.state_bytes = sum(array.nbytes for array in states.values())
-        """Size of the states of linear attention. 0 if there are none."""
+        """Size of the states of linear attention in bytes. 0 if there are none."""
         self.arrays |= states
         self.pages = CachePages(list(self.arrays.values()))
         self.pages.allocate_first()
@@ -78,7 +78,7 @@ class KVCache:
     def block_moves(self, parameters: Sequence[Any]) -> BlockMoves:
         """Makes the object that copies blocks of this cache, and allocates the host pool.
 
-        ``parameters`` are the parameters that use this cache, in the order of ``arrays``.
+        ``parameters`` are the MindSpore Parameters of this cache, in the order of ``arrays``.
         """
         by_name = dict(zip(self._names, parameters, strict=False))
         groups: dict[CacheLayout, list[str]] = {}
@@ -123,7 +123,7 @@ def state_arrays(shape: ModelShape, ops: OpTable) -> dict[str, Array]:
 
 
 class AllMoves(BlockMoves):
-    """Runs block moves for caches with blocks of different layouts."""
+    """Copies blocks of caches with different layouts: passes the moves to one ``BlockMoves`` for each layout."""
 
     def __init__(self, parts: Sequence[BlockMoves]) -> None:
         self.parts = parts

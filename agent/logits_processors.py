@@ -1,7 +1,7 @@
 """The operator's logits processors: Python code that changes the logits of each token before it is sampled.
 
-The config names them (``model_config.logits_processors``). No request can name or load one. A processor sees the tokens
-and the logits of one sequence at a time, so that no sequence depends on another.
+The config names the classes (``model_config.logits_processors``). A request cannot name or load a processor. A
+processor gets the tokens and the logits of one sequence at a time, so that no sequence depends on another.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class LogitsProcessor(Protocol):
-    """The interface of a class that the operator of the server has written.
+    """The interface of a logits processor, a class that the operator of the server has written.
 
-    Each agent makes one object of the class, with the size of the vocabulary. A call must depend on nothing but its
-    arguments. Else texts would depend on the order of the steps.
+    Each agent makes one object of the class, with the size of the vocabulary as its argument. The result of a call must
+    depend only on its arguments. Otherwise texts would depend on the order of the steps.
     """
 
     def __call__(self, prompt_token_ids: Int32Array, output_token_ids: Int32Array, logits: Float32Array, /) -> None:
-        """Change ``logits`` [vocabulary] of the next token in place. -infinity forbids a token.
+        """Changes ``logits`` [vocabulary] of the next token in place. The value -infinity forbids a token.
 
-        The token ids are those of the sequence so far. They are read-only.
+        ``prompt_token_ids`` and ``output_token_ids`` are the tokens of the sequence so far. They are read-only.
         """
 
 
 def load_processors(names: Sequence[str], vocab_size: int) -> list[tuple[str, LogitsProcessor]]:
-    """Returns the processors ``module:Class`` with their names, in this order. Raises AgentStartError if one cannot be
-    made.
+    """Makes the processors with the names ``module:Class``. Returns (name, processor) in the order of ``names``.
+
+    Raises AgentStartError if a processor cannot be made.
     """
     return [(name, _loaded(name, vocab_size)) for name in names]
 

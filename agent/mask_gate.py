@@ -1,6 +1,6 @@
-"""Lets the device thread wait for a step's token masks (structured output), and keeps the logit biases of batch rows.
+"""Lets the device thread wait for a step's token masks (structured output), and stores the logit biases of batch rows.
 
-The server writes the masks into the step slot after it has sent the step.
+The server sends a step before its masks are ready, and writes the masks into the step slot later.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MASK_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """The numbers that are added to the logits of some tokens. No token occurs twice."""
+    """Numbers that are added to the logits of some tokens. Each token occurs at most once."""
 
     token_ids: npt.NDArray[np.int32]
     values: npt.NDArray[np.float32]
 
 
 class MaskGate:
-    """Remembers for which steps the token masks have arrived.
+    """Records for which steps the token masks have arrived, and stores logit biases.
 
     The socket thread calls ``note`` and ``note_bias``, and the device thread calls ``wait``.
     """
@@ -36,19 +36,19 @@ class MaskGate:
     def __init__(self, timeout_s: float = MASK_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._newest: dict[int, Masks] = {}
-        """For each step slot: the newest message with token masks."""
+        """The newest message about token masks of each step slot."""
         self._biases: dict[int, LogitBias] = {}
         """The newest bias of each batch row."""
         self._changed = threading.Condition()
 
     def note(self, message: Masks) -> None:
-        """Remembers that the token masks of a step are in its step slot."""
+        """Records that the token masks of a step are in its step slot."""
         with self._changed:
             self._newest[message.slot] = message
             self._changed.notify_all()
 
     def note_bias(self, message: Bias) -> None:
-        """Remembers the logit bias of a batch row. Raises ProtocolError if its arrays do not fit together."""
+        """Stores the logit bias of a batch row. Raises ProtocolError if its arrays do not fit together."""
         ids, values = len(message.token_ids), len(message.values)
         if ids != values or ids % 4:
             raise ProtocolError(f"the bias of row {message.row} has {ids} bytes of token ids and {values} of values")

@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Owns the memory of weights and KV cache that the parameters of ``network`` use in place."""
+    """A loaded model. Owns the memory of weights and KV cache, which the parameters of ``network`` use in place."""
 
     network: Any
-    """A MindSpore Cell. None if the steps need no MindSpore."""
+    """The model as a MindSpore Cell. None if the steps need no MindSpore."""
     ops: OpTable
     weights: dict[str, Array]
     """The weights in host memory by the names of the parameters. Empty if the device has its own memory."""
     weight_bytes: int
-    """Size of the weights, on the host or on the device."""
+    """Size of the weights in bytes, in host memory or on the device."""
     kv_cache: KVCache
     moves: BlockMoves
-    """Moves blocks of ``kv_cache``."""
+    """Copies blocks of ``kv_cache``."""
     adapters: AdapterSlots | None
-    """The slots of the LoRA adapters. None if the server has no LoRA adapters."""
+    """The adapter slots for LoRA adapters. None if the server has no LoRA adapters."""
 
 
 def load_model(
@@ -52,12 +52,12 @@ def load_model(
     pool: HostPoolMemory | None = None,
     definition: ModelDefinition | None = None,
 ) -> LoadedModel:
-    """Builds the part of the model that this agent has, loads its weights and allocates its KV cache.
+    """Builds this agent's part of the model, loads its weights and allocates its KV cache.
 
     ``config`` has the sizes of the part. ``report`` is called with the number of loaded tensors and the total number.
     ``cache`` is the cache of converted weights, and ``pool`` the shared memory of the host blocks. ``definition`` is
-    given if the network is not the one of the config's architecture. Imports mindspore.
-    Raises CheckpointError or AgentStartError.
+    only needed for a network that the config's architecture does not name. Imports mindspore. Raises CheckpointError or
+    AgentStartError.
     """
     from agent.backends.selector import select_op_table
     from agent.models.registry import find_model
@@ -74,7 +74,7 @@ def load_model(
         ops = select_op_table(config, part, forms=forms)
         packs = ops.traits.packs_weights
         own = shard_specs(specs, part, equal_vocabularies=not packs)
-        # If a thread is reading the weights from the cache, this thread allocates the KV cache meanwhile.
+        # Allocates the KV cache while another thread reads the weights from the cache of converted weights.
         kv_cache = KVCache(config, ops, pool) if cache is not None and cache.has_entry else None
         weights = None if cache is None else cache.load()
         if weights is None:
@@ -124,9 +124,10 @@ def load_without_network(
 
 
 def with_network(config: Config, part: ModelPart, model: LoadedModel) -> LoadedModel:
-    """Builds the network of a model that was loaded without it. The network uses the weights and caches of ``model``.
+    """Builds the network of a model that was loaded without a network. The network uses the weights and caches of
+    ``model``.
 
-    Imports mindspore, which must be set up.
+    Imports mindspore, which must have been set up.
     """
     from agent.models.registry import find_model
 
@@ -138,10 +139,11 @@ def with_network(config: Config, part: ModelPart, model: LoadedModel) -> LoadedM
 
 
 def _bind_weights(parameters: dict[str, Any], weights: dict[str, Array], device: str | None) -> None:
-    """Lets the model's parameters use the memory of the arrays in ``weights``. Both have the same names.
+    """Makes the model's parameters use the memory of the arrays in ``weights``. Both have the same names.
 
-    If MindSpore must copy an array, ``weights`` gets the copy. If ``device`` is given, copies each array to that device
-    instead, and removes the array from ``weights``. Then its host memory is free before the next array is copied.
+    If MindSpore must copy an array, the copy replaces it in ``weights``. If ``device`` is given, copies each array to
+    that device instead, and removes it from ``weights``. So the host memory of each array is free before the next array
+    is copied.
     """
     from agent.layers.parameter import bind, move_to_device
 
@@ -157,8 +159,8 @@ def _packing(config: Config) -> Packing:
 
 
 def _forms(config: Config, specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource) -> LinearForms | None:
-    """Returns the forms in which the native op table takes weights, or None if the op table takes packed weights
-    instead.
+    """Returns the forms in which the native op table takes the weights. Returns None if the op table takes packed
+    weights.
     """
     return part_forms(specs, part, source, _packing(config)) if config.op_table == "native" else None
 

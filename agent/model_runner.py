@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     from agent.step_graph.interface import StepGraph
 
 StartReport = Callable[[str, int, int], None]
-"""Takes a stage of the start, the number of units done and the total number of units."""
+"""Reports the progress of the start: the name of the stage, the number of completed units and the total number of
+units.
+"""
 
 
 class ModelRunner:
@@ -79,7 +81,7 @@ class ModelRunner:
         """``rank`` is the agent's number among all agents. ``exchange`` is the memory that the agents of a group share.
 
         ``exchange`` is None if the group has one agent. With ``keeps_files``, converted weights and the launches of the
-        graph are kept in files for the next start. Raises AgentStartError if ``exchange`` does not fit the config.
+        graph are stored in files for the next start. Raises AgentStartError if ``exchange`` does not fit the config.
         """
         self._part = ModelPart.of(config, rank)
         if (exchange is None) != self._part.is_alone:
@@ -96,14 +98,15 @@ class ModelRunner:
         self._config = config = self._part.narrow(config)
         self._report = report
         self.wait_for_masks: Callable[[int], Mapping[int, LogitBias]] = MaskGate().wait
-        """Takes the number of a step. Waits until the step's slot has the token masks of its sequences. The result has
-        the logit biases of the step by batch row."""
+        """Takes the number of a step. Waits until the step's slot has the token masks of its sequences. Returns the
+        logit biases of the step by batch row.
+        """
         self._sampler = self._made_sampler(config)
         self._reader = StepReader(
             config, config.max_num_seqs, self._sampler.rows.last_token if exchange is None else None
         )
         self._readers = [self._reader]
-        """The reader of this object, and that of the steps that are launched ahead."""
+        """All step readers of this object. If steps are launched ahead, they have a reader of their own."""
         self._exchange: Exchange | None = None
         self._last_tokens: SharedLastTokens | None = None
         if exchange is not None:
@@ -115,24 +118,25 @@ class ModelRunner:
         self._adapters: AdapterStore | None = None
         self._drafter = make_drafter(config, rank)
         self.ahead: StepsAhead | None = None
-        """The object that launches steps ahead, if the device does this. None otherwise, and before ``load``."""
+        """Launches steps ahead, if the device supports this. None otherwise, and before ``load``."""
         self._images: ImageRows | None = None
         self._rotary: RotaryRows | None = None
-        """Fills the rotary rows in a stage of a pipeline that is not the first."""
+        """Fills the rotary rows in later stages of a pipeline. None in the first stage."""
         self.tiles: TileMemory | None = None
         """The tiles of images in shared memory. None if the model reads no images. Set it before ``load``."""
         self.host_pool: HostPoolMemory | None = None
-        """The host blocks in shared memory. None if they are the agent's own memory. Set it before ``load``."""
+        """The host blocks in shared memory. None if the agent allocates the host blocks itself. Set it before ``load``.
+        """
         self.hand_over_pool: HandOverMemory | None = None
-        """The hand-over pool in shared memory. None without roles of replicas. Set it before ``load``."""
+        """The hand-over pool in shared memory. None if the replicas have no roles. Set it before ``load``."""
         self._handed: HandedBlocks | None = None
         self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
     def _start(self, config: Config, rank: int, *, keeps_files: bool) -> None:
-        """Opens the files that an earlier start may have kept, and imports mindspore if they are not enough.
+        """Opens the files that an earlier start may have stored: the converted weights and the launches of the graph.
 
-        The files are the converted weights and the launches of the graph.
+        Imports mindspore if these files are not enough to run steps.
         """
         if keeps_files:
             self._weight_cache = WeightCache(config, rank)
@@ -156,7 +160,7 @@ class ModelRunner:
     def _made_stream(self, config: Config) -> Array:
         """Returns the array for the hidden states that the previous stage of the pipeline sends.
 
-        Its shape is (tokens of the largest step, hidden size). The array of the first stage is empty.
+        Its shape is [tokens of the largest step, hidden size]. In the first stage, the array is empty.
         """
         if self._part.shard.is_first_stage:
             return np.empty((0, 0))
@@ -164,8 +168,9 @@ class ModelRunner:
         return np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
 
     def _made_pooler(self, config: Config) -> Pooler | None:
-        """Returns the object that pools the results, or None if this agent does not pool. ``config`` has the whole
-        model."""
+        """Returns the object that pools hidden states, or None if this agent does not pool. ``config`` has the sizes of
+        the whole model.
+        """
         if config.pooling is None or not (self._part.pools and self._part.returns_results):
             return None
         weights = read_pooling_weights(config, config.pooling)
@@ -201,7 +206,8 @@ class ModelRunner:
         return GroupTokens(self._sampler, self._last_tokens, self._part)
 
     def _load_stored(self) -> LoadedModel | None:
-        """Loads the weights from the cache without MindSpore, for a graph whose launches an earlier start has stored.
+        """Loads the weights from the cache without MindSpore. Only for a graph whose launches an earlier start has
+        stored.
 
         Returns None if no launches are stored or the cache has no valid weights.
         """
@@ -233,7 +239,7 @@ class ModelRunner:
         """Runs the largest steps that the config allows, which proves that they fit into the memory. Then clears the
         state of all batch rows.
 
-        If the launches of the graph come from a file, the largest steps ran in an earlier start. Then only a short
+        If the launches of the graph come from a file, an earlier start has run the largest steps. Then only a short
         proof of these launches runs (``agent.stored_program``). All agents of a group warm up together. Raises
         GroupDownError if another agent does not begin its warm-up in time.
         """
@@ -256,9 +262,10 @@ class ModelRunner:
         self._seconds["warm_up"] = time.perf_counter() - start
 
     def _is_proved(self, model: LoadedModel) -> bool:
-        """Returns True if stored launches give the same bits as MindSpore's graph in a short proof.
+        """Runs the proof of stored launches. Returns True if they give the bits that MindSpore's graph gave in an
+        earlier start.
 
-        If the proof fails, deletes the stored launches and compiles the graph.
+        Otherwise deletes the stored launches and compiles the graph.
         """
         assert self._stored is not None
         self._report("warm up", 0, 1)
@@ -298,9 +305,9 @@ class ModelRunner:
         """Runs one step: copies blocks, runs the graph, samples, and writes the results into ``slot``.
 
         If ``is_decode``, the step has exactly one token for each sequence. Any other step may have prompts, chunks and
-        single tokens. If the slot does not hold a valid step, nothing is copied or computed, and ProtocolError is
-        raised. AgentError means that an operator failed and the next step may run. GroupBrokenError means that the
-        agent must end.
+        single tokens. If the slot does not have a valid step, raises ProtocolError before anything is copied or
+        computed. AgentError means that an operator failed, and that the next step may run. GroupBrokenError means that
+        the agent must end.
         """
         if self.ahead is not None:
             self.ahead.finish_all()
@@ -332,7 +339,7 @@ class ModelRunner:
         return cost
 
     def _run_pooled(self, slot: StepSlot, inputs: StepInputs, pooler: Pooler, start: int) -> StepCost:
-        """Runs a step whose results are pooled hidden states instead of sampled tokens."""
+        """Runs a step of a model that pools. Its results are pooled hidden states instead of sampled tokens."""
         assert self._graph is not None, "compile() must come before any step"
         try:
             stream = self._graph.run_stage(inputs, inputs.token_ids)
@@ -391,7 +398,9 @@ class ModelRunner:
         return AdapterStore(self._part, dtype, model.adapters, loaded, equal_vocabularies=equal_vocabularies)
 
     def step_graph(self) -> StepGraph:
-        """Returns the graph that runs all steps. Do not keep it: a failed graph is replaced by a new object."""
+        """Returns the graph that runs all steps. The caller must not keep it, because a new object replaces a failed
+        graph.
+        """
         assert self._graph is not None, "compile() must come before any step"
         return self._graph
 
@@ -405,10 +414,10 @@ class ModelRunner:
     def after_failure(self, error: RuntimeError) -> AgentError:
         """Recovers from a failed graph, and returns the error for the step. No graph may be running.
 
-        MindSpore does not run a failed graph again, so the graphs are compiled again. This does not help if MindSpore
-        has captured the launches of the failed graph, because MindSpore would replay these launches. The returned
-        GroupBrokenError then means that the agent must end. An agent of a group always ends, because the other agents
-        wait for its part of the step.
+        MindSpore does not run a failed graph again, so the graphs are compiled again. If MindSpore has captured the
+        launches of the failed graph, this does not help, because MindSpore would replay these launches. Then the method
+        returns a GroupBrokenError, which means that the agent must end. An agent of a group always ends, because the
+        other agents wait for its part of the step.
         """
         text = f"the graph failed: {_first_line(error)}"
         if self._exchange is not None:
@@ -427,10 +436,9 @@ class ModelRunner:
         return AgentError(text)
 
     def _run_in_group(self, slot: StepSlot, inputs: StepInputs, start: int) -> StepCost:
-        """Runs a step that all agents of the group have accepted. From here on, no agent may skip the step.
+        """Runs a step that all agents of the group have accepted. From now on, no agent may skip the step.
 
-        The other agents wait for this agent's activations. Therefore a failure in the graph ends this agent and its
-        group.
+        The other agents wait for this agent's activations. Therefore, if the graph fails, this agent and its group end.
         """
         last_tokens, graph = self._last_tokens, self._graph
         assert last_tokens is not None
@@ -454,10 +462,10 @@ class ModelRunner:
         return cost
 
     def _sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
-        """Samples a step. An agent that does not sample only takes part in finding the candidates.
+        """Samples a step. An agent that does not sample only helps to find the candidates.
 
         Also waits for the device, because the next step overwrites memory that the device may still read. The sampler
-        does not fetch results in every case. Raises the errors of ``Sampler.sample``.
+        alone does not always wait, because it does not always fetch results. Raises the errors of ``Sampler.sample``.
         """
         try:
             if self._part.returns_results:
@@ -469,9 +477,9 @@ class ModelRunner:
                 scores.wait()
 
     def _compute_in_group(self, inputs: StepInputs, slot: StepSlot | None) -> StepLogits | DeviceScores | None:
-        """Runs this agent's part of the graph. Returns the scores in the last stage.
+        """Runs this agent's part of the graph. In the last stage, returns the scores.
 
-        ``slot`` is None if a step is computed again, which has no tiles of images.
+        ``slot`` is None if the row check computes a step again. Then there are no tiles of images.
         """
         assert self._exchange is not None
         assert self._graph is not None
@@ -482,7 +490,7 @@ class ModelRunner:
         return None
 
     def _check_row(self, slot: StepSlot, scores: StepLogits | DeviceScores | None) -> None:
-        """Checks a decode step: computes one of its sequences again, alone, and compares the logits.
+        """Runs the row check of a decode step: computes one of its sequences again, alone, and compares the logits.
 
         The second computation writes the sequence's keys and values to the same places of the KV cache. All agents of a
         group do this for the same steps, and the agent that samples compares. Raises RowCheckError unless the logits
@@ -506,8 +514,8 @@ class ModelRunner:
     def _entry(self, inputs: StepInputs, slot: StepSlot | None) -> Array:
         """Returns the first input of the graph.
 
-        In the first stage, it is the token ids [tokens]. In later stages, it is the residual stream [tokens,
-        hidden_size], which this method receives from the previous stage.
+        In the first stage, this is the token ids [tokens]. In later stages, it is the residual stream [tokens,
+        hidden_size], for which this method waits.
         """
         assert self._exchange is not None
         assert self._last_tokens is not None
@@ -523,7 +531,8 @@ class ModelRunner:
     def _first_entry(self, inputs: StepInputs, slot: StepSlot | None) -> Array:
         """Returns the first input of the graph of the first stage. Raises RuntimeError if a tile is not valid.
 
-        The other agents wait for this agent's activations, so the step cannot be refused any more.
+        At this point, the step can no longer be refused, because the other agents already wait for this agent's
+        activations.
         """
         if self._images is None:
             return inputs.token_ids
@@ -535,7 +544,7 @@ class ModelRunner:
             raise RuntimeError(str(problem)) from problem
 
     def _made_graph(self) -> StepGraph:
-        """Returns a new graph that MindSpore has compiled."""
+        """Compiles a new graph with MindSpore and returns it."""
         assert self._model is not None, "load() must come before compile()"
         if self._model.network is None:
             self._start_runtime()
@@ -559,9 +568,9 @@ class ModelRunner:
 
 
 def _fill_rotary(rotary: RotaryRows, inputs: StepInputs, slot: StepSlot | None) -> None:
-    """Fills the rotary rows of a later stage. ``slot`` is None if a step is computed again.
+    """Fills the rotary rows of a later stage. ``slot`` is None if the row check computes a step again.
 
-    Raises RuntimeError if a position is not valid. The step cannot be refused any more, because the other agents of the
+    Raises RuntimeError if a position is not valid. The step can no longer be refused, because the other agents of the
     group have accepted it.
     """
     if slot is None:

@@ -42,7 +42,7 @@ def describe_model(config: Config, part: ModelPart, model: LoadedModel) -> dict[
 
 
 def describe_fusions(config: Config, ops: OpTable, graph: StepGraph | None) -> dict[str, str]:
-    """Returns a description of the graph-kernel fusions that took effect (``context.enable_graph_kernel``)."""
+    """Returns a description of the graph-kernel fusions in this process (``context.enable_graph_kernel``)."""
     if not config.context.enable_graph_kernel:
         return {"graph_kernel_fusion": "off"}
     if config.device == "Ascend":

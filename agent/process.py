@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from llm_serving.ipc.exchange import ExchangeMemory
 
 MakeRunner: TypeAlias = "Callable[[Config, StartReport, int, ExchangeMemory | None], ModelRunner]"
-"""Creates the model runner. Takes the config, a function that reports the start, the agent's rank, and the memory
-that its group shares."""
+"""Makes the model runner. Takes the config, a function that reports the progress of the start, the agent's rank, and
+the memory that the agents of its group share.
+"""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,7 +59,7 @@ def run_agent(make_runner: MakeRunner) -> int:
     """Runs an agent process until its end. Returns an exit code only if the start fails early.
 
     After the threads have started, this function ends the process itself. ``make_runner`` takes long, because it
-    imports MindSpore. The socket thread starts before and replies to the server meanwhile.
+    imports MindSpore. The socket thread starts earlier, and replies to the server during this time.
     """
     arguments = parse_arguments()
     _log_to_stderr()
@@ -87,7 +88,8 @@ def _run_threads(
     """Runs the socket thread and the device thread until the agent ends, and returns the exit code.
 
     ``facts`` are added to the summary that the agent sends when it is ready. The imports in this function load NumPy,
-    which starts threads. A thread that starts before ``confine`` would not be confined, so the imports come after.
+    which starts threads. They must come after ``confine``, because a thread that starts before ``confine`` is not
+    confined.
     """
     from agent.server import AgentServer
     from agent.task_queue import TaskQueue

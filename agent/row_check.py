@@ -1,4 +1,4 @@
-"""Checks that a sequence has the same logits in a batch and alone."""
+"""The row check: tests whether a sequence has the same logits in a batch and alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ class RowCheckError(AgentError):
 
 
 class RowCheck:
-    """The check of one decode step. Keeps the bits of the checked sequence's logits, which the next graph overwrites.
+    """The check of one decode step. Copies the bits of the checked sequence's logits, because the next graph overwrites
+    the logits.
 
-    ``scores`` is None if this agent does not compare. ``whole`` is False if it has only a part of the vocabulary.
+    ``scores`` is None if this agent does not compare. ``whole`` is False if the agent has only a part of the
+    vocabulary.
     """
 
     def __init__(self, slot: StepSlot, scores: StepLogits | DeviceScores | None, *, whole: bool) -> None:

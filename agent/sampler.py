@@ -1,8 +1,8 @@
-"""Samples tokens, and keeps for each batch row its last token and, for penalties, all of its tokens.
+"""Samples tokens. Stores the last token of each batch row and, if the sequence has penalties, all of its tokens.
 
 If the logits are on a device (``DeviceScores``), the sampler fetches as little as possible. First it fetches the best
 token of each sequence. If a sequence is not greedy, it also fetches the candidates. It fetches all logits of a sequence
-only if the sampled token may not be one of the candidates.
+only if the candidates do not determine the sampled token.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ _NO_TOKEN = -1
 
 
 class RowTable:
-    """Keeps the sampled tokens of the sequence in each batch row. A batch row has one sequence at a time.
+    """Stores the sampled tokens of the sequence in each batch row. A batch row has one sequence at a time.
 
-    Every batch row has the last sampled token. If its sequence has penalties, it also has the history: prompt and
-    output. The server sends the known tokens with the first step of the sequence, and the sampler appends every token.
+    Every batch row has its last sampled token. If its sequence has penalties, it also has the history: prompt and
+    output. The server sends the known tokens with the first step of the sequence, and the sampler appends each sampled
+    token.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self.last_token: Int32Array = np.full(num_rows, _NO_TOKEN, np.int32)
-        """[num_rows]: the token that the row sampled last, or a negative number if it has not sampled."""
+        """[num_rows]: the token that each batch row sampled last, or a negative number if it has not sampled."""
         self.history = np.zeros((num_rows, max_model_len + 1), np.int32)
         self.history_len = np.zeros(num_rows, np.int32)
         self.prompt_len = np.zeros(num_rows, np.int32)
@@ -65,10 +66,10 @@ class RowTable:
             start += length
 
     def write_drafts(self, rows: Int32Array, token_ids: Int32Array, num_before: Int32Array) -> None:
-        """Writes drafts behind the histories of their batch rows, without making the histories longer.
+        """Writes drafts behind the histories of their batch rows. The lengths of the histories stay the same.
 
-        ``num_before`` is, for each entry of a step, the number of drafts of its sequence up to this entry. Entries with
-        0 are left out.
+        ``num_before`` has a number for each entry of a step: the drafts of its sequence up to and including this entry.
+        Entries with 0 are left out.
         """
         drafted = np.flatnonzero(num_before)
         places = self.history_len[rows[drafted]] + num_before[drafted] - 1
@@ -77,9 +78,9 @@ class RowTable:
         self.history[rows[drafted], places] = token_ids[drafted]
 
     def take_last(self, slot: StepSlot) -> None:
-        """Marks the sampled tokens of a step that do not count as REJECTED, because a draft before them was wrong.
+        """Replaces sampled tokens of a step by REJECTED if a draft before them was wrong.
 
-        Then sets the last token of each batch row to its last sampled token that counts.
+        Then stores the last token of each batch row that was not rejected.
         """
         seqs = slot.num_seqs
         rows, sampled_ids = slot.rows[:seqs], slot.sampled_ids[:seqs]
@@ -94,9 +95,8 @@ class RowTable:
 
 
 class Sampler:
-    """Chooses the next token of each sequence from the scores, and writes the tokens into the step slot.
-
-    The step slot also has the sampling parameters.
+    """Chooses the next token of each sequence from its scores. Writes the tokens into the step slot, which also has the
+    sampling parameters.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Sampler:
     ) -> None:
         """``wait_for_masks`` takes the number of a step, and returns when the step's slot has its token masks.
 
-        Its result has the logit biases of the step by batch row. If it is None, a step with masks is refused.
+        It returns the logit biases of the step by batch row. If it is None, a step with masks is refused.
         ``processors`` are the operator's logits processors with their names. They need the history of every sequence.
         """
         self._vocab_size = vocab_size
@@ -156,14 +156,14 @@ class Sampler:
             for index in np.flatnonzero(penalised & (slot.sampled_ids[:seqs] != REJECTED)):
                 self.rows.append(rows[index : index + 1], np.maximum(slot.sampled_ids[index : index + 1], 0))
             return
-        # If a sequence's logits are not finite, its sampled id is negative and the history gets token 0 instead. A step
-        # that was sent ahead may compute with this token, but no client sees the result.
+        # If a sequence's logits are not finite, its sampled id is negative. Its history then gets token 0. The next
+        # step may have been sent already and may use this token, but no client sees the result.
         self.rows.append(rows[penalised], np.maximum(slot.sampled_ids[:seqs][penalised], 0))
 
     def _is_processed(self, slot: StepSlot) -> npt.NDArray[np.bool_]:
         """Returns, for each sequence, whether the operator's processors change its logits: bool [sequences].
 
-        With processors, every request has a mask. The steps of the warm-up have none.
+        If there are processors, the server sends a mask for every request. Only the steps of the warm-up have no masks.
         """
         seqs = slot.num_seqs
         return _has_mask(slot, seqs) if self._processors else np.zeros(seqs, np.bool_)
@@ -191,10 +191,11 @@ class Sampler:
         histories: list[Int32Array | None] | None = None,
         prompt_lens: Int32Array | None = None,
     ) -> None:
-        """Samples the sequences with a logit bias, or with the operator's processors, again from all of their logits.
+        """Samples again those sequences that have a logit bias or whose logits the operator's processors change. Uses
+        all of their logits.
 
-        The bias is added before the processors run. The first sampling has written the logsumexp and the best tokens of
-        the raw logits to the slot. They stay there.
+        The bias is added before the processors run. The slot keeps the logsumexp and the best tokens of the raw logits,
+        which the first sampling has written.
         """
         seqs = slot.num_seqs
         changes = (slot.do_sample[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)
@@ -247,7 +248,9 @@ class Sampler:
             call.run_rows(logits, places, histories, prompt_lens)
 
     def _call_of(self, slot: StepSlot) -> SampleCall:
-        """Returns the kernel call that samples for this slot. Prepares the call when a slot is used the first time."""
+        """Returns the kernel call that samples for this slot. The first call of this method for a slot prepares the
+        kernel call.
+        """
         call: SampleCall | None = slot.prepared.get(self)
         if call is None:
             inputs = {name: slot.arrays[name] for name in SAMPLE_INPUTS}
@@ -261,9 +264,10 @@ class Sampler:
     def _histories(
         self, slot: StepSlot, penalised: npt.NDArray[np.bool_], drafts: Int32Array | None = None
     ) -> list[Int32Array | None]:
-        """Returns the history of each sequence with penalties.
+        """Returns the history of each sequence with penalties. All other entries are None.
 
-        ``drafts`` is the number of drafts of its sequence up to each entry. They are part of the entry's history.
+        ``drafts`` has a number for each entry: the drafts of its sequence up to and including this entry. The history
+        of the entry includes these drafts.
         """
         table = self.rows
         histories: list[Int32Array | None] = [None] * slot.num_seqs
@@ -282,9 +286,10 @@ class Sampler:
 
 
 def _num_drafts_before(slot: StepSlot) -> Int32Array:
-    """Returns, for each entry of a step, the number of drafts of its sequence up to this entry: int32 [sequences].
+    """Returns, for each entry of a step, the number of drafts of its sequence up to and including this entry: int32
+    [sequences].
 
-    Raises ProtocolError if the step does not have as many drafts as its slot states, or if a draft is no token.
+    Raises ProtocolError if the step has another number of drafts than its slot states, or if a draft is not a token.
     """
     seqs = slot.num_seqs
     is_draft = np.zeros(seqs, np.bool_)
@@ -299,9 +304,10 @@ def _num_drafts_before(slot: StepSlot) -> Int32Array:
 
 
 def _report_allowed(scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
-    """Writes the most likely tokens and their logits again, if they must be tokens of the sequence's mask.
+    """Writes the most likely tokens and their logits again, for sequences that may report only tokens of their mask.
 
-    The token with the largest logit comes first, and the smaller id on a tie. A small mask may give fewer tokens.
+    The token with the largest logit comes first, and the smaller id on a tie. If the mask allows fewer tokens than
+    requested, fewer tokens are reported.
     """
     seqs, words = slot.num_seqs, slot.layout.limits.mask_words
     wanted = (slot.top_allowed[:seqs] != 0) & (slot.mask_number[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)
@@ -321,7 +327,8 @@ def _report_allowed(scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
 
 
 def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
-    """Makes the device find the candidates of a step if a sequence needs them. Returns whether a sequence needs them.
+    """Makes the device find the candidates of a step if at least one sequence needs them. Returns whether this is the
+    case.
 
     A sequence needs no candidates if it is greedy, has no penalties and no mask, and reports no log-probabilities. If
     agents share the vocabulary, all of them must call this function, because they find the candidates together.

@@ -1,4 +1,5 @@
-"""The scores of a step's sequences, from which the sampler chooses tokens: on the host, or still on a device."""
+"""The scores of a step's sequences, from which the sampler chooses tokens. They are on the host, or still on a device.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ class StepLogits:
 
 
 class DeviceScores(ABC):
-    """The logits of a step on a device. Each method copies only the values that it returns to the host.
+    """The logits of a step on a device. Each method copies to the host only the values that it returns.
 
     The values are valid until the graph runs again. If the graph keeps its logits (``StepGraph.keeps_logits``), they
-    are valid until the step is sampled. Every method may raise RuntimeError if the device fails.
+    are valid until the step is sampled. If the device fails, every method may raise RuntimeError.
     """
 
     vocab_size: int
     num_ids: int
-    """The number of ``best_ids``: the sequences of the step and its padding."""
+    """The length of ``best_ids``: the number of sequences of the step, including padding sequences."""
     fetched_bytes: int
     """The number of bytes that were copied to the host so far."""
 
@@ -59,7 +60,7 @@ class DeviceScores(ABC):
 
     @abstractmethod
     def candidates(self) -> Candidates:
-        """Fetches the candidates that ``find_candidates`` computed."""
+        """Fetches the candidates that ``find_candidates`` has computed."""
 
     @abstractmethod
     def rows(self, indices: Int32Array) -> Float32Array:
@@ -70,16 +71,16 @@ class DeviceScores(ABC):
 
     @abstractmethod
     def best_ids(self) -> Any:
-        """Returns the best token of each sequence, int32 [num_ids], without fetching the tokens from the device.
+        """Returns the best token of each sequence, int32 [num_ids], as a tensor that stays on the device.
 
-        A later launch can take the result as an input. If the step failed, the result is an array of zeros.
+        A later launch can take this tensor as an input. If the step failed, the result is an array of zeros.
         """
 
     @abstractmethod
     def when_computed(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once, in any thread, when the host has the results that the sampler needs first.
+        """Calls ``callback`` once, in any thread, when the host has the values that the sampler needs first.
 
-        These are the candidates if ``find_candidates`` was called, else the best tokens. If the device fails,
+        These values are the candidates if ``find_candidates`` was called, else the best tokens. If the device fails,
         ``callback`` is called as well.
         """
 
@@ -87,14 +88,14 @@ class DeviceScores(ABC):
     def wait(self) -> None:
         """Waits until the device has computed the step, and the candidates if ``find_candidates`` was called.
 
-        Copies only what the launches copy to the host anyway, which is nothing in an agent that does not sample.
+        Copies no additional values to the host. In an agent that does not sample, nothing is copied.
         """
 
 
 def score_bits(scores: StepLogits | DeviceScores, index: int, *, whole: bool) -> bytes:
-    """Returns bits of the logits of sequence ``index``, with which two runs of a step can be compared.
+    """Returns bytes that represent the logits of sequence ``index``. Two runs of a step can be compared by these bytes.
 
-    If the logits are on the host or ``whole`` is set, the bits are those of all logits of the sequence. Otherwise they
+    If the logits are on the host or ``whole`` is set, the bytes are those of all logits of the sequence. Otherwise they
     are only those of the best token and its logit, because fetching all logits from a device takes long.
     """
     if isinstance(scores, StepLogits):
@@ -115,10 +116,10 @@ def whole_logits(scores: StepLogits | DeviceScores, num_seqs: int) -> Float32Arr
 
 
 def cost_of_step(start: int, computed: int, scores: StepLogits | DeviceScores | None) -> StepCost:
-    """Returns the cost of a step whose sampling ends now. The step began at ``start``, and its graph ended at
+    """Returns the cost of a step whose sampling ends now. The step began at time ``start``, and its graph ended at time
     ``computed``.
 
-    Times are ``time.perf_counter_ns``.
+    Both times are nanoseconds of ``time.perf_counter_ns``.
     """
     fetched = scores.fetched_bytes if isinstance(scores, DeviceScores) else 0
     return StepCost((computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000, fetched)

@@ -1,8 +1,9 @@
-"""Keeps states of sequences that do not grow: one for each batch row and layer with linear attention.
+"""Keeps the states of sequences for linear attention. Each batch row has states of fixed size in each layer with linear
+attention.
 
-A batch row has two states. A step reads the state that ends where the step begins, and writes the other one. Therefore
-a step can run twice with the same result, as the row check, the replays and a failed graph need it. A sequence begins
-with a state of zeros, so a batch row needs no reset for a new sequence.
+In a layer, a batch row has two states. A step reads the state that ends where the step begins, and writes the other
+one. So a step can run twice with the same result, which the row check, the replays and the recovery from a failed graph
+need. A sequence begins with a state of zeros, so a batch row needs no reset for a new sequence.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ _NONE = -1
 
 
 class SequenceStates:
-    """Decides which state each sequence of a step reads and writes. The operators own the arithmetic.
+    """Decides which state each sequence of a step reads and writes. The operators compute the states.
 
-    A run is all tokens of one batch row in a step. A step that scores the tokens of a prompt has several entries with
-    the same batch row, one after the other. They are one run.
+    A run is all tokens of one batch row in a step. If a step scores the tokens of a prompt, it has several consecutive
+    entries with the same batch row. These entries are one run.
     """
 
     def __init__(self, num_rows: int) -> None:
         """``num_rows`` is the number of batch rows."""
         self.runs: Int32Array = np.zeros((num_rows + 1, 4), np.int32)
-        """[num_rows + 1, 4]. First the number of runs and three zeros. Then, for each run, its first token, its number
-        of tokens, the state that it reads (-1: zeros) and the state that it writes. Graphs read this memory directly.
+        """[num_rows + 1, 4]: a row with the number of runs and three zeros, then a row for each run.
+
+        The row of a run has its first token and its number of tokens, then the state that it reads and the state that
+        it writes. A state of -1 means zeros. Graphs read this memory directly.
         """
         self._ends: npt.NDArray[np.int64] = np.full((num_rows, STATES_PER_ROW), _NONE, np.int64)
         self._is_warm_up = True
@@ -38,15 +41,17 @@ class SequenceStates:
         return self._ends.size
 
     def reset(self) -> None:
-        """Forgets all states. Before the first call, steps of the warm-up may begin where no state ends."""
+        """Forgets all states. Before the first call, sequences may begin at any position without a state, because the
+        steps of the warm-up do so.
+        """
         self._ends[:] = _NONE
         self._is_warm_up = False
 
     def assign(self, inputs: StepInputs) -> None:
-        """Fills ``runs`` for a step. The same step may be assigned again, and then gets the same runs.
+        """Fills ``runs`` for a step. If the same step is assigned again, it gets the same runs.
 
-        Raises ProtocolError if a sequence does not begin at position 0, and no state of its batch row ends where its
-        tokens begin.
+        A sequence that does not begin at position 0 needs a state of its batch row that ends where its tokens begin.
+        Raises ProtocolError if this state does not exist.
         """
         rows, lens, begins, firsts = _runs_of(inputs)
         ends = self._ends[rows]
@@ -66,7 +71,7 @@ class SequenceStates:
 
 
 def _runs_of(inputs: StepInputs) -> tuple[npt.NDArray[np.int64], ...]:
-    """Returns the batch row, the number of tokens, the first position and the first token of each run."""
+    """Returns four arrays with an element for each run: batch row, number of tokens, first position and first token."""
     rows, lens = inputs.rows.astype(np.int64), inputs.query_lens.astype(np.int64)
     begins, firsts = inputs.context_lens - lens, np.cumsum(lens) - lens
     is_first = np.ones(rows.size, np.bool_)

@@ -1,8 +1,8 @@
 """The agent's socket thread: checks the launch secret, reads the server's messages and fills the task queue.
 
 One thread runs ``AgentServer.serve`` and never uses the device. Therefore the agent replies to ``Status`` and notices
-the end of the server while a step runs. The agent inherits the connected socket, so it never accepts a connection. Any
-error in this thread ends the process, because without this thread the agent could not serve and would never end.
+the end of the server even while a step runs. The agent inherits the connected socket, so it never accepts a connection.
+Any error in this thread ends the process: without the thread, the agent could neither serve nor end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AgentServer:
 
         ``pool`` is the layout of the agent's host blocks, or None without KV tiers. ``tiles`` is the layout of the
         memory with tiles, or None if the model reads no images. ``hand_over`` is the layout of the hand-over pool, or
-        None without roles of replicas.
+        None if the replicas have no roles.
         """
         self._server = Channel(connection)
         self._secret = secret
@@ -73,7 +73,7 @@ class AgentServer:
         """The tiles of images in shared memory. None if the model reads no images."""
         self._hand_over_layout = hand_over
         self.hand_over: HandOverMemory | None = None
-        """The hand-over pool. None without roles of replicas."""
+        """The hand-over pool in shared memory. None if the replicas have no roles."""
 
     def serve(self) -> None:
         """Reads messages until the server has ended, then ends the process."""

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 
 class StepCost(NamedTuple):
-    """The cost of a step: microseconds for block copies and graph, microseconds for the sampler, bytes fetched from the
-    device, and the part of the sampler's microseconds that the draft model took.
+    """The cost of a step: times in microseconds, and bytes.
+
+    The fields are the time for block copies and the graph, the time for the sampler, and the bytes that were fetched
+    from the device. The last field is the part of the sampler's time that the draft model took.
     """
 
     graph_us: int

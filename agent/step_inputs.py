@@ -22,7 +22,7 @@ class StepInputs:
     """The inputs of one step. The arrays are views of the step reader's memory, valid until the next step is read."""
 
     token_ids: Int32Array
-    """[tokens]. Contains LAST_TOKEN only if the reader does not know the last tokens of the batch rows."""
+    """[tokens]. LAST_TOKEN occurs only if the reader does not know the last tokens of the batch rows."""
     positions: Int32Array
     """[tokens]: the position of each token in its sequence."""
     slot_mapping: Int32Array
@@ -45,18 +45,21 @@ class StepInputs:
     """Whether every sequence starts at position 0."""
 
     def copy(self) -> StepInputs:
-        """Returns the same inputs in memory of their own, which no later step overwrites."""
+        """Returns a copy of the inputs in new memory, which no later step overwrites."""
         arrays = {field.name: getattr(self, field.name).copy() for field in fields(self)[:-1]}
         return StepInputs(**arrays, whole_prompts=self.whole_prompts)
 
 
 class StepReader:
-    """Copies steps into its own memory and checks them against the limits of the model, the KV cache and batch rows."""
+    """Copies steps into its own memory, and checks them against the limits of the model, the KV cache and the batch
+    rows.
+    """
 
     def __init__(self, config: Config, num_rows: int, row_last_tokens: Int32Array | None = None) -> None:
-        """``row_last_tokens`` [num_rows] has the last token of each batch row, by which the reader replaces LAST_TOKEN.
+        """``row_last_tokens`` [num_rows] has the last token of each batch row. The reader replaces LAST_TOKEN by this
+        token.
 
-        A negative number means that no token was sampled for the batch row. If ``row_last_tokens`` is None, the reader
+        A negative number means that the batch row has not sampled a token. If ``row_last_tokens`` is None, the reader
         does not replace LAST_TOKEN.
         """
         self._vocab_size = config.shape.vocab_size
@@ -93,7 +96,8 @@ class StepReader:
         return self._inputs
 
     def keep_only(self, index: int) -> StepInputs:
-        """Removes all sequences except ``index`` from the decode step that was read last. Returns the new inputs.
+        """Removes all sequences except number ``index`` from the decode step that was read last. Returns the new
+        inputs.
 
         The ``StepInputs`` of the whole step become invalid. LAST_TOKEN must have been replaced before.
         """
@@ -152,8 +156,8 @@ class StepReader:
     def read_moves(self, slot: StepSlot) -> Int32Array:
         """Returns the block moves of a step, int32 [moves, 3]: ``MoveKind``, source block, destination block.
 
-        Any step may have block moves. Raises ProtocolError if a move is not valid, or is a hand-over, which only a step
-        without tokens may have (``moves_of``, ``HandedBlocks``).
+        Any step may have block moves. Raises ProtocolError if a move is not valid. A hand-over is not valid here: only
+        a step without tokens may have hand-overs (``moves_of``, ``HandedBlocks``).
         """
         moves = moves_of(slot)
         if slot.num_moves:
@@ -172,9 +176,9 @@ class StepReader:
         check_range(f"{name} on the host", blocks[on_host], 0, self._num_host_blocks)
 
     def _refuse(self, slot: StepSlot, *, is_decode: bool) -> NoReturn:
-        """Raises a ProtocolError that names the reason why ``StepCopy`` refused a step.
+        """Raises the ProtocolError with the reason why ``StepCopy`` refused a step.
 
-        ``StepCopy`` returns no reason, so this method checks the same rules again, one by one.
+        ``StepCopy`` gives no reason, so this method checks the same rules again, one by one.
         """
         tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
         query_lens, context_lens, positions = slot.query_lens[:seqs], slot.context_lens[:seqs], slot.positions[:tokens]
@@ -208,7 +212,7 @@ class StepReader:
 
 
 def moves_of(slot: StepSlot) -> Int32Array:
-    """Returns the block moves of a step, int32 [moves, 3], without any check of their values."""
+    """Returns the block moves of a step, int32 [moves, 3]. Does not check their values."""
     return slot.moves[: slot.num_moves * MOVE_WIDTH].reshape(slot.num_moves, MOVE_WIDTH)
 
 
@@ -223,7 +227,9 @@ def rows_of_last_tokens(token_ids: Int32Array, rows: Int32Array, query_lens: Int
 
 
 def no_last_token(row: int) -> ProtocolError:
-    """Makes the error for a step that needs the last token of batch row ``row``, for which no token was sampled."""
+    """Makes the error for a step that needs the last token of batch row ``row``, although this row has not sampled a
+    token.
+    """
     return ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
 
 

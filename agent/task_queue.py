@@ -2,8 +2,8 @@
 
 ``Shutdown`` runs first, then block moves, then prefill and decode steps. Steps of one kind run in the order of their
 numbers. The policy decides between prefill and decode. With ``prefill_first`` or ``decode_first``, the named kind runs
-first. With every other policy, both run in the order of their numbers. Every step has its own step slot, so the order
-changes waiting times but never results.
+first. With every other policy, prefill and decode steps run together in the order of their numbers. Every step has its
+own step slot, so the order changes waiting times but never results.
 
 Agents that share a model run every step together and must agree on the order. Their queue is ``in_order``: it keeps the
 server's order.
@@ -20,11 +20,11 @@ from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import AdapterLoad, MessageClass, ProfileStart, ProfileStop, Shutdown, Step, message_class
 
 QueuedMessage = Step | ProfileStart | ProfileStop | AdapterLoad | Shutdown
-"""The messages that wait in the queue. The socket thread handles ``Abort`` and ``Status`` immediately."""
+"""The messages that can wait in the queue. ``Abort`` and ``Status`` never wait: the socket thread handles them."""
 
 
 class StepComputed:
-    """The object that ``TaskQueue.get`` returns instead of a message if the device has computed a step."""
+    """``TaskQueue.get`` returns this object instead of a message when the device has computed a step."""
 
 
 _LAST_CLASS = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass.PREFILL}
@@ -44,8 +44,8 @@ class TaskQueue:
         self._last_class = _LAST_CLASS.get(policy)
         self._max_steps = max_steps
         self._heap: list[tuple[tuple[int, bool], int, int, QueuedMessage, int]] = []
-        # Heap entries contain an arrival number before the message. Therefore the heap never compares two messages,
-        # which have no order.
+        # Each heap entry has an arrival number before its message. So the heap never compares two messages, which
+        # cannot be compared.
         self._arrivals = itertools.count()
         self._num_steps = 0
         self._last_step = -1
@@ -55,7 +55,9 @@ class TaskQueue:
         """Number of steps that the device thread has taken since the start."""
 
     def put(self, message: QueuedMessage) -> None:
-        """Adds a message. Raises ProtocolError if a step's number is not new or all slots are already queued."""
+        """Adds a message. Raises ProtocolError if a step's number is not new, or if as many steps wait as there are
+        step slots.
+        """
         with self._changed:
             if isinstance(message, Step):
                 self._check_step(message)
@@ -72,10 +74,10 @@ class TaskQueue:
             self._changed.notify()
 
     def get(self) -> tuple[QueuedMessage | StepComputed, int]:
-        """Waits for a message. Returns the message to run next and the microseconds that it waited.
+        """Waits for a message. Returns the message to run next, and the microseconds for which it has waited.
 
-        If no message waits but the device has computed a step, returns StepComputed and 0. Waiting messages come first,
-        because the device would be idle until the next step is launched.
+        If no message waits but the device has computed a step, returns StepComputed and 0. A waiting message comes
+        first, because the device would be idle until its step is launched.
         """
         with self._changed:
             while not self._heap:
@@ -92,7 +94,7 @@ class TaskQueue:
     def remove_step(self, seq: int) -> Step | None:
         """Removes step ``seq`` from the queue and returns it. Returns None if the step is not in the queue.
 
-        A step that has started is not in the queue any more.
+        A step that has started is no longer in the queue.
         """
         with self._changed:
             for index, (_, _, _, message, _) in enumerate(self._heap):

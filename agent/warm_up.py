@@ -1,4 +1,4 @@
-"""Makes the largest steps that the config allows. The agent runs them at the start, which proves that they fit into the
+"""Makes the largest steps that the config allows. The agent runs them at its start to prove that they fit into the
 memory.
 
 The steps read the null block and write no keys or values. The block copies use blocks that are not in use yet.
@@ -21,8 +21,8 @@ def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
     The kinds are whole prompts, prompts with earlier context, and a decode with full contexts. A mixed step is not
     larger, because it has at most the tokens of the prompts and the sequences of the decode.
 
-    With fused operators, one graph runs all kinds. Prompts with earlier context then need at least as much memory as
-    whole prompts. Therefore whole prompts are left out, which saves seconds with a 7B model on a CPU.
+    With fused operators, one graph runs all kinds, and prompts with earlier context need at least as much memory as
+    whole prompts. Therefore whole prompts are left out. For a 7B model on a CPU, this saves seconds.
     """
     longest = config.max_model_len
     prompts = _prompt_lens(config.max_num_batched_tokens, config.max_prefill_seqs, longest)
@@ -36,7 +36,7 @@ def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def captured_steps(config: Config) -> list[tuple[list[int], list[int]]]:
-    """Returns the query lengths and context lengths of the decodes that MindSpore captures, the largest first.
+    """Returns the query lengths and context lengths of the decode steps that MindSpore captures, the largest first.
 
     Each size comes twice, because MindSpore captures a step only if the previous step had the same shapes.
     """
@@ -53,7 +53,7 @@ def _prompt_lens(tokens: int, max_seqs: int, longest: int) -> list[int]:
 
 
 def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[int]) -> StepSlot:
-    """Makes a slot with its own memory, where every token id is 0 and sampling is greedy."""
+    """Makes a step with these lengths, in a slot with its own memory. Every token id is 0 and sampling is greedy."""
     layout = SlotLayout.of(config.slot_limits())
     slot = StepSlot(layout, bytearray(layout.slot_bytes))
     tokens, seqs, width = sum(query_lens), len(query_lens), config.max_blocks_per_seq
@@ -73,9 +73,9 @@ def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[
 
 
 def make_moves(config: Config) -> StepSlot:
-    """Makes a step slot with the maximum number of block copies, alternately to host memory and back.
+    """Makes a step with the maximum number of block copies, alternately to host memory and back.
 
-    Without a host pool, the step slot has one copy of a block onto itself.
+    Without a host pool, the step has one copy of a block onto itself.
     """
     limits, cache = config.slot_limits(), config.pa_config
     layout = SlotLayout.of(limits)

@@ -45,7 +45,7 @@ class Worker:
         server: AgentServer,
         facts: Mapping[str, str],
     ) -> None:
-        """``facts`` about the process extend the summary that the agent sends when it is ready."""
+        """``facts`` describes the process. The agent adds it to the summary that it sends when it is ready."""
         self._make_runner = make_runner
         self._queue = queue
         self._server = server
@@ -105,7 +105,9 @@ class Worker:
         return 1
 
     def _load_adapter(self, message: AdapterLoad, runner: ModelRunner) -> None:
-        """Loads a LoRA adapter and replies. An adapter that cannot be loaded does not affect the agent."""
+        """Loads a LoRA adapter and replies to the server. If the adapter cannot be loaded, the agent continues to
+        serve.
+        """
         error = ""
         try:
             runner.load_adapter(message.adapter_slot, message.shm_name, message.num_bytes)
@@ -115,9 +117,10 @@ class Worker:
         self._server.send(AdapterLoaded(seq=message.seq, adapter_slot=message.adapter_slot, error=error))
 
     def _run_step(self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> None:
-        """Runs one step. If the device runs ahead, only launches most steps, and ``runner.ahead`` finishes them later.
+        """Runs one step. If the device runs ahead, most steps are only launched here, and ``runner.ahead`` finishes
+        them later.
 
-        Moves, and decodes with a checked row, always run immediately.
+        Moves, and decode steps with a checked row, always run immediately.
         """
         outcome: StepCost | Exception
         try:
@@ -146,8 +149,8 @@ class Worker:
         """
         if isinstance(outcome, GroupDownError):
             logger.error("step %d: %s; this agent ends with its group", step.seq, outcome)
-            # GroupBrokenError means that the step failed here. Otherwise another agent failed, and the server may send
-            # the step again.
+            # A GroupBrokenError means that the step failed in this agent. Any other GroupDownError means that another
+            # agent failed, and the server may send the step again.
             if isinstance(outcome, GroupBrokenError):
                 self._server.send(_failure(step, str(outcome)))
             self._is_down = True

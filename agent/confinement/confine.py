@@ -1,4 +1,4 @@
-"""Confines the process of an agent as ``serving_config.confine_agents`` says."""
+"""Confines the process of an agent, according to ``serving_config.confine_agents``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _KEY = "serving_config.confine_agents"
 
 
 def confine(config: Config, call: SystemCall = system_call) -> str:
-    """Restricts this process permanently, and returns a text about it for the log and the status page.
+    """Restricts this process permanently. Returns a description of the confinement for the log and the status page.
 
-    Other threads that already run are not restricted, so call this before any library starts a thread. Core dumps are
-    always turned off, because they contain prompts. Raises AgentStartError if the config demands a confinement that the
-    kernel cannot give.
+    Threads that already run are not restricted, so this function must run before any library starts a thread. Core
+    dumps are always turned off, because they contain prompts. Raises AgentStartError if the config requires a
+    confinement that this kernel does not support.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     wanted, on_ascend = config.serving_config.confine_agents, config.device == "Ascend"

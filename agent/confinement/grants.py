@@ -1,4 +1,4 @@
-"""The files that an agent needs: those that it may read, and those that it may write."""
+"""Lists the files that an agent needs, with its rights: those that it may read, and those that it may write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llm_serving.ipc.segment import SHM_DIRECTORY
 
 READ = Right.READ_FILE | Right.READ_DIR
 MAP = Right.READ_FILE | Right.WRITE_FILE
-"""Rights for shared memory and devices: existing files can be read and written, but no file can be made or removed."""
+"""Rights for shared memory and devices. Existing files can be read and written, but files cannot be made or removed."""
 # MAKE_SOCK is for MindSpore's profiler, which makes a UNIX socket for its own processes.
 _MAKE = Right.MAKE_DIR | Right.MAKE_REG | Right.MAKE_SOCK
 WRITE = READ | MAP | _MAKE | Right.REMOVE_DIR | Right.REMOVE_FILE | Right.REFER | Right.TRUNCATE
@@ -25,9 +25,11 @@ _SYSTEM_FILES = (
     *("/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group"),
     *("/etc/ssl/openssl.cnf", "/etc/selinux/config", "/dev/urandom", "/dev/random", "/dev/zero"),
 )
-"""Files that libraries read. Not all of /etc, because it may have keys that the server's user can read."""
+"""Files that libraries read. The agent may not read all of /etc, because /etc may have keys that the server's user can
+read.
+"""
 MAX_LINKS = 10_000
-"""Maximum number of entries of a model folder that are checked for links."""
+"""Maximum number of entries of a model folder that ``_link_targets`` examines."""
 
 
 def cpu_rules(config: Config, environment: Mapping[str, str] = os.environ) -> list[Rule]:
@@ -63,7 +65,7 @@ def ascend_rules(config: Config, environment: Mapping[str, str] = os.environ) ->
 def _python_paths(environment: Mapping[str, str]) -> Iterator[str]:
     """Yields the folders from which Python imports modules.
 
-    Leaves out the working directory, which Python adds to ``sys.path`` by itself, unless ``PYTHONPATH`` names it.
+    Python adds the working directory to ``sys.path`` by itself. It is left out unless ``PYTHONPATH`` names it.
     """
     stated = environment.get("PYTHONPATH", "").split(os.pathsep)
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
@@ -71,7 +73,8 @@ def _python_paths(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _link_targets(folder: Path) -> list[Path]:
-    """Returns the targets of all symbolic links in a model folder. In Hugging Face's cache, every file is a link."""
+    """Returns the targets of the symbolic links in a model folder. In the cache of Hugging Face, every file is a link.
+    """
     targets: list[Path] = []
     for number, (parent, folders, files) in enumerate(os.walk(folder)):
         if number + len(targets) > MAX_LINKS:
@@ -98,7 +101,8 @@ def _made(folders: Iterable[Path]) -> Iterator[Path]:
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # The scratch folder is in /tmp, where another user can make a link with its name. Do not follow this link.
+            # The scratch folder is in /tmp, where another user can make a link with its name. lstat() does not follow
+            # links.
             state = folder.lstat() if folder == scratch_folder() else folder.stat()
         except OSError:
             continue  # the agent works without this folder, or reports the problem when it writes

@@ -1,7 +1,9 @@
-"""Landlock: a process permanently gives up access to files, TCP ports and the signals of other processes.
+"""Restricts the process with Landlock: it permanently gives up access to files, TCP ports and signals to other
+processes.
 
 The kernel's documentation is ``userspace-api/landlock.rst``. Each version of the interface (ABI) adds kinds of access.
-A ruleset names the kinds that it restricts, so an older kernel gets a ruleset with fewer kinds.
+A ruleset names the kinds that it restricts. On an older kernel, the ruleset names only the kinds that this kernel
+knows.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SystemCall = Callable[..., int]
-"""Makes a system call: takes its number and arguments, returns its result, raises OSError."""
+"""Makes a system call. Takes its number and its arguments, and returns its result. Raises OSError if the call fails."""
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls. They are the same on all processors."""
@@ -52,7 +54,7 @@ _TCP_BIND_AND_CONNECT = 0b11
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 _FIRST_ABI_OF_TCP, _FIRST_ABI_OF_SCOPES = 4, 6
 _NEWER_RIGHTS = ((2, Right.REFER), (3, Right.TRUNCATE), (5, Right.IOCTL_DEV))
-"""Access rights that the first ABI of Landlock did not have, each with the first ABI that has it."""
+"""Access rights that later ABIs of Landlock have added, each with the first ABI that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def forbid_new_privileges() -> None:
 
 
 def landlock_abi(call: SystemCall = system_call) -> int:
-    """Returns the version of Landlock's interface in this kernel, or 0 if Landlock is missing or turned off."""
+    """Returns the version (ABI) of Landlock in this kernel, or 0 if Landlock is missing or turned off."""
     try:
         return call(CREATE_RULESET, None, 0, _VERSION_QUERY)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""A seccomp filter: the kernel refuses system calls that no agent needs.
+"""Installs a seccomp filter, so that the kernel refuses system calls that no agent needs.
 
-The filter refuses sockets other than UNIX sockets, which also covers UDP. It also refuses reading and changing other
-processes, io_uring (which would bypass the filter), and changes of the kernel and of mounts. The process gets EPERM.
+The filter refuses all sockets except UNIX sockets. It also refuses reading and changing other processes, io_uring
+(which would bypass the filter), and changes of the kernel and of mounts. A refused call fails with EPERM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SET_MODE_FILTER = 1
 # SECCOMP_FILTER_FLAG_TSYNC and SECCOMP_FILTER_FLAG_SPEC_ALLOW of linux/seccomp.h
 _ALL_THREADS, _NO_SPECULATION_PENALTY = 1, 4
 _X32_BIT = 0x40000000
-"""First number of the system calls of x86-64's second interface (x32). The filter refuses them all."""
+"""Bit of the numbers of system calls in x86-64's second interface (x32). The filter refuses all of these calls."""
 
 # For each processor: its audit number, the number of the call seccomp(2), and the number of the call socket(2).
 _MACHINES = {"x86_64": (0xC000003E, 317, 41), "aarch64": (0xC00000B7, 277, 198)}
@@ -65,7 +65,7 @@ _REFUSED = {
 
 
 def can_filter() -> bool:
-    """Returns True if there is a filter for this processor. Each architecture has its own numbers of system calls."""
+    """Returns True if the filter supports this processor. Each architecture has its own numbers of system calls."""
     return _machine() is not None
 
 
@@ -89,7 +89,7 @@ def _machine() -> str | None:
 
 
 def _program(machine: str) -> bytes:
-    """Returns the filter as BPF instructions. It ends with the instructions "allow" and "refuse"."""
+    """Returns the filter as BPF instructions. Its last two instructions are "allow" and "refuse"."""
     arch, _, socket_number = _MACHINES[machine]
     column = list(_MACHINES).index(machine)
     refused = sorted(numbers[column] for numbers in _REFUSED.values())

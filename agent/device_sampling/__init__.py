@@ -1,8 +1,8 @@
-"""Does the large part of sampling on the device, so that the host need not fetch all logits.
+"""Does the expensive part of sampling on the device, so that the host does not have to fetch all logits.
 
 The graph of every step finds the token with the largest logit of each sequence. A second graph finds the candidates:
 for each sequence, the 64 best tokens and the sum of the exponentials of all logits. A third graph gathers the logits of
-selected sequences. ``cells`` defines the Cells of these graphs, and ``graphs`` compiles and runs the second and third
+selected sequences. ``cells`` defines the Cells of these graphs. ``graphs`` compiles and runs the second and third
 graph. The host chooses the tokens from these values (``agent.sampler``).
 """
 

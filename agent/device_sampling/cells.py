@@ -1,7 +1,7 @@
-"""The Cells that sample on a device, made of MindSpore's primitives.
+"""The Cells that sample on a device. They consist of MindSpore's primitives.
 
-If agents share the vocabulary, each agent has the logits [seqs, columns] of its own tokens, and finds its own best
-tokens. The agents then gather their results. The last agent's logits may have padding columns for which there is no
+If agents share the vocabulary, each agent has the logits [seqs, columns] of its own tokens, and finds the best of these
+tokens. The agents then gather their results. The last agent's logits may have padding columns, which stand for no
 token. The Cells drop these columns.
 """
 
@@ -31,9 +31,9 @@ def num_candidates(vocab_size: int, part: ModelPart | None) -> int:
 
 
 class BestTokens(nn.Cell):
-    """Finds the best token of each sequence: logits [seqs, columns] -> token ids (int32), their logits, both [seqs].
+    """Finds the best token of each sequence: logits [seqs, columns] -> (token ids int32 [seqs], their logits [seqs]).
 
-    If several logits are equal, the smallest id is returned, because ArgMaxWithValue returns the first of equal
+    If several logits are equal, the result is the smallest id, because ArgMaxWithValue returns the first of equal
     elements. If agents share the vocabulary, every agent gets the best tokens of the whole vocabulary.
     """
 
@@ -51,11 +51,11 @@ class BestTokens(nn.Cell):
 
 
 class _BestOfAgents(nn.Cell):
-    """Chooses among the best tokens of all agents: token ids (int32), their logits -> the same, all [seqs].
+    """Chooses among the best tokens of all agents: (token ids int32, their logits) -> the same two tensors, all [seqs].
 
-    The ids of the input are counted from the agent's first token. If logits of several agents are equal, the token of
-    the first of these agents is chosen, which has the smallest id. A NaN counts as the largest logit. So the NaN of any
-    agent is the result, and the sampler marks the sequence as not finite.
+    The ids of the input are counted from the agent's first token. If logits of several agents are equal, the result is
+    the token of the first of these agents, which has the smallest id. NaN counts as the largest logit. So if an agent
+    has a NaN, the result is NaN, and the sampler marks the sequence as not finite.
     """
 
     def __init__(self, part: ModelPart) -> None:
@@ -72,12 +72,13 @@ class _BestOfAgents(nn.Cell):
         ids = self.add(self.gathered(index), self.first_ids)
         agent, best = self.pick(self.gathered(value))
         chosen = self.equal(self.shape(self.cast(agent, ms.int32), (-1, 1)), self.numbers)
-        # One term of each sum is an id, and the others are 0. So float32 is exact, because ids are below 2^24.
+        # Each sum has one term that is an id, and all other terms are 0. So float32 is exact, because ids are below
+        # 2^24.
         terms = self.multiply(self.cast(ids, ms.float32), self.cast(chosen, ms.float32))
         return self.cast(self.sum(terms, -1), ms.int32), best
 
     def gathered(self, own: Tensor) -> Tensor:
-        """Returns the arrays of all agents, [seqs, agents]. ``own`` is [seqs]."""
+        """Gathers the arrays ``own`` [seqs] of all agents. Returns [seqs, agents]."""
         return self.swap(self.shape(self.gather(own), (self.size, -1)), (1, 0))
 
 

@@ -1,5 +1,6 @@
-"""Compiles and runs the graphs that find candidates and gather rows of logits. Keeps the logits of a step on the device
-until the sampler needs them.
+"""Compiles and runs the graphs that find candidates and gather rows of logits.
+
+Keeps the logits of a step on the device until the sampler needs them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from agent.scores import DeviceScores, Float32Array, Int32Array
 from agent.weights.storage import Array, to_float32
 
 STEP_FETCHED = slice(1, 3)
-"""The results of a step that the host may fetch: best tokens and their logits."""
+"""Selects the results of a step that the host may fetch: the best tokens and their logits."""
 _CANDIDATES_FETCHED = slice(0, 4)
 _NOTHING = slice(0, 0)
-"""Agents that do not sample fetch no results. Their launches only show when the device has computed."""
+"""Selects no results, for agents that do not sample. These agents only wait until the device has computed."""
 
 
 class SamplingGraphs:
@@ -54,14 +55,16 @@ class SamplingGraphs:
 
     @property
     def step_fetched(self) -> slice:
-        """The results of a step that this agent fetches: best tokens and their logits, if it samples."""
+        """Selects the results of a step that this agent fetches. If it samples, these are the best tokens and their
+        logits.
+        """
         return STEP_FETCHED if self._samples else _NOTHING
 
     def scores(self, step: Launch, num_rows: int, num_ids: int) -> DeviceScores:
         """Returns an object through which the sampler fetches the scores of a step.
 
-        The results of the launch ``step`` must be logits, best tokens and the logits of the best tokens. Each has
-        ``num_ids`` rows: ``num_rows`` rows of sequences, then rows of padding.
+        The results of the launch ``step`` must be logits, best tokens and the logits of the best tokens. Each result
+        has ``num_ids`` rows. The first ``num_rows`` rows belong to sequences, and the others are padding.
         """
         return _Scores(self, step, num_rows, num_ids)
 
@@ -136,7 +139,7 @@ class _Scores(DeviceScores):
         (self._found or self._step).when_fetched(callback)
 
     def wait(self) -> None:
-        # The launch of an agent that does not sample copies nothing. Its ``fetch`` only waits.
+        # In an agent that does not sample, the launch copies nothing to the host. Then ``fetch`` only waits.
         (self._found or self._step).fetch()
 
     def _fetch(self, launch: Launch) -> tuple[Array, ...]:

@@ -1,1 +1,3 @@
-"""Connects the agents of a group, which share one model: the part of each agent, and the data that they exchange."""
+"""Connects the agents of a group, which share one model. Describes each agent's part of the model and exchanges data
+between agents.
+"""

@@ -1,7 +1,8 @@
 """The process through which the agents of a group on Ascends find each other (the scheduler of a MindSpore cluster).
 
-The launcher (``llm_serving/executor/hccl_cluster.py``) starts it as ``python -m agent.group.cluster_scheduler``, with
-the environment of the role ``MS_SCHED``. The process uses no device. It ends with the launcher or when it is killed.
+The launcher (``llm_serving/executor/hccl_cluster.py``) starts this process as ``python -m
+agent.group.cluster_scheduler``, with the environment of the role ``MS_SCHED``. The process uses no device. It ends when
+the launcher ends, or when it is killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Passes activations and sampled tokens between the agents of a group on CPUs, through shared memory (the exchange).
 
-All agents of a group run the same steps in the same order, and each agent counts the steps itself. A counter in the
-exchange shows how many steps its owner has completed. ``llm_serving/ipc/exchange.py`` has the layout of the memory.
+All agents of a group run the same steps in the same order, and each agent counts its steps. In the exchange, each agent
+has a counter of its completed steps. ``llm_serving/ipc/exchange.py`` has the layout of the memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Exchange:
     """An agent's access to the exchange of its group. Only the agent's device thread may use it."""
 
     def __init__(self, memory: ExchangeMemory, part: ModelPart, timeout_s: float) -> None:
-        """``timeout_s`` is the longest wait for another agent. After that time, the group counts as failed."""
+        """``timeout_s`` is the maximum wait for another agent. After this time, the group counts as failed."""
         self._memory = memory
         self._layout = layout = memory.layout
         self._part = part
@@ -61,7 +61,7 @@ class Exchange:
         return self._memory.is_down
 
     def give_up(self) -> None:
-        """Marks the group as failed, because this agent ends, so that the other agents stop waiting."""
+        """Marks the group as failed. An agent calls this when it ends, so that the other agents stop waiting."""
         self._memory.mark_down()
 
     def send(self, stream: Array) -> None:
@@ -94,16 +94,17 @@ class Exchange:
     def post_tokens(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Publishes the tokens that the current step sampled for the batch rows ``rows``.
 
-        The agent that samples calls this once in each step. It overwrites the previous token of a batch row. No agent
-        needs that token any more. An agent reads it before its part of the current step, and this step can be sampled
-        only when all agents have computed their parts.
+        The agent that samples calls this once in each step. The token of a batch row overwrites its previous token,
+        which no agent needs any more. Each agent reads the previous token before it computes its part of the current
+        step. The current step is sampled only after all parts have been computed.
         """
         self._tokens[rows] = token_ids
         self._steps_sampled += 1
         collectives.publish(self._base + self._layout.token_line, self._steps_sampled)
 
     def tokens_after(self, step: int) -> Int32Array:
-        """Waits until step number ``step`` (counted from 0) has sampled. Returns the last token of every batch row.
+        """Waits until step number ``step`` (counted from 0) has been sampled. Returns the last token of every batch
+        row.
 
         Raises GroupDownError if the group failed.
         """

@@ -1,4 +1,4 @@
-"""Provides input tokens that the previous step has sampled to all agents of a group.
+"""Gives all agents of a group the input tokens that the previous step has sampled.
 
 The server may send a step before it has received the tokens of the previous step. It then sends LAST_TOKEN instead of a
 token. Only one agent of a group samples. The other agents read the sampled tokens from the exchange.
@@ -21,8 +21,8 @@ Int32Array = npt.NDArray[np.int32]
 class SharedLastTokens:
     """Replaces LAST_TOKEN by the batch row's last sampled token.
 
-    For each batch row, records the number of the step that sampled last. When that step has sampled, its token is in
-    the exchange. All agents of a group record the same steps, so all of them refuse the same wrong inputs.
+    For each batch row, records the number of the step that sampled most recently. After this step has been sampled, the
+    exchange has its token. All agents of a group record the same steps, so all of them refuse the same wrong inputs.
     """
 
     def __init__(self, exchange: Exchange, part: ModelPart, table: RowTable) -> None:
@@ -38,14 +38,14 @@ class SharedLastTokens:
         self._sampled_in.fill(-1)
 
     def check(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
-        """Raises ProtocolError if the step needs the last token of a batch row for which no token was sampled.
+        """Raises ProtocolError if the step has a LAST_TOKEN for a batch row that has not sampled a token.
 
         Does not wait for other agents.
         """
         self.check_rows(rows_of_last_tokens(token_ids, rows, query_lens))
 
     def check_rows(self, needed: Int32Array) -> None:
-        """Raises ProtocolError if no token was sampled for one of the batch rows ``needed``."""
+        """Raises ProtocolError if one of the batch rows ``needed`` has not sampled a token."""
         if needed.size and int(self._sampled_in[needed].min()) < 0:
             raise no_last_token(int(needed[self._sampled_in[needed] < 0][0]))
 
@@ -57,7 +57,7 @@ class SharedLastTokens:
         tokens = self._table.last_token
         if not self._part.returns_results:
             tokens = self._exchange.tokens_after(int(self._sampled_in[needed].max()))
-        # Where sampling failed, the table has a negative number, and the other agents have 0.
+        # If sampling failed, the table has a negative number. Every agent then uses token 0.
         last: Int32Array = np.maximum(tokens[needed], 0)
         return last
 
@@ -77,12 +77,12 @@ class SharedLastTokens:
         self.record(slot)
 
     def record(self, slot: StepSlot) -> None:
-        """Records that the next step of the group samples the batch rows of ``slot``."""
+        """Records that the group's next step samples the batch rows of ``slot``. Counts this step."""
         self._sampled_in[_sampled_rows(slot)] = self._steps
         self._steps += 1
 
     def publish(self, slot: StepSlot) -> None:
-        """Publishes the tokens of the oldest step that has none yet. Does nothing in agents that do not sample.
+        """Publishes the tokens of the oldest step that was not published. Does nothing in agents that do not sample.
 
         If sampling failed, the published token is 0. A later step may compute with it, but no client sees the result.
         """

@@ -9,14 +9,14 @@ from llm_serving.model.parallel import RankPlace, Shard, local_shape, place
 from llm_serving.model.shape import ModelShape
 
 STAGE_GROUP = "stage"
-"""Name of MindSpore's communication group of the agents of one stage, which have parts of the same layers."""
+"""Name of the MindSpore communication group of a stage. Its agents have parts of the same layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """The part of the model (heads, columns, vocabulary, layers) that one agent holds.
+    """The part of the model that one agent has: heads, columns, vocabulary and layers.
 
-    An agent that is alone in its group holds the whole model.
+    If an agent is alone in its group, its part is the whole model.
     """
 
     parallel: ParallelConfig
@@ -24,13 +24,13 @@ class ModelPart:
     shard: Shard
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
-    """The parts of several agents, for a single agent that adds in the same order as those agents
-    (``parallel_config.sum_parts``).
+    """The parts that several agents would have. A single agent with ``parallel_config.sum_parts`` adds in the same
+    order as these agents.
     """
 
     pools: bool = False
-    """True if this agent pools the residual stream after the last layer. ``shard`` then is not the last stage, because
-    pooling takes the stream as the next stage of a pipeline would.
+    """True if this agent pools the residual stream after the last layer. Then ``shard`` is not the last stage, because
+    the pooler takes the residual stream in the same way as a next stage.
     """
 
     @classmethod
@@ -53,10 +53,10 @@ class ModelPart:
 
     @property
     def may_run_ahead(self) -> bool:
-        """True if a step of this agent may be launched before the host has the tokens of the step before.
+        """True if a step of this agent may be launched before the host has the tokens of the previous step.
 
-        False for the stages of a pipeline, because their activations pass through the memory of the host. False for
-        agents that pool, because they sample no tokens.
+        False for the stages of a pipeline, because their activations pass through host memory. False for agents that
+        pool, because they sample no tokens.
         """
         return self.parallel.pipeline_parallel == 1 and not self.pools
 
@@ -72,7 +72,7 @@ class ModelPart:
 
     @property
     def vocab_stride(self) -> int:
-        """Number of vocabulary rows of each agent of the stage, with the padding of the last agent."""
+        """Number of vocabulary rows of each agent of the stage, including the padding of the last agent."""
         return self.shard.vocab_stride if self.is_split else self.whole.vocab_size
 
     def narrow(self, config: Config) -> Config:

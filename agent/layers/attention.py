@@ -46,7 +46,8 @@ class Attention(nn.Cell):
             self.key_norm = NormWeight(ops, head_dim, shape.norm_dtype)
         self.has_gate = shape.gated_attention
         if self.has_gate:
-            # The gate reads the sum that ``qkv`` returns, so its norm adds nothing to the residual stream.
+            # The gate uses the sum that ``qkv`` has computed, so its own norm must not add to the residual stream
+            # again.
             self.gate = NormLinear(ops, shape.hidden_size, heads * head_dim, shape.rms_norm_eps, first=True)
             self.sigmoid_gate = ops.sigmoid_gate(heads * head_dim)
         self.has_sinks = shape.sinks
@@ -87,7 +88,7 @@ class Attention(nn.Cell):
 
 
 def attention_form(shape: ModelShape, layer: int) -> AttentionForm:
-    """Returns the properties of one layer's attention, which the op table needs to make the operator."""
+    """Returns the properties of one layer's attention, from which the op table makes the operator."""
     return AttentionForm(
         num_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_key_value_heads,

@@ -9,7 +9,8 @@ from agent.layers.parameter import unbound_parameter
 
 
 class Embedding(nn.Cell):
-    """Returns the row of the embedding table for each token id. The table is divided among the agents of a stage."""
+    """Looks up the row of the embedding table for each token id. The table may be divided among the agents of a stage.
+    """
 
     def __init__(self, ops: OpTable, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

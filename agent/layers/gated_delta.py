@@ -1,4 +1,5 @@
-"""Gated DeltaNet (Yang et al. 2024): linear attention with a state of each sequence instead of a KV cache."""
+"""Gated DeltaNet (Yang et al. 2024): linear attention. Each sequence has a state of fixed size instead of a KV cache.
+"""
 
 from __future__ import annotations
 

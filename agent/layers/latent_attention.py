@@ -18,9 +18,9 @@ NORM_EPSILON = 1e-6
 class LatentAttention(nn.Cell):
     """Multi-head latent attention of one layer, with the norm before it.
 
-    The layer caches one latent vector for each token, and derives keys and values from this vector. It owns the cache
-    parameter. The op table decides the cache's layout, and ``agent.kv_cache`` allocates the memory. The heads are
-    divided among the agents of a stage, but every agent caches the whole latent vectors.
+    The layer caches one latent vector for each token, and derives keys and values from this vector. It owns the
+    Parameter of the cache. The op table decides the cache's layout, and ``agent.kv_cache`` allocates the memory. The
+    heads are divided among the agents of a stage, but every agent caches the whole latent vectors.
     """
 
     def __init__(self, ops: OpTable, shape: ModelShape, num_blocks: int, block_size: int, *, layer: int) -> None:

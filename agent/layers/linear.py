@@ -14,9 +14,10 @@ from agent.layers.parameter import unbound_parameter
 
 
 class Weight(nn.Cell):
-    """Holds the parameters of one linear weight: the weight itself and, if it has them, its scales and offsets.
+    """The parameters of one linear weight: the weight itself, its scales and its offsets. Weights of floats have no
+    scales.
 
-    The matrices of LoRA adapters are parameters of the weight if ``OpTable.adapter_matrices`` makes them.
+    If ``OpTable.adapter_matrices`` makes matrices of LoRA adapters, they are also parameters of the weight.
     """
 
     def __init__(self, parameters: LinearParameters, adapters: tuple[Any, Any] | None = None) -> None:
@@ -29,9 +30,9 @@ class Weight(nn.Cell):
             self.adapter_a, self.adapter_b = adapters
 
     def operands(self) -> Any:
-        """Returns the weight for an operator of the op table: alone, or in a tuple with its scales and offsets.
+        """Returns the weight in the form that operators take: alone, or in a tuple with its scales and offsets.
 
-        With adapters, returns a tuple of this weight and the adapters' matrices.
+        With adapters, returns a tuple of this form and the adapters' matrices.
         """
         return (self.weights(), self.adapter_a, self.adapter_b) if self.is_adapted else self.weights()
 
@@ -78,7 +79,7 @@ class NormLinear(Weight):
         biased: bool = False,
         num_layers: int = 1,
     ) -> None:
-        """``num_layers`` is the number of layers of a checkpoint that this layer consists of, as 3 for q, k and v."""
+        """``num_layers`` is the number of checkpoint layers that this layer joins, for example 3 for q, k and v."""
         super().__init__(
             ops.linear_weight(in_features, out_features),
             ops.adapter_matrices(in_features, out_features, num_layers),
@@ -98,7 +99,8 @@ class NormLinear(Weight):
 
 
 class NormWeight(nn.Cell):
-    """The weight of an RMSNorm (Zhang and Sennrich 2019). The operator of the next linear layer computes the norm."""
+    """The weight of an RMSNorm (Zhang and Sennrich 2019). The operator of the following linear layer computes the norm.
+    """
 
     def __init__(self, ops: OpTable, size: int, dtype: str | None = None) -> None:
         """``dtype`` is the type of the weight. None means the type of the activations."""

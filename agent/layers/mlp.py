@@ -13,9 +13,10 @@ from llm_serving.model.families import Experts
 
 
 class GatedMLP(nn.Cell):
-    """``down(silu(gate(x)) * up(x))``, with the norm before it. Gate and up are one matrix product.
+    """Computes ``down(silu(gate(x)) * up(x))``, with the norm before it. Gate and up are one matrix product.
 
-    The intermediate columns are divided among the agents of a stage, and the result is summed over the agents."""
+    The intermediate columns are divided among the agents of a stage, and the result is summed over the agents.
+    """
 
     def __init__(self, ops: OpTable, hidden_size: int, intermediate_size: int, epsilon: float) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Makes MindSpore parameters that use the memory of the loader's NumPy arrays, so that weights are in memory only once.
-"""
+"""Makes MindSpore Parameters that use the memory of NumPy arrays. So the loaded weights are in memory only once."""
 
 from __future__ import annotations
 
@@ -25,17 +24,18 @@ MINDSPORE_DTYPES = {
 
 
 def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
-    """Makes a parameter that has no memory until ``bind`` is called. MindSpore names it by its place in the model."""
+    """Makes a Parameter that has no memory until ``bind`` is called. MindSpore names it after its place in the model.
+    """
     with no_init_parameters():
         return Parameter(initializer("zeros", shape, MINDSPORE_DTYPES[dtype]), requires_grad=False)
 
 
 def bind(parameter: Parameter, array: Array) -> Array:
-    """Lets ``parameter`` use the memory of ``array``. Call this before the graph is compiled.
+    """Makes ``parameter`` use the memory of ``array``. Call this before the graph is compiled.
 
-    Returns the array whose memory the parameter uses. The caller must keep it alive. Usually the result is ``array``.
-    MindSpore copies an array of int4 (two values in each byte), and then the result is the copy. A parameter of packed
-    weights (uint8) takes its size from the array.
+    Returns the array whose memory the parameter uses. The caller must keep it alive. Usually this is ``array`` itself.
+    MindSpore copies int4 arrays (two values in each byte). Then the result is the copy. A parameter of packed weights
+    (uint8) gets the size of the array.
     """
     packed = array.dtype == np.uint8
     assert packed or parameter.shape == array.shape, (
@@ -71,7 +71,7 @@ def create_on_device(parameter: Parameter) -> None:
 class _Memory:
     """Gives NumPy access to the bytes of an int4 tensor, because NumPy has no int4.
 
-    An array that NumPy makes of this object shares the tensor's memory and keeps the tensor alive.
+    NumPy can make an array from this object. The array shares the tensor's memory and keeps the tensor alive.
     """
 
     def __init__(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -80,7 +80,7 @@ class _Memory:
 
 
 def as_tensor(array: Array) -> Tensor:
-    """Makes a tensor that shares the array's memory. An array of uint16 is taken as bfloat16."""
+    """Makes a tensor that shares the array's memory. An array of uint16 becomes a tensor of bfloat16."""
     return Tensor.from_numpy(array.view(bfloat16) if array.dtype == np.uint16 else array)
 
 

@@ -1,4 +1,4 @@
-"""The tables of cosines and sines of the rotary position embedding (Su et al. 2021), made once at the start."""
+"""Computes the tables of cosines and sines of the rotary position embedding (Su et al. 2021), once at the start."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Float32Array = npt.NDArray[np.float32]
 def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, Float32Array]:
     """Returns cosines and sines, float32 [num_positions, rotary_width]. Each row contains its angles twice.
 
-    With partial rotary embedding, both halves of a row end with cosines of 1 and sines of 0 for the other elements.
-    The weights of queries and keys have their rows in the same order (``agent/models/names.py``).
+    With partial rotary embedding, some elements of a head are not rotated. Their columns, at the end of both halves of
+    a row, have cosine 1 and sine 0. The weights of queries and keys have their rows in the same order
+    (``agent/models/names.py``).
 
     If adjacent elements are rotated together (``LatentAttention.interleaved``), equal angles are adjacent. Otherwise
     the second half of a row repeats the first half.
 
-    Frequencies and angles are rounded to float32 where Hugging Face rounds them, because checkpoints were trained with
-    these values. Cosine and sine are computed in float64 and rounded once. They include the attention
+    Frequencies and angles are rounded to float32 at the same places as in transformers, because checkpoints were
+    trained with these values. Cosine and sine are computed in float64 and rounded once. They include the attention
     factor of YaRN and LongRoPE.
     """
     frequencies = rotary_frequencies(shape, num_positions)
@@ -50,7 +51,7 @@ def local_rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32A
 
 
 def _widened(table: Float32Array, shape: ModelShape, filler: float) -> Float32Array:
-    """Returns a rotary table with further columns, for the elements of a head that are not rotated.
+    """Returns a rotary table with additional columns, for the elements of a head that are not rotated.
 
     These columns have the value ``filler``. Half of them are at the end of each half of a row.
     """
@@ -62,11 +63,11 @@ def _widened(table: Float32Array, shape: ModelShape, filler: float) -> Float32Ar
 
 
 def rotary_frequencies(shape: ModelShape, num_positions: int = 1) -> Float32Array:
-    """Returns the rotary frequencies, float32 [rotary_dim / 2]: the angles in radians by which a pair of elements is
-    rotated for each position.
+    """Returns the rotary frequencies, float32 [rotary_dim / 2]. A frequency is the angle, in radians for each position,
+    by which a pair of elements is rotated.
 
-    They include the model's ``rope_scaling``. With ``dynamic`` scaling, they are valid within the trained context. With
-    ``longrope``, they depend on ``num_positions``, the longest sequence that the server accepts.
+    The frequencies include the model's ``rope_scaling``. With ``dynamic`` scaling, they are valid within the trained
+    context. With ``longrope``, they depend on ``num_positions``, the maximum length of a sequence.
     """
     frequencies = np.float32(1.0) / _powers(shape, np.float32(shape.rope_theta))
     scaling = shape.rope_scaling
@@ -93,8 +94,9 @@ def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions:
     """Returns rotary frequencies for each position after the trained context, float32 [positions, rotary_dim / 2].
 
     The frequencies of a position use the base that NTK-aware scaling gives to a sequence that ends at this position.
-    Therefore a rotation does not depend on the chunks of a sequence or on its final length. The library transformers
-    differs: if a prompt is longer than the trained context, all its positions use the base of the last position.
+    Therefore the rotation at a position does not depend on the chunks of a sequence or on its final length. The library
+    transformers works differently: if a prompt is longer than the trained context, all its positions use the base of
+    the last position.
     """
     trained, factor, dim = scaling.original_max_position_embeddings, np.float32(scaling.factor), shape.rotary_dim
     lengths = np.arange(trained + 1, num_positions + 1, dtype=np.float32)
@@ -106,8 +108,8 @@ def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions:
 def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
     """Returns the rotary frequencies of YaRN (Peng et al. 2023, section 3.2).
 
-    Frequencies with many rotations within the trained context stay. Frequencies with few rotations are divided by
-    ``factor``. Between the two, frequencies change gradually.
+    High frequencies, with many rotations within the trained context, do not change. Low frequencies, with few
+    rotations, are divided by ``factor``. In between, there is a gradual transition.
     """
     powers = _powers(shape, np.float32(shape.rope_theta))
     low, high = (_dimension_of(turns, shape, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
@@ -123,10 +125,12 @@ def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
 
 
 def _longrope_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions: int) -> Float32Array:
-    """Returns the rotary frequencies of LongRoPE (Ding et al. 2024), each divided by its own number from the config.
+    """Returns the rotary frequencies of LongRoPE (Ding et al. 2024). Each frequency is divided by its own divisor from
+    the config.
 
-    All positions use the long divisors if a sequence can become longer than the trained context, else the short ones. A
-    choice by the current length of a sequence would change the cached keys when the sequence grows.
+    If a sequence can become longer than the trained context, all positions use the long divisors, else the short
+    divisors. If the choice depended on the current length of a sequence, cached keys would become wrong when the
+    sequence grows.
     """
     is_long = num_positions > scaling.original_max_position_embeddings
     divisors = np.array(scaling.long_factors if is_long else scaling.short_factors, np.float32)
@@ -145,7 +149,8 @@ def _dimension_of(turns: float, shape: ModelShape, scaling: RopeScaling) -> floa
 def _llama3_frequencies(frequencies: Float32Array, scaling: RopeScaling) -> Float32Array:
     """Returns the rotary frequencies of Llama 3.1.
 
-    High frequencies stay, low frequencies are divided by ``factor``, and frequencies in between are interpolated.
+    High frequencies do not change, low frequencies are divided by ``factor``, and frequencies in between are
+    interpolated.
     """
     trained = scaling.original_max_position_embeddings
     wavelengths = np.float32(2.0 * math.pi) / frequencies

@@ -1,1 +1,1 @@
-"""LoRA adapters on an agent: finds the agent's part of an adapter, and keeps one adapter in each adapter slot."""
+"""LoRA adapters in an agent: finds the agent's part of an adapter, and stores an adapter in each adapter slot."""

@@ -32,7 +32,7 @@ class PackedAdapter:
     def __init__(self, spec: WeightSpec, modules: Sequence[ModuleAdapter], dtype: str) -> None:
         """``modules`` has the adapters of the parameter's tensors, in the order of their rows.
 
-        ``dtype`` is the type of their matrices; the bits of bfloat16 are stored as uint16.
+        ``dtype`` is the type of the matrices. bfloat16 matrices are arrays of uint16.
         """
         columns, depth = spec.shape
         storage = STORAGE_DTYPES[dtype]
@@ -65,15 +65,17 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed matrices."""
+        """Size of the packed matrices in bytes."""
         return sum(array.nbytes for array in self._arrays.values())
 
 
 class PackedSlots:
-    """The adapter slots of the kernels, one for each packed weight and slot (``AdapterSlots``)."""
+    """The adapter slots of the kernels (``AdapterSlots``). There is a packed adapter for each adapter slot and packed
+    weight.
+    """
 
     def __init__(self, num_slots: int, dtype: str, weights: Mapping[str, Array]) -> None:
-        """``weights`` are the packed weights by the names of the parameters. They stay at their addresses."""
+        """``weights`` are the packed weights by the names of the parameters. Their addresses must not change."""
         self._dtype, self._weights = dtype, weights
         self._packed: list[dict[str, PackedAdapter]] = [{} for _ in range(num_slots)]
 
@@ -105,7 +107,9 @@ def _vectors(columns: int, *, is_gated: bool) -> Iterator[range]:
 def _block(
     columns: range, modules: Sequence[ModuleAdapter], ranks: npt.NDArray[Any], storage: Any
 ) -> tuple[int, Array]:
-    """Returns the first rank that changes a vector's columns, and the matrix B of these columns [ranks, 16]."""
+    """Returns the part of an adapter for one vector of columns: its first rank, and the matrix B of these columns
+    [ranks, 16].
+    """
     touched = [
         index for index, each in enumerate(modules) if each.rows.start < columns.stop and columns.start < each.rows.stop
     ]

@@ -1,8 +1,8 @@
 """Finds the place of a LoRA adapter's matrices in an agent's parameters: which rows and columns belong to the agent.
 
 If a layer is split by its outputs, an agent has all columns of A and its own rows of B. If a layer is split by its
-inputs, an agent has its own columns of A and all rows of B. The sum over the agents, which the layer has anyway, then
-adds the agents' terms: ``B (A x)`` is the sum of ``B (A_i x_i)`` over the agents i.
+inputs, an agent has its own columns of A and all rows of B. The layer then sums its results over the agents. This sum
+also adds the terms of the adapter: ``B (A x)`` is the sum of ``B (A_i x_i)`` over the agents i.
 
 This module does not import MindSpore.
 """
@@ -27,16 +27,16 @@ _Order = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The rows of an agent's parameter that come from one checkpoint tensor."""
+    """The place of one checkpoint tensor in an agent's parameter: which rows of the parameter come from the tensor."""
 
     spec: WeightSpec
     """The parameter of this agent."""
     rows: slice
     outputs: int
     inputs: int
-    """``outputs`` and ``inputs`` are the size of the whole tensor."""
+    """``outputs`` and ``inputs`` are the sizes of the whole tensor."""
     order: _Order
-    """For each of ``rows``, the number of the tensor's row."""
+    """For each of ``rows``, the index of the row in the tensor."""
     columns: slice
     """The tensor's columns that the agent has."""
 
@@ -45,7 +45,7 @@ class Place:
         return a[:, self.columns], b[self.order]
 
     def followed_by(self, other: Place) -> Place:
-        """Joins two places of one tensor: the tensor's rows at this place, then its rows at ``other``."""
+        """Joins two places of one tensor. The rows of this place come first, then the rows of ``other``."""
         order = np.concatenate([self.order, other.order])
         return replace(self, rows=slice(self.rows.start, other.rows.stop), order=order)
 
@@ -82,8 +82,7 @@ def _parts(specs: list[WeightSpec]) -> Iterator[tuple[str, WeightPart]]:
 
 
 def _place(part: WeightPart, spec: WeightSpec, rows: slice, cut: TensorCut | None) -> Place:
-    """Returns the place of one part of a checkpoint tensor. Some tensors consist of several parts, such as Phi-3's qkv.
-    """
+    """Returns the place of one part of a checkpoint tensor. Some tensors, such as Phi-3's qkv, have several parts."""
     stored = part.rows_of
     order: _Order = np.arange(part.shape[0]) + (0 if stored is None else stored.first)
     if stored is not None and stored.head_order:

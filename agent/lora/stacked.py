@@ -1,11 +1,12 @@
 """The adapter slots of the native op table: the matrices of all adapters of a linear layer, stacked over the slots.
 
 A linear layer has one Parameter for A [slots + 1, inputs, ranks] and one for B [slots + 1, ranks, outputs]. Grouped
-matrix products multiply the rows of each adapter by the matrices of its slot. The matrices of the last slot stay zero;
-they are for rows without an adapter. A load only overwrites the matrices of its slot, so no graph is compiled again.
+matrix products multiply the rows of each adapter by the matrices of its slot. Rows without an adapter use the last
+slot, whose matrices stay zero. Loading an adapter only overwrites the matrices of its slot, so no graph is compiled
+again.
 
-If the layer consists of several layers, such as q, k and v, the ranks of their matrices A follow each other, and B is
-block diagonal. Ranks that an adapter does not have are zeros. B includes the adapter's scale.
+A layer may join several layers of a checkpoint, such as q, k and v. Then the ranks of their matrices A follow each
+other, and B is block diagonal. If an adapter has a smaller rank, zeros fill the rest. B includes the adapter's scale.
 
 This module does not import MindSpore.
 """
@@ -25,7 +26,7 @@ from llm_serving.errors import AgentError
 from llm_serving.model.families import FAMILIES
 
 A_NAME, B_NAME = "adapter_a", "adapter_b"
-"""Last parts of the names of the Parameters. The parts before are those of the layer's weight."""
+"""Last parts of the names of the Parameters. The name of the layer comes before."""
 
 Shape = tuple[int, int, int]
 
@@ -37,7 +38,9 @@ class StackedSizes:
     num_slots: int
     max_rank: int
     joins_layers: bool
-    """Whether the checkpoint has one tensor for q, k and v, and one for gate and up, which then have one adapter."""
+    """True if the checkpoint has one tensor for q, k and v, and one for gate and up. Each of these tensors has a single
+    adapter.
+    """
 
     @classmethod
     def of_config(cls, config: Config) -> StackedSizes | None:
@@ -49,17 +52,17 @@ class StackedSizes:
 
     @property
     def num_groups(self) -> int:
-        """The number of slots, with the slot for rows without an adapter. It is the last one."""
+        """The number of slots, including the last slot, which is for rows without an adapter."""
         return self.num_slots + 1
 
     def shapes(self, in_features: int, out_features: int, num_layers: int) -> tuple[Shape, Shape]:
-        """Returns the shapes of A and B for a linear layer that consists of ``num_layers`` layers of a checkpoint."""
+        """Returns the shapes of A and B for a linear layer that joins ``num_layers`` layers of a checkpoint."""
         ranks = self.max_rank * (1 if self.joins_layers else num_layers)
         return (self.num_groups, in_features, ranks), (self.num_groups, ranks, out_features)
 
 
 class StackedMatrices(Protocol):
-    """The memory of the Parameters that have the stacked matrices."""
+    """The memory of the Parameters for the matrices A and B."""
 
     def shapes(self) -> Mapping[str, Shape]:
         """Returns the shape of each Parameter by its name."""
@@ -69,7 +72,7 @@ class StackedMatrices(Protocol):
 
 
 class HostMatrices:
-    """Stacked matrices in host memory, which the Parameters use in place (``StackedMatrices``)."""
+    """Matrices A and B in host memory, which the Parameters use in place (``StackedMatrices``)."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self._arrays = arrays
@@ -82,7 +85,7 @@ class HostMatrices:
 
 
 class StackedSlots:
-    """The adapter slots of stacked matrices (``AdapterSlots``)."""
+    """The adapter slots of the native op table (``AdapterSlots``), with stacked matrices."""
 
     def __init__(self, matrices: StackedMatrices, dtype: str) -> None:
         """``dtype`` is the type of the matrices."""
@@ -94,7 +97,8 @@ class StackedSlots:
     def replace(self, slot: int, adapters: Mapping[str, ParameterAdapter]) -> None:
         """Overwrites the matrices of a slot.
 
-        Raises AgentError, before it writes, if a layer has no adapters, or the adapter does not fit its matrices.
+        Raises AgentError before it writes anything if a layer takes no adapters, or if the adapter does not fit the
+        layer's matrices.
         """
         layers = {name.removesuffix(".weight"): adapter for name, adapter in adapters.items()}
         pairs = {layer: self._pair(layer, adapter) for layer, adapter in layers.items()}

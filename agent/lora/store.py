@@ -1,4 +1,4 @@
-"""The adapter slots of an agent: each holds a LoRA adapter that steps may name.
+"""The adapter slots of an agent. A slot has one LoRA adapter. A step names the slot of each sequence.
 
 This module does not import MindSpore.
 """
@@ -20,7 +20,7 @@ from llm_serving.ipc.adapters import AdapterMemory
 
 @dataclass(frozen=True, slots=True)
 class ModuleAdapter:
-    """The adapter of one checkpoint tensor, which has some rows (outputs) of a parameter."""
+    """The adapter of one checkpoint tensor. The tensor provides some rows (outputs) of a parameter."""
 
     rows: slice
     """The rows of the parameter that come from this tensor, for example the query's rows in a joined QKV weight."""
@@ -40,12 +40,12 @@ class ParameterAdapter:
 
 
 class AdapterSlots(Protocol):
-    """The place from which the operators of an op table read adapters."""
+    """The memory from which the operators of an op table read adapters."""
 
     def replace(self, slot: int, adapters: Mapping[str, ParameterAdapter]) -> None:
-        """Puts an adapter into a slot, instead of the slot's earlier adapter.
+        """Replaces the adapter of a slot.
 
-        ``adapters`` has the parameters that the adapter changes, by name.
+        ``adapters`` has the adapter of each parameter that changes, by the parameter's name.
         """
 
 
@@ -63,13 +63,13 @@ class AdapterStore:
     ) -> None:
         """``dtype`` is the type of the matrices. ``shard_specs`` describes ``equal_vocabularies``.
 
-        Each array [adapter slots] of ``loaded`` is set to 1 for each slot that has an adapter.
+        ``loaded`` lists arrays [adapter slots]. If a slot gets an adapter, its entry in each of these arrays becomes 1.
         """
         self._dtype, self._slots, self._loaded = dtype, slots, loaded
         self._places = adapter_places(part, equal_vocabularies=equal_vocabularies)
 
     def load(self, slot: int, name: str, num_bytes: int) -> None:
-        """Copies the adapter in the shared memory ``name`` into a slot, instead of the slot's earlier adapter.
+        """Loads the adapter in the shared memory ``name`` into a slot. Replaces the slot's earlier adapter.
 
         Raises ProtocolError if the message or the memory is wrong. Raises AgentError if the adapter does not fit the
         model.

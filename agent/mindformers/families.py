@@ -1,4 +1,5 @@
-"""Maps each ``architectures`` entry to a MindFormers model and that model's settings. Does not import MindFormers."""
+"""Maps each ``architectures`` entry to a MindFormers model and the settings of this model. Does not import MindFormers.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ Settings = dict[str, object]
 def gpt_settings(config: Config) -> Settings:
     """Returns the arguments of the configuration classes of MindFormers' newer models.
 
-    The arguments are the sizes of ``config.json``, the maximum sequence length, and types. The softmax has float32, and
-    everything else has ``model_dtype``. Norms and rotary tables lose nothing by ``model_dtype``: MindFormers computes
-    them in float32 in any case, and rounds the results once.
+    The arguments are the sizes of ``config.json``, the maximum sequence length, and types. The softmax has type
+    float32, and everything else ``model_dtype``. MindFormers computes norms and rotary tables in float32 in any case,
+    and rounds the results once, so ``model_dtype`` does not reduce their accuracy.
     """
     shape, dtype = config.shape, config.model_config.model_dtype
     settings: Settings = {
@@ -116,8 +117,8 @@ def _llama_scaling(scaling: RopeScaling) -> Settings:
     """Returns the arguments of ``LlamaConfig`` for rotary scaling.
 
     MindFormers' own linear scaling does not accept a number as its factor. Therefore linear scaling uses
-    ``extend_method: PI`` (position interpolation). It divides positions instead of frequencies, so the angles are the
-    same.
+    ``extend_method: PI`` (position interpolation). This method divides positions instead of frequencies, so the angles
+    are the same.
     """
     if scaling.type == "linear":
         return {"extend_method": "PI", "scaling_factor": scaling.factor}
@@ -128,7 +129,7 @@ def _llama_scaling(scaling: RopeScaling) -> Settings:
         return {"extend_method": "LLAMA3", "scaling_factor": {**common, **bounds}}
     assert scaling.type == "yarn", "the server refuses all other types"
     # MindFormers multiplies cosines by (0.1 * mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1). With
-    # the values below, this is attention_factor.
+    # the values below, this quotient is attention_factor.
     bounds = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     magnitude = {"mscale": _magnitude(scaling) / 0.1, "mscale_all_dim": 0.0}
     return {"extend_method": "YARN", "scaling_factor": {**common, **bounds, **magnitude}}
@@ -137,14 +138,16 @@ def _llama_scaling(scaling: RopeScaling) -> Settings:
 def _magnitude(scaling: RopeScaling) -> float:
     """Returns the coefficient c in ``attention_factor`` = c * ln(``factor``) + 1.
 
-    MindFormers takes c as a setting, and calculates the attention factor from it.
+    MindFormers has c as a setting, and calculates the attention factor from it.
     """
     return 0.1 if scaling.factor == 1 else (scaling.attention_factor - 1) / math.log(scaling.factor)
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceModel:
-    """Full names of the classes for a model family: configuration and network in MindFormers 1.9, and our adapter."""
+    """The classes for a model family, by their full names: configuration and network in MindFormers 1.9, and this
+    project's adapter.
+    """
 
     config: str
     network: str
@@ -173,11 +176,13 @@ INFERENCE_MODELS = {
         settings=moe_settings,
     ),
 }
-"""The MindFormers classes of each architecture. A test compares the keys with the configuration's list."""
+"""The MindFormers classes of each architecture. A test compares the keys with the architectures that the config
+accepts.
+"""
 
 
 def inference_model(architecture: str) -> InferenceModel:
-    """Returns the model of an architecture. Raises AgentStartError if MindFormers has none."""
+    """Returns the classes for an architecture. Raises AgentStartError if MindFormers has no model for it."""
     if architecture not in INFERENCE_MODELS:
         known = ", ".join(INFERENCE_MODELS)
         raise AgentStartError(f"no MindFormers model for architecture {architecture!r}; there are: {known}")

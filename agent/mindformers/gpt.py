@@ -2,8 +2,7 @@
 
 ``InferenceQwen3ForCausalLM`` and similar classes build a ``GPTModel`` and pass their arguments on to it. The adapter
 calls the ``GPTModel`` directly. It sets ``return_hidden_states``, and computes logits only for last tokens. It turns
-``move_lens_to_cpu`` off: otherwise ``GPTModel`` copies the sequence lengths to the host, and these models do not use
-the copies.
+``move_lens_to_cpu`` off, because these models do not use the copies of the sequence lengths on the host.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ class GptAdapter(nn.Cell):
         self.gpt = network.model
         self.gpt.return_hidden_states = True
         self.gpt.move_lens_to_cpu = False
-        # a tuple hides the network from MindSpore, which would register its Cells a second time
+        # The tuple hides the network from MindSpore. Otherwise MindSpore would register the network's Cells a second
+        # time.
         self._network = (network,)
         layout = ops_table.cache_layout(cache.num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
         keys, values = zip(*cache_names(shape.num_layers), strict=True)
@@ -47,7 +47,7 @@ class GptAdapter(nn.Cell):
         self.gather = ops.Gather()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Chooses the attention of the graph that is compiled next.
+        """Selects the attention of the graph that is compiled next.
 
         With ``whole_prompts``, attention is only among the tokens of the step. Otherwise it reads the KV cache. In both
         cases MindFormers' flag for chunked prompts is set. With this flag, the rotary embedding takes a row of cosines
@@ -74,7 +74,8 @@ class GptAdapter(nn.Cell):
         hidden = self.gpt(
             token_ids,
             positions=positions,
-            # With whole prompts, FlashAttentionScore takes this argument and expects the number of query tokens.
+            # In steps of whole prompts, this argument goes to FlashAttentionScore, which expects the number of query
+            # tokens.
             batch_valid_length=query_lens if whole_prompts else context_lens,
             context_lens_tensor=context_lens,
             q_seq_lens=query_lens,

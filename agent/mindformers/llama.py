@@ -25,14 +25,15 @@ class LlamaAdapter(nn.Cell):
     def __init__(self, network: Any, config: Config, ops_table: OpTable) -> None:
         super().__init__(auto_prefix=False)
         self.llama, self.lm_head = network.model, network.lm_head
-        # a tuple hides the network from MindSpore, which would register its Cells a second time
+        # The tuple hides the network from MindSpore. Otherwise MindSpore would register the network's Cells a second
+        # time.
         self._network = (network,)
         self.hidden_size = config.shape.hidden_size
         self.no_mask = no_mask(ops_table.dtype)
         self.gather, self.reshape = ops.Gather(), ops.Reshape()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Chooses the attention of the graph that is compiled next.
+        """Selects the attention of the graph that is compiled next.
 
         With ``whole_prompts``, attention is only among the tokens of the step. Otherwise it reads the KV cache.
         """

@@ -1,4 +1,5 @@
-"""Builds a MindFormers model instead of this project's own. Implements ``agent.models.registry.ModelDefinition``."""
+"""Builds a MindFormers model instead of this project's own model. Implements ``agent.models.registry.ModelDefinition``.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def _caches(config: Config, ops_table: OpTable) -> dict[str, tuple[int, ...]]:
 
 
 def _rename_parameters(found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], architecture: str) -> None:
-    """Renames MindFormers' parameters to this project's names, by which weights are loaded."""
+    """Renames MindFormers' parameters to this project's names. Weights are loaded by these names."""
     names = names_of(architecture)
     ours = {names.theirs(name): name for name in wanted}
     for name in sorted(found.keys() | ours.keys()):

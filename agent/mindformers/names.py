@@ -1,8 +1,9 @@
-"""Maps our parameter names to the names of MindFormers.
+"""Maps this project's parameter names to the names of MindFormers.
 
-MindFormers' parameters have the same layout as our own models' weights without packing: [out, in], and [experts, in,
+MindFormers' parameters have the same layout as this project's weights without packing: [out, in], and [experts, in,
 out] for experts. One parameter joins q, k and v, and another joins gate and up. Only MindFormers' Llama has separate
-parameters for q, k, v, gate and up. Checkpoints are read, checked and converted as for our own models.
+parameters for q, k, v, gate and up. Checkpoints are read, checked and converted in the same way as for this project's
+models.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ _STACKED = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Maps our parameter names to the names of one kind of MindFormers model."""
+    """Maps this project's parameter names to the names of one kind of MindFormers model."""
 
     outside: Mapping[str, str]
     layers: str
-    """The prefix of all parameters inside of layers."""
+    """The prefix of the names of all parameters inside of layers."""
     inside: Mapping[str, str]
-    """MindFormers' name for each of our parameter names inside of a layer. Both are without ``weight`` or ``bias``.
+    """Maps this project's name of a parameter in a layer to MindFormers' name. Both are without the ending ``weight``
+    or ``bias``.
 
-    If MindFormers' name does not end with ``weight`` or ``bias``, ours is given in full, as in ``mlp.down.weight``.
+    If MindFormers' name has neither of these endings, the key is this project's full name, for example
+    ``mlp.down.weight``.
     """
     stacked: bool
     """True if q, k and v are one parameter, and gate and up are one parameter."""
 
     def theirs(self, parameter: str) -> str:
-        """Returns MindFormers' name of one of our parameters."""
+        """Returns MindFormers' name of a parameter of this project."""
         if parameter in self.outside:
             return self.outside[parameter]
         match = _LAYER_PARAMETER.fullmatch(parameter)
@@ -74,7 +77,7 @@ MOE_NAMES = replace(
         "mlp.down.weight": "mlp.experts.weight2",
     },
 )
-"""Parameter names of a MindFormers ``GPTModel`` with experts in all layers."""
+"""Parameter names of a MindFormers ``GPTModel`` in which all layers have experts."""
 
 LLAMA_NAMES = Names(
     outside={
@@ -106,10 +109,10 @@ def names_of(architecture: str) -> Names:
 
 
 def weight_specs(shape: ModelShape) -> list[WeightSpec]:
-    """Returns every parameter to load, with our names.
+    """Returns every parameter to load, with this project's names.
 
-    Our models join q, k and v to one parameter, and gate and up to another. If MindFormers' model does not join them,
-    the result has a separate parameter for each.
+    This project's models join q, k and v to one parameter, and gate and up to another. If MindFormers' model does not
+    join them, the result has a separate parameter for each.
     """
     specs = our_specs(shape)
     return specs if names_of(shape.architecture).stacked else [part for spec in specs for part in _split(spec)]
@@ -118,7 +121,7 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
 def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter to load, by its name.
 
-    A bias has its own entry. An output weight that is the embedding has no entry.
+    A bias has its own entry. If the embedding is also the output weight, the output weight has no entry.
     """
     specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
     biases = [spec.bias_spec() for spec in specs if spec.bias]
@@ -134,7 +137,7 @@ def _loaded_shape(spec: WeightSpec) -> tuple[int, ...]:
 
 
 def cache_names(num_layers: int) -> list[tuple[str, str]]:
-    """Returns our names of each layer's key cache and value cache."""
+    """Returns this project's names of each layer's key cache and value cache."""
     return [(f"layers.{i}.attention.key_cache", f"layers.{i}.attention.value_cache") for i in range(num_layers)]
 
 

@@ -33,7 +33,7 @@ def environment(log_folder: Path) -> dict[str, str]:
 
 
 def import_mindformers(log_folder: Path, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Imports the package. MindSpore must be set up before. MindFormers then logs only errors, to its own file.
+    """Imports MindFormers. MindSpore must have been set up before. MindFormers then logs only errors, to its own file.
 
     Raises AgentStartError if MindFormers, or a package that MindFormers needs, is not installed.
     """
@@ -56,9 +56,9 @@ def import_mindformers(log_folder: Path, variables: MutableMapping[str, str] = o
 
 @contextmanager
 def without_prints() -> Iterator[None]:
-    """Hides what MindFormers prints: its settings, and warnings about packages that we do not use.
+    """Hides what MindFormers prints: its settings, and warnings about packages that this project does not use.
 
-    Errors are exceptions and stay visible.
+    Errors are exceptions, which stay visible.
     """
     with redirect_stdout(io.StringIO()):
         yield

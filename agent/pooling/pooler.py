@@ -1,7 +1,7 @@
 """Turns the hidden states of each step into pooled results, and writes the results into the step slot.
 
-All arithmetic is float32 and handles one token after the other. So the bits do not depend on the batch or on the chunks
-of a prompt.
+All arithmetic is float32 and processes one token after the other. So the results have the same bits for every batch and
+for every division of a prompt into chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_RESULT = -1
 
 
 class Pooler:
-    """Pools the hidden states of the sequences in all batch rows."""
+    """Pools the hidden states of sequences. Keeps the sum of each batch row between the chunks of a prompt."""
 
     def __init__(self, pooling: Pooling, weights: PoolingWeights, num_rows: int, dtype: str) -> None:
         """``dtype`` is the type of the residual stream."""
@@ -36,19 +36,19 @@ class Pooler:
         self._checks_order = False
 
     def reset(self) -> None:
-        """Forgets the sums of all batch rows. After this call, the chunks of a prompt must arrive without gaps.
+        """Clears the sums of all batch rows. After this call, the chunks of a prompt must arrive without gaps.
 
-        Before the first call, the warm-up runs steps whose sequences begin at any position.
+        Before the first call, gaps are allowed, because the steps of the warm-up begin at any position.
         """
         self._sums.fill(0)
         self._counts.fill(0)
         self._checks_order = True
 
     def take(self, stream: Array, inputs: StepInputs, slot: StepSlot) -> None:
-        """Takes the residual stream [tokens, hidden_size] after the last layer of a step.
+        """Adds the residual stream [tokens, hidden_size] after the last layer of a step.
 
-        Writes the result of each sequence whose prompt is complete to ``slot.pooled``. Raises ProtocolError if a mean
-        does not have all tokens of its sequence.
+        Writes the result of each sequence whose prompt is complete to ``slot.pooled``. Raises ProtocolError if the sum
+        for a mean lacks tokens of its sequence.
         """
         seqs, width = inputs.query_lens.size, self._pooling.width
         results = slot.pooled[: seqs * width].reshape(seqs, width)
@@ -92,7 +92,8 @@ class Pooler:
         """Returns the hidden states after the last norm, float32 [tokens, hidden_size]."""
         x = np.ascontiguousarray(to_float32(stream, self._dtype))
         normed: Floats = np.empty_like(x)
-        # One token after the other, because NumPy may add in another order if an array has one row.
+        # Computes one token after the other. For an array with a single row, NumPy may add in another order than for
+        # several rows.
         for row, out in zip(x, normed, strict=True):
             np.multiply(row, row, out=out)
             scale = np.float32(1) / np.sqrt(np.add.reduce(out) / np.float32(row.size) + self._weights.epsilon)
@@ -101,11 +102,13 @@ class Pooler:
         return normed
 
     def _result(self, pooled: Floats) -> Floats:
-        """Returns an embedding after all Dense layers, before truncation and normalisation, a score [1] or the logits
-        of classes.
+        """Returns the result for a pooled hidden state. It is a score [1], the logits of classes, or an embedding.
+
+        The embedding has passed all Dense layers. Truncation and normalisation come later.
         """
         weights = self._weights
-        # Always the same memory, because a matrix product may depend on the alignment of its input.
+        # Uses the same memory every time, because the bits of a matrix product may depend on the alignment of its
+        # input.
         self._hidden[:] = pooled
         if weights.score_rows is not None:
             no, yes = weights.score_rows @ self._hidden

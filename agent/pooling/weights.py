@@ -1,6 +1,7 @@
-"""Reads the weights that pooling needs after the last decoder layer: norm, Dense layers, rows of scores or of classes.
+"""Reads the weights that pooling needs after the last decoder layer: norm, Dense layers, and the rows of scores or
+classes.
 
-They are float32, and so small that every start reads them from the checkpoint.
+These weights are float32. Every start reads them from the checkpoint again, because they are small.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from llm_serving.model.shape import ModelShape
 Floats = npt.NDArray[np.float32]
 OUTPUT = "lm_head.weight"
 CLASSES = "score.weight"
-"""The name of a classifier's last layer: a row for each class."""
+"""The name of a classifier's last layer, which has a row for each class."""
 _PREFIXES = ("linear.", "")
 """Prefixes of the names of a Dense layer's tensors."""
 
@@ -51,16 +52,18 @@ class PoolingWeights:
     epsilon: np.float32
     dense: tuple[DenseWeights, ...] = ()
     score_rows: Floats | None = None
-    """[2, hidden_size]: the rows of the output layer for the tokens "no" and "yes". None unless the model scores texts.
+    """[2, hidden_size]: the rows of the output layer for the tokens "no" and "yes". None if the model does not score
+    texts.
     """
     class_rows: Floats | None = None
-    """[classes, hidden_size]: the last layer of a classifier. None unless the model is a classifier."""
+    """[classes, hidden_size]: the last layer of a classifier. None if the model is not a classifier."""
 
 
 def needed_specs(
     specs: Sequence[WeightSpec], ignorable: Sequence[str], pooling: Pooling
 ) -> tuple[Sequence[WeightSpec], tuple[str, ...]]:
-    """Returns the parameters that a folder must have, and the endings of tensor names that it may also have.
+    """Returns the parameters that a model folder must have, and the endings of the names of other tensors that it may
+    have.
 
     Embeddings and classes need no output layer.
     """

@@ -1,4 +1,6 @@
-"""Profiles the steps of an agent while it serves: a timeline of its steps, and MindSpore's profile of the operators."""
+"""Profiles the steps of an agent while it serves: writes a timeline of the steps, and MindSpore's profile of the
+operators.
+"""
 
 from agent.profiling.profiling import Profiling
 

@@ -1,7 +1,7 @@
 """Starts and stops a profile of an agent's steps, and writes its files.
 
-On a CPU, MindSpore's profiler writes the time of every operator. On an Ascend, the profiler only collects msprof's
-data, because their analysis takes minutes. The user starts the analysis later, with the command in the reply. On both
+On a CPU, MindSpore's profiler writes the time of every operator. On an Ascend, the profiler only collects the data of
+msprof, because an analysis takes minutes. The user starts the analysis later, with the command in the reply. On both
 devices, ``steps.json`` has a line for each of the first ``MAX_STEPS`` steps.
 """
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("agent.profiling")
 MAX_STEPS = 100_000
 """Maximum number of steps in ``steps.json``. Later steps are only counted."""
 MAX_OPERATORS = 20
-"""Maximum number of operators in the reply. The files have all of them."""
+"""Maximum number of operators in the reply. The files have all operators."""
 _ASCEND_HINT = 'python -c "from mindspore.profiler.profiler import analyse; analyse(FOLDER)" writes the tables'
 
 
@@ -32,7 +32,7 @@ class Profiling:
     def __init__(self, device: str, rank: int, set_replaying: Callable[[bool], None]) -> None:
         """``set_replaying`` turns replays of recorded launches on and off.
 
-        They are off during a profile, because MindSpore's profiler does not see a replay.
+        Replays are off during a profile, because MindSpore's profiler does not see replayed launches.
         """
         self._device = device
         self._rank = rank
@@ -46,14 +46,15 @@ class Profiling:
     def start(self, seq: int, folder: str) -> ProfileReply:
         """Starts a profile in the subfolder ``agent_RANK`` of ``folder``.
 
-        Does not raise if this fails: the reply's ``error`` then has the reason.
+        Raises no exception if this fails: the reply's ``error`` then has the reason.
         """
         if self._folder is not None:
             return ProfileReply(seq=seq, error=f"agent {self._rank} is being profiled already; stop that profile first")
         own = Path(folder) / f"agent_{self._rank}"
         try:
             own.mkdir(parents=True, exist_ok=True)
-            # Turning replays off may import MindSpore and set it up, so it comes before MindSpore's profiler.
+            # Turning replays off may import MindSpore and set it up. This must happen before MindSpore's profiler
+            # starts.
             self._set_replaying(False)
             self._profile = _start_mindspore_profile(self._device, own)
         except (OSError, RuntimeError, ValueError) as error:
@@ -107,7 +108,7 @@ class Profiling:
 
 
 def _start_mindspore_profile(device: str, folder: Path) -> Any:
-    """Starts MindSpore's profiler and returns it. On an Ascend, its data are analysed only on request."""
+    """Starts MindSpore's profiler and returns it. On an Ascend, the profiler does not analyse its data."""
     from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
     on_ascend = device == "Ascend"

@@ -1,4 +1,4 @@
-"""Launches a step before the host has read the tokens of the step before, so that the device never waits for the host.
+"""Launches a step before the host has read the tokens of the previous step. So the device never waits for the host.
 
 The sampled tokens of greedy sequences stay on the device, and the graph of the next step inserts them into its inputs
 (``cells``). ``inserted`` describes which tokens the graph inserts. ``steps`` keeps the launched steps, and samples each

@@ -1,4 +1,6 @@
-"""Describes which input tokens of a step are still on the device, because the previous step has sampled them there."""
+"""Describes which input tokens of a step the host does not have, because the previous step has sampled them on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from agent.step_inputs import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class InsertedIds:
-    """States, for each input token of a step, whether it is a best token of the earlier step, and of which sequence.
+    """The input tokens of a step that are best tokens of an earlier step, and are still on the device.
 
     ``agent.run_ahead.cells.InsertIds`` inserts these tokens on the device.
     """

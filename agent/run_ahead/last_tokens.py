@@ -1,6 +1,6 @@
 """Samples the steps that were launched ahead, and provides the tokens that the host has chosen.
 
-``OwnTokens`` belongs to an agent that has the whole model. ``GroupTokens`` belongs to an agent of a group.
+``OwnTokens`` is for an agent that has the whole model. ``GroupTokens`` is for an agent of a group.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class LastTokens(ABC):
 
     @abstractmethod
     def of_rows(self, rows: Int32Array) -> Int32Array:
-        """Returns the last token of each batch row in ``rows``, which must not be on the device only.
+        """Returns the last token of each batch row in ``rows``. The host must have these tokens, not only the device.
 
-        Raises ProtocolError if a row has no token.
+        Raises ProtocolError if a batch row has no token.
         """
 
     def record(self, slot: StepSlot) -> None:
-        """Takes note of a step that was launched."""
+        """Records that a step was launched."""
         del slot
 
     @abstractmethod
@@ -43,7 +43,7 @@ class LastTokens(ABC):
 
 
 class OwnTokens(LastTokens):
-    """The tokens of an agent that has the whole model."""
+    """The last tokens of an agent that has the whole model."""
 
     def of_rows(self, rows: Int32Array) -> Int32Array:
         last: Int32Array = self._sampler.rows.last_token[rows]
@@ -56,14 +56,18 @@ class OwnTokens(LastTokens):
 
 
 class GroupTokens(LastTokens):
-    """The tokens of a group. One agent samples and publishes the tokens, and the others wait for them if necessary."""
+    """The last tokens of a group. One agent samples and publishes the tokens. The other agents wait for them if
+    necessary.
+    """
 
     def __init__(self, sampler: Sampler, shared: SharedLastTokens, part: ModelPart) -> None:
         super().__init__(sampler)
         self._shared, self._samples = shared, part.returns_results
 
     def of_rows(self, rows: Int32Array) -> Int32Array:
-        """Waits until the other agent has sampled the tokens. Raises GroupDownError if the group failed."""
+        """Returns the last token of each batch row in ``rows``, after the agent that samples has chosen it. Raises
+        GroupDownError if the group failed.
+        """
         self._shared.check_rows(rows)
         return self._shared.of_rows(rows) if rows.size else rows
 

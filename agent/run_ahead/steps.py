@@ -1,15 +1,15 @@
 """Launches steps, and samples each of them when the device has computed it.
 
-Only the device thread uses this module. At most ``MAX_UNSAMPLED`` steps are launched but not sampled: while the device
-computes one step, the next step is already queued. The launch of a step waits only in these cases, until earlier steps
-are sampled:
+Only the device thread uses this module. At most ``MAX_UNSAMPLED`` steps are launched but not sampled yet: while the
+device computes one step, the next step is already queued. A step is launched immediately, except in these cases. Then
+the launch waits until earlier steps are sampled:
 
 - The step needs a token that the host must still choose, because the sequence is not greedy or has penalties.
 - The step moves blocks, or brings the sampler the token histories of sequences with penalties.
 - The step would overwrite logits of an earlier step that the host may still fetch.
 
-The agents of a group launch the same graphs in the same order, because each agent decides from the inputs of the steps
-alone. Only one of them samples. The others get the tokens that the host chooses from ``LastTokens``.
+The agents of a group launch the same graphs in the same order, because their decisions depend only on the inputs of the
+steps. Only one agent samples. The other agents get the tokens that its host chooses through ``LastTokens``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NOT_SAMPLED, _HOST_CHOOSES = -1, -2
 
 
 Done = Callable[[StepCost | Exception], None]
-"""Takes the cost of a step that was sampled, or the error that ended it."""
+"""Is called at the end of a step, with its cost if it was sampled, otherwise with its error."""
 
 
 class Graph(Protocol):
@@ -51,14 +51,15 @@ class Graph(Protocol):
         """Launches a step."""
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the graph of this step can insert some of ``num_ids`` token ids that are on the device."""
+        """Returns whether the graph of this step can insert token ids of ``num_ids`` ids that are still on the device.
+        """
 
 
 class Device(Protocol):
     """The part of the model runner that this module uses."""
 
     def step_graph(self) -> Graph:
-        """Returns the graph. Do not keep it: a failed graph is replaced by a new object."""
+        """Returns the graph. The caller must not keep it, because a new object replaces a failed graph."""
 
     def move_blocks(self, moves: Int32Array) -> None:
         """Runs block moves. No graph may be running."""
@@ -77,8 +78,9 @@ class _Launched:
     needs_logits: bool
     start: int
     computed: int = 0
-    """The time at which the device had computed the step. All times of this module are those of
-    ``time.perf_counter_ns``."""
+    """The time at which the device had computed the step. All times of this module are nanoseconds of
+    ``time.perf_counter_ns``.
+    """
     is_computed: threading.Event = field(default_factory=threading.Event)
 
     def note_computed(self) -> None:
@@ -87,27 +89,28 @@ class _Launched:
 
 
 class StepsAhead:
-    """The steps that were launched and that the host has not sampled, oldest first."""
+    """The steps that were launched but not sampled yet, oldest first."""
 
     def __init__(self, device: Device, reader: StepReader, tokens: LastTokens) -> None:
-        """``reader`` must not replace LAST_TOKEN in the inputs. ``StepsAhead`` does this."""
+        """``reader`` must leave LAST_TOKEN in the inputs, because ``StepsAhead`` replaces it."""
         self._device, self._reader, self._tokens = device, reader, tokens
         self._launched: deque[_Launched] = deque()
         self._place_of_row = np.full(tokens.num_rows, _NOT_SAMPLED, np.int32)
         """For each batch row: the index of its token among the best tokens of the newest step.
 
-        _NOT_SAMPLED or _HOST_CHOOSES if it has no token there.
+        If it has no token there, the value is _NOT_SAMPLED or _HOST_CHOOSES.
         """
         self._last_computed = 0
         self.on_computed: Callable[[], None] = lambda: None
-        """A function that is called in any thread when the device has computed a step. The device thread must then call
-        ``finish_computed``, which samples the step."""
+        """Is called, in any thread, when the device has computed a step. The device thread must then call
+        ``finish_computed``, which samples the step.
+        """
 
     def start(self, slot: StepSlot, *, is_decode: bool, done: Done) -> None:
-        """Launches a step. When the step has been sampled, ``done`` is called with its cost or its error.
+        """Launches a step. After the step has been sampled, calls ``done`` with its cost or its error.
 
-        A later call of a method of this class calls ``done``, in the same thread. If this method raises, ``done`` is
-        not called. It raises the errors of ``ModelRunner.run_step``.
+        ``done`` is called during a later call of a method of this class, in the same thread. If this method raises an
+        error of ``ModelRunner.run_step``, ``done`` is not called.
         """
         start = time.perf_counter_ns()
         while len(self._launched) >= MAX_UNSAMPLED:
@@ -142,7 +145,7 @@ class StepsAhead:
     def finish_computed(self) -> None:
         """Samples the oldest launched step if the device has computed it.
 
-        Samples only one step, so that the caller can launch a waiting step before the next one is sampled.
+        Samples at most one step, so that the caller can launch a waiting step before it samples the next one.
         """
         if self._launched and self._launched[0].is_computed.is_set():
             self._finish_oldest()
@@ -155,7 +158,7 @@ class StepsAhead:
     def _resolve(self, inputs: StepInputs) -> InsertedIds | None:
         """Replaces each LAST_TOKEN in the inputs by the last token of its batch row, if the host has this token.
 
-        Returns where the other tokens are on the device, or None if the host has all tokens.
+        Returns the places of the other tokens on the device, or None if the host has all tokens.
         """
         unknown = inputs.token_ids == LAST_TOKEN
         rows = rows_of_last_tokens(inputs.token_ids, inputs.rows, inputs.query_lens)
@@ -175,8 +178,9 @@ class StepsAhead:
     def _places(self, inputs: StepInputs, rows: Int32Array) -> Int32Array:
         """Returns, for each batch row in ``rows``, the index of its last token among the best tokens on the device.
 
-        The index is _NOT_SAMPLED if the host has the token. If the host must still choose one of the tokens, or if the
-        graph cannot insert them, first waits for all launched steps. Then the host has all tokens.
+        The index is _NOT_SAMPLED if the host has the token. This method waits for all launched steps if the host must
+        still choose one of the tokens, or if the graph cannot insert the tokens. After this wait, the host has all
+        tokens.
         """
         places: Int32Array = self._place_of_row[rows]
         if self._launched and (places != _NOT_SAMPLED).any():

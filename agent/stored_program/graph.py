@@ -11,7 +11,9 @@ from agent.weights.storage import Array
 
 
 class StoredStepGraph(FusedStepGraph):
-    """Replays the launches of a graph that were stored in a file. Runs MindSpore's graph only while replays are off."""
+    """Replays the launches of a graph that were stored in a file. While replays are off, runs MindSpore's graph
+    instead.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Recorded launches in a form that another process can run.
 
-An argument of a stored launch has no address. It has the name of its memory, or it is the output of another launch.
+An argument of a stored launch has no address. It has the name of its memory instead, or it refers to the output of
+another launch.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from agent.kernels import Argument, KernelError, RecordedLaunches, RecordingErro
 from agent.weights.storage import Array
 
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
-"""Bytes of an element of each type that an operator writes."""
+"""Size in bytes of an element, for each type that an operator writes."""
 
 
 class ProgramError(Exception):
-    """Raised if the operator launches of a step cannot be stored in a file, or cannot be used by a later start.
+    """Raised if the launches of a graph cannot be stored in a file, or if stored launches cannot be used.
 
-    The text gives the reason.
+    The message gives the reason.
     """
 
 
@@ -44,7 +45,7 @@ class StoredLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The operator launches of a graph. The result of the graph is the last argument of the last launch."""
+    """The launches of a graph. The result of the graph is the last argument of the last launch."""
 
     launches: tuple[StoredLaunch, ...]
     proof: str

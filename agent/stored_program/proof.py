@@ -1,6 +1,6 @@
-"""The proof that launches stored in a file (a stored program) compute the same as MindSpore's graph.
+"""The proof that launches stored in a file (a stored program) give the same results as MindSpore's graph.
 
-A short prompt and one decode step must give the same bits.
+The proof runs a short prompt and one decode step. Their results must have the same bits.
 """
 
 from __future__ import annotations

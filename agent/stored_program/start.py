@@ -25,9 +25,9 @@ logger = logging.getLogger("agent.stored_program")
 
 
 class StoredStart:
-    """Finds, uses and stores the program of one agent, which consists of the launches of its graph.
+    """Finds, uses and stores the program of one agent: the launches of its graph.
 
-    If this fails, MindSpore compiles the graph instead.
+    If there is no usable program, MindSpore compiles the graph.
     """
 
     def __init__(self, config: Config, rank: int) -> None:
@@ -44,7 +44,8 @@ class StoredStart:
     def make_graph(
         self, model: LoadedModel, buffers: StepBuffers, compile_graph: Callable[[], StepGraph]
     ) -> StepGraph | None:
-        """Returns a graph that runs the stored program, or None if the program does not fit the model in memory.
+        """Returns a graph that runs the stored program. Returns None if the program does not fit the arrays of
+        ``model``.
 
         ``find`` must have returned True. ``compile_graph`` compiles the same graph with MindSpore. The returned graph
         calls it only for a profile, which must show MindSpore's launches.
@@ -92,7 +93,8 @@ class StoredStart:
         ops = model.ops
         if not isinstance(graph, StaticStepGraph) or not isinstance(ops, FusedCpuOps) or not proof_steps(self._config):
             return
-        # The first small steps of a graph record its launches and compare them with the graph. Run them now.
+        # A graph records its launches in its first small steps, and compares replays with the graph. These two runs are
+        # its first small steps.
         proof_digest(self._config, ops, run_step)
         replayed = proof_digest(self._config, ops, run_step)
         graph.set_replaying(False)

@@ -1,4 +1,4 @@
-"""Stores the program of an agent (the launches of its graph) in the folder of converted weights, and finds it again."""
+"""Stores the program of an agent (the launches of its graph) in the folder of converted weights, and reads it again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("agent.stored_program")
 _PROGRAM = "program"
 _CONSTANT = "constant/"
 _CODE = ("agent/backends", "agent/kernels", "agent/layers", "agent/models", "agent/step_graph", "agent/stored_program")
-"""Packages whose code decides the launches of a graph."""
+"""The packages whose code determines the launches of a graph."""
 
 
 class ProgramStore(ArrayCache):
@@ -36,8 +36,8 @@ class ProgramStore(ArrayCache):
     def fits(config: Config) -> bool:
         """Returns whether programs of this config can be stored.
 
-        The config must have fused operators and groups of one agent, must not save graphs, must generate text, and
-        must have no draft model. The rows of rotary tables must not change between steps.
+        The config must have fused operators and groups of one agent. It must generate text, have no draft model, and
+        not save graphs. The rows of rotary tables must not change between steps.
         """
         is_alone = config.parallel_config.group_size == 1 and config.pooling is None and config.draft is None
         is_constant = not config.context.save_graphs and not config.shape.rotary_sections
@@ -88,9 +88,9 @@ def _fingerprint(config: Config, rank: int) -> str:
 
 
 def _limits(config: Config) -> dict[str, object]:
-    """Returns the settings of a graph that the converted weights do not depend on.
+    """Returns the settings that affect a graph but not the converted weights.
 
-    They are part of the file's name. Therefore servers of one model with different limits do not overwrite each other's
+    They are part of the file's name. So servers of one model with different limits do not overwrite each other's
     programs.
     """
     return {

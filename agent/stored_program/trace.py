@@ -1,4 +1,4 @@
-"""Finds the launches of a fused graph: runs its Cells in Python with operators that only record their arguments.
+"""Finds the launches of a fused graph. Runs its Cells in Python, with operators that only record their arguments.
 
 MindSpore compiles the same Cells, so its graph launches the same operators. Imports mindspore.
 """
@@ -37,7 +37,7 @@ class TracedLaunch:
 
 
 def trace_launches(cell: nn.Cell, inputs: Sequence[Tensor]) -> list[TracedLaunch]:
-    """Runs ``cell`` with ``inputs``, without computing anything. Returns the operator calls, in their order.
+    """Runs ``cell`` with ``inputs``. The operators compute nothing. Returns the calls of operators, in their order.
 
     All operators of the cell must come from ``agent.backends.cpu.ops.custom_operator``.
     """
@@ -86,7 +86,7 @@ def stored_launches(traced: Sequence[TracedLaunch], memory: Mapping[str, Array])
 
 
 def type_name(dtype: Any) -> str:
-    """Returns the name of a MindSpore type in the form in which operators take it, such as ``float32``."""
+    """Returns the name of a MindSpore type as the operators expect it, for example ``float32``."""
     return str(dtype).lower()
 
 
