@@ -1,6 +1,6 @@
 """Runs single kernels outside any graph, for tests and benchmarks.
 
 ``libllm_kernels_testing.so`` holds the object files of the product library, scalar references (``reference.h``) and the
-entries of ``entries.cc``. The program ``performance/ceilings`` measures the hardware's
-limits: memory bandwidth and operations per second. It is built from ``ceilings/``.
+entries of ``entries.cc``. The folder ``ceilings/`` has the source of the program ``performance/ceilings``, which
+measures the limits of the hardware: memory bandwidth and operations per second.
 """

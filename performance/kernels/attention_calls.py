@@ -34,7 +34,10 @@ def cache_array(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, 
 
 
 def read_cache(cache: Array, dtype: str, *, keys: bool) -> npt.NDArray[np.float64]:
-    """Returns the values of a key or value cache: [num_blocks, kv_heads, block_size, head_dim]."""
+    """Returns the numbers in a key or value cache as float64 [num_blocks, kv_heads, block_size, head_dim].
+
+    ``keys`` is True for a key cache, because keys and values have different layouts.
+    """
     if dtype != "int8":
         return load(_in_rows(cache, keys) if dtype == "bfloat16" else cache, dtype)
     blocks, heads, block_size, width = cache.shape
@@ -46,9 +49,10 @@ def read_cache(cache: Array, dtype: str, *, keys: bool) -> npt.NDArray[np.float6
 
 
 def _in_rows(cache: Array, keys: bool) -> Array:
-    """Returns a cache with its elements in plain order: [num_blocks, kv_heads, block_size, head_dim].
+    """Returns a cache with its elements in row-major order: [num_blocks, kv_heads, block_size, head_dim].
 
-    If block size and head size are multiples of ``_GROUP_KEYS``, the cache is laid out in units of 4 bytes.
+    If block size and head size are multiples of ``_GROUP_KEYS``, kernels store elements in units of 4 bytes. This
+    function reverses that order. Otherwise the cache already has row-major order.
     """
     blocks, heads, block_size, dim = cache.shape
     if block_size % _GROUP_KEYS or dim % _GROUP_KEYS:
@@ -63,9 +67,9 @@ def _in_rows(cache: Array, keys: bool) -> Array:
 
 @dataclass
 class AttentionStep:
-    """The arguments of a call of RotaryAttention, except the caches and counts.
+    """The arguments of a call of RotaryAttention, except the caches and the counts of tokens, sequences and blocks.
 
-    As in an agent, the arrays may have more elements than the step uses: the counts say how many are used.
+    As in an agent, the arrays may have more elements than the step uses. The counts give the number of used elements.
     """
 
     qkv: Array
@@ -76,28 +80,28 @@ class AttentionStep:
     sin: Float32Array
     slot_mapping: Int32Array
     block_tables: Int32Array
-    """[sequences, blocks per sequence], or the same numbers as one flat array."""
+    """Block numbers [sequences, blocks per sequence], or the same numbers as one flat array."""
     context_lens: Int32Array
     query_lens: Int32Array
     dtype: str
     window: int | None = None
-    """Number of positions of a sliding window. With None the op is called without this argument, as without a window;
-    0 must give the same result.
+    """Number of positions of a sliding window. None leaves the argument out, and 0 states that there is no window. Both
+    must give the same result.
     """
     gammas: tuple[Array, Array] | None = None
-    """Weights of the norms of queries and keys, [head_dim] each. The op takes them only together with ``window``."""
+    """Weights of the norms of queries and keys, [head_dim] each. They require that ``window`` is not None."""
     epsilon: float = 1e-6
     gamma_dtype: str | None = None
-    """Type of ``gammas``. None: ``dtype``."""
+    """Type of ``gammas``. None means ``dtype``."""
     sinks: Float32Array | None = None
-    """A score without a value for each query head. The op takes them only together with ``window``, without gammas."""
+    """Attention sinks: a score without a value for each query head. They require a ``window`` and no ``gammas``."""
 
 
 def rotary_attention(
     step: AttentionStep, key_cache: Array, value_cache: Array, cache_dtype: str, *, counts: Sequence[int] | None = None,
     reference: bool = False, out: Array | None = None,
 ) -> tuple[int, Array]:  # fmt: skip
-    """Runs the custom op, which writes to the caches, or its reference.
+    """Runs the custom op RotaryAttention, or its scalar reference. Both write new keys and values to the caches.
 
     Returns the op's error code (0: success) and its output [rows of ``step.qkv``, heads * head_dim]. ``counts`` are the
     numbers of tokens, sequences, and blocks per sequence that the op uses. By default the op uses the whole arrays.
@@ -133,7 +137,9 @@ def _window_and_norms(step: AttentionStep) -> list[tuple[Array, str | None]]:
 
 
 class EntryCall:
-    """The arguments of a custom op, in the form in which MindSpore passes tensors. Benchmarks run one call many times.
+    """A prepared call of a custom op. It holds the arguments in the form in which MindSpore passes tensors.
+
+    Benchmarks prepare a call once and run it many times.
     """
 
     def __init__(self, tensors: Sequence[tuple[Array, str | None]]) -> None:

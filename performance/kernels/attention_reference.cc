@@ -10,8 +10,8 @@ namespace {
 
 using Head = std::vector<double>;
 
-// Returns one head of a token. The heads of a row are all queries, then all keys, then all values. RMSNorm is applied to
-// a query or key head if the model normalises it, never to a value head.
+// Returns one head of a token, in double precision. A row of `qkv` has all query heads, then all key heads, then all
+// value heads. If the model normalises queries and keys, RMSNorm is applied to a query or key head.
 Head load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
@@ -37,7 +37,7 @@ Head rotate(const RotaryAttentionArgs& args, int64_t token, const Head& x) {
   return out;
 }
 
-// The place of one key or one value (of one token and one kv head) in the cache.
+// The place in the cache of one key or one value, which belongs to one token and one key/value head.
 struct Held {
   int64_t chunk, row, head;
   bool is_key;
@@ -45,7 +45,7 @@ struct Held {
   int64_t element(const RotaryAttentionArgs& args, int64_t d) const {
     return is_key ? key_element(args, row, d) : value_element(args, row, d);
   }
-  // Returns the number with which each stored int8 is XORed: some cache layouts store keys with a flipped sign bit.
+  // Returns the number to XOR with each stored int8. In units of 4 bytes, the cache has keys with a flipped sign bit.
   char bias(const RotaryAttentionArgs& args) const {
     return static_cast<char>(is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0);
   }

@@ -1,4 +1,4 @@
-"""Runs single kernels: norm, SwiGLU, SiLU, rotary embedding, matrix product, and attention without a rotation.
+"""Runs single kernels: norm, SwiGLU, SiLU, rotary embedding, matrix product, and attention without rotary embedding.
 
 A tensor is a NumPy array of float32, of float16, or of uint16 with the bits of bfloat16.
 """
@@ -23,7 +23,7 @@ _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 def store(values: Array, dtype: str) -> Array:
-    """Converts floats to an array that stores ``dtype``, rounded to nearest even."""
+    """Converts floats to an array that stores ``dtype``. Rounds to nearest, ties to even."""
     values = np.ascontiguousarray(values, np.float32)
     if dtype == "float32":
         return values
@@ -40,7 +40,7 @@ def load(stored: Array, dtype: str) -> npt.NDArray[np.float64]:
     return stored.astype(np.float64)
 
 
-# Each class has the members of the C struct of the same name in agent/kernels/ops.
+# Each of the following ctypes classes has the members of the C struct of the same name in agent/kernels/ops.
 RmsNormArgs = structure(
     "RmsNormArgs",
     "pointer: x residual gamma y rstd sum; int64: rows width; float: epsilon; int32: dtype gamma_dtype",
@@ -136,7 +136,7 @@ def attention(
     query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], dtype: str, *,
     block_tables: Array | None = None, first_keys: Array | None = None, reference: bool = False,
 ) -> tuple[int, Array]:  # fmt: skip
-    """Runs attention over rotated queries and existing keys and values, as the native primitives do.
+    """Runs attention without rotary embedding: queries and keys are already rotated, as for the native primitives.
 
     ``query`` is [tokens, heads, dim]. If there are ``block_tables`` [sequences, blocks per sequence], keys and values
     are [blocks, block_size, kv_heads, dim], otherwise [rows, kv_heads, dim]. ``first_keys`` [tokens] (int64) is the

@@ -17,7 +17,7 @@ _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "") -> npt.NDArray[Any]:
-    """Returns the sum of the arrays ``parts``, one per agent, as ``all_reduce`` computes it.
+    """Adds the arrays ``parts``, one for each agent, in the order in which an all-reduce adds them. Returns the sum.
 
     ``dtype`` is the type of the parts. The result has the type ``out_dtype`` (default: ``dtype``). The two types may
     differ only if the parts are float32.
@@ -33,7 +33,7 @@ def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "") ->
 
 
 def measure_all_reduce(array: npt.NDArray[Any], dtype: str, times: int) -> npt.NDArray[np.int64]:
-    """Runs ``times`` all-reduces over the exchange that this process has opened. Returns the nanoseconds of each."""
+    """Runs ``times`` all-reduces over the exchange that this process has opened. Returns their nanoseconds."""
     out, nanoseconds = np.empty_like(array), np.empty(times, np.int64)
     function = load_testing_library().llmk_measure_all_reduce
     function.argtypes = [_POINTER, ctypes.c_int, _POINTER, _POINTER, _INT64, _INT64, _POINTER]

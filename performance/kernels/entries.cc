@@ -1,7 +1,7 @@
 // The C entries of libllm_kernels_testing.so, for tests and benchmarks. Each entry runs a single kernel outside any
 // graph. With `use_reference` 1, an entry runs the scalar reference instead of the kernel.
 //
-// The library holds the object files of the product library as well, so these entries run exactly the shipped kernels.
+// The testing library is linked from the object files of the product library, so the entries run the shipped kernels.
 #include <chrono>
 #include <vector>
 
@@ -15,7 +15,7 @@
 namespace llmk {
 namespace {
 
-// Owns the memory of the quantised activations of a linear layer. The kernel or the reference quantises them.
+// Owns the memory for the quantised activations of a linear layer, and fills it with the kernel or with the reference.
 struct OwnRows {
   OwnRows(const LinearArgs& args, bool use_reference) {
     if (!wants_quantized_rows(args.weight)) return;
@@ -58,8 +58,8 @@ LLMK_ENTRY void llmk_test_rotary(const llmk::RotaryArgs* args) { llmk::run(llmk:
 LLMK_ENTRY void llmk_test_matmul(const llmk::MatMulArgs* args) { llmk::run(llmk::kernels().matmul, *args); }
 LLMK_ENTRY void llmk_test_route_tokens(const llmk::RoutingArgs* args) { llmk::run(llmk::route_tokens, *args); }
 
-// Runs attention over rotated queries and existing keys, as the native primitives do. Without block tables, the keys
-// are an array with `key_rows` rows.
+// Runs attention on queries and keys that are already rotated, as for the native primitives. Without block tables, the
+// keys are an array with `key_rows` rows.
 LLMK_ENTRY int llmk_test_attention(const llmk::RotaryAttentionArgs* given, int64_t key_rows, int use_reference) {
   llmk::RotaryAttentionArgs args = *given;
   std::vector<int64_t> starts(static_cast<size_t>(2 * args.num_seqs) + 1);
@@ -114,8 +114,8 @@ LLMK_ENTRY void llmk_test_sum_parts(int dtype, const void* const* parts, int num
   llmk::kernels().sum_parts(in, parts, num_parts, to, out, count);
 }
 
-// Runs `times` all-reduces of `count` elements and writes the nanoseconds of each to `nanoseconds`. `all_reduce` is the
-// product library's entry llmk_all_reduce. The caller must have opened the exchange in that library.
+// Runs `times` all-reduces of `count` elements and writes the nanoseconds of each one to `nanoseconds`. `all_reduce` is
+// the entry llmk_all_reduce of the product library, in which the caller must have opened the exchange.
 LLMK_ENTRY int llmk_measure_all_reduce(int (*all_reduce)(int, const void*, void*, int64_t), int dtype, const void* in,
                                        void* out, int64_t count, int64_t times, int64_t* nanoseconds) {
   for (int64_t i = 0; i < times; ++i) {

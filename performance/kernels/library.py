@@ -1,4 +1,4 @@
-"""Loads the testing library of the kernels. It is built in place together with the product library, never installed."""
+"""Loads the testing library of the kernels. The build makes it next to this file, and packages do not contain it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ def path_of_testing_library() -> Path:
 
 @cache
 def load_testing_library() -> ctypes.CDLL:
-    """Loads the library once. It has its own threads and buffers, separate from those of the product library."""
+    """Returns the testing library, loaded once. Its threads and buffers are separate from the product library's."""
     return ctypes.CDLL(str(path_of_testing_library()))
 
 
 def replace_product_library() -> None:
-    """Makes the agent of this process use the testing library. Call this before a model is loaded."""
+    """Makes agent code in this process use the testing library instead of the product library.
+
+    Call this before a model is loaded.
+    """
     product = library.library_path
     for name, module in list(sys.modules.items()):
         if name.startswith("agent") and getattr(module, "library_path", None) is product:

@@ -29,7 +29,7 @@ LinearArgs = structure(
 
 
 def packed(fmt: str, values: Array, *, group: int = 0, gated: bool = False, **options: Any) -> Blob:
-    """Packs ``values`` [columns, depth] into a new blob. ``options`` go to ``pack_weight``."""
+    """Packs ``values`` [columns, depth] into a new blob. ``options`` are passed to ``pack_weight``."""
     biased = options.get("bias") is not None
     static = options.get("static_inputs") is not None
     size = packed_weight_bytes(fmt, values.shape[0], values.shape[1], group, biased=biased, static_inputs=static)
@@ -50,7 +50,7 @@ def header(blob: Blob) -> dict[str, int]:
 def linear(
     x: Array, blob: Blob, dtype: str, *, epilogue: str = "store", mode: str = "kernel", out: Array | None = None
 ) -> Array:
-    """Multiplies ``x`` [rows, depth] by a packed weight. Returns [rows, columns], with ``swiglu`` [rows, columns / 2].
+    """Multiplies ``x`` [rows, depth] by a packed weight. Returns [rows, columns], for ``swiglu`` [rows, columns / 2].
 
     ``x`` and ``out`` may be slices of wider arrays. Raises KernelError if the kernel refuses its arguments.
     """
@@ -61,7 +61,10 @@ def linear(
 def linear_best(
     x: Array, blob: Blob, dtype: str, *, mode: str = "kernel"
 ) -> tuple[Array, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Returns the float results [rows, columns], the column of each row's largest result, and its value."""
+    """Multiplies ``x`` [rows, depth] by a packed weight, and finds the best column of each row.
+
+    Returns the float products [rows, columns], the column of each row's largest product, and this product.
+    """
     return _call(x, blob, dtype, "store_float", mode, None, best=True)
 
 

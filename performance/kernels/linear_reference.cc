@@ -8,7 +8,7 @@
 namespace llmk::reference {
 namespace {
 
-// Reads single numbers, scales and biases of a packed weight.
+// Reads a packed weight element by element: single numbers, scales and biases.
 struct LinearWeights {
   explicit LinearWeights(const void* blob)
       : header(header_of(blob)), shape(weight_shape(header)),
@@ -109,8 +109,8 @@ float linear_element(const LinearArgs& args, const LinearWeights& w, const Quant
   return w.header.biased != 0 ? product + w.bias(column) : product;
 }
 
-// Quantises a row with the static scales and offsets of a weight's inputs. `poison` is NaN if a value of the row is not
-// finite, and a number otherwise. NaN becomes the scale of the row, so that all its outputs are NaN.
+// Quantises a row with the calibrated scales and offsets that the weight has for its inputs. `poison` is NaN if a value
+// of the row is not finite. Then NaN becomes the scale of the row, so that all its outputs are NaN.
 void quantize_static_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row,
                          const PackedWeightHeader& header, float poison) {
   const StaticInputs inputs = static_inputs_of(&header);
@@ -130,7 +130,7 @@ void quantize_static_row(DType dtype, const void* x, const QuantizedRows& rows, 
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-// Computes a gated activation as its definition states it (ops/gated.h).
+// Returns the result of a gated activation in double precision, rounded to float. agent/kernels/ops/gated.h defines it.
 float gated_element(int32_t kind, double gate, double up) {
   if (kind == static_cast<int32_t>(Gate::kGelu)) {
     const double bent = std::sqrt(2 / 3.14159265358979323846) * (gate + 0.044715 * gate * gate * gate);

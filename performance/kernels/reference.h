@@ -1,6 +1,6 @@
 // Scalar references of linear layers and attention, for tests. A reference computes the result of a kernel with plain
-// loops. If the kernel's integer arithmetic is exact, the reference gives the same bits, otherwise it computes in
-// double precision. Tests compare all other kernels with NumPy.
+// loops. For int8 and int4 weights it gives the same bits as the kernel. Otherwise it computes in double precision.
+// Tests compare all other kernels with NumPy.
 #pragma once
 #include "../../agent/kernels/common/kernel_table.h"
 
@@ -19,8 +19,8 @@ void rotary_attention(const RotaryAttentionArgs& args);
 // Quantizes a row `x` of header.depth elements into row `row` of `rows`, with the same bits as the kernel.
 void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const PackedWeightHeader& header);
 
-// Computes a linear layer, for int8 and int4 with the same bits as the kernel. `rows` are the quantized activations,
-// which only these two formats read.
+// Computes a linear layer. For weights of int8 and int4, the result has the same bits as the kernel's result, and the
+// activations are read from `rows`, which must be quantized.
 void linear(const LinearArgs& args, const QuantizedRows& rows);
 
 }  // namespace llmk::reference

@@ -1,12 +1,13 @@
 // Records the experts that each token chooses, and can replace them by the experts that an earlier run chose.
 //
-// Rounding decides near ties between experts. So two correct runs can choose different experts and then differ widely.
-// A test records the choices of one run and lets a second run follow them. Then the runs are comparable. The test also
-// checks that every replaced choice was a near tie.
+// If two experts have nearly the same score, rounding decides which one a token chooses. Two correct runs can therefore
+// choose different experts, and then their results differ widely. A test records the choices of one run and makes a
+// second run use them, so that the results are comparable. The test also checks that every replaced choice was a near
+// tie.
 //
-// The testing library is linked with --wrap for both functions that choose experts: route_tokens, and plugin_top_k of
-// MindFormers' models. All their callers in the testing library call the functions of this file instead. The product
-// library has none of this.
+// Two functions choose experts: route_tokens, and plugin_top_k for MindFormers' models. The testing library is linked
+// with --wrap for both, so that their callers call the functions of this file instead. The product library does not
+// contain this file.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -31,8 +32,8 @@ struct Routes {
 };
 Routes routes;
 
-// The maximum number of experts that a row may choose. plugin_top_k also searches sampling candidates. Only these
-// searches have a larger k, so a call with a larger k is not recorded.
+// The maximum number of experts that a row may choose. plugin_top_k also finds the best tokens for the sampler. Those
+// calls have a larger k, so a call with a larger k is not recorded.
 constexpr int64_t kMaxChosen = 32;
 
 // Records the experts `ids` that a row chose. If an earlier run is followed and its set of experts for this row

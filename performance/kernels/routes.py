@@ -26,8 +26,9 @@ class Routes:
 
 @contextmanager
 def recorded_routes(follow: Sequence[int] = ()) -> Iterator[Routes]:
-    """Records the experts that tokens choose in the body of the ``with`` statement. The result is complete when the
-    body ends.
+    """Records the experts that tokens choose in the body of a ``with`` statement.
+
+    Yields a ``Routes`` object, which is complete when the body ends.
 
     The process must use the testing library (``replace_product_library``). ``follow`` has the expert ids that an
     earlier run chose for the same rows in the same order. If it is given, the rows in the body use these experts.

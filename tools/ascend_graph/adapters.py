@@ -18,7 +18,7 @@ ADAPTER_PRIMITIVES = frozenset({"GroupedMatmulV4"})
 ROWS = "adapter_rows"
 _GROUP_LIST, _FIRST_SETTING = 8, 12
 _SETTINGS = (3, 0, 1, 0)
-"""``split_item``, ``group_type``, ``group_list_type`` and ``act_type`` of every product."""
+"""The required ``split_item``, ``group_type``, ``group_list_type`` and ``act_type`` of every grouped product."""
 _QUANTISERS = ("DynamicQuantExt", "QuantV2")
 
 
@@ -32,14 +32,14 @@ class AdapterRules:
         self._base = {self._weight(node): node for node in calls if node.primitive in PRODUCTS}
         """The product of each linear layer, by the name of its weight."""
         self._users: dict[str, list[Node]] = defaultdict(list)
-        """The nodes that read each node, by name. A node that reads another one twice is there twice."""
+        """For each node, by name: the nodes that read its results. A node that reads it twice occurs twice."""
         for node in calls:
             for name in self._operand_nodes(node):
                 self._users[name].append(node)
 
     @property
     def inputs(self) -> dict[str, TensorType]:
-        """The additional input of the graph."""
+        """The input that adapters add to the graph: the number of rows of each adapter slot, by name."""
         return {ROWS: TensorType("i64", (self._sizes.num_groups,))}
 
     @property
@@ -56,7 +56,7 @@ class AdapterRules:
         return node.primitive == "GroupedMatmulV4" and self._weight(node).endswith((A_NAME, B_NAME))
 
     def problems(self, node: Node) -> Iterator[str]:
-        """Yields the errors of a product with A or with B."""
+        """Yields the errors of an adapter's grouped product, which multiplies by matrix A or by matrix B."""
         operands = self._wiring.operands(node)
         settings = tuple(operand.value for operand in operands[_FIRST_SETTING : _FIRST_SETTING + len(_SETTINGS)])
         if settings != _SETTINGS:
@@ -76,7 +76,7 @@ class AdapterRules:
         yield from self._shrink_problems(node, base) if matrix == A_NAME else self._sum_problems(node, layer, base)
 
     def _shape_problems(self, node: Node, base: Node, matrix: str) -> Iterator[str]:
-        """Yields an error unless A or B has the layer's numbers of inputs and outputs, and the adapters' ranks."""
+        """Yields an error unless the matrix (A or B) fits the layer's inputs and outputs and the adapters' ranks."""
         layers = {"qkv": 3, "gate_up": 2, "joined": 2}.get(self._weight(node).split(".")[-2], 1)
         width = base.results[0].shape[-1]
         a, b = self._sizes.shapes(self._width(self._input(base)), width, layers)
@@ -91,7 +91,10 @@ class AdapterRules:
             yield "does not multiply the input of the layer's own product"
 
     def _sum_problems(self, node: Node, layer: str, base: Node) -> Iterator[str]:
-        """Yields an error unless B multiplies A's product, and the only use of the layer's output is the sum of both.
+        """Yields an error unless the adapter's output is computed and added correctly.
+
+        The product with B must take the product with A. Its result must be added to the layer's output, and the graph
+        must use only the sum.
         """
         before = self._wiring.node_of(self._wiring.operands(node)[0])
         if before is None or not self.is_adapter(before) or self._weight(before) != f"{layer}.{A_NAME}":

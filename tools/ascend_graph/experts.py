@@ -29,17 +29,17 @@ EXPERT_PRIMITIVES = frozenset(
         "ReduceSum",
     }
 )
-"""Primitives that only a mixture of experts has. MoeTokenUnpermute becomes InnerMoeTokenUnpermute."""
+"""Primitives that only a mixture of experts uses. MindSpore compiles MoeTokenUnpermute to InnerMoeTokenUnpermute."""
 ROUTER = "mlp.router.weight"
 _OPERANDS = (
     "x", "weight", "bias", "scale", "offset", "antiquant_scale", "antiquant_offset", "pre_token_scale", "group_list",
     "activation_input", "activation_quant_scale", "activation_quant_offset",
 )  # fmt: skip
-"""Operands of GroupedMatmulV4, before its settings."""
+"""Names of the first operands of GroupedMatmulV4, in order. The settings (``_SETTINGS``) follow them."""
 _SETTINGS = {"split_item": 3, "group_type": 0, "group_list_type": 1, "act_type": 0}
-"""The settings of every product: one output, groups of rows with their sizes, no activation."""
+"""Required settings of every grouped product: one output, groups of rows given by their sizes, no activation."""
 _ROUTING = {"active_num": 0, "expert_capacity": 0, "drop_pad_mode": 0, "expert_tokens_count_or_cumsum_flag": 2}
-"""The settings of the routing: no row is dropped or padded, and the rows of an expert are counted."""
+"""Required settings of the routing primitive: it drops and pads no row, and counts the rows of each expert."""
 
 Found = tuple[str, str, int]
 """Origin of an operand: the primitive that computes it or another kind of value; its name; the index of the result."""
@@ -195,23 +195,29 @@ class ExpertRules:
             yield "group_list does not come from the counts of MoeInitRoutingV2"
 
     def _chosen(self, numbers: Operand) -> Operand:
-        """Returns the numbers of the chosen experts among all experts. ``numbers`` are their numbers among this agent's
-        experts."""
+        """Returns the operand with the chosen experts' ids in the whole model.
+
+        ``numbers`` has the ids that the routing uses. If agents divide the experts, the graph converts the model's ids
+        to the agent's own ids with a Gather.
+        """
         gather = self._wiring.node_of(numbers)
         is_renumbered = self._is_divided and gather is not None and gather.primitive == "Gather"
         return self._wiring.operands(gather)[1] if gather is not None and is_renumbered else numbers
 
     def _own_counts(self, counts: Operand) -> Operand:
-        """Returns the counts of all experts. ``counts`` is the agent's part of them, or all of them."""
+        """Returns the operand with the row counts of all experts.
+
+        ``counts`` is the operand that the product takes. If agents divide the experts, a Gather selects it.
+        """
         gather = self._wiring.node_of(counts)
         is_part = self._is_divided and gather is not None and gather.primitive == "Gather"
         return self._wiring.operands(gather)[0] if gather is not None and is_part else counts
 
     def _rows_problems(self, given: dict[str, Operand]) -> Iterator[str]:
-        """Yields an error unless the rows are those that the product must multiply.
+        """Yields an error unless the product multiplies the right rows.
 
-        The first product takes the rows that are sorted by expert, the second takes the output of Swiglu. If rows are
-        integers, their scales must come from the same DynamicQuantExt.
+        The first product of a layer must take the rows sorted by expert, and the second must take the output of Swiglu.
+        If rows are integers, their scales must come from the same DynamicQuantExt.
         """
         rows = given["x"]
         if self._form.quantises_activations:

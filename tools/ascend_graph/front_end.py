@@ -24,7 +24,8 @@ from tools.ascend_graph.mind_ir import Graph, read_graph
 
 
 def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
-    """Loads a config as on an Ascend. Weights and tokenizer are not needed, because they do not affect the graph."""
+    """Loads a config for an Ascend. The files of weights and tokenizer may be missing, as the graph does not need them.
+    """
     given = [
         "model_config.device_target=Ascend",
         "model_config.op_table=native",
@@ -38,7 +39,7 @@ def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def forms_of(config: Config) -> LinearForms:
-    """Returns the layouts (forms) of the linear layers' weights, as an agent makes them from a float checkpoint.
+    """Returns the layouts (forms) that an agent gives the weights of linear layers, for a checkpoint of floats.
 
     If several agents share the model, these are the layouts of the first agent's part.
     """
@@ -71,12 +72,12 @@ def set_up() -> None:
 def compile_graphs(
     config: Config, kinds: Sequence[str] | None = None, forms: LinearForms | None = None
 ) -> Iterator[tuple[str, Graph]]:
-    """Compiles the graphs of a config. Yields (kind, graph) for each kind in ``kinds`` (None: all kinds).
+    """Compiles the graphs of a config. Yields (kind, graph) for each kind in ``kinds``.
 
-    If several agents share the model, the graphs are those of the first agent. ``forms`` are the layouts of the linear
-    layers' weights (None: ``forms_of``). The kinds are those of ``graph_kinds``. If the first agent has the model's
-    last stage, the kinds of ``tools.ascend_graph.sampling`` are added. Raises the front end's error if types or shapes
-    do not match.
+    If several agents share the model, the graphs are those of the first agent. ``kinds`` None means all kinds: those of
+    ``graph_kinds``, and those of ``tools.ascend_graph.sampling`` if the first agent has the model's last stage.
+    ``forms`` are the layouts of the linear layers' weights; None means ``forms_of(config)``. Raises the error of
+    MindSpore's front end if types or shapes do not match.
     """
     from mindspore.graph.api import _cell_graph_executor
 

@@ -14,15 +14,18 @@ from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node
 
 CLUSTER_PRIMITIVES = frozenset({"Add", "Cast", "Equal", "Greater", "Maximum", "Minimum", "Mul", "RealDiv", "Sub"})
-"""The primitives of our graphs that DVM, the generator of fused operators on an Ascend, clusters by default. Source:
-``clusterable_ops_with_level_dvm`` in MindSpore's graph_kernel_cluster_cloud.cc."""
+"""Primitives that may be fused by default. DVM, the generator of fused operators on an Ascend, clusters them.
+
+Only primitives of this project's graphs are listed. Source: ``clusterable_ops_with_level_dvm`` in MindSpore's
+graph_kernel_cluster_cloud.cc.
+"""
 INFERENCE_PRIMITIVES = frozenset(
     {
         "AddRmsNorm", "ApplyRotaryPosEmb", "DynamicQuantExt", "FlashAttentionScore", "GroupedMatmulV4",
         "PagedAttention", "QuantBatchMatmul", "ReshapeAndCache", "RmsNorm", "Swiglu", "WeightQuantBatchMatmul",
     }
 )  # fmt: skip
-"""Primitives that no fusion may replace, because MindSpore has fast kernels for inference for them."""
+"""Primitives that must not be fused, because MindSpore has a fast inference kernel for each of them."""
 _ADDING = ("enable_expand_ops", "enable_expand_ops_only", "enable_cluster_ops", "enable_cluster_ops_only")
 
 

@@ -1,6 +1,6 @@
 """Checks the int8 KV cache of a graph: how keys and values are quantised, written, gathered and dequantised.
 
-``agent.backends.native.integer_cache`` has the chain of primitives. docs/lab/ascend.md names the sources of the rules.
+``agent.backends.native.integer_cache`` builds these primitives. docs/lab/ascend.md names the sources of the rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 INTEGER_CACHE_PRIMITIVES = frozenset({"Concat", "Sub"})
 """Primitives that only an int8 cache needs."""
 INTEGER_CACHE_INPUTS = {"step_blocks": 1}
-"""The input of a graph that gathers blocks, with its rank."""
+"""The additional input of a graph that gathers blocks from the cache, and the rank of this input."""
 _KEYS, _VALUES = 0, 1
 
 TypeOf = Callable[[Operand], TensorType | None]
@@ -46,7 +46,7 @@ class IntegerCacheRules:
         return {"ReshapeAndCache": self._layers, "DynamicQuantExt": 2 * self._layers, "Add": self._layers}
 
     def write_problems(self, node: Node) -> Iterator[str]:
-        """Yields the errors of a ReshapeAndCache: of keys and values, or of their scales."""
+        """Yields the errors of a ReshapeAndCache, which writes either keys and values or their scales to the cache."""
         operands = self._wiring.operands(node)
         caches = {2: "key_cache", 3: "value_cache"} if self._type_of(operands[3]) is not None else {2: "scale_cache"}
         for index, name in caches.items():
@@ -62,8 +62,10 @@ class IntegerCacheRules:
             yield "slot_mapping is not the graph's input of that name"
 
     def read_problems(self, node: Node) -> Iterator[str]:
-        """Yields the errors in the keys and values that PagedAttention reads, which must be gathered and dequantised
-        blocks."""
+        """Yields the errors in the keys and values that PagedAttention reads.
+
+        They must be blocks of the cache, gathered and dequantised.
+        """
         operands = self._wiring.operands(node)
         for place, name in ((_KEYS, "key_cache"), (_VALUES, "value_cache")):
             given = self._type_of(operands[1 + place])
@@ -72,13 +74,16 @@ class IntegerCacheRules:
             yield from self._product_problems(node, operands[1 + place], place, name)
 
     def prompt_problems(self, node: Node) -> Iterator[str]:
-        """Yields an error unless FlashAttentionScore reads the rounded keys and values, as later chunks do."""
+        """Yields an error unless FlashAttentionScore reads quantised and dequantised keys and values.
+
+        Later chunks of a prompt read these rounded values from the cache, so the first chunk must use them as well.
+        """
         operands = self._wiring.operands(node)
         for place, name in ((_KEYS, "key"), (_VALUES, "value")):
             yield from self._product_problems(node, operands[1 + place], place, name, gathered=False)
 
     def _quantised_problems(self, name: str, row: Operand) -> Iterator[str]:
-        """Yields an error unless the row has the integers of heads, each quantised with its own scale."""
+        """Yields an error unless the written row has integers, with a separate scale for each head."""
         node = self._behind(row, "Reshape")
         if node is None or node.primitive != "DynamicQuantExt":
             yield f"the row of {name} is not the result of DynamicQuantExt"
@@ -90,7 +95,10 @@ class IntegerCacheRules:
     def _product_problems(
         self, node: Node, operand: Operand, place: int, name: str, *, gathered: bool = True
     ) -> Iterator[str]:
-        """Yields an error unless an operand is integers times scales in float32, converted to the model's type."""
+        """Yields an error unless an operand of attention is dequantised correctly.
+
+        It must be the product of integers and scales in float32, converted to the model's type.
+        """
         cast = self._behind(operand, "Reshape")
         product = None if cast is None or cast.primitive != "Cast" else self._wiring.node_of(cast.operands[0])
         if product is None or product.primitive != "Mul":
@@ -111,14 +119,20 @@ class IntegerCacheRules:
             yield from self._order_problems(node, integers.operands[1])
 
     def _scale_problems(self, scales: Operand, place: int, name: str) -> Iterator[str]:
-        """Yields an error unless the scales are those of keys, the first half, or of values, the second half."""
+        """Yields an error unless the scales belong to the same side: keys have the first half, values the second.
+
+        ``place`` is 0 for keys and 1 for values.
+        """
         source, index = self._wiring.source(self._last_before(scales, "Reshape"))
         split = self._wiring.node_of(source)
         if split is None or split.primitive != "SplitWithSize" or index != place:
             yield f"{name} is multiplied by other scales than its own"
 
     def _order_problems(self, node: Node, blocks: Operand) -> Iterator[str]:
-        """Yields an error unless the gathered blocks are ``step_blocks``, after both writes of the layer."""
+        """Yields an error unless the input ``step_blocks`` selects the gathered blocks.
+
+        The selection must also depend on both cache writes of the layer, so that it does not run before them.
+        """
         waits: set[str] = set()
         depend = self._wiring.node_of(blocks)
         while depend is not None and depend.primitive == "Depend":
@@ -140,7 +154,7 @@ class IntegerCacheRules:
             yield f"{name} is {source.type}; it must be {self._caches[name]}"
 
     def _behind(self, operand: Operand, primitive: str) -> Node | None:
-        """Returns the node that computes an operand. Skips nodes of ``primitive``."""
+        """Returns the node that computes an operand. Follows the first operand through nodes of ``primitive``."""
         return self._wiring.node_of(self._last_before(operand, primitive))
 
     def _last_before(self, operand: Operand, primitive: str) -> Operand:

@@ -25,7 +25,10 @@ DEFAULT_LIST = frozenset(
         "QbmmAllReduceAdd", "QbmmAdd",
     }
 )  # fmt: skip
-"""Primitives whose custom kernel is used unless a variable disables it. Source: ``IsOpEnabled`` in ``_WHEEL``."""
+"""Primitives whose custom kernel runs unless a variable of the environment disables it.
+
+Source: ``IsOpEnabled`` in ``_WHEEL``.
+"""
 _LAYOUTS = {0: "BSH", 1: "BNSD", 2: "SBH", 3: "BSND", 4: "TND", 5: "TH", 6: "NSD", 7: "SH"}
 """``input_layout`` of FlashAttentionScore. Source: ``InputLayoutMode`` in the wheel's ``op_param.h``."""
 _RAGGED = ("TND", "TH")
@@ -39,14 +42,18 @@ _PRODUCT_TYPES = (
     (("f32", "bf16"), ("none", "i32", "bf16", "f32"), ("none", "f32"), ("bf16",)),
     (("f32",), ("none", "i32", "f16", "f32"), ("f32",), ("f16",)),
 )
-"""Allowed combinations of the types of scale, bias, pertoken_scale and result of QuantBatchMatmul, for int8 factors and
-results of floats. Source: hicann/ops-nn, matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulV4.md, the table for Atlas
-A2."""
+"""Allowed types of a QuantBatchMatmul that multiplies int8 and returns floats. Each row has the allowed types of scale,
+bias, pertoken_scale and result. Source: hicann/ops-nn, matmul/quant_batch_matmul_v3/docs/aclnnQuantMatmulV4.md, the
+table for Atlas A2.
+"""
 _CACHE_TYPES = {"f16": 2, "bf16": 2, "i8": 1}
-"""Types that ReshapeAndCache takes, with their bytes. Source: CANN 8.0, Ascend Transformer Boost,
-ReshapeAndCacheOperation, page 0073 of "ascendtbapi"."""
+"""Types that ReshapeAndCache accepts, and the bytes of an element. Source: CANN 8.0, Ascend Transformer Boost,
+ReshapeAndCacheOperation, page 0073 of "ascendtbapi".
+"""
 _ROW_BYTES = 32
-"""Rows of the cache are multiples of this size. Source: CANN 9.0, the same operation, page 0230 (stated for NZ)."""
+"""The bytes of a cache row must be a multiple of this. Source: CANN 9.0, ReshapeAndCacheOperation, page 0230, which
+states it for the layout NZ.
+"""
 _DEFAULT_MASK, _TRAPEZOIDAL_MASK = 0, 1
 """``mask_mode`` of PagedAttention. Source: ``MaskMode`` in the wheel's ``op_param.h``."""
 
@@ -139,8 +146,8 @@ class KernelRules:
         query, cache, mask = (self._type_of(operands[at]) for at in (0, 1, 7))
         kernel = self.paged_attention_kernel(node)
         rank = 0 if query is None else len(query.shape)
-        # Source: InternalPagedAttentionTilingImpl reads the second and the third size of the query, whatever the rank
-        # of the query is. If the rank is not 3, the kernel assumes that the sizes are batch, heads, queries, head size.
+        # The kernel reads the second and third size of the query, for any rank of the query. If the rank is not 3, the
+        # kernel takes the sizes for batch, heads, queries, head size. Source: InternalPagedAttentionTilingImpl.
         if kernel is Kernel.CUSTOM and rank not in (3, 4):
             yield (
                 f"{kernel.value} is selected, which reads three sizes of the query, and the query has {rank}; "
@@ -159,10 +166,10 @@ class KernelRules:
             yield f"{heads // kv_heads} query heads share a key-value head; the kernel takes at most {_MAX_GROUP}"
 
     def _latent_cache(self, operands: list[Operand]) -> Iterator[str]:
-        """Yields an error unless keys and values are the same cache, with one head, as MLA requires.
+        """Yields an error unless the operands fit MLA: keys and values are the same cache, and it has one head.
 
-        Sources: MindFormers, transformer/flash_attention.py, and vllm-mindspore, models/deepseekv3.py, which pass the
-        key cache twice; "MQA" in the page of ``_MAX_LATENT``.
+        Sources: MindFormers (transformer/flash_attention.py) and vllm-mindspore (models/deepseekv3.py) pass the key
+        cache twice. The page that ``_MAX_LATENT`` cites says "MQA".
         """
         key, value = (self._wiring.source(operand)[0].name for operand in operands[1:3])
         if key != value or operands[12].value != 1:
@@ -174,7 +181,7 @@ class KernelRules:
     def _cache_sizes(self, cache: TensorType, max_head: int) -> Iterator[str]:
         """Yields the errors in the sizes of a KV cache.
 
-        Source: the sizes that ``InternalPagedAttentionTilingImpl`` in ``_WHEEL`` refuses ("'head_dim' must be less than
+        Source: the error messages of ``InternalPagedAttentionTilingImpl`` in ``_WHEEL`` ("'head_dim' must be less than
         or equal to 256 when is not MLA mode").
         """
         if len(cache.shape) != 4:
@@ -192,20 +199,20 @@ class KernelRules:
         operands = self._wiring.operands(node)
         query, mask = self._type_of(operands[0]), self._type_of(operands[6])
         kernel, layout = self.flash_attention_kernel(node), _LAYOUTS.get(operands[16].value, "unknown")
-        # Source: the refusal "Only support sparse mode in {0}" in _WHEEL.
+        # Source: the error message "Only support sparse mode in {0}" in _WHEEL.
         if operands[17].value != 0:
             yield f"sparse_mode is {operands[17].value}; {kernel.value} takes 0 only"
         ranks = {"TH": 2, "TND": 3, "SH": 2, "BSH": 3, "SBH": 3, "NSD": 3, "BNSD": 4, "BSND": 4}
         if query is not None and layout in ranks and len(query.shape) != ranks[layout]:
             yield f"query has rank {len(query.shape)}; layout {layout} has {ranks[layout]}"
-        # Source of the mask's type: vllm-mindspore, model_executor/models/attention_mask.py.
+        # The mask must have the type of the query. Source: vllm-mindspore, model_executor/models/attention_mask.py.
         if mask is not None and query is not None and mask.dtype != query.dtype:
             yield f"attn_mask is {mask.dtype} and query {query.dtype}; the kernel takes one type"
 
     def _cache_write(self, node: Node) -> Iterator[str]:
         yield from self._inference_mode()
         key = self._type_of(self._wiring.operands(node)[0])
-        # Source: the refusal "The rank of key and value should be 2 (TH) or 3 (BSH)" in _WHEEL.
+        # Source: the error message "The rank of key and value should be 2 (TH) or 3 (BSH)" in _WHEEL.
         if key is not None and len(key.shape) not in (2, 3):
             yield f"key has rank {len(key.shape)}; the kernel takes 2 or 3"
         if key is None or key.dtype not in _CACHE_TYPES:
@@ -215,7 +222,7 @@ class KernelRules:
 
     def _matrix_product(self, node: Node) -> Iterator[str]:
         weight = self._type_of(self._wiring.operands(node)[1])
-        # Source: the refusal "MatMul weight shape rank must be 2" in _WHEEL.
+        # Source: the error message "MatMul weight shape rank must be 2" in _WHEEL.
         if weight is not None and len(weight.shape) != 2:
             yield f"the weight has rank {len(weight.shape)}; the kernel takes 2"
 
@@ -268,15 +275,16 @@ class KernelRules:
         x, weight = self._type_of(operands[0]), self._type_of(operands[1])
         if x is None or weight is None or (x.dtype, weight.dtype) != ("i8", "i8"):
             return
-        # These weights should have the layout NZ. MindSpore converts them if the variable names the primitive.
+        # These weights should have the layout NZ. MindSpore converts them if the variable NZ_LIST names the primitive.
         # Sources: UpdateFormat in MindSpore's ops/kernel/ascend/internal/internal_kernel_plugin.cc, and MindFormers
         # 1.9, golden_stick/a8dynw8.py, which casts the weights itself.
         if "GroupedMatmulV4" not in self._settings.names(NZ_LIST):
             yield f"int8 weights of experts stay in layout ND; add GroupedMatmulV4 to {NZ_LIST}"
 
     def _inference_mode(self) -> Iterator[str]:
-        # Source: MsContext::IsEnableInferBoost in libmindspore_core.so of the same wheel, and context.py of mindspore
-        # 2.9.0 ("Only jit_level set O0 can set infer_boost to on.").
+        # Only with these settings does MindSpore use its inference kernels. Sources: MsContext::IsEnableInferBoost in
+        # libmindspore_core.so of _WHEEL, and context.py of mindspore 2.9.0 ("Only jit_level set O0 can set infer_boost
+        # to on.").
         given = dict(self._settings.jit_config)
         if (given.get("jit_level"), given.get("infer_boost")) != ("O0", "on"):
             yield f"jit_config is {given}; only O0 with infer_boost has this primitive's kernel"

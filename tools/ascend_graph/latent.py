@@ -44,7 +44,7 @@ class LatentRules:
 
     @property
     def num_products(self) -> int:
-        """Number of matrix products of attention in a layer, without the products by heads."""
+        """Number of a layer's matrix products in attention, without the BatchMatMul that multiply head by head."""
         return 3 if self._latent.query_rank else 2
 
     def counts(self) -> dict[str, int]:
@@ -54,7 +54,7 @@ class LatentRules:
         return {name: count * self._layers for name, count in each.items()} | {"RmsNorm": 1 + norms * self._layers}
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of a layer's linear weights of attention that are floats for every weight format."""
+        """Returns the shapes of the attention weights of a layer that stay floats for every weight format."""
         latent, heads = self._latent, self._heads
         return {
             "attention.key_up.weight": (heads, latent.nope_dim, latent.rank),
@@ -62,7 +62,7 @@ class LatentRules:
         }
 
     def float_weights(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the other linear weights of a layer's attention, if they are floats."""
+        """Returns the shapes of the layer's other attention weights, for a weight format of floats."""
         latent, queries = self._latent, self._heads * self._latent.head_dim
         shapes: dict[str, tuple[int, ...]] = {
             "attention.joined.weight": ((latent.query_rank or queries) + latent.cache_dim, self._hidden),
@@ -128,7 +128,7 @@ class LatentRules:
         yield from self._mask_problems(operands[7])
 
     def _mask_problems(self, mask: Operand) -> Iterator[str]:
-        """Yields an error if the mask of a step with several queries has other values than the kernel takes.
+        """Yields an error unless the mask of a step with several queries has the values that the kernel requires.
 
         Source: vllm-mindspore, model_executor/models/attention_mask.py ("MLA + Q_seqlen > 1").
         """

@@ -1,7 +1,7 @@
 """Lists a graph as text: one line per primitive, with operands, settings and results. Equal layers are listed once.
 
-Nodes that only order side effects are left out (``Load``, ``UpdateState`` and their tuples). One of them is listed: the
-``Depend`` that makes attention wait for the write of the cache.
+Nodes that only order side effects are left out (``Load``, ``UpdateState`` and their tuples). There is one exception:
+the listing has the ``Depend`` that makes attention wait for the write of the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from tools.ascend_graph.mind_ir import Graph, Node, Operand
 
 STEP, OUTPUT = "step", "output"
-"""Sections: nodes that are computed once per step for all layers, and nodes after the layers."""
+"""Names of two sections of a listing: nodes that run once per step for all layers, and nodes after the layers."""
 
 
 class Wiring:
@@ -65,7 +65,7 @@ class Wiring:
     def operands(self, node: Node) -> list[Operand]:
         """Returns the operands of a node, without the ``UpdateState`` values that only order side effects.
 
-        If an operand is a tuple of several values, as that of ``Concat``, its values are returned instead.
+        If an operand is a tuple of values, as the operand of ``Concat`` is, the list has these values instead.
         """
         given = [each for operand in node.operands for each in self._values(operand)]
         return [each for each in given if not self._is_state(each)]
@@ -86,7 +86,7 @@ def list_graph(graph: Graph) -> list[str]:
 class _Lister:
     """Creates one listing. Each value has a number, such as ``%3``.
 
-    A value of another section has a prefix: ``step%1``, ``layer0%7``, or ``before%12`` for the layer before.
+    A value of another section has a prefix: ``step%1``, ``layer0%7``, or ``before%12`` for the previous layer.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -161,7 +161,10 @@ class _Lister:
         return f"{self._place(operand.name, section)}%{self._numbers[operand.name]}{result}"
 
     def _place(self, name: str, section: str | int) -> str:
-        """Returns the prefix of a value's name: the section of node ``name``, or an empty text if it is ``section``."""
+        """Returns the prefix of a value that the node ``name`` computes: its section.
+
+        ``section`` is the section in which the value is used. If the sections are equal, the prefix is empty.
+        """
         where = self._sections[name]
         if where == section:
             return ""

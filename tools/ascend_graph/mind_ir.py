@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 _DTYPES = {1: "f32", 2: "u8", 3: "i8", 5: "i16", 6: "i32", 7: "i64", 9: "bool", 10: "f16", 16: "bf16", 18: "i4"}
-"""Short names of MindIR's ``TensorProto.DataType``."""
+"""Short names of element types, by their number in MindIR (``TensorProto.DataType``)."""
 _NUMPY_DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64}
 _LAYER = re.compile(r"/layers-CellList/(\d+)-")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Element type and shape. A size of -1 changes from step to step."""
+    """Element type and shape of a tensor. A size of -1 means that the size differs between steps."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,14 +44,14 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A call of a primitive."""
+    """A node of a graph: the call of a primitive, with its operands and results."""
 
     name: str
     primitive: str
     operands: tuple[Operand, ...]
     results: tuple[TensorType, ...]
     attributes: tuple[tuple[str, Any], ...]
-    """The primitive's attributes by name, without MindSpore's internal ones."""
+    """The primitive's attributes by name, without the internal attributes of MindSpore."""
     scope: str
     """Place in the model, such as ``Default/model-Llama/layers-CellList/0-DecoderLayer/...``."""
 
@@ -64,7 +64,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A compiled graph. A node comes after its operands. ``outputs`` has the types of the outputs."""
+    """A compiled graph. In ``nodes``, a node is after its operands. ``outputs`` has the types of the outputs."""
 
     inputs: dict[str, TensorType]
     parameters: dict[str, TensorType]
@@ -76,7 +76,7 @@ _PRIVATE_ATTRIBUTES = frozenset({"input_names", "output_names", "side_effect_pro
 
 
 def read_graph(model_proto: bytes) -> Graph:
-    """Reads a graph. Raises ValueError if it calls other graphs, because the models' graphs must be flat."""
+    """Reads a graph from the bytes of a MindIR file. Raises ValueError if the graph calls other graphs."""
     from mindspore.train.mind_ir_pb2 import ModelProto
 
     model = ModelProto()
@@ -87,7 +87,7 @@ def read_graph(model_proto: bytes) -> Graph:
 
 
 class _Reader:
-    """Reads one graph."""
+    """Converts one graph from its protocol buffer."""
 
     def __init__(self, model: Any) -> None:
         self._proto = model.graph

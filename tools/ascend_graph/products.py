@@ -23,14 +23,14 @@ def product_of(form: LinearForm) -> str:
 
 
 class ProductRules:
-    """Finds errors in a matrix product."""
+    """Finds errors in the matrix products with the weights of linear layers."""
 
     def __init__(self, wiring: Wiring, forms: LinearForms, dtype: str) -> None:
         """``dtype`` is the type of the activations, as in ``model_dtype``."""
         self._wiring, self._forms, self._dtype = wiring, forms, dtype
 
     def form_of(self, node: Node) -> LinearForm:
-        """Returns the form of a product's weight. A product outside the decoder layers is the output layer."""
+        """Returns the form of a product's weight. A product outside the decoder layers belongs to the output layer."""
         return self._forms.output if node.layer is None else self._forms.layers
 
     def counts(self, products: int, *, with_output: bool) -> dict[str, int]:
@@ -73,8 +73,9 @@ class ProductRules:
             yield f"gives {node.results[0]} with the weight {weight.type}"
 
     def _dynamic_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
-        """Yields the errors of a QuantBatchMatmul. Operands: x1, x2, scale, offset, bias, pertoken_scale, transpose_x1,
-        transpose_x2, dtype.
+        """Yields the errors of a QuantBatchMatmul whose activations are quantised for each token.
+
+        Its operands are x1, x2, scale, offset, bias, pertoken_scale, transpose_x1, transpose_x2, dtype.
         """
         operands = self._wiring.operands(node)
         integers, index = self._wiring.source(operands[0])
@@ -92,9 +93,9 @@ class ProductRules:
         yield from self._parameter_problems(node, form, {"weight": operands[1], "scale": operands[2]})
 
     def _static_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
-        """Yields the errors of a QuantBatchMatmul, and of the QuantV2 that quantises its activations.
+        """Yields the errors of a QuantBatchMatmul with static inputs, and of the QuantV2 that quantises these inputs.
 
-        Operands of QuantV2: x, scale, offset, sqrt_mode, rounding_mode, dst_type.
+        The operands of QuantV2 are x, scale, offset, sqrt_mode, rounding_mode, dst_type.
         """
         operands = self._wiring.operands(node)
         quantised = self._wiring.node_of(operands[0])
@@ -110,8 +111,10 @@ class ProductRules:
         yield from self._parameter_problems(node, form, given)
 
     def _weight_only_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
-        """Yields the errors of a WeightQuantBatchMatmul. Operands: x, weight, scale, offset, quant_scale, quant_offset,
-        bias, transpose_x, transpose_weight, group_size.
+        """Yields the errors of a WeightQuantBatchMatmul.
+
+        Its operands are x, weight, scale, offset, quant_scale, quant_offset, bias, transpose_x, transpose_weight,
+        group_size.
         """
         operands = self._wiring.operands(node)
         transposed = is_transposed(form)

@@ -1,7 +1,7 @@
 """Checks a compiled graph against the public documentation (sources: docs/ascend.md).
 
-A golden listing only shows that a graph has changed. These rules show errors: a graph that breaks a rule cannot be
-correct. ``kernels`` adds the rules of the kernels that a device selects.
+A golden listing only shows that a graph has changed. A graph that breaks one of these rules cannot be correct.
+``tools.ascend_graph.kernels`` has further rules, which depend on the kernels that a device selects.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ PRIMITIVES = frozenset(
 SHARING_PRIMITIVES = frozenset(
     {"AllGather", "AllReduce", "Equal", "Maximum", "Minimum", "ReduceSum", "Sub", "Transpose"}
 )
-"""Primitives of a model that several agents share (docs/parallel.md): sums, gathers, embeddings whose rows other agents
-have, and the choice among the best tokens of all agents."""
+"""Primitives that the graphs use only if several agents share the model (docs/parallel.md).
+
+They add and gather results, look up embeddings that are divided among agents, and choose among all agents' best tokens.
+"""
 
 _INPUTS = {
     "token_ids": 1,
@@ -74,7 +76,7 @@ _INPUTS = {
     "q_seq_lens": 1,
 }
 _INSERTED_INPUTS = {"earlier_ids": 1, "places": 1, "inserted": 1}
-"""The inputs of ``agent.run_ahead.cells``, except in stages of a pipeline."""
+"""Further inputs, which ``agent.run_ahead.cells`` adds. Graphs of pipeline stages do not have them."""
 _TH = 5
 """The number of ``input_layout`` TH in MindSpore 2.9."""
 _MASKED = -10000.0
@@ -211,7 +213,7 @@ class _Rules:
         }
         norms = {"input_norm.weight": (shape.hidden_size,), "post_attention_norm.weight": (shape.hidden_size,)}
         for layer in range(shape.num_layers):
-            # Experts and integer weights are checked where they are multiplied.
+            # The weights of experts and integer weights are checked with their matrix products.
             linears = (weights if shape.has_experts(layer) else weights | mlp) if self._floats else {}
             for name, sizes in (linears | norms | always).items():
                 full = f"layers.{layer}.{name}"
@@ -344,7 +346,9 @@ class _Rules:
         return source.name if source.kind == "input" else None
 
     def _lengths(self, operand: Operand) -> str | None:
-        """Returns the name of the graph's input that an operand comes from, through conversions to integers, or None.
+        """Returns the name of the graph's input that an operand comes from, or None if it does not come from an input.
+
+        Conversions to tuples and other integer types are skipped.
         """
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive in ("TensorToTuple", "Cast"):

@@ -1,6 +1,6 @@
-"""Lists variants of configs whose graphs are also checked. A variant is a config with other settings.
+"""Lists variants of configs whose graphs are also checked. A variant is a config with some changed settings.
 
-To add a variant, add a row, and write its listings with ``check_ascend_graph.py NAME --write``.
+To add a variant, add a row to ``VARIANTS``, and write its listings with ``check_ascend_graph.py NAME --write``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Variant(NamedTuple):
-    """A config, and settings that change its graphs, as after ``--set``."""
+    """A config, and settings that change its graphs. A setting has the form ``section.key=value``."""
 
     config: str
     settings: tuple[str, ...]
@@ -26,4 +26,4 @@ VARIANTS = {
     "llama_70b_int8_tp8_kbk_pa_dyn+adapters": Variant("llama_70b_int8_tp8_kbk_pa_dyn.yaml", _ADAPTERS),
     "qwen3_30b_a3b_int8_kbk_pa_dyn+adapters": Variant("qwen3_30b_a3b_int8_kbk_pa_dyn.yaml", _ADAPTERS),
 }
-"""Variants by name. The name is the config's name, ``+`` and the feature."""
+"""Variants by name. A name consists of the config's name, ``+`` and the name of the changed feature."""

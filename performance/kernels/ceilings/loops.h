@@ -1,4 +1,4 @@
-// The loops behind the ceilings: each one only multiplies and adds, or only reads memory.
+// The loops that measure the machine's limits. Each loop only multiplies and adds, or only reads memory.
 //
 // setup.py compiles this file once per instruction set. It sets LLMK_TABLE_FILE, so that agent/kernels/arch/table.h
 // includes this file instead of the kernels. main.cc picks the loops of the instruction set in use.
@@ -34,8 +34,8 @@ struct CeilingLoops {
 namespace llmk::LLMK_ARCH {
 
 // Number of independent sums to which a loop adds in rotation. With fewer sums, an addition would wait for the previous
-// one to the same sum. With more, the sums and the operands would not fit into the registers. Without VNNI a product of
-// bytes also needs two temporary registers.
+// addition to the same sum. With more, sums and operands would not fit into the registers. kByteChains is for products
+// of bytes, which need two more temporary registers without VNNI.
 #if defined(LLMK_VEC_AVX512)
 constexpr int kChains = 12, kByteChains = 12;
 #elif defined(LLMK_VNNI)
@@ -44,9 +44,8 @@ constexpr int kChains = 6, kByteChains = 6;
 constexpr int kChains = 6, kByteChains = 2;
 #endif
 
-// Makes the compiler assume that a value may have changed. This generates no instruction. Without it, the compiler
-// would see that the operands are constant. It would then compute the products once before the loop, and the loop would
-// only add.
+// Makes the compiler assume that a value may have changed. This generates no instruction. Otherwise the compiler would
+// see that the operands are constant, and would move the products out of the loop.
 #if defined(LLMK_VEC_AVX512)
 LLMK_INLINE void hide(__m512& a) { __asm__ volatile("" : "+v"(a)); }
 LLMK_INLINE void hide(__m512i& a) { __asm__ volatile("" : "+v"(a)); }
@@ -82,8 +81,8 @@ LLMK_INLINE void hide_memory(T& a) {
   __asm__ volatile("" : "+m"(a));
 }
 
-// Writes the total of all sums to memory, so that the compiler cannot remove a product. Not inlined, so that the
-// function of a measured loop contains no other loop.
+// Writes the total of all sums to memory, so that the compiler cannot remove a product. It is not inlined, so that the
+// function of a measured loop contains only this loop.
 static __attribute__((noinline)) void keep(const Vec* totals, int count) {
   float result = 0;
   for (int i = 0; i < count; ++i) result += sum(totals[i]);
@@ -126,8 +125,8 @@ LLMK_INLINE int64_t run_steps(int64_t steps) {
 static int64_t ceiling_fma(int64_t steps) { return run_steps<float>(steps); }
 
 #ifdef LLMK_AMX
-// Measures AMX: each step computes four tile products. The products do not depend on each other, so none waits for the
-// result of another one. The instructions are volatile, so the compiler cannot move them out of the loop.
+// Runs `steps` steps of four AMX tile products and returns the number of operations. The four products are independent,
+// so no product waits for another one. The instructions are volatile, so the compiler cannot move them out of the loop.
 template <class Multiply>
 LLMK_INLINE int64_t run_tiles(int64_t steps, const Multiply& multiply) {
   alignas(64) uint8_t ones[kAmxRows * 64];
@@ -159,7 +158,8 @@ static int64_t ceiling_dot_int8(int64_t steps) {
 }
 #else
 #ifdef LLMK_NEON_I8MM
-// Measures matrix products: each step adds kMatrixChains products of two columns and two rows, with 8 bytes of depth.
+// The matrix products of int8 on Arm (I8MM): each step adds kMatrixChains products of two columns and two rows, with a
+// depth of 8 bytes.
 constexpr int kMatrixChains = 12;
 
 template <class Products>

@@ -2,9 +2,9 @@
 //
 //   performance/ceilings [seconds [threads]]
 //
-// Each figure is the best of 5 attempts of `seconds` (default 0.1). Read bandwidth is in 10^9 bytes/s, rates are in
-// 10^9 operations/s; a multiply-add is two operations. Without `threads` there is one row for 1 thread and one for all
-// processors. LLM_KERNELS_ISA picks the instruction set, as for the kernels.
+// Each figure is the best of 5 attempts of `seconds` (default 0.1). Read bandwidth is in 10^9 bytes/s. Rates are in
+// 10^9 operations/s; a multiply-add is two operations. Without `threads`, the output has a row for 1 thread and a row
+// for as many threads as processors. LLM_KERNELS_ISA picks the instruction set, as for the kernels.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -50,8 +50,8 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }
 
 // Runs `loop` in all threads, in short rounds for about `seconds` seconds. Returns the rate of the fastest round, in
-// 10^9 operations per second of all threads together. Other processes can only slow a round down, so the fastest round
-// is the nearest to the machine's limit.
+// 10^9 operations per second, for all threads together. Other processes can only slow a round down, so the fastest
+// round is nearest to the machine's limit.
 double measure_rate(int64_t (*loop)(int64_t), double seconds) {
   constexpr int64_t kSteps = 200000;  // number of steps of a round, which takes about a millisecond
   const StandardFloatingPoint scope;
@@ -66,8 +66,8 @@ double measure_rate(int64_t (*loop)(int64_t), double seconds) {
   return best;
 }
 
-// Returns the rate in GB/s at which all threads together read `bytes` bytes. The function read(thread) reads the part
-// of one thread and returns the sum of its data.
+// Reads `bytes` bytes with all threads and returns the rate in GB/s. The function read(thread) reads the part of one
+// thread and returns the sum of its data.
 template <class Read>
 double timed_reads(int64_t bytes, const Read& read) {
   int32_t total = 0;
@@ -81,11 +81,11 @@ double timed_reads(int64_t bytes, const Read& read) {
 
 constexpr int64_t kReadBytes = 256 << 20;
 
-// Returns the read bandwidth in GB/s over 256 MB of memory, in huge pages if the system has them. A call of
+// Returns the read bandwidth of 256 MB of memory in GB/s. The memory is in huge pages if the system has them. A call of
 // round(memory, method) reads the whole memory once with one of `methods` methods and returns the rate. First, three
 // rounds run with each method, and the method with the best median is chosen. Then rounds with this method run for
-// about `seconds` seconds. The result is the upper quartile of their rates. The best round would be misleading, because
-// a virtual machine may get twice its usual rate for a short time.
+// about `seconds` seconds, and the upper quartile of their rates is returned. The best round would be misleading,
+// because a virtual machine may get twice its usual rate for a short time.
 template <class Round>
 double measure_reads(double seconds, int methods, const Round& round) {
   constexpr int64_t kHugePage = 2 << 20;
