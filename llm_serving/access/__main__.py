@@ -1,4 +1,6 @@
-"""Makes API keys: ``python -m llm_serving.access new NAME`` prints a key, and its line for the server's key file."""
+"""The command that creates API keys: ``python -m llm_serving.access new NAME`` prints a key and its line for the key
+file.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ def _add(options: argparse.Namespace, secret: str) -> int:
 
 
 def _append(path: str, line: str) -> None:
-    """Add a line to a key file, in one write. The file is made if it does not exist. Raises KeyLineError or OSError."""
+    """Appends a line to a key file in one write, and creates the file if necessary. Raises KeyLineError if the line and
+    the file do not fit together, or OSError.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with open(descriptor, "r+b", buffering=0) as file:
         text = file.read().decode("utf-8")

@@ -1,4 +1,6 @@
-"""The audit log: one line for each request, with its key, route, status, tokens and time. It never has a prompt."""
+"""The audit log: one line for each request, with key name, route, status, number of tokens and time. It contains no
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.log_file import Rotation
 
 STRANGERS_PER_MINUTE = 600
-"""Maximum number of lines per minute for requests without a valid key, so that strangers cannot fill the disk."""
+"""Maximum number of lines per minute for requests without a valid key. Without a limit, anyone could fill the disk."""
 
 
 class AuditLog:
@@ -39,7 +41,9 @@ class AuditLog:
         output_tokens: int,
         duration_s: float,
     ) -> None:
-        """Write the line of one request to the audit log. Lines with status 401 are limited in number."""
+        """Writes the line of one request to the audit log. At most ``STRANGERS_PER_MINUTE`` lines with status 401 are
+        written per minute.
+        """
         if status == 401:
             if self._strangers.wait_s(1, time.monotonic()) > 0.0:
                 self._num_skipped += 1

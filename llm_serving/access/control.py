@@ -21,8 +21,10 @@ from llm_serving.errors import NotPermittedError, QuotaExceededError, Unauthoriz
 VISIT = "llm_serving.visit"
 """Key of the ASGI scope for the ``Visit`` of the request, if there is access control."""
 OPEN_PATHS = frozenset({"/health/live", "/", "/operator"})
-"""Paths that need no key. A supervisor restarts a server that does not respond at ``/health/live``. A browser cannot
-send a key for a page, and the pages' files are public. The pages ask for the key and send it with their requests."""
+"""Paths that need no API key. ``/health/live`` is for supervisors, which restart a server without a response. A browser
+cannot send a key when it loads a page. The pages contain nothing secret; they ask for the key and send it with their
+requests.
+"""
 OPEN_FOLDER = "/static/"
 """Beginning of the paths of the web pages' files, which need no API key."""
 
@@ -32,8 +34,8 @@ _NO_RIGHTS = KeyRights()
 class AccessControl:
     """The API keys, the present use of their quotas, and the audit log.
 
-    ``refused`` is called with the reason each time a request is refused. ``keys`` is None if the server has only an
-    audit log. Then every client has all rights.
+    ``refused`` is called with the reason each time a request is refused. If the server has only an audit log, ``keys``
+    is None, and every client has all rights.
     """
 
     def __init__(self, keys: KeyStore | None, audit: AuditLog | None, refused: Callable[[str], None]) -> None:
@@ -45,9 +47,9 @@ class AccessControl:
         """Reads the key file again whenever the file changes, from ``watch.start`` until ``watch.stop``."""
 
     def usage(self, name: str) -> KeyUsage:
-        """Return the present use of the quotas by all keys with this name.
+        """Returns the counts of the quotas that all keys with this name share.
 
-        When the key file is read again, the same object keeps its counts.
+        The counts stay when the key file is read again.
         """
         found = self._usages.get(name)
         if found is None:
@@ -55,13 +57,13 @@ class AccessControl:
         return found
 
     def reload(self) -> None:
-        """If the key file has changed, read it again in another thread. Call this method on the event loop."""
+        """If the key file has changed, reads the file in another thread. Must be called on the event loop."""
         if self.keys is not None and self.keys.has_changed():
             asyncio.get_running_loop().run_in_executor(None, self.keys.refresh)
 
 
 class Visit:
-    """The access control's record of one HTTP request: its key, the quota that it uses, and its line in the audit log.
+    """The access control of one HTTP request: its API key, the quota that it uses, and its line in the audit log.
 
     If the server has no keys, the key's name is empty, and its rights are unlimited.
     """
@@ -71,7 +73,9 @@ class Visit:
 
     def __init__(self, access: AccessControl, scope: Scope, began: float) -> None:
         self.route = "unmatched"
-        """Path of the endpoint in the table of routes. It never contains text from the client."""
+        """Path of the endpoint as in the table of routes, for example with ``{id}``. It contains no text from the
+        client.
+        """
         self.status = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -94,7 +98,8 @@ class Visit:
         return _NO_RIGHTS if self._key is None else self._key.rights
 
     def enter(self, authorizations: Sequence[str], api_keys: Sequence[str] = ()) -> None:
-        """Find the request's API key and count the request. Raises UnauthorizedError or QuotaExceededError.
+        """Finds the API key of the request and counts the request for the key's quotas. Raises UnauthorizedError
+        without a valid key, or QuotaExceededError.
 
         The arguments are the values of all headers ``Authorization`` and ``X-Api-Key``.
         """
@@ -109,7 +114,8 @@ class Visit:
         self._enter(key)
 
     def enter_as(self, name: str) -> None:
-        """Count a request that the server makes for the key ``name``, for example for a line of a batch.
+        """Counts a request that the server itself makes for the owner of the key ``name``, for example for a line of a
+        batch.
 
         Raises UnauthorizedError if no key has this name any more, and QuotaExceededError.
         """
@@ -202,7 +208,8 @@ class Visit:
         self.num_output_tokens += num_output_tokens
 
     def leave(self) -> None:
-        """End the request: count its computed tokens instead of the reserved ones, and write its line to the audit log.
+        """Ends the request: replaces its reserved tokens by the number of computed tokens, and writes its line to the
+        audit log.
 
         Call this method once.
         """
@@ -233,9 +240,10 @@ def _is_open(path: str) -> bool:
 
 
 def _secret(authorizations: Sequence[str], api_keys: Sequence[str]) -> str | None:
-    """Return the key after ``Bearer``, or the value of ``X-Api-Key``, as Anthropic's clients send the key.
+    """Returns the key that a request has sent: the text after ``Bearer``, or the value of ``X-Api-Key`` (Anthropic's
+    clients).
 
-    None if there is not exactly one header, or if the scheme is not ``Bearer``.
+    Returns None unless there is exactly one of these headers with a key.
     """
     if len(authorizations) + len(api_keys) != 1:
         return None

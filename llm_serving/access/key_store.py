@@ -1,4 +1,4 @@
-"""The keys that are valid now. A key file is read again when it changes, without a restart."""
+"""Holds the valid API keys. When the key file changes, it is read again without a restart of the server."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class KeyStore:
         self._seen: tuple[int, ...] | None = None
         self._keys: Mapping[bytes, ApiKey] = self._fixed
         self._named: tuple[Mapping[bytes, ApiKey], Mapping[str, ApiKey]] = {}, {}
-        """A copy of ``_keys``, and the keys by name that were made from it. ``named`` makes both again when ``_keys``
-        has changed."""
+        """A cache for ``named``: the value of ``_keys`` for which it was computed, and the keys by name. ``named``
+        computes it again when ``_keys`` has been replaced.
+        """
         if path is not None:
             self._seen = file_signature(path)
             self._keys = self._read(path)
@@ -47,7 +48,7 @@ class KeyStore:
     def find(self, secret: str) -> ApiKey | None:
         """Return the key with this secret, or None.
 
-        The time that this takes does not depend on the number of correct characters, so it helps no attacker.
+        The look-up uses a hash, so its time does not reveal how many characters of a wrong secret are correct.
         """
         if len(secret) > MAX_KEY_CHARS:
             return None
@@ -64,13 +65,13 @@ class KeyStore:
         return by_name.get(name)
 
     def has_changed(self) -> bool:
-        """Return whether the file differs from the one that was read last."""
+        """Returns True if the file has changed since it was read last."""
         return self._path is not None and file_signature(self._path) != self._seen
 
     def refresh(self) -> bool:
-        """Read the file if it has changed. Returns whether the keys have changed.
+        """Reads the file if it has changed. Returns True if new keys are valid now.
 
-        If the file has an error, the old keys stay valid. Any thread may call this method. A file with
+        If the file has an error, logs the error, and the old keys stay valid. Any thread may call this method. Reading
         10000 keys takes 0.2 seconds.
         """
         with self._lock:
@@ -118,7 +119,7 @@ def _check_disjoint(keys: Mapping[bytes, ApiKey], fixed: Mapping[bytes, ApiKey])
 
 
 def file_signature(path: str) -> tuple[int, ...] | None:
-    """Return numbers that change when the file is written or replaced, for example its size and time.
+    """Returns numbers that change when the file is written or replaced: device, inode, size and times.
 
     Returns None if there is no file.
     """

@@ -1,12 +1,12 @@
-"""API keys: how they are made, and how the lines of a key file state their names and rights.
+"""Creates API keys, and reads and writes the lines of a key file, which state the names and rights of keys.
 
-A key is 32 random bytes. The server keeps only its SHA-256. A slow or salted hash protects passwords, which people
-choose and attackers guess. 256 random bits cannot be guessed, so a plain hash reveals nothing. One fast hash also lets
-the server find a key with one look-up, whatever the number of keys.
+A key is 32 random bytes, and the server stores only its SHA-256. Passwords need slow, salted hashes, because attackers
+can guess passwords. 256 random bits cannot be guessed, so a plain hash is safe. With a plain hash, the server also
+finds a key with one look-up, for any number of keys.
 
-A line is ``NAME sha256:HEX [admin] [sessions] [OPTION=VALUE ...]``. Empty lines and lines that begin with ``#`` do not
-count. Several lines may have the same name, as long as they state the same rights. So an operator can hand out a new
-key before the old one ends. Both then share one quota, one tenant and one part of the prefix cache.
+A line is ``NAME sha256:HEX [admin] [sessions] [OPTION=VALUE ...]``. Empty lines and lines that begin with ``#`` are
+ignored. Several lines may have the same name if they state the same rights. So an operator can hand out a new key
+before removing the old one. Both keys then share one quota, one tenant and one part of the prefix cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ PREFIX = "sk-llm-"
 """Beginning of a new key, so that people and scanners of source code recognise it."""
 KEY_BYTES = 32
 MIN_KEY_CHARS = 32
-"""Minimum length of a key that was made elsewhere. A shorter one could be guessed from its hash."""
+"""Minimum length of a key that another program created. With the hash, an attacker could find a shorter key by trying.
+"""
 MAX_KEY_CHARS = 512
 MAX_KEYS = 65536
 MAX_LIMIT = 1 << 40
@@ -37,7 +38,7 @@ class KeyRights:
     """The rights of a key's requests. None means no limit."""
 
     admin: bool = False
-    """Whether the key may read metrics and facts about the server, and profile the agents."""
+    """True if the key may read metrics and facts about the server, and profile the agents."""
     requests_in_flight: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -46,7 +47,7 @@ class KeyRights:
     models: frozenset[str] | None = None
     """Names of the models that the key may use."""
     sessions: bool = False
-    """Whether the key may export and import sessions."""
+    """True if the key may export and import sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class ApiKey:
 class KeyLineError(ValueError):
     """A line of a key file does not describe a valid key.
 
-    The text has the problem and the remedy. It does not have the line, which may contain a secret.
+    The text states the problem and the remedy. It does not quote the line, which may contain a secret.
     """
 
 
@@ -71,7 +72,7 @@ def new_secret() -> str:
 
 
 def digest_of(secret: str) -> bytes:
-    """Return the hash under which the server knows a key."""
+    """Returns the SHA-256 of a key. The server stores and compares only this hash."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -87,7 +88,9 @@ def key_line(key: ApiKey) -> str:
 
 
 def parse_keys(text: str) -> dict[bytes, ApiKey]:
-    """Return the keys of a file by their hashes. Raises KeyLineError with the number of a wrong line."""
+    """Parses the text of a key file. Returns the keys by their hashes. Raises KeyLineError with the number of a wrong
+    line.
+    """
     keys: dict[bytes, ApiKey] = {}
     rights: dict[str, KeyRights] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -165,10 +168,10 @@ _OPTIONS: Mapping[str, Callable[[str, str], object]] = {
     "priority": _priority,
     "models": _models,
 }
-"""The options of a line. Each function checks the text after ``=`` and returns the value."""
+"""The options of a line, by name. Each function checks the text after ``=`` and returns the value."""
 
 WORDS = ("admin", "sessions")
-"""The rights that a word without a value states."""
+"""The rights that a single word grants, without a value."""
 OPTION_NAMES = tuple(_OPTIONS)
 if {*WORDS, *OPTION_NAMES} != {field.name for field in fields(KeyRights)}:
     raise AssertionError("each field of KeyRights is an option of a line")

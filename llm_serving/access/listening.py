@@ -22,7 +22,7 @@ _UNIX_KEY = "serving_config.unix_socket"
 
 
 class Sockets(NamedTuple):
-    """The listening sockets of the server. None: the config does not ask for this socket."""
+    """The listening sockets of the server. A socket that the config does not ask for is None."""
 
     http: socket.socket
     admin: socket.socket | None
@@ -34,7 +34,7 @@ class Sockets(NamedTuple):
 def open_sockets(settings: ServingConfig, owned: ExitStack) -> Sockets:
     """Listen on the ports and on the UNIX socket that the config names. ``owned`` closes the sockets.
 
-    Raises ConfigError if one of them is in use.
+    Raises ConfigError if a port or the socket is in use.
     """
     key = "serving_config.server_port"
     http = owned.enter_context(listen(settings.server_ip, settings.server_port, backlog=BACKLOG, key=key))

@@ -1,4 +1,6 @@
-"""The quotas of one key: requests in flight, requests per minute and tokens per minute. The caller passes the time."""
+"""Counts the use of a key's quotas: requests in flight, requests per minute and tokens per minute. The caller passes
+the time in seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ MINUTE_S = 60.0
 class Allowance:
     """An amount that may be used in each minute (a token bucket).
 
-    The bucket begins full and refills evenly. A key may use the whole amount within a second; the bucket is full
-    again within a minute.
+    The bucket begins full. A key may use the whole amount within a second. The bucket then refills evenly within a
+    minute.
     """
 
     def __init__(self, per_minute: int, now: float) -> None:
@@ -22,7 +24,7 @@ class Allowance:
         self._as_of = now
 
     def resize(self, per_minute: int) -> None:
-        """Change the amount per minute. The amount that was already used stays used."""
+        """Changes the amount per minute. Earlier use still counts."""
         self._left += per_minute - self._per_minute
         self._per_minute = per_minute
 
@@ -78,11 +80,11 @@ class KeyUsage:
             self._drain_rate.stop()
 
     def reserve(self, name: str, rights: KeyRights, prompt: int, output: int, now: float) -> int:
-        """Reserve the maximum number of tokens of a request, and return this number. Return 0 if the key has no token
-        limit.
+        """Reserves the maximum number of tokens of a request, and returns this number. Returns 0 if the key has no
+        token limit.
 
-        Raises RequestError if the request exceeds the limit of a whole minute. Raises QuotaExceededError if the request
-        exceeds the tokens that are left now.
+        Raises RequestError if the request needs more tokens than the limit of a whole minute. Raises QuotaExceededError
+        if it needs more tokens than are left now.
         """
         self._tokens = _fitting(self._tokens, rights.tokens_per_minute, now)
         if self._tokens is None:
@@ -114,7 +116,7 @@ class KeyUsage:
 
 
 def _fitting(allowance: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:
-    """Return ``allowance`` resized to ``per_minute``, which a change of the key file may have changed.
+    """Returns ``allowance`` with the size ``per_minute``, because the key file may have changed the limit.
 
     A missing allowance is created. Without a limit, returns None.
     """

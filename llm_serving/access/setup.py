@@ -1,4 +1,4 @@
-"""Makes the access control that the configuration asks for."""
+"""Creates the access control from the configuration."""
 
 from __future__ import annotations
 

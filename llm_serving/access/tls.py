@@ -13,7 +13,8 @@ from llm_serving.errors import ConfigError
 
 
 class ServerTls:
-    """The TLS settings of the server's listeners. New connections use a renewed certificate without a restart.
+    """The TLS settings of the server's listeners. If the certificate file is renewed, new connections use the new
+    certificate.
 
     The constructor raises ConfigError if a file cannot be used. ``client_ca`` is the file of a certificate authority.
     With it, only clients with a certificate of this authority can connect.
@@ -32,15 +33,16 @@ class ServerTls:
         self.watch = Periodic(self.refresh)
 
     def refresh(self) -> bool:
-        """Load the certificate if its files have changed. Returns whether there is a new certificate. If the files have
-        an error, the old certificate stays in use.
+        """Loads the certificate if its files have changed. Returns True if there is a new certificate. If the files
+        have an error, the old certificate stays in use.
         """
         seen = self._signature()
         if seen == self._seen:
             return False
         self._seen = seen
         try:
-            # Load the files into a trial context first. An error in the context in use could leave it without a key.
+            # The files are first loaded into another context as a test. An error while loading could leave the context
+            # in use without a key.
             _context(self._cert, self._key)
             self.context.load_cert_chain(self._cert, self._key)
         except (ConfigError, OSError) as error:
@@ -96,5 +98,7 @@ def _check_readable(setting: str, path: str) -> None:
 
 
 def _no_password() -> str:
-    """Refuse a key with a password. Without this function, OpenSSL would ask for the password on the terminal."""
+    """Raises ValueError for a key with a password. Without this function, OpenSSL would ask for the password on the
+    terminal.
+    """
     raise ValueError("the key has a password")

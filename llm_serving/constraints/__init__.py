@@ -1,6 +1,8 @@
 """Structured output: constraints on the next token of a sequence.
 
-``grammar`` describes what a client wants: JSON that fits a schema, a regular expression, one of several strings, or a
-grammar. ``compiler`` compiles it with the library llguidance. ``step_masks`` gives the agents the allowed tokens of
-each step. ``token_rules`` restricts tokens without a grammar, and ``forced`` lets the model score given tokens.
+``grammar`` describes the texts that a client allows: JSON that fits a schema, a regular expression, one of several
+strings, or a grammar. ``calls`` builds the grammar of an answer with tool calls. ``compiler`` compiles grammars with
+the library llguidance. ``step_masks`` sends the agents the allowed tokens of each step. ``token_rules`` restricts
+tokens without a grammar, ``thinking`` limits the length of the reasoning, and ``forced`` lets the model score given
+tokens.
 """

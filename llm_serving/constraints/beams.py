@@ -11,15 +11,15 @@ _EVERY_WORD = np.uint32(0xFFFFFFFF)
 
 
 class BeamConstraint:
-    """The constraint of one beam. Its state is made in the engine thread, when the first mask is needed.
+    """The constraint of one beam. Its state is computed in the engine thread, when the first mask is needed.
 
-    A step of a search generates one token of each beam. The longer beams then get constraints of their own, so this one
-    never advances.
+    A step of a search extends each beam by one token. Each extended beam gets its own constraint, so the state of this
+    object never advances.
     """
 
     def __init__(self, state: ForkableConstraint, before: BeamConstraint | None = None, token_id: int = 0) -> None:
-        """If ``before`` is None, ``state`` is the state of this beam. Otherwise, the beam is ``before`` plus
-        ``token_id``, and the first call of ``mask`` makes its state.
+        """If ``before`` is None, ``state`` is the state of this beam. Otherwise, the beam is that of ``before`` plus
+        ``token_id``, and the first call of ``mask`` computes its state.
         """
         self.num_words = state.num_words
         self.error = ""
@@ -29,11 +29,11 @@ class BeamConstraint:
         self._token_id = token_id
 
     def extended(self, token_id: int) -> BeamConstraint:
-        """Return the constraint of this beam with one more token."""
+        """Returns the constraint of the beam that extends this beam by ``token_id``."""
         return BeamConstraint(self._state, self, token_id)
 
     def advance(self, token_id: int) -> None:
-        """Do nothing: the beams with a further token have constraints of their own."""
+        """Does nothing, because the extended beams have their own constraints."""
 
     def mask(self) -> npt.NDArray[np.uint32]:
         if not self.error:
@@ -47,7 +47,7 @@ class BeamConstraint:
         return np.full(self.num_words, _EVERY_WORD, np.uint32) if self.error else mask
 
     def _follow(self) -> None:
-        """Make the state of this beam, once. Raises ConstraintError."""
+        """Computes the state of this beam, once. Raises ConstraintError if the token does not fit the grammar."""
         before, self._before = self._before, None
         if before is None:
             return

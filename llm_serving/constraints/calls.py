@@ -1,7 +1,7 @@
 """Grammars of answers with reasoning and tool calls, in llguidance's dialect of Lark.
 
-The grammar is composed of rules: the reasoning, one call for each tool, and the content. Special tokens are written by
-id, because no text may stand for them.
+A grammar has rules for the reasoning, for the calls of each tool, and for the content. Special tokens appear by id, so
+that ordinary tokens with the same text do not match.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from llm_serving.parsing.parameters import STRING, json_types, resolve
 
 _TEXT = r"/(.|\n)*/"
 _ONE_SPACE = r"\x20"
-"""Regular expression of the white space between the parts of arguments. Small models repeat longer white space without
-an end."""
+"""Regular expression of the white space between the parts of JSON arguments. It allows a single space, because small
+models may repeat white space endlessly.
+"""
 _COMMENTS = frozenset({"type", "title", "description", "default", "examples", "deprecated"})
 _XML_KEYS = _COMMENTS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class UnsupportedToolError(Exception):
-    """The arguments of a tool cannot be enforced in the model's format. ``index`` is the index of the tool."""
+    """The schema of a tool's arguments cannot be enforced in the model's format. ``index`` is the index of the tool."""
 
     def __init__(self, index: int, message: str) -> None:
         super().__init__(message)
@@ -39,7 +40,8 @@ class UnsupportedToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """The facts about a tool that its grammar needs. Without ``is_strict``, the arguments are any JSON object."""
+    """The facts about a tool that its grammar needs. If ``is_strict`` is False, the arguments may be any JSON object.
+    """
 
     name: str
     parameters: Mapping[str, Any] | None
@@ -48,7 +50,7 @@ class CallableTool:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The reasoning before an answer. ``is_open``: the prompt ends within the reasoning."""
+    """The reasoning before an answer. ``is_open`` is True if the prompt ends within the reasoning."""
 
     format: ReasoningFormat
     is_open: bool
@@ -64,10 +66,11 @@ def answer_grammar(
     is_parallel: bool = True,
     content: Grammar | None = None,
 ) -> Grammar:
-    """Return the grammar of an answer: the reasoning, then calls of ``tools`` or content.
+    """Returns the grammar of an answer: the reasoning, then calls of ``tools`` or content.
 
-    ``special`` has the ids of special tokens by text. ``is_required``: the answer is at least one call. ``content`` is
-    the grammar of an answer without calls, or None for any text. Raises UnsupportedToolError.
+    ``special`` has the ids of special tokens by text. ``is_required``: the answer must have a call. ``is_parallel``:
+    the answer may have several calls. ``content`` is the grammar of an answer without calls, or None for any text.
+    Raises UnsupportedToolError if the schema of a tool cannot be enforced.
     """
     rules = _Rules(special)
     if tool_format is not None and tools:
@@ -89,7 +92,7 @@ def answer_grammar(
 
 
 class _Rules:
-    """Collects the rules of one grammar, and the other grammars that these rules name."""
+    """Collects the rules of one grammar, and other grammars to which these rules refer."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -104,7 +107,7 @@ class _Rules:
         return text in self._special
 
     def literal(self, text: str) -> str:
-        """Return the expression of a fixed text, in which special tokens are written by their ids."""
+        """Returns the expression of a fixed text. Special tokens in the text appear by id."""
         parts = [text] if self._split is None else self._split.split(text)
         return " ".join(
             f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
@@ -113,7 +116,7 @@ class _Rules:
         )
 
     def sub_grammar(self, grammar: Grammar) -> str:
-        """Return an expression that stands for another grammar in the rules."""
+        """Adds another grammar, and returns the expression that refers to it in a rule."""
         if grammar.kind == JSON_SCHEMA:
             return _json(json.loads(grammar.text), JSON_WHITESPACE)
         name = f"other{len(self._others)}"
@@ -135,7 +138,9 @@ def _json(schema: Mapping[str, Any], whitespace: str = _ONE_SPACE) -> str:
 
 
 def _add_thinking(rules: _Rules, thinking: Thinking | None) -> str:
-    """Add the rule of the reasoning. Returns the expression with which the rule of the whole answer must begin."""
+    """Adds the rule of the reasoning. Returns the expression for the reasoning at the start of an answer, empty without
+    reasoning.
+    """
     if thinking is None:
         return ""
     opening, close = thinking.format.open, thinking.format.close
@@ -153,7 +158,9 @@ def _add_thinking(rules: _Rules, thinking: Thinking | None) -> str:
 
 
 def _add_calls(rules: _Rules, tool_format: ToolFormat, tools: Sequence[CallableTool], is_parallel: bool) -> str:
-    """Add one rule for each tool. Returns the rule of all calls, from the first marker to the last."""
+    """Adds one rule for each tool. Returns the name of the rule for all calls of an answer, with the markers around the
+    calls.
+    """
     for i, tool in enumerate(tools):
         identifier = f"/{tool_format.id_pattern}/ " if tool_format.id_pattern else ""
         identifier += rules.literal(tool_format.after_id)
@@ -168,7 +175,7 @@ def _add_calls(rules: _Rules, tool_format: ToolFormat, tools: Sequence[CallableT
 
 
 def _prefix(tool_format: ToolFormat) -> str:
-    """Return the trigger if every call of the format begins with it. Otherwise return an empty text."""
+    """Returns the trigger of the format if every call begins with it, otherwise an empty text."""
     return tool_format.trigger if tool_format.trigger and tool_format.begin.startswith(tool_format.trigger) else ""
 
 
@@ -177,7 +184,7 @@ def _without_trigger(tool_format: ToolFormat, begin: str) -> str:
 
 
 def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | None, is_parallel: bool) -> None:
-    """Add the rule of an answer with any text, in which the trigger starts calls."""
+    """Adds the rule of an answer with free text, in which the trigger starts calls."""
     if tool_format.starts_with_brace:
         _add_free_text_or_brace(rules, tool_format, thinking)
         return
@@ -197,7 +204,8 @@ def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | 
     if thinking is None or thinking.is_open or rules.is_special(thinking.format.open):
         rules.add("start", f"{_add_thinking(rules, thinking)}tail")
         return
-    # The first text must not begin like the reasoning. Otherwise, a call within the reasoning would count as a call.
+    # The text before the first call must not begin with the marker of the reasoning. Otherwise, a trigger within the
+    # reasoning would start a call.
     opening = re.escape(thinking.format.open).replace("/", r"\/")
     rules.add("FIRST", f"{_TEXT} & ~/\\s*{opening}(.|\\n)*/")
     rules.add("first", _after_trigger(rules, "first", "FIRST", trigger))
@@ -208,7 +216,7 @@ def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | 
 
 
 def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
-    """Return the expression of free text that ends with the trigger, followed by calls (rule ``region``).
+    """Returns the expression of free text, then the trigger, then calls (rule ``region``).
 
     ``text`` names the rule of the free text. If the trigger is no special token, the text ends where the trigger first
     occurs (lazy).
@@ -220,7 +228,7 @@ def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
 
 
 def _add_messages(rules: _Rules) -> None:
-    """Add the rule of an answer of gpt-oss: messages in channels, and at the end a final message or a call.
+    """Adds the rule of an answer of gpt-oss: messages in channels, and at the end a final message or a call.
 
     A message contains any text. A header that names a tool as its recipient starts a call.
     """
@@ -232,9 +240,10 @@ def _add_messages(rules: _Rules) -> None:
 
 
 def has_free_text(tool_format: ToolFormat, special: Mapping[str, int]) -> bool:
-    """Return whether a grammar can constrain the calls of an answer that may also be free text.
+    """Returns True if a grammar can constrain the calls in an answer that may also be free text.
 
-    A format with channels must mark its messages by special tokens, because their text may contain every other text.
+    In a format with channels, this needs special tokens as markers of messages, because free text may contain any other
+    marker.
     """
     if tool_format.trigger or tool_format.starts_with_brace:
         return True
@@ -242,7 +251,7 @@ def has_free_text(tool_format: ToolFormat, special: Mapping[str, int]) -> bool:
 
 
 def _add_free_text_or_brace(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | None) -> None:
-    """Add the rule of an answer that is a call if its first character is a brace."""
+    """Adds the rule of an answer that is a call if its first character is a brace, and free text otherwise."""
     rules.add("PLAIN", r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/")
     tagged = f" | PLAIN {rules.literal(tool_format.trigger)} calls" if rules.is_special(tool_format.trigger) else ""
     rules.add("plain", "PLAIN")
@@ -264,9 +273,9 @@ def _arguments(rules: _Rules, index: int, tool: CallableTool, tool_format: ToolF
 
 
 def _xml_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], is_strict: bool) -> str:
-    """Return the expression of arguments in tags, one tag for each parameter, in the order of the schema.
+    """Returns the expression of arguments in tags, one tag for each parameter, in the order of the schema.
 
-    Without ``is_strict``, the parameters may have any names and values.
+    If ``is_strict`` is False, the parameters may have any names and values. Raises UnsupportedToolError.
     """
     close = json.dumps("\n</parameter>\n")
     if not is_strict:
@@ -289,7 +298,9 @@ def _xml_arguments(rules: _Rules, index: int, schema: Mapping[str, Any], is_stri
 
 
 def _add_value(rules: _Rules, name: str, index: int, schema: object, root: Mapping[str, Any], close: str) -> bool:
-    """Add the rule of a parameter's value. Returns False if the rule includes ``close``, the text after the value."""
+    """Adds the rule of a parameter's value. Returns False if this rule also includes ``close``, the text after the
+    value.
+    """
     schema = resolve(schema, root)
     types = json_types(schema, root)
     if not isinstance(schema, Mapping) or not types or STRING in types:
@@ -310,7 +321,8 @@ def _add_value(rules: _Rules, name: str, index: int, schema: object, root: Mappi
 
 
 def _check_text(index: int, schema: object) -> None:
-    """Raise UnsupportedToolError if the schema of a text without quotes limits the text, for example its length."""
+    """Raises UnsupportedToolError if the schema of a parameter without quotes limits the text, for example its length.
+    """
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():

@@ -32,16 +32,16 @@ from llm_serving.request import ConstraintError
 
 MAX_CACHED_GRAMMARS = 64
 MAX_COMPILING = 2
-"""Maximum number of grammars that are compiled at the same time. Others wait."""
+"""Maximum number of grammars that are compiled at the same time. Further grammars wait."""
 TRIED_TOKENS = 8
-"""Number of tokens for which a grammar is followed before it is accepted."""
+"""Maximum number of tokens that are generated to test a grammar before it is accepted."""
 _EVERY_WORD = np.uint32(0xFFFFFFFF)
 _ABSENT = re.compile(r"Resource ('[^']*') is not present in a registry")
-"""llguidance's error for a reference to a schema that is not in the text."""
+"""Matches llguidance's error for a reference to a schema that is not in the text."""
 
 
 def _limits() -> llguidance.LLParserLimits:
-    """Return limits for llguidance, which bound the time and memory of compiling a grammar and of computing a mask."""
+    """Returns the limits that bound the time and memory of llguidance when it compiles a grammar or computes a mask."""
     return llguidance.LLParserLimits(
         max_items_in_row=20_000, initial_lexer_fuel=500_000, step_lexer_fuel=200_000, step_max_items=50_000,
         max_lexer_states=50_000, max_grammar_size=100_000,
@@ -52,7 +52,7 @@ class _Vocabulary:
     """The tokenizer in the form that llguidance reads. llguidance calls this object to tokenize a text."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_id: int) -> None:
-        """Read the bytes of the tokens 0 to ``vocab_size`` - 1.
+        """Reads the bytes of the tokens 0 to ``vocab_size`` - 1.
 
         An id without a token has no bytes, so no grammar allows it.
         """
@@ -69,7 +69,8 @@ class _Vocabulary:
     def __call__(self, text: bytes | str) -> list[int]:
         """Return token ids whose bytes are exactly ``text``.
 
-        Some tokenizers add a space to a text. In that case, the longest matching tokens are taken instead.
+        If the tokenizer would change the text, for example add a space, the text is split into the longest matching
+        tokens instead.
         """
         data = text.encode() if isinstance(text, str) else text
         ids = self._tokenizer.encode(data.decode("utf-8", "replace"), add_special_tokens=False)
@@ -143,14 +144,14 @@ class CompiledGrammar:
         self._end_token_ids = frozenset(end_token_ids)
 
     def start(self) -> GrammarConstraint:
-        """Return a new constraint at the start of the grammar, for a sequence that has no output tokens yet."""
+        """Returns a new constraint, for a sequence without output tokens."""
         return GrammarConstraint(self._matcher.deep_copy(), self._num_words, self._end_token_ids)
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, in other threads.
+    """Compiles grammars for one tokenizer, in threads of an executor, and caches them.
 
-    The first grammar takes longer, because it converts the tokenizer to the form of the library.
+    The first grammar takes longer, because the tokenizer must be converted to the library's format.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> None:
@@ -164,7 +165,9 @@ class GrammarCompiler:
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
     async def compile(self, grammar: Grammar, param: str) -> CompiledGrammar:
-        """Return a compiled grammar. Raises RequestError that names the client's field ``param``."""
+        """Returns a compiled grammar. Raises RequestError if the grammar is too long, invalid or too complex. The error
+        names ``param``, the field of the client's request.
+        """
         size = len(grammar.text.encode("utf-8", "surrogatepass"))
         limit = MAX_COMPOSED_BYTES if grammar.kind == COMPOSED else MAX_GRAMMAR_BYTES
         if size > limit:
@@ -198,7 +201,9 @@ class GrammarCompiler:
         return compiled
 
     def _prepared(self) -> llguidance.LLTokenizer:
-        """Return the tokenizer in the library's form. It is made once, which takes a second for a large vocabulary."""
+        """Returns the tokenizer in the library's format. The conversion happens once, and takes a second for a large
+        vocabulary.
+        """
         with self._lock:
             if self._tokenizer is None:
                 vocabulary = _Vocabulary(self._model_tokenizer, self._vocab_size, self._end_token_ids[0])
@@ -209,10 +214,10 @@ class GrammarCompiler:
 
 
 def _try(compiled: CompiledGrammar, param: str) -> None:
-    """Check a grammar by generating a few tokens that it allows.
+    """Checks a grammar by generating a few tokens that it allows.
 
-    Raises RequestError if the grammar is too complex or allows no text. This also computes the grammar's first mask,
-    which takes longest. Each request has its own copy of the grammar, and all copies reuse this mask.
+    Raises RequestError if the grammar is too complex or allows no text. The check also computes the grammar's first
+    mask, which takes the most time. The copies of the grammar for each request then reuse this mask.
     """
     constraint = compiled.start()
     for _ in range(TRIED_TOKENS):
@@ -247,7 +252,9 @@ def _refused(param: str, reason: str) -> RequestError:
 
 
 def _in_the_clients_words(reason: str) -> str:
-    """Return a reason of llguidance without options that clients do not have, and with the keyword at fault."""
+    """Rewrites an error text of llguidance for clients: without options that they cannot set, and with the wrong
+    keyword.
+    """
     if reason.startswith("oneOf constraints are not supported"):
         return "Unimplemented keys: [\"oneOf\"], because its options may overlap; use anyOf"
     if found := _ABSENT.match(reason):

@@ -1,4 +1,5 @@
-"""Forces a sequence to generate given tokens. The model then scores these tokens as it scores its own output."""
+"""Forces a sequence to generate given tokens, so that the model returns their log-probabilities as for its own output.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from llm_serving.request import ConstraintError
 
 
 class ForcedTokens:
-    """A constraint that allows one token at each position. After the last one, every token is allowed."""
+    """A constraint that allows only the given token at each position. After the last given token, every token is
+    allowed.
+    """
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
         self.num_words = -(-vocab_size // 32)

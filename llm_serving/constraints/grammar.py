@@ -15,12 +15,14 @@ MAX_COMPOSED_BYTES = 4 * MAX_GRAMMAR_BYTES
 """Maximum length of a grammar that the server has composed from several schemas."""
 JSON_SCHEMA, REGEX, LARK, COMPOSED = "json_schema", "regex", "lark", "composed"
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-"""White space between the parts of JSON. Without a limit, a model may generate white space until ``max_tokens``."""
+"""Regular expression of the white space between the parts of JSON. Without a limit, a model may generate white space
+until ``max_tokens``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar, as the client wrote it or as the server composed it.
+    """A grammar that a client has sent or that the server has composed.
 
     ``kind`` is the language of ``text``: ``JSON_SCHEMA``, ``REGEX`` or ``LARK`` (llguidance's dialect of Lark). A
     ``COMPOSED`` grammar comes from the server. Its text is JSON with several grammars that refer to each other.

@@ -1,7 +1,8 @@
-"""Rewrites keywords of JSON Schema that llguidance refuses, if keywords that it knows mean exactly the same.
+"""Rewrites keywords of JSON Schema that llguidance refuses, if the schema can be written with other keywords without a
+change of meaning.
 
 Most of these keywords have no effect where they stand, such as ``then`` without ``if``, or ``uniqueItems: false``. Code
-generators write them often. A keyword with another meaning stays, so that llguidance refuses it by name. The meanings
+generators write them often. Other keywords stay, so that llguidance names them in its error. The meanings of keywords
 are those of JSON Schema 2020-12.
 """
 
@@ -16,7 +17,9 @@ _COUNTS = (
     *("minContains", "maxContains"),
 )
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef")
-"""Keywords whose schemas apply to the same value. ``unevaluatedProperties`` depends on them."""
+"""Keywords that apply further schemas to the same value. The meaning of ``unevaluatedProperties`` depends on these
+schemas.
+"""
 _ONE_SCHEMA = (
     *("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
     *("unevaluatedItems", "unevaluatedProperties"),
@@ -30,7 +33,9 @@ Schema = dict[str, Any]
 
 
 def rewritten_text(text: str) -> str:
-    """Return the JSON text of a schema after ``rewritten``, or ``text`` itself if nothing changes or it is not JSON."""
+    """Applies ``rewritten`` to the JSON text of a schema. Returns ``text`` if no keyword changes, or if ``text`` is not
+    JSON.
+    """
     try:
         schema = json.loads(text)
         before, after = (json.dumps(one, allow_nan=False) for one in (schema, rewritten(schema)))
@@ -40,7 +45,7 @@ def rewritten_text(text: str) -> str:
 
 
 def rewritten(schema: object) -> Any:
-    """Return an equivalent schema with fewer keywords. ``schema`` is parsed JSON, and stays as it is.
+    """Returns an equivalent schema with fewer keywords. ``schema`` is parsed JSON, and is not modified.
 
     Raises RecursionError if the schema is nested too deeply.
     """
@@ -72,7 +77,7 @@ def _mentions(value: object, key: str) -> bool:
 
 
 def _whole_counts(schema: Schema) -> None:
-    """Write counts such as 2.0 as 2."""
+    """Replaces counts like 2.0 by 2."""
     for key in _COUNTS:
         value = schema.get(key)
         if isinstance(value, float) and value.is_integer():
@@ -80,7 +85,7 @@ def _whole_counts(schema: Schema) -> None:
 
 
 def _unevaluated_properties(schema: Schema) -> None:
-    """Write ``unevaluatedProperties`` as ``additionalProperties`` if no other keyword applies a schema to the same
+    """Replaces ``unevaluatedProperties`` by ``additionalProperties`` if no other keyword applies a schema to the same
     value.
 
     The two keywords then mean the same.
@@ -93,7 +98,8 @@ def _unevaluated_properties(schema: Schema) -> None:
 
 
 def _unevaluated_items(schema: Schema) -> None:
-    """Write ``unevaluatedItems`` as ``items`` if no other keyword applies a schema to the same value or its items."""
+    """Replaces ``unevaluatedItems`` by ``items`` if no other keyword applies a schema to the same value or its items.
+    """
     key = "unevaluatedItems"
     if key in schema and schema[key] in _ALLOWS_ALL:
         del schema[key]
@@ -102,7 +108,7 @@ def _unevaluated_items(schema: Schema) -> None:
 
 
 def _conditions(schema: Schema) -> None:
-    """Remove an ``if`` without consequences, and consequences without an ``if``."""
+    """Removes an ``if`` without ``then`` and ``else``, and ``then`` and ``else`` without an ``if``."""
     if "if" not in schema:
         schema.pop("then", None)
         schema.pop("else", None)
@@ -112,7 +118,7 @@ def _conditions(schema: Schema) -> None:
 
 
 def _contains(schema: Schema) -> None:
-    """Remove limits without ``contains``, and a ``contains`` that nothing needs to match."""
+    """Removes ``minContains`` and ``maxContains`` without ``contains``, and a ``contains`` that no item must match."""
     if "contains" in schema and schema.get("minContains") == 0 and "maxContains" not in schema:
         del schema["contains"]
     if "contains" not in schema:
@@ -121,7 +127,9 @@ def _contains(schema: Schema) -> None:
 
 
 def _property_names(schema: Schema) -> None:
-    """Remove ``propertyNames`` that allow all names, and write a list or pattern of names as properties."""
+    """Removes ``propertyNames`` that allow all names. Replaces a list or a pattern of names by ``properties`` or
+    ``patternProperties``.
+    """
     names = schema.get("propertyNames")
     if names in (*_ALLOWS_ALL, {"type": "string"}):
         del schema["propertyNames"]
@@ -146,7 +154,7 @@ _IN_PLACE_OR_UNEVALUATED = {*_IN_PLACE, "unevaluatedProperties"}
 
 
 def _no_effect(schema: Schema) -> None:
-    """Remove keywords whose value allows everything."""
+    """Removes keywords whose value allows everything, for example ``uniqueItems: false``."""
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
     if schema.get("not") is False:
@@ -158,7 +166,7 @@ def _no_effect(schema: Schema) -> None:
 
 
 def _plain_anchors(schema: Schema) -> None:
-    """Write ``$dynamicAnchor`` as ``$anchor``. Both mean the same in a schema without ``$dynamicRef``."""
+    """Replaces ``$dynamicAnchor`` by ``$anchor``. Both mean the same in a schema without ``$dynamicRef``."""
     if isinstance(schema.get(_DYNAMIC), str) and "$anchor" not in schema:
         schema["$anchor"] = schema.pop(_DYNAMIC)
 

@@ -1,9 +1,9 @@
-"""Gives the agents the masks of allowed tokens for each step with constrained sequences.
+"""Sends the agents the masks of allowed tokens for each step with constrained sequences.
 
-The mask of a sequence depends on its last token. The engine sends a step before it knows this token, so the mask
-follows later. The engine computes the mask when the result of the previous step arrives. Meanwhile, the agents compute
-the logits. All masks of a step are published together. They are published even for a step whose requests have ended,
-because the agents wait for them.
+The mask of a sequence depends on the last token before the step. The engine often sends a step before it knows this
+token. It then computes the mask when the result of the previous step arrives, while the agents compute the logits. All
+masks of a step are published together. Agents wait for the masks, so the engine also publishes masks for steps whose
+requests have ended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from llm_serving.scheduler.output import RequestUpdate, ScheduledStep
 
 Mask = npt.NDArray[np.uint32]
 Publish = Callable[[int, Sequence[Mask]], None]
-"""Takes the number of a step and its masks, see ``Executor.publish_masks``."""
+"""A function that sends masks to the agents. Arguments: the number of a step and its masks, see
+``Executor.publish_masks``.
+"""
 
 _EVERY_WORD = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(slots=True)
 class _Pending:
-    """The masks of a step, of which ``num_missing`` are not known yet."""
+    """The masks of a step. ``num_missing`` of them have not been computed yet."""
 
     seq: int
     masks: list[Mask]
@@ -35,14 +37,15 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The masks of the tokens after each of a request's drafts."""
+    """The masks for the tokens after each draft of a request."""
 
     masks: list[Mask]
     num_output_tokens: int
     """Number of output tokens of the request when the drafts were made."""
 
     def is_stale(self, request: Request) -> bool:
-        """Return True if the request has ended, or if another replica computed its next token."""
+        """Returns True if the request has ended, or if another replica has computed a token since the drafts were made.
+        """
         return request.is_finished or len(request.output_token_ids) != self.num_output_tokens
 
 
@@ -52,7 +55,8 @@ class StepMasks:
     def __init__(self, publish: Publish) -> None:
         self._publish = publish
         self._free_requests: list[Request] | None = None
-        """The list of requests of the last step without constraints. Decode steps of one batch share this list object.
+        """The list of requests of the last step without constraints. Decode steps of one batch share this list object,
+        so one identity test recognises them.
         """
         self._prepared: dict[Request, _Prepared] = {}
         self._sampling: dict[int, list[Request]] = {}
@@ -64,17 +68,20 @@ class StepMasks:
 
     @property
     def in_use(self) -> bool:
-        """Whether steps with constrained requests are in flight."""
+        """True if steps with constrained requests are in flight."""
         return bool(self._sampling)
 
     def prepare(self, request: Request, masks: list[Mask]) -> None:
-        """Keep the masks of the tokens after each of a request's drafts, until its next token or its end."""
+        """Stores the masks for the tokens after each draft of a request. They are kept until the next token or the end
+        of the request.
+        """
         self._prepared[request] = _Prepared(masks, len(request.output_token_ids))
 
     def sent(self, step: ScheduledStep) -> None:
-        """Note that a step was submitted. If all of its masks are known, publish them.
+        """Records that a step was sent to the agents. If all of its masks can be computed now, publishes them.
 
-        If the step verifies drafts of a request, the masks of all its entries must have been prepared.
+        If the step verifies drafts of a request, the caller must have called ``prepare`` with the masks of these
+        drafts.
         """
         if step.requests is self._free_requests:
             return
@@ -103,7 +110,7 @@ class StepMasks:
             self._publish(pending.seq, pending.masks)
 
     def advance(self, updates: Iterable[RequestUpdate]) -> list[tuple[RequestUpdate, str]]:
-        """Pass the new tokens of a completed step to the constraints of their requests.
+        """Passes the new tokens of a completed step to the constraints of their requests.
 
         Returns a pair for each constraint that failed: the update of its request, and the error text.
         """
@@ -124,7 +131,7 @@ class StepMasks:
         return failures
 
     def completed(self, seq: int) -> None:
-        """Compute the masks that depend on the tokens of step ``seq``, which has completed, failed or been dropped."""
+        """Computes the masks that wait for the tokens of step ``seq``, which has completed, failed or been dropped."""
         if seq not in self._sampling:
             return
         for request in self._sampling.pop(seq):
@@ -137,7 +144,7 @@ class StepMasks:
                 self._publish(pending.seq, pending.masks)
 
     def clear(self) -> None:
-        """Forget all steps, because the agents were lost."""
+        """Forgets all steps, because the agents were lost."""
         self._sampling.clear()
         self._newest.clear()
         self._waiting.clear()
@@ -145,7 +152,9 @@ class StepMasks:
 
 
 def _mask_of(request: Request) -> Mask:
-    """Return the mask for the next token. A request that has ended may sample any token: its token is not used."""
+    """Returns the mask for the next token. The mask of a request that has ended allows all tokens, because its token is
+    not used.
+    """
     constraint = request.constraint
     assert constraint is not None
     if request.is_finished:

@@ -1,4 +1,6 @@
-"""Ends the reasoning of a sequence after a number of tokens: the tokens of the marker at its end are forced."""
+"""Limits the number of reasoning tokens of a sequence: after the limit, it forces the tokens of the marker that ends
+the reasoning.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ _EVERY_WORD = np.uint32(0xFFFFFFFF)
 
 
 class ThinkingBudget:
-    """A constraint that leaves every token free until the budget is used up. ``inner`` is a grammar, if there is one.
+    """A constraint that allows every token, or those that ``inner`` (a grammar) allows, until the reasoning has
+    ``budget`` tokens. It then forces the marker that ends the reasoning.
 
-    The marker begins after a complete character, so the reasoning may be up to three tokens longer.
+    The marker must not begin within a character, so the reasoning may be up to three tokens longer than ``budget``.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class ThinkingBudget:
         return np.full(self.num_words, _EVERY_WORD, np.uint32) if self._inner is None else self._inner.mask()
 
     def _force(self) -> None:
-        """Force the end marker once the reasoning has used its budget and its last character is complete."""
+        """Starts to force the end marker if the reasoning has used its budget and its last character is complete."""
         is_within_character = bool(self._decoder.getstate()[0])
         if not self._watch.is_thinking:
             self._forced = []

@@ -25,8 +25,8 @@ class TokenRules:
         min_tokens: int = 0,
         end_token_ids: Iterable[int] = (),
     ) -> None:
-        """Without ``allowed`` every token is allowed. ``forbidden`` are sequences of one or more tokens that the output
-        must not contain. The first ``min_tokens`` tokens are none of ``end_token_ids``.
+        """Without ``allowed``, every token is allowed. ``forbidden`` are sequences of one or more tokens that the
+        output must not contain. The first ``min_tokens`` tokens must not be in ``end_token_ids``.
         """
         self.num_words = -(-vocab_size // 32)
         self.min_tokens = min_tokens
@@ -42,23 +42,24 @@ class TokenRules:
             else:
                 is_allowed[last] = False
         self.num_remembered = longest - 1
-        """Number of earlier tokens that decide which tokens are forbidden."""
+        """Number of preceding tokens that must be known to find the forbidden next tokens."""
         self._mask = _packed(is_allowed)
         is_allowed[[one for one in end_token_ids if 0 <= one < vocab_size]] = False
         self._early_mask = _packed(is_allowed)
 
     @property
     def allows_no_token(self) -> bool:
-        """Whether the rules forbid every token at the start of the output."""
+        """True if the rules forbid every token at the start of the output."""
         return not self.mask(0, ()).any()
 
     @property
     def allows_no_token_later(self) -> bool:
-        """Whether the rules forbid every token even after ``min_tokens`` tokens, when the output may end."""
+        """True if the rules forbid every token even after ``min_tokens`` tokens, when the output may end."""
         return not self._mask.any()
 
     def mask(self, num_tokens: int, tokens: Sequence[int]) -> Mask:
-        """Return the tokens that may follow ``num_tokens`` output tokens, the last of which are ``tokens``.
+        """Returns the mask of the tokens that may come next. The output has ``num_tokens`` tokens so far, of which
+        ``tokens`` are the last.
 
         The caller must not change the mask.
         """
@@ -72,7 +73,9 @@ class TokenRules:
         return mask
 
     def start(self, inner: Constraint | None) -> RuledTokens:
-        """Return the constraint of a sequence without output. ``inner`` is a further constraint, such as a grammar."""
+        """Returns the constraint of a sequence without output tokens. ``inner`` is another constraint that also
+        applies, for example a grammar.
+        """
         return RuledTokens(self, inner)
 
 
@@ -127,6 +130,6 @@ class RuledTokens:
 
 
 def _packed(is_allowed: npt.NDArray[np.bool_]) -> Mask:
-    """Return a bit for each token: bit ``id % 32`` of word ``id // 32``."""
+    """Packs one boolean for each token id into 32-bit words: bit ``id % 32`` of word ``id // 32``."""
     words: Mask = np.packbits(is_allowed, bitorder="little").view(np.uint32)
     return words

@@ -17,14 +17,16 @@ _GATING_FUNCTION = "expert_gating_func"
 _TEMPERATURE = "attention.temperature_scale"
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _DECIMALS = 6
-"""A file has a tenth of ``mscale_all_dim`` as float32. This number of decimals gives the number of ``config.json``."""
+"""A GGUF file has a tenth of ``mscale_all_dim`` as a float32. Rounding to this number of decimals restores the value in
+``config.json``.
+"""
 
 
 def deepseek2_fields(header: Header, scaling: dict[str, Any] | None) -> dict[str, Any]:
     """Return the fields of ``config.json`` that only DeepSeek V2 and V3 have. ``scaling`` is ``rope_scaling``.
 
-    In V3, the router's scores are sigmoids. In V2, they are a softmax. Raises CheckpointError for an unknown function
-    of the router, and for a temperature of attention scores (Mistral Large 3).
+    In V3, the function of the expert router is a sigmoid. In V2, it is a softmax. Raises CheckpointError for another
+    function, and for a temperature of attention scores (Mistral Large 3).
     """
     get = _values(header)
     gating = get.get(_GATING_FUNCTION, _SOFTMAX)
@@ -52,7 +54,9 @@ def _values(header: Header) -> dict[str, Any]:
 
 
 def _head_sizes(get: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a head. In newer files, the old keys have the sizes of the cache."""
+    """Returns the sizes of a head. Newer files have them under keys with the suffix ``_mla``, and the sizes of the
+    cache under the old keys.
+    """
     key, rotated = get.get("attention.key_length_mla", get.get("attention.key_length")), get.get("rope.dimension_count")
     return {
         "qk_nope_head_dim": key - rotated if isinstance(key, int) and isinstance(rotated, int) else None,
@@ -84,9 +88,9 @@ def _experts(get: dict[str, Any], *, is_v3: bool) -> dict[str, Any]:
 
 
 def _with_score_factor(get: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return DeepSeek's ``rope_scaling``. YaRN scales the attention scores, and not the cosines and sines.
+    """Returns DeepSeek's ``rope_scaling``, in which YaRN scales the attention scores instead of the cosines and sines.
 
-    A file has only ``mscale_all_dim``. The published models have the same number as ``mscale``.
+    A GGUF file has only ``mscale_all_dim``. In the published models, ``mscale`` has the same value.
     """
     if scaling is None or scaling["rope_type"] != "yarn":
         return scaling

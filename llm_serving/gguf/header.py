@@ -64,12 +64,12 @@ TENSOR_TYPES = {
     30: TensorType("BF16", 1, 2),
     39: TensorType("MXFP4", 32, 17),
 }
-"""The types that are read, by their number in the file."""
+"""The supported types of tensors, by their number in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of the file: its type, its shape with the outermost dimension first, and the place of its data."""
+    """One tensor of the file: its type, its shape (outermost dimension first), and the position of its data."""
 
     name: str
     type: TensorType

@@ -19,7 +19,7 @@ _DEFAULT_INTERVAL = 4
 
 
 def delta_sizes(header: Header) -> GatedDelta:
-    """Return the sizes of the layers with linear attention, without the numbers of the other layers.
+    """Returns the sizes of the layers with linear attention. The field ``full_layers`` is empty.
 
     Raises CheckpointError if a size is missing or wrong.
     """
@@ -43,7 +43,8 @@ def delta_sizes(header: Header) -> GatedDelta:
 
 
 def num_model_layers(header: Header) -> int | None:
-    """Return the number of layers without those that predict further tokens. None if the file does not state it."""
+    """Returns the number of layers, without the layers for multi-token prediction. None if the file does not state it.
+    """
     layers = header.metadata.get(f"{header.architecture}.block_count")
     extra = header.metadata.get(f"{header.architecture}.nextn_predict_layers", 0)
     return layers - extra if isinstance(layers, int) and isinstance(extra, int) else None
@@ -80,14 +81,15 @@ def hybrid_fields(header: Header) -> dict[str, Any]:
 
 
 def partial_rotary_factor(rotated: object, head_dim: object) -> float | None:
-    """Return the part of a head that is rotated, from both numbers of elements. None if one of them is not stated.
+    """Returns the fraction of a head's elements that rotary embedding rotates. ``rotated`` and ``head_dim`` are numbers
+    of elements. None if one of them is missing.
 
-    The reader of ``config.json`` refuses a part that is too large or too small.
+    The reader of ``config.json`` refuses a fraction that is too large or too small.
     """
     if not isinstance(rotated, int) or not isinstance(head_dim, int) or head_dim < 1:
         return None
-    # The added half keeps fraction x head_dim above the whole number ``rotated``, because the reader rounds the
-    # product down.
+    # The reader of ``config.json`` rounds fraction x head_dim down. The added half ensures that the result is
+    # ``rotated``.
     return 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim
 
 

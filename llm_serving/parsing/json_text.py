@@ -1,4 +1,4 @@
-"""Reads JSON from a text that arrives in pieces, and passes it on unchanged, as the model has written it."""
+"""Reads JSON from a text that arrives in pieces, and passes the text to a function without changes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 def pass_value(reader: Reader, sink: Sink) -> Steps[bool]:
-    """Pass one JSON value to ``sink``. Returns False if the text ends before the value is complete.
+    """Reads one JSON value and passes its text to ``sink``. Returns False if the text ends before the value is
+    complete.
 
-    Only brackets and quotes are read: they decide where an object, a list or a string ends.
+    The end of an object, a list or a string follows from brackets and quotes. The rest of the value is not checked.
     """
     first = yield from peek(reader)
     if first not in ("{", "[", '"'):
@@ -52,7 +53,9 @@ def pass_value(reader: Reader, sink: Sink) -> Steps[bool]:
 
 
 def _pass_scalar(reader: Reader, sink: Sink) -> Steps[bool]:
-    """Pass a number, ``true``, ``false`` or ``null``, up to the next character that cannot be part of it."""
+    """Reads a number, ``true``, ``false`` or ``null``, up to the next character that cannot be part of the value.
+    Passes its text to ``sink``.
+    """
     while True:
         end = re.search(r"[^\w.+-]", reader.text)
         if end is not None:
@@ -77,7 +80,8 @@ def read_string(reader: Reader) -> Steps[str | None]:
 
 
 def read_calls(reader: Reader, names: Collection[str] | None = None) -> Steps[bool]:
-    """Read one object with the name and the arguments of a call, or a list of these objects.
+    """Reads one object with the name and the arguments of a call, or a list of these objects. Returns True if there was
+    a call.
 
     The caller must have set ``reader.record`` to an empty list, to record the text. If the first object is not a call,
     the recorded text becomes content, and the result is False. If ``names`` is given, only calls of tools with these
@@ -104,7 +108,7 @@ def read_calls(reader: Reader, names: Collection[str] | None = None) -> Steps[bo
 
 
 def _read_call(reader: Reader, names: Collection[str] | None) -> Steps[bool]:
-    """Read one object. If it is not a call, the recorded text becomes content, and the result is False."""
+    """Reads one object. Returns True if the object is a call. Otherwise, the recorded text becomes content."""
     is_call = False
     if (yield from expect(reader, "{")) is not None:
         is_call = yield from _read_members(reader, names)
@@ -114,7 +118,7 @@ def _read_call(reader: Reader, names: Collection[str] | None) -> Steps[bool]:
 
 
 def _read_members(reader: Reader, names: Collection[str] | None) -> Steps[bool]:
-    """Read the members of an object after its opening brace. Returns whether a call has begun.
+    """Reads the members of an object after its opening brace. Returns True if a call has begun.
 
     If the arguments come before the tool's name, they are kept until the name is known.
     """
@@ -155,7 +159,7 @@ def _read_members(reader: Reader, names: Collection[str] | None) -> Steps[bool]:
 
 
 def _pass_arguments(reader: Reader, sink: Sink) -> Steps[bool]:
-    """Pass the arguments of a call to ``sink``, always as an object. Returns whether they are complete.
+    """Reads the arguments of a call and passes them to ``sink`` as a JSON object. Returns True if they are complete.
 
     Some models write the object within a string, or ``null`` instead of an empty object.
     """
@@ -172,4 +176,4 @@ def _pass_arguments(reader: Reader, sink: Sink) -> Steps[bool]:
 
 
 def _ignore(text: str) -> None:
-    """A sink that drops its text."""
+    """Drops a text that is not needed."""

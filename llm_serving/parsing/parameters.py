@@ -1,4 +1,6 @@
-"""Reads from a tool's schema which parameters are text, for formats that write parameters without quotes."""
+"""Finds the JSON types of a tool's parameters in its schema. Formats without quotes need these types, because text and
+other values look alike.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from typing import Any
 
 STRING = "string"
 MAX_REFERENCES = 8
-"""Maximum number of references that are followed from one schema to another."""
+"""Maximum number of consecutive references (``$ref``) that are followed."""
 
 
 def resolve(schema: object, root: Mapping[str, Any]) -> object:
-    """Return the schema that a local reference names, or ``schema`` itself if it is no reference."""
+    """Returns the schema to which a local reference (``$ref``) leads, or ``schema`` if it is no reference. Returns None
+    after too many references. ``root`` is the whole schema.
+    """
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, Mapping):
             return schema
@@ -31,7 +35,7 @@ def resolve(schema: object, root: Mapping[str, Any]) -> object:
 
 
 def json_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows. Empty if the schema states none.
+    """Returns the JSON types that a schema allows, or an empty set if the schema states no types.
 
     ``root`` is the whole schema, in which references are looked up.
     """
@@ -62,14 +66,15 @@ def parameter_types(schema: Mapping[str, Any] | None) -> dict[str, frozenset[str
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Return whether the value of a parameter is read as text: its only type is string, or its type is unknown."""
+    """Returns True if the value of a parameter is read as text, because its only type is string or its type is unknown.
+    """
     return not types or types == {STRING}
 
 
 def as_json(value: str, types: frozenset[str]) -> str:
     """Return the value of a parameter as JSON text.
 
-    If the model has written JSON of an allowed type, it stays unchanged. Otherwise the value becomes a JSON string.
+    If the value is JSON of an allowed type, it is returned unchanged. Otherwise it becomes a JSON string.
     """
     try:
         parsed = json.loads(value)

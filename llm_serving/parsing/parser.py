@@ -12,7 +12,7 @@ from llm_serving.parsing.reader import Reader, Steps, expect, pass_until, skip
 class OutputParser:
     """The parser of one sequence's output.
 
-    The joined events do not depend on how the text is split into pieces.
+    The parts of the answer do not depend on how the text is split into pieces.
     """
 
     def __init__(
@@ -30,25 +30,25 @@ class OutputParser:
         """
         options = options or CallOptions()
         self._reader = Reader(max_calls)
-        # the generator refers to the reader and not to this object, so there is no reference cycle
+        # The generator refers to the reader and not to this object. So there is no reference cycle that delays freeing.
         self._steps = _steps(self._reader, tools, reasoning, options, is_thinking)
         self._is_at_end = False
         self._advance()
 
     @property
     def has_calls(self) -> bool:
-        """Whether a tool call has begun."""
+        """True if a tool call has begun."""
         return self._reader.num_calls > 0
 
     def feed(self, text: str) -> list[Event]:
-        """Return the events that follow from the next piece of the text."""
+        """Reads the next piece of the text. Returns the new events."""
         if text:
             self._reader.text += text
             self._advance()
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """End the text, and return its last events."""
+        """Ends the text. Returns the last events."""
         self._reader.is_closed = True
         self._advance()
         self._reader.finish()
@@ -75,7 +75,8 @@ def _steps(
 
 
 def _read_reasoning(reader: Reader, reasoning: ReasoningFormat, is_thinking: bool) -> Steps[None]:
-    """Read the reasoning at the start of the text, if there is any."""
+    """Reads the reasoning at the start of the text. Without reasoning, reads only white space, which becomes content.
+    """
     reader.record = []
     yield from skip(reader)
     opened = yield from expect(reader, reasoning.open)

@@ -1,4 +1,4 @@
-"""The input and output of a parser: text that arrives in pieces, and the events that follow from the text.
+"""The input and output of a parser: text that arrives in pieces, and the events that the parser derives from it.
 
 A parser is a generator over a ``Reader``. It yields when it needs more text. Its decisions depend on the characters and
 on the end of the text, never on the boundaries of the pieces.
@@ -21,7 +21,7 @@ SPACE = " \t\r\n"
 
 
 class Reader:
-    """The text that the parser has not read yet, and the events that its caller has not taken yet."""
+    """Holds the text that the parser has not read yet, and the events that the parser's caller has not fetched yet."""
 
     __slots__ = ("_gap", "_has_reasoning", "_max_calls", "_reasoning_space", "_space", "events", "is_closed",
                  "num_calls", "record", "text")  # fmt: skip
@@ -32,9 +32,11 @@ class Reader:
         self.is_closed = False
         self.events: list[Event] = []
         self.num_calls = 0
-        """Number of calls that have begun, with those that are left out."""
+        """Number of calls that have begun, including calls above ``max_calls``, which have no events."""
         self.record: list[str] | None = None
-        """The text that was taken since the start of a possible call. None while nothing is recorded."""
+        """The text that was read since the start of a possible call, because it is content if no call follows. None
+        while no text is recorded.
+        """
         self._max_calls = max_calls
         self._space = ""
         self._reasoning_space = ""
@@ -46,14 +48,14 @@ class Reader:
         """
 
     def take(self, count: int) -> str:
-        """Read ``count`` characters."""
+        """Reads and returns the next ``count`` characters."""
         taken, self.text = self.text[:count], self.text[count:]
         if self.record is not None:
             self.record.append(taken)
         return taken
 
     def put_back(self, text: str) -> None:
-        """Undo the last ``take``, which has returned ``text``."""
+        """Undoes the last call of ``take``, which must have returned ``text``."""
         self.text = text + self.text
         if self.record:
             self.record.pop()
@@ -64,7 +66,7 @@ class Reader:
         return text
 
     def content(self, text: str) -> None:
-        """Add content. White space around tool calls and newlines after the reasoning are left out."""
+        """Adds ``text`` to the content. White space around tool calls and newlines after the reasoning are left out."""
         text = self._space + text
         if self._gap is not None:
             text = text.lstrip(self._gap)
@@ -78,7 +80,7 @@ class Reader:
             self._add(Content(body))
 
     def reasoning(self, text: str) -> None:
-        """Add reasoning. Newlines at its start and end are left out."""
+        """Adds ``text`` to the reasoning. Newlines at the start and the end of the reasoning are left out."""
         text = self._reasoning_space + text
         if not self._has_reasoning:
             text = text.lstrip("\n")
@@ -89,7 +91,7 @@ class Reader:
             self._add(Reasoning(body))
 
     def end_reasoning(self) -> None:
-        """End a part of the reasoning. Content or another part of the reasoning may follow.
+        """Ends a part of the reasoning. Content or another part of the reasoning may follow.
 
         A newline separates two parts of the reasoning.
         """
@@ -139,7 +141,8 @@ class Reader:
 
 
 def pass_until(reader: Reader, markers: tuple[str, ...], sink: Sink) -> Steps[str | None]:
-    """Pass the text before the first marker to ``sink``. Returns the marker, or None if the text has ended.
+    """Reads up to and including the first of ``markers``. Passes the text before the marker to ``sink``. Returns the
+    marker, or None if the text has ended.
 
     No marker may begin with the text of another marker.
     """
@@ -159,7 +162,7 @@ def pass_until(reader: Reader, markers: tuple[str, ...], sink: Sink) -> Steps[st
 
 
 def expect(reader: Reader, *texts: str) -> Steps[str | None]:
-    """Read one of ``texts`` if the input continues with it. Returns the text, or None if another text follows."""
+    """Reads one of ``texts`` if it comes next. Returns this text, or None if another text comes next."""
     while True:
         for text in texts:
             if reader.text.startswith(text):
@@ -170,7 +173,7 @@ def expect(reader: Reader, *texts: str) -> Steps[str | None]:
 
 
 def expect_end(reader: Reader, *texts: str) -> Steps[str | None]:
-    """Read one of ``texts`` as ``expect`` does. If the whole text ends within one of them, that part is left out."""
+    """Works like ``expect``. If the input ends with the beginning of one of ``texts``, this beginning is dropped."""
     found = yield from expect(reader, *texts)
     if found is None and reader.is_closed and any(text.startswith(reader.text) for text in texts):
         reader.take(len(reader.text))
@@ -178,7 +181,7 @@ def expect_end(reader: Reader, *texts: str) -> Steps[str | None]:
 
 
 def skip(reader: Reader, chars: str = SPACE) -> Steps[str]:
-    """Read all following characters that are in ``chars``, and return them."""
+    """Reads and returns the next characters while they are in ``chars``."""
     skipped = ""
     while True:
         rest = reader.text.lstrip(chars)
@@ -189,7 +192,7 @@ def skip(reader: Reader, chars: str = SPACE) -> Steps[str]:
 
 
 def peek(reader: Reader) -> Steps[str]:
-    """Return the next character without reading it. Empty if the text has ended."""
+    """Returns the next character without reading it, or an empty text at the end."""
     while not reader.text and not reader.is_closed:
         yield
     return reader.text[:1]
@@ -201,9 +204,9 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _start_of_partial(text: str, markers: tuple[str, ...]) -> int:
-    """Return the position at the end of ``text`` where an incomplete marker begins.
+    """Returns the position in ``text`` at which a marker begins whose rest has not arrived yet.
 
-    If ``text`` does not end with the start of a marker, return its length.
+    If ``text`` does not end with the beginning of a marker, returns the length of ``text``.
     """
     longest = max(map(len, markers), default=1)
     for position in range(max(0, len(text) - longest + 1), len(text)):

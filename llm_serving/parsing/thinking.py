@@ -1,4 +1,4 @@
-"""Follows the tokens of a sequence and counts those of its reasoning."""
+"""Follows the tokens of a sequence and counts the tokens of its reasoning."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from llm_serving.parsing.formats import ReasoningFormat
 
 
 class ThinkingWatch:
-    """The position of one sequence: before, within or after its reasoning. It reads the bytes of tokens.
+    """Knows whether a sequence is before, within or after its reasoning, from the bytes of its tokens.
 
-    It finds the same borders as the parser of the text.
+    The reasoning begins and ends at the same places as in ``OutputParser``, which reads the text.
     """
 
     def __init__(
@@ -19,7 +19,7 @@ class ThinkingWatch:
         """``is_thinking``: the prompt ends within the reasoning."""
         self.is_thinking = is_thinking
         self.num_tokens = 0
-        """Number of tokens of the reasoning, with the marker at its end."""
+        """Number of tokens in the reasoning, including the marker at its end."""
         self._open, self._close = reasoning.open.encode(), reasoning.close.encode()
         self._repeats = reasoning.is_in_channels
         self._token_bytes = token_bytes
@@ -27,7 +27,7 @@ class ThinkingWatch:
         self._tail = b""
 
     def advance(self, token_id: int) -> None:
-        """Take the next token."""
+        """Processes the next token of the sequence."""
         if self._is_over:
             return
         self._tail += self._token_bytes(token_id)

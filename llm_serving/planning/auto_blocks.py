@@ -1,4 +1,4 @@
-"""Chooses sizes that the config leaves to the machine, from the free memory after the weights.
+"""Chooses the sizes that are ``auto`` in the config, so that the memory plan fits the machine.
 
 These are the KV cache blocks (``num_blocks: auto``) and the maximum length of sequences (``decode_seq_length: auto``).
 """
@@ -18,15 +18,17 @@ from llm_serving.planning.memory_plan import estimate_memory
 from llm_serving.telemetry.npu_smi import Chip, read_chips
 
 SPARE_FRACTION = {"CPU": 0.10, "Ascend": 0.05}
-"""Fraction of the available memory that stays free, for estimates that are too low and for other programs."""
+"""Fraction of the available memory that stays free, as a reserve for low estimates and for other programs."""
 
 
 SHORTEST = 256
-"""Length in tokens that a sequence may have in any case. If it does not fit, the memory plan reports the numbers."""
+"""Minimum of the maximum sequence length, in tokens. If even this length does not fit, the memory plan reports the
+numbers.
+"""
 
 
 def fit_sizes(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
-    """Return the config with numbers for all sizes that are ``auto``: first the length, then the blocks."""
+    """Replaces all sizes that are ``auto`` in the config by numbers: first the length, then the number of blocks."""
     return fit_blocks(fit_length(config, machine, read_npus), machine, read_npus)
 
 
@@ -61,17 +63,17 @@ def _with_length(config: Config, length: int) -> Config:
 def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
     """If the config has ``auto`` as the number of blocks, return it with as many blocks as fit.
 
-    Without the prefix cache, there are at most as many blocks as all running sequences can use. If not even one
-    sequence of the maximum length fits, the smallest cache is returned, and the memory plan reports the numbers. A
-    config with a number of blocks is returned unchanged. Raises MemoryPlanError if the memory of an Ascend is not
-    known.
+    Without the prefix cache, the result has at most as many blocks as all running sequences can use. If not even one
+    sequence of the maximum length fits, the result has blocks for one sequence, and the memory plan reports the
+    numbers. A config with a number of blocks is returned unchanged. Raises MemoryPlanError if the memory of an Ascend
+    is not known.
     """
     if not config.auto_blocks:
         return config
     budget = _budget(config, machine, read_npus)
     fewest, most = config.pa_config.num_blocks, _most_useful(config)
-    # Binary search for the largest number that fits. A division would not do, because the host blocks also depend on
-    # it.
+    # Binary search for the largest number that fits. A division is not enough, because the number of host blocks also
+    # depends on the number of blocks.
     while fewest < most:
         middle = (fewest + most + 1) // 2
         if _needed_bytes(with_blocks(config, middle), machine) <= budget:
@@ -87,7 +89,7 @@ def with_blocks(config: Config, num_blocks: int) -> Config:
 
 
 def _budget(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]]) -> int:
-    """Return the number of bytes that the plan may use: the available memory without a reserve."""
+    """Returns the number of bytes that the plan may use: the available memory minus the reserve."""
     return int(_available_bytes(config, machine, read_npus) * (1 - SPARE_FRACTION[config.device]))
 
 

@@ -1,8 +1,8 @@
 """Calculates the host memory that a deployment on devices with their own memory needs while its agents load.
 
-Every agent converts all weights of its part in host memory and then copies them to its device. All agents load at the
-same time. The host blocks for swapped sequences are allocated after loading. So the larger of the two amounts counts,
-not their sum.
+Every agent converts the weights of its part of the model in host memory, and then copies them to its device. All agents
+load at the same time. The host blocks for swapped sequences are allocated after loading. So the need is the larger of
+the two amounts, not their sum.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ LOAD_THREADS = 4
 
 
 def host_items(config: Config, processes: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
-    """Return the items in host memory at the time of the highest need.
+    """Returns the items that are in host memory when the need is highest.
 
-    These are ``processes``, adapters, and either the weights during loading or the host blocks for swapped sequences.
+    These are ``processes``, LoRA adapters, and the larger of two: the weights during loading, or the host blocks for
+    swapped sequences.
     """
     world = range(config.parallel_config.agents_per_machine)
     weights = sum(item.num_bytes for rank in world for item in device_items(config, rank) if item.name == WEIGHTS)
@@ -59,8 +60,8 @@ def too_little_host_memory(items: tuple[MemoryItem, ...], machine: Machine) -> s
 
 
 def _conversion_bytes(config: Config, rank: int) -> int:
-    """Return the memory in which one agent's threads convert weights: for each thread, the largest parameter in
-    float32.
+    """Returns the bytes of memory in which one agent's threads convert weights. Each thread needs the size of the
+    largest parameter in float32.
     """
     shard = config.shard(rank)
     shape = local_shape(config.shape, shard)

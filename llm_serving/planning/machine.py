@@ -1,4 +1,6 @@
-"""Finds the free memory and the cores of this machine. The memory plan gets plain numbers, so tests can invent them."""
+"""Finds the free memory and the number of cores of this machine. The memory plan takes them as plain numbers, so tests
+can use any machine.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes of host memory that new processes may take, the source of that number, and the number of cores."""
+    """A machine: the bytes of host memory that new processes may use, the source of this number, and the number of
+    cores.
+    """
 
     available_bytes: int
     available_from: str
@@ -25,7 +29,8 @@ class Machine:
     def detect(cls) -> Machine:
         """Return the cores and the available memory of this machine.
 
-        The memory is the smaller of two numbers: the free memory, and the memory that the control group still permits.
+        The available memory is the smaller of two numbers: the free memory of the machine, and the memory that the
+        control group (cgroup) still permits.
         """
         import psutil  # imported here, because checking a config does not need psutil
 
@@ -45,7 +50,8 @@ def process_seconds() -> float:
 
 
 def control_group_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the number of bytes that the control groups (v1 or v2) of this process still permit. None without a limit.
+    """Returns the number of bytes that the control groups (cgroup v1 or v2) of this process still permit, or None
+    without a limit.
 
     File cache that the operating system can drop does not count as used.
     """
@@ -54,7 +60,9 @@ def control_group_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Pat
 
 
 def _own_groups(root: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders of this process's memory control group and its parents. They may not exist in a container."""
+    """Yields the folders of this process's memory control group and of its parents. In a container, these folders may
+    be missing.
+    """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -92,15 +92,18 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     kv_bytes_per_token: int
-    """Bytes of one token in the KV cache, for the agents that ``items`` counts. With a draft model, also in its cache.
-    """
+    """Bytes of one token in the KV caches of the agents that ``items`` counts, including the draft model's cache."""
     max_model_len: int
     ranks: tuple[tuple[MemoryItem, ...], ...] = ()
     """Items of each agent, in order of rank. Empty if there is only one agent."""
     counted: str = ""
-    """Which agents ``items`` counts if there are several: ``all`` (CPU), or ``fullest`` (Ascend)."""
+    """The agents that ``items`` counts if there are several: ``all`` (CPU), or ``fullest`` (Ascend, the device that
+    needs the most memory).
+    """
     host_items: tuple[MemoryItem, ...] = ()
-    """Items in host memory at the time of the highest need. Empty on a CPU, where ``items`` has them."""
+    """On Ascends: the items that are in host memory when the need is highest. Empty on a CPU, where ``items`` includes
+    host memory.
+    """
 
     def bytes_of(self, name: str) -> int:
         """Return the bytes of the item with this name, or 0 if the plan has no item with this name."""
@@ -125,7 +128,9 @@ class MemoryPlan:
 
     @property
     def largest_num_blocks(self) -> int | None:
-        """Number of KV cache blocks that fit next to the other items. None if the available memory is not known."""
+        """Number of KV cache blocks that fit into the memory together with the other items. None if the available
+        memory is not known.
+        """
         if self.available_bytes is None:
             return None
         block_bytes = self.kv_bytes_per_token * self.block_size
@@ -150,7 +155,7 @@ class MemoryPlan:
         return "\n".join(_line(row, widths) for row in rows)
 
     def _kinds(self) -> list[list[int]]:
-        """Return lists of ranks. The agents of one list need the same memory for every item."""
+        """Groups the ranks by memory need: the agents of each returned list need the same memory for every item."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, items in enumerate(self.ranks):
             found.setdefault(tuple(item.num_bytes for item in items), []).append(rank)
@@ -163,10 +168,10 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
-    """Return the memory plan. If it does not fit, raises MemoryPlanError with the largest setting that fits.
+    """Returns the memory plan. If the plan does not fit, raises MemoryPlanError with the largest setting that fits.
 
-    If the agents are on other machines, the plan is for one of these machines, and all need the same. ``plan_node``
-    compares it with the memory that a machine reports.
+    If the agents are on other machines, the plan is for one of these machines, because all machines need the same.
+    ``plan_node`` later compares the plan with the memory that a machine reports.
     """
     if config.parallel_config.is_remote:
         plan = estimate_memory(config, machine)
@@ -177,7 +182,7 @@ def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
 def plan_node(config: Config, machine: Machine) -> MemoryPlan:
     """Return the memory plan of one machine with agents.
 
-    If it does not fit, raises MemoryPlanError with the largest setting that fits.
+    If the plan does not fit, raises MemoryPlanError with the largest setting that fits.
     """
     plan = estimate_memory(config, machine)
     if config.device != "CPU":
@@ -195,7 +200,7 @@ def plan_node(config: Config, machine: Machine) -> MemoryPlan:
 
 
 def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
-    """Return the memory plan, also if it needs more memory than the machine has."""
+    """Returns the memory plan, even if it needs more memory than the machine has."""
     world = range(config.parallel_config.agents_per_machine)
     if config.device == "CPU":
         ranks = [_cpu_items(config, n, machine) for n in world]
@@ -244,7 +249,7 @@ def _cpu_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem,
 
 
 def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem, ...]:
-    """Return the items of the draft model: its weights, its blocks with the same numbers, and the rest of its memory.
+    """Returns the items of the draft model: its weights, its KV cache, and the rest of its memory.
 
     Empty without a draft model.
     """
@@ -265,7 +270,7 @@ def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryIte
 def _draft_weights(config: Config, draft: DraftModel, weights: MemoryItem) -> MemoryItem:
     """Return the item of the draft model's weights. ``weights`` is the item of its layers, embedding and output layer.
 
-    A head uses the model's embedding, and has one or two more linear layers, which take joined inputs, and the
+    A head (EAGLE-3 or MTP) uses the model's embedding. It has one or two more linear layers with joined inputs, and
     norms of these inputs.
     """
     name, head, shape = f"draft model: {weights.name}", draft.head, draft.shape
@@ -282,9 +287,10 @@ def _draft_weights(config: Config, draft: DraftModel, weights: MemoryItem) -> Me
 
 
 def _state_items(config: Config, draft: DraftModel) -> tuple[MemoryItem, ...]:
-    """Return the item of the hidden states that a head takes. Empty for a draft model.
+    """Returns the item of the hidden states that a head (EAGLE-3 or MTP) reads. Empty for a draft model without a head.
 
-    The model's graph, the head's graph and the tokens that wait for the head each have states of the largest step.
+    There are three buffers for the largest step: of the model's graph, of the head's graph, and of tokens that wait for
+    the head.
     """
     if draft.head is None:
         return ()
@@ -302,7 +308,7 @@ def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
 
 
 def _check_host_memory(config: Config, machine: Machine) -> None:
-    """Raise MemoryPlanError if the host memory is too small for swapped blocks alone."""
+    """Raises MemoryPlanError if the host memory is too small for the host blocks alone."""
     world = range(config.parallel_config.agents_per_machine)
     needed = sum(item.num_bytes for rank in world for item in host_block_items(config, rank))
     if needed > machine.available_bytes:
@@ -320,7 +326,9 @@ def _check_host_memory(config: Config, machine: Machine) -> None:
 
 
 def _exchange_items(config: Config) -> tuple[MemoryItem, ...]:
-    """Return the item of the shared memory between the agents of a group. Empty if each group has one agent."""
+    """Returns the item of the shared memory through which the agents of a group exchange arrays. Empty if each group
+    has one agent.
+    """
     from llm_serving.ipc.exchange import exchange_bytes  # imported here, because it imports numpy, which takes long
 
     parallel = config.parallel_config
@@ -359,7 +367,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 def _advice(plan: MemoryPlan) -> str:
     """Return the end of the error message: a setting that fits.
 
-    If there are host blocks, a smaller number of host blocks is proposed. Otherwise, a smaller number of blocks.
+    If the plan has host blocks, the text proposes fewer host blocks. Otherwise, it proposes fewer KV cache blocks.
     """
     if plan.bytes_of(HOST_BLOCKS):
         return _advice_on_host_blocks(plan)

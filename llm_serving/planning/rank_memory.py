@@ -19,10 +19,13 @@ EXPERT_PIECE_ROWS = 256
 FLOAT32_BYTES = 4
 INT32_BYTES = 4
 CANDIDATE_MATRICES = 4
-"""Number of float32 matrices, as large as the logits, that exist together while a device finds candidate tokens
-(``agent/device_sampling``)."""
+"""Number of float32 matrices that exist at the same time while a device finds candidate tokens
+(``agent/device_sampling``). Each has the size of the logits.
+"""
 STATES_PER_SEQUENCE = 2
-"""Number of states of linear attention that a batch row has in each layer (``agent/sequence_states.py``)."""
+"""Number of linear attention states for each batch row and layer: a step reads one and writes the other
+(``agent/sequence_states.py``).
+"""
 KV_CACHE = "KV cache"
 HOST_BLOCKS = "host blocks"
 WEIGHTS = "weights"
@@ -112,10 +115,10 @@ def _gathered_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]
 
 
 def gathered_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the largest step's gathered blocks: as int8, as float32 before and after the scales, and
-    rounded.
+    """Returns the bytes of the blocks that the largest step gathers. Each block exists as int8, as float32 before and
+    after scaling, and rounded to ``model_dtype``.
 
-    ``shape`` is the rank's part. While the values are dequantised, the dequantised keys already exist.
+    ``shape`` is the rank's part of the model. The dequantised keys stay in memory while the values are dequantised.
     """
     heads, rounded = shape.num_key_value_heads, config.dtype_bytes
     elements = heads * shape.head_dim * (2 + 2 * FLOAT32_BYTES + 2 * rounded)
@@ -128,7 +131,7 @@ def _most_gathered_blocks(config: Config) -> int:
 
 
 def _adapter_items(config: Config, shape: ModelShape, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the item of the LoRA adapters: an agent's parts of them.
+    """Returns the item of the LoRA adapters in an agent's memory.
 
     ``shape`` is the rank's part. On a CPU, the item of the first agent includes the adapters in shared memory.
     """
@@ -155,8 +158,8 @@ def shared_adapter_bytes(config: Config) -> int:
 def _image_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
     """Return the items of a model that reads images: the encoder with its activations, the tiles, and decoding.
 
-    Each agent of the first stage has an encoder. If they divide the vocabulary, each also has the whole embedding. The
-    pixels and the memory for decoding exist once, and the plan counts them for rank 0.
+    Each agent of the first pipeline stage has an encoder. If these agents divide the vocabulary, each one also has the
+    whole embedding. Pixels and decoding memory exist only once, and the plan counts them for rank 0.
     """
     vision, settings = config.shape.vision, config.image_config
     if vision is None:
@@ -164,7 +167,8 @@ def _image_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
     is_first_stage, is_counted = config.shard(rank).is_first_stage, rank == 0
     hidden = config.shape.hidden_size
     weights = vision.num_parameters(hidden) * config.dtype_bytes
-    # The scores of a head and their exponentials, and the largest activations of a layer, with rounded copies.
+    # The activations are the scores of a head with their exponentials, and the largest activations of a layer with
+    # rounded copies.
     activations = vision.activation_floats(config.tile_pixels) * FLOAT32_BYTES
     cached = config.cached_rows * hidden * config.dtype_bytes
     pixels = settings.max_tiles * config.tile_pixels * 3
@@ -190,7 +194,7 @@ def _image_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def _rotary_bytes(shape: ModelShape, positions: int) -> int:
-    """Return the bytes of cosines and sines. Gemma has two rotary embeddings."""
+    """Returns the bytes of the tables of cosines and sines. Gemma has two rotary embeddings, so it has four tables."""
     tables = 2 if shape.gemma is None else 4
     return tables * positions * shape.rotary_width * FLOAT32_BYTES
 
@@ -251,8 +255,8 @@ def linear_bytes(config: Config, count: int) -> int:
 def _output_stays_float(config: Config, part: _Part) -> bool:
     """Return True if the output layer stays float although the linear layers are integers.
 
-    This happens with native operators, in three cases. The output layer shares its weight with the embedding. The
-    vocabulary is too large for the weight-only primitive. Or the last byte of packed integers would not be full.
+    This happens only with native operators. Either the output layer shares its weight with the embedding, or the
+    vocabulary is too large for the weight-only primitive, or the last byte of packed integers would not be full.
     """
     if config.op_table != "native":
         return False
@@ -278,7 +282,7 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
         attention = max(attention + 2 * query, shape.delta.projected + shape.delta.values)
     per_token = 2 * shape.hidden_size + attention + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
-        # The mask of the sliding window, and the positions from which the mask is computed.
+        # A sliding window also needs its mask, and the positions from which the mask is computed.
         per_token += 2 * config.max_model_len
     return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
 

@@ -5,9 +5,9 @@ together. A request waits in the router's queue until a replica can start it in 
 the replica, by load and cached tokens. If the router chose the replica at the arrival of a request, requests could wait
 at one replica while another replica is idle.
 
-A request is in exactly one place: the router's queue or one scheduler. A placed request moves back to the queue in two
-cases: only another replica has capacity for it, or the agents of its replica are lost. Requests that have run before
-are first in the queue, in order of arrival. Their known tokens are computed again.
+A request is in exactly one place: the router's queue or one scheduler. A placed request moves back to the queue if its
+replica has no capacity but another one has, or if the agents are lost. Requests that have run before are first in the
+queue, in order of arrival. Their known tokens are computed again.
 
 Samples of one prompt and beams of one search have the same ``group``. All requests of a group go to one replica, even
 if they must wait there, because they share blocks through its prefix cache.

@@ -1,1 +1,2 @@
-"""Speculative decoding: proposes drafts, which are guesses of the next tokens that a step then verifies."""
+"""Speculative decoding: proposes drafts, which are guesses of the next tokens. A decode step then verifies the drafts.
+"""

@@ -1,30 +1,32 @@
-"""Estimates what a step with drafts costs and gains: the time of a step by its size, and the chance of each draft."""
+"""Estimates the time of a step from its number of entries, and the probability that a draft is right."""
 
 from __future__ import annotations
 
 FORCED = 9
-"""Stands for a match length: the draft was forced by a constraint. Real matches are at most 8 tokens long."""
+"""Used instead of a match length for drafts that a constraint forces. Real matches have at most 8 tokens."""
 MODEL = 10
-"""Stands for a match length: the draft model made the draft."""
+"""Used instead of a match length for drafts of the draft model."""
 _NEW = 0.2
 """Weight of a new measurement in a running mean."""
 _OUTLIER = 1.5
-"""A measurement counts as at most this multiple of the mean, so that a busy machine changes the mean slowly."""
+"""Measurements are capped at this multiple of the mean, so that a busy machine changes the mean slowly."""
 _SLOPE = 0.06
-"""Time of one more entry, as a fraction of a step's time, until it is measured. It is low, so that larger steps are
-tried."""
+"""Assumed time of one more entry in a step, as a fraction of the step's time, until it is measured. The value is low,
+so that larger steps are tried.
+"""
 _REFRESH_STEPS = 8
-"""Number of steps after which the estimates are made again from the measurements."""
+"""Number of steps after which the estimates are computed again from the measurements."""
 _STALE_STEPS = 512
 """A measurement is forgotten after this number of steps without a new one."""
 _FIRST_CHANCE = {2: 0.05, 3: 0.15, 4: 0.3, 5: 0.45, 6: 0.6, 7: 0.7, 8: 0.8, FORCED: 0.9, MODEL: 0.6}
-"""Chances before any draft was compared, by length of the match. Short matches are mostly chance, so they are compared
-for some time before they are offered."""
+"""Assumed probability that a draft is right before any draft was compared, by length of the match. Short matches often
+occur by coincidence, so their drafts must prove right in comparisons before a step verifies them.
+"""
 _PRIOR_WEIGHT, _CLASS_DECAY, _OWN_DECAY = 4.0, 0.98, 0.85
 
 
 class StepCosts:
-    """The running mean of the time of decode steps, by their number of entries, and of the host's time between steps.
+    """Running means of two times: of decode steps by their number of entries, and of the host's time between steps.
 
     Times are seconds.
     """
@@ -33,14 +35,15 @@ class StepCosts:
         self._means: dict[int, tuple[float, int]] = {}
         self._num_steps = 0
         self._estimates: dict[int, float | None] = {}
-        """The results of ``seconds``, until the estimates are made again."""
+        """A cache of the results of ``seconds``, until the estimates are computed again."""
         self.gap_s = 0.0
-        """Time from the end of a step to the start of the next one, if the next one is not sent ahead."""
+        """Mean time from the end of a step to the start of the next step, if the next step is not sent ahead."""
 
     def note(self, entries: int, device_s: float, total_s: float) -> bool:
-        """Notes a decode step. ``total_s`` is the time from sending it to its result, without its time in a queue.
+        """Records the times of a decode step with ``entries`` entries. ``total_s`` is the time from sending the step to
+        its result, without the time in the agent's queue.
 
-        Returns True if the estimates changed. They change every few steps, because making them takes time.
+        Returns True if the estimates may have changed. To save time, they change only every few steps.
         """
         self._num_steps += 1
         changed = entries not in self._means or not self._num_steps % _REFRESH_STEPS
@@ -72,13 +75,13 @@ class StepCosts:
 
 
 class Chances:
-    """The fraction of right drafts, by the length of the match that led to them."""
+    """The fraction of right drafts among all requests, by the length of the match from which they follow."""
 
     def __init__(self) -> None:
         self._counts = {match: (chance * _PRIOR_WEIGHT, _PRIOR_WEIGHT) for match, chance in _FIRST_CHANCE.items()}
 
     def note(self, match: int, is_right: bool) -> None:
-        """Notes whether a draft was right, given that all drafts before it were right."""
+        """Records whether a draft was right. All drafts before it must have been right."""
         right, tried = self._counts[match]
         self._counts[match] = (right * _CLASS_DECAY + is_right, tried * _CLASS_DECAY + 1)
 
@@ -89,7 +92,7 @@ class Chances:
 
 
 class OwnChance:
-    """The fraction of right drafts of one request, of which the latest count most."""
+    """The fraction of right drafts of one request. Recent drafts have the largest weight."""
 
     def __init__(self) -> None:
         self._right = self._tried = 0.0
@@ -99,5 +102,7 @@ class OwnChance:
         self._tried = self._tried * _OWN_DECAY + 1
 
     def mixed_with(self, chance: float) -> float:
-        """Returns the chance of the request's next draft. ``chance`` is that of all requests."""
+        """Returns the probability that the request's next draft is right. ``chance`` is this probability for all
+        requests.
+        """
         return (self._right + _PRIOR_WEIGHT * chance) / (self._tried + _PRIOR_WEIGHT)

@@ -1,8 +1,8 @@
 """Decides how many drafts the draft model makes after each step, so that they give more tokens per second.
 
-A draft costs time before it is verified: a pass of the draft model over the sequences of the step. So the number of
-drafts is chosen before the step is sent. The choice depends on three measurements: the time of a pass, the time of
-decode steps by their size, and the fraction of right drafts. While drafts do not pay, trials measure them again.
+Each draft costs a pass of the draft model over the sequences of the step. So the number of drafts is chosen before the
+step is sent. The choice depends on measurements: the time of a pass, the times of decode steps, and the fraction of
+right drafts. While drafts do not pay, short trials repeat the measurements.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from llm_serving.speculation.costs import StepCosts
 
 TRIAL_STEPS = 8
-"""Length of a trial in decode steps. Each step of a trial makes one draft, which is compared but not verified."""
+"""Length of a trial in decode steps. In each step of a trial, the draft model makes one draft per sequence. The draft
+is only compared with the next sampled token; no step verifies it.
+"""
 TRIAL_INTERVAL = 1024
 """Number of decode steps without drafts after which a trial starts."""
 
 
 class DraftLengths:
-    """Chooses the number of drafts of each sequence of a step: the same number for all of them."""
+    """Chooses the number of drafts for each sequence of a step. All sequences of a step get the same number."""
 
     def __init__(self, costs: StepCosts, max_drafts: int, max_entries: int, min_gain: float, *, always: bool) -> None:
-        """``costs`` has the times of decode steps. ``max_drafts`` is the maximum number of drafts of a sequence, and
-        ``max_entries`` that of a decode step's entries. Drafts must give ``min_gain`` times the tokens per second.
+        """``costs`` has the times of decode steps. ``max_drafts`` is the maximum number of drafts of a sequence.
+        ``max_entries`` is the maximum number of entries of a decode step. Drafts must raise the tokens per second at
+        least by the factor ``min_gain``.
 
         With ``always``, every step makes as many drafts as fit.
         """
@@ -37,11 +40,11 @@ class DraftLengths:
 
     @property
     def is_trial(self) -> bool:
-        """Whether drafts are only compared with the sampled tokens, and not verified by a step."""
+        """True during a trial, in which drafts are only compared with the sampled tokens and no step verifies them."""
         return self._num_trials_left > 0 and not self._always
 
     def note(self, step: ScheduledStep, result: StepResult) -> None:
-        """Notes the result of a decode step."""
+        """Records the result of a decode step."""
         if step.num_wanted:
             self._num_plain = 0
             self._num_trials_left = max(0, self._num_trials_left - 1)
@@ -57,8 +60,8 @@ class DraftLengths:
     def wanted(self, step: ScheduledStep, num_running: int, chance: float) -> int:
         """Returns the number of drafts for each sequence after a step.
 
-        ``num_running`` is the number of sequences that decode after a step with prompts. Then the draft model
-        computes the prompts and one draft. ``chance`` is the expected fraction of right drafts.
+        After a step with prompts, the draft model computes the prompts and at most one draft; ``num_running`` is then
+        the number of decoding sequences. ``chance`` is the expected fraction of right drafts.
         """
         if step.kind is StepKind.MOVE:
             return 0

@@ -1,8 +1,8 @@
-"""Drafts of sequences whose tokens are known before: those that score a prompt (``echo`` and ``prompt_logprobs``).
+"""Makes drafts for sequences that score a prompt (``echo`` and ``prompt_logprobs``). Their tokens are known in advance.
 
-A decode step then scores up to ``TILE`` tokens of a prompt, because it has an entry for each draft. Each entry has the
-bits of a step with one token, so the log-probabilities are those of decoding. The agents need memory for the logits of
-the largest batch, however long the prompt is.
+A decode step then scores up to ``TILE`` tokens of a prompt, because it has an entry for each draft. The results of an
+entry are bit-identical to those of a step with one token, so the log-probabilities equal those of decoding. The agents
+need no more memory for logits than in decoding, even for long prompts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ TILE = 64
 def forced_offers(
     updates: Iterable[RequestUpdate], prepare_masks: Callable[[Request, list[Mask]], None]
 ) -> list[tuple[str, list[int]]]:
-    """Returns the drafts of the sequences with forced tokens that got a token, by request id.
+    """Returns (request id, drafts) for each sequence with forced tokens that has just got a token.
 
-    ``prepare_masks`` takes the masks of the tokens after each draft. The constraints must have taken the new tokens.
+    ``prepare_masks`` is called with the masks for the tokens after each draft. Before this call, the constraints must
+    have advanced by the new tokens.
     """
     offers = []
     for update in updates:

@@ -1,4 +1,4 @@
-"""Looks ahead in the constraint of a sequence: which of its drafts are allowed, and the mask after each draft."""
+"""Looks ahead in the constraint of a sequence: finds the allowed drafts, and the mask after each draft."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Mask = npt.NDArray[np.uint32]
 
 
 def allowed_drafts(constraint: Constraint, draft: Sequence[int]) -> tuple[list[int], list[Mask]]:
-    """Returns the drafts before the first forbidden one, and the masks for the next token and for the token after each
-    of these drafts.
+    """Returns the drafts before the first forbidden draft, and masks of allowed tokens: one for the next token, and one
+    after each of these drafts.
 
     Returns no drafts and no masks if the constraint cannot look ahead. The constraint stays unchanged.
     """

@@ -10,7 +10,8 @@ from llm_serving.speculation.look_ahead import Mask
 from llm_serving.speculation.speculator import Speculator
 
 MakeSpeculator = Callable[[Callable[[Request, list[Mask]], None]], Speculator]
-"""Creates the speculator of a replica. The argument keeps the masks after the drafts of a request."""
+"""Creates the speculator of a replica. Its argument is a function that stores the masks after the drafts of a request.
+"""
 
 
 def speculator_maker(config: Config) -> MakeSpeculator | None:

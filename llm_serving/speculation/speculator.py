@@ -1,7 +1,7 @@
-"""Decides which drafts a replica's scheduler is offered, so that steps with drafts give more tokens per second.
+"""Decides which drafts to offer to a replica's scheduler, so that the steps give more tokens per second.
 
-The text never depends on these decisions, because a step verifies each draft. The scheduler gets the drafts as an
-input, and a flight recording contains their number.
+The text does not depend on these decisions, because a step verifies each draft. The scheduler gets the drafts as an
+input, and a flight recording contains the number of drafts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from llm_serving.speculation.look_ahead import Mask, allowed_drafts
 from llm_serving.speculation.suffix_index import SuffixIndex
 
 MIN_GAIN = 1.05
-"""Drafts are offered if they give at least this multiple of the tokens per second of plain steps."""
+"""Drafts are offered if they give at least this multiple of the tokens per second of steps without drafts."""
 PLAIN_STEP_INTERVAL = 64
-"""After this number of steps with drafts, one plain step measures the time of plain steps again."""
+"""After this number of steps with drafts, a step without drafts runs, to measure the time of these steps again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Guesses of a sequence's next tokens.
 
-    ``matches`` has one entry for each token: the length of the match that led to it, ``FORCED`` or ``MODEL``.
+    ``matches`` has one entry for each token: the length of the match from which it follows, ``FORCED`` or ``MODEL``.
     """
 
     token_ids: list[int]
@@ -48,12 +48,14 @@ class _Track:
     num_known: int = 0
     """Number of the request's output tokens that the index of drafts contains."""
     draft: Draft = _NO_DRAFT
-    """The draft of the next tokens, even if the scheduler was not offered it."""
+    """The guesses of the next tokens. They are compared with the sampled tokens even if they are not offered to the
+    scheduler.
+    """
     from_model: list[int] = field(default_factory=list)
     """The drafts that the draft model made with the last result."""
 
     def before_end(self, token_ids: list[int]) -> list[int]:
-        """Returns the tokens before the first one that ends the request: no token after it would count."""
+        """Returns the tokens before the first token that would end the request."""
         request, endings = self.request, self.request.sampling.stop_token_ids
         if not request.sampling.ignore_eos:
             endings = endings | request.end_token_ids
@@ -73,10 +75,12 @@ class Speculator:
         always: bool = False,
         has_model: bool = False,
     ) -> None:
-        """``max_drafts`` is the maximum number of drafts of a request, ``max_entries`` that of a decode step's entries.
+        """``max_drafts`` is the maximum number of drafts of a request. ``max_entries`` is the maximum number of entries
+        of a decode step.
 
-        ``prepare_masks`` takes the masks after the drafts of a request with a constraint. With ``always``, all drafts
-        are offered, whether they are expected to gain time or not. With ``has_model``, the agents have a draft model.
+        ``prepare_masks`` is called with the masks after the drafts of a request with a constraint. With ``always``, all
+        drafts are offered, whether they are expected to gain time or not. With ``has_model``, the agents have a draft
+        model.
         """
         self._max_drafts = max_drafts
         self._max_entries = max_entries
@@ -88,7 +92,7 @@ class Speculator:
             DraftLengths(self._costs, max_drafts, max_entries, MIN_GAIN, always=always) if has_model else None
         )
         self._may_gains: dict[int, bool] = {}
-        """The results of ``_may_gain`` by number of sequences, for the present estimates."""
+        """A cache of the results of ``_may_gain``, by number of sequences. It is cleared when the estimates change."""
         self._tracks: dict[Request, _Track] = {}
         self._offers: dict[str, list[int]] = {}
         self._num_drafted = 0
@@ -115,9 +119,10 @@ class Speculator:
     def completed(
         self, step: ScheduledStep, result: StepResult, updates: Iterable[RequestUpdate], seconds: float
     ) -> None:
-        """Takes the result of a step that took ``seconds`` from sending to its result, and chooses new drafts.
+        """Learns from the result of a step, and chooses new drafts. ``seconds`` is the time from sending the step to
+        its result.
 
-        Call it when the constraints of the requests have taken the tokens of the result.
+        Must be called after the constraints of the requests have advanced by the tokens of the result.
         """
         if step.kind is StepKind.DECODE and result.error is None:
             device_s = (result.graph_us + result.sample_us - result.draft_us) / 1e6
@@ -137,7 +142,9 @@ class Speculator:
             self._offer(tracks)
 
     def _advance(self, request: Request) -> _Track | None:
-        """Takes the new tokens of a request. Returns None if the request needs no more drafts."""
+        """Updates the track of a request with its new tokens, and returns the track. Returns None if the request needs
+        no drafts.
+        """
         self._offers.pop(request.request_id, None)
         track = self._tracks.get(request)
         if isinstance(request.constraint, ForcedTokens):
@@ -175,10 +182,11 @@ class Speculator:
         return Draft(token_ids, draft.matches[: len(token_ids)])
 
     def _free_draft(self, track: _Track) -> Draft:
-        """Returns the draft of a request without a constraint: the draft model's, or one from earlier tokens.
+        """Returns the draft of a request without a constraint: that of the draft model, or one from an earlier match in
+        its tokens.
 
-        If there are both, takes the one with the most expected right drafts. During a trial of the draft model, or with
-        ``always``, takes only the draft of this model.
+        If both exist, chooses the draft with the most expected right tokens. During a trial of the draft model, or with
+        ``always``, uses only the draft model.
         """
         drafts = [Draft(track.from_model, [MODEL] * len(track.from_model))] if track.from_model else []
         lengths = self._lengths
@@ -196,7 +204,8 @@ class Speculator:
         return expected
 
     def _constrained_draft(self, track: _Track, fork: ForkableConstraint) -> Draft:
-        """Returns a draft of tokens that the constraint forces, and of single tokens from the index between them.
+        """Returns a draft for a request with a constraint. It consists of the tokens that the constraint forces, and of
+        single tokens from the index between them.
 
         If the next token is not forced, the draft begins with the tokens of the draft model.
         ``fork`` is a copy of the request's constraint, which this method advances.
@@ -221,7 +230,7 @@ class Speculator:
         return draft
 
     def _may_gain(self, num_sequences: int) -> bool:
-        """Returns False if even right drafts would not gain enough, so that no draft need be made."""
+        """Returns False if even drafts that are all right would gain too little. Then no draft need be made."""
         if num_sequences >= self._max_entries or self._always:
             return num_sequences < self._max_entries
         known = self._may_gains.get(num_sequences)
@@ -268,7 +277,9 @@ class Speculator:
         return [chosen.count(number) for number in range(len(tracks))]
 
     def _may_offer(self, track: _Track) -> bool:
-        """Returns whether a step may verify the draft of a request. A trial only compares the draft model's drafts."""
+        """Returns True if a step may verify the draft of a request. During a trial, drafts of the draft model are only
+        compared.
+        """
         is_trial = self._lengths is not None and self._lengths.is_trial
         return bool(track.draft.matches) and not (is_trial and track.draft.matches[0] == MODEL)
 
@@ -279,7 +290,8 @@ class Speculator:
     def _best_gain(self, num_sequences: int, survivals: list[float]) -> tuple[float, int]:
         """Returns the largest gain over plain steps, and the number of drafts that reaches it.
 
-        ``survivals`` are the probabilities that the drafts count, in the order in which they are added.
+        ``survivals`` has one number for each draft, in the order of adding: the probability that it and all drafts
+        before it are right.
         """
         plain_s = self._costs.seconds(num_sequences)
         best, best_size, tokens = 1.0, 0, float(num_sequences)

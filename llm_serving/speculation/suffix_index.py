@@ -1,8 +1,8 @@
 """Finds drafts in a sequence's own tokens: the tokens that followed earlier occurrences of its last tokens.
 
-This is prompt lookup (Saxena 2023) with an index. The index maps each pair of adjacent tokens to its latest place. It
-also maps each place to the previous place of the same pair. A lookup follows this chain and compares the tokens before
-each place.
+This is prompt lookup (Saxena 2023) with an index. The index maps each pair of adjacent tokens to its latest position.
+It also maps each position to the previous position of the same pair. A lookup follows this chain and compares the
+tokens before each position.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MIN_MATCH, MAX_MATCH = 2, 8
-"""Shortest and longest number of last tokens that a lookup compares."""
+"""Minimum and maximum number of last tokens that must be equal, or are compared, in a lookup."""
 MAX_INDEXED_TOKENS = 32_768
 """Maximum number of tokens in an index. It bounds the memory of a sequence's index to about 5 MB."""
 _MAX_PLACES = 6
@@ -61,8 +61,8 @@ class SuffixIndex:
         """Returns up to ``num_tokens`` tokens that followed the longest match of the last tokens, or None without a
         match.
 
-        The last tokens are those of the sequence and then ``guessed``. If two matches are equally long, the later one
-        counts. A match that overlaps the end repeats its period.
+        The last tokens are those of the sequence, followed by ``guessed``. If two matches are equally long, the later
+        match counts. If fewer tokens follow the match, they are repeated.
         """
         tokens, previous = self._tokens, self._previous
         if num_tokens < 1 or len(tokens) <= MIN_MATCH:
@@ -80,7 +80,9 @@ class SuffixIndex:
         return Match(self._following(best_place, num_tokens), best) if best else None
 
     def _match_length(self, place: int, last: list[int]) -> int:
-        """Returns how many tokens up to ``place`` equal the last tokens. The last pair is known to be equal."""
+        """Returns the number of tokens that end at ``place`` and equal the last tokens. The caller knows that the last
+        two are equal.
+        """
         tokens, length = self._tokens, MIN_MATCH
         most = min(len(last), place + 1)
         while length < most and tokens[place - length] == last[-1 - length]:
@@ -88,7 +90,7 @@ class SuffixIndex:
         return length
 
     def _following(self, place: int, num_tokens: int) -> list[int]:
-        """Returns ``num_tokens`` tokens after ``place``. Behind the last known token, repeats the found tokens."""
+        """Returns ``num_tokens`` tokens after ``place``. If fewer tokens are known, repeats them."""
         found = self._tokens[place + 1 : place + 1 + num_tokens]
         for index in range(num_tokens - len(found)):
             found.append(found[index])
