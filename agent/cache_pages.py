@@ -46,7 +46,7 @@ class CachePages:
     def allocate_first(self) -> None:
         """Allocates the first ``START_BYTES`` of the cache on all cores and waits for the end.
 
-        No other thread may write to the arrays meanwhile.
+        No other thread may write to the arrays during this call.
         """
         _allocate(self._first)
 

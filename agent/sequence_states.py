@@ -30,8 +30,8 @@ class SequenceStates:
         self.runs: Int32Array = np.zeros((num_rows + 1, 4), np.int32)
         """[num_rows + 1, 4]: a row with the number of runs and three zeros, then a row for each run.
 
-        The row of a run has its first token and its number of tokens, then the state that it reads and the state that
-        it writes. A state of -1 means zeros. Graphs read this memory directly.
+        The row of a run has its first token, its number of tokens, the state to read (-1: zeros) and the state to
+        write. Graphs read this memory directly.
         """
         self._ends: npt.NDArray[np.int64] = np.full((num_rows, STATES_PER_ROW), _NONE, np.int64)
         self._is_warm_up = True

@@ -182,7 +182,9 @@ class OpTable(ABC):
         """The part of the model that this agent has. None means the whole model."""
         self.hooks = hooks or DeviceHooks()
         self.takes_rows = False
-        """True if the first input of the graph is hidden states, because the model reads images."""
+        """True if the model reads images. Then the first input of the graph is embeddings and rows of images instead of
+        token ids.
+        """
         self.rotary_rows: tuple[Array, Array] | None = None
         """[tokens, rotary width] each: the cosines and sines of a step's tokens, if the agent gathers them itself.
         Otherwise None.

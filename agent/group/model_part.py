@@ -1,4 +1,4 @@
-"""The part of the model that one agent holds, and the agent's role in its group."""
+"""The part of the model that one agent has, and the agent's role in its group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelPart:
 
     @property
     def is_split(self) -> bool:
-        """True if other agents hold parts of the same layers."""
+        """True if other agents have parts of the same layers."""
         return self.parallel.tensor_parallel > 1
 
     @property

@@ -298,8 +298,8 @@ int multiply_heads(const LatentJob& job, int weight, const Rows& rows, int64_t x
   return 0;
 }
 
-// Writes the cache rows and computes the queries. If query_rank is above 0, computes the queries from the latent
-// vectors. Sets `queries` to the queries. Writes the rotated elements of every query to `memory.absorbed`.
+// Writes the cache rows, and computes the queries if the inputs have only their latent vectors (query_rank above 0).
+// Sets `queries` to the location of the queries. Writes the rotated elements of every query to `memory.absorbed`.
 int place_rows(const LatentJob& job, const LatentMemory& memory, Rows* queries) {
   const int64_t element = job.element(), width = job.heads * job.head_dim(), wide = job.heads * job.cache_dim();
   char* joined = job.t.as<char>(kJoined);

@@ -23,8 +23,8 @@ Run = Callable[[], tuple[Results, tuple[int, ...]]]
 Memory = tuple[int, int]
 """Address and size in bytes."""
 AllAgree = Callable[[bool], bool]
-"""Makes a vote among all agents that run the graph: gets this agent's vote and returns whether all agents voted True.
-All agents must call it the same number of times.
+"""Votes: takes the vote of this agent, and returns whether all agents that run the graph voted True. All agents must
+call it the same number of times.
 """
 _ANOTHER_AGENT = "another agent cannot replay its launches"
 
@@ -225,8 +225,10 @@ def record_any_size(
 
 
 def _recorded(run: Run, memory: list[Memory]) -> tuple[Results, RecordedLaunches | None, str]:
-    """Runs a graph and records its launches. Returns the results of the graph, the recording or None, and the reason
-    why there is no recording, or an empty text.
+    """Runs a graph and records its launches.
+
+    Returns the results of the graph, the recording, and an empty text. If the launches cannot be replayed, returns None
+    instead of a recording, and the reason as the text.
     """
     library = load_library()
     library.llmk_begin_recording()

@@ -176,8 +176,8 @@ def has_failed() -> bool:
 
 
 def take_failure() -> str | None:
-    """Returns the name of a primitive that has refused its inputs, or None, and forgets it. The reason is on standard
-    error.
+    """Returns the name of a primitive that has refused its inputs, or None if there is none. Clears this failure. The
+    reason of the failure is on standard error.
     """
     name: bytes | None = load_library().llmk_take_failure()
     return None if name is None else name.decode()

@@ -50,7 +50,8 @@ class AdapterSlots(Protocol):
 
 
 class AdapterStore:
-    """Loads adapters into the adapter slots of the operators. No step may run meanwhile."""
+    """Loads adapters into the adapter slots of the operators. The caller must ensure that no step runs during a load.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """The networks of heads: small networks that guess further tokens from hidden states of the model.
 
-Two kinds exist. An MTP layer (multi-token prediction, DeepSeek-V3, arXiv:2412.19437) is one more layer of the model, in
-the model's checkpoint. An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) is one layer with a checkpoint of its own.
+There are two kinds. An MTP layer (multi-token prediction, DeepSeek-V3, arXiv:2412.19437) is one more layer of the
+model, in the model's checkpoint. An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) is one layer with a checkpoint of
+its own.
 
 At position p, a head takes the hidden state of the model at p and the token at p + 1. It computes the logits of the
 token at p + 2. To guess further tokens, the head takes its own hidden state instead of the hidden state of the model.

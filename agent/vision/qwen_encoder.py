@@ -156,7 +156,8 @@ def rotate(x: Floats, cos: Floats, sin: Floats) -> None:
 def window_patches(rows: int, columns: int, size: int, joined: int) -> list[Numbers]:
     """Returns the numbers of the patches of each window. Windows at the right and at the bottom may be smaller.
 
-    ``rows`` and ``columns`` count squares of ``joined`` patches, and a window has ``size`` x ``size`` squares.
+    The tile has ``rows`` x ``columns`` squares, and each square has ``joined`` patches. A window has ``size`` x
+    ``size`` squares.
     """
     squares = np.arange(rows * columns).reshape(rows, columns)
     windows = (

@@ -35,7 +35,7 @@ class RotaryRows:
         """The dimension of positions to which each element of a head belongs."""
 
     def fill(self, slot: StepSlot, inputs: StepInputs) -> None:
-        """Fills the rows of a step, and replaces its positions by rotary positions.
+        """Fills the rows of cosines and sines of a step, and replaces its positions by rotary positions.
 
         The tiles of ``slot`` must have been checked before, by ``ImageRows`` or by the first stage of a pipeline.
         Raises ProtocolError if a position is not valid.
@@ -60,14 +60,14 @@ class RotaryRows:
         np.subtract(inputs.positions, shifts, out=inputs.positions)
 
     def gather(self, inputs: StepInputs) -> None:
-        """Fills the rows of all tokens of a step, whose positions ``shift`` has replaced."""
+        """Fills the rows of cosines and sines for all tokens of a step. ``shift`` must have replaced the positions."""
         for table, out in zip(self._tables, self._out, strict=True):
             # The positions have been checked. With a mode other than "clip", NumPy would first write to a copy of
             # ``out``.
             np.take(table, inputs.positions, axis=0, out=out[: inputs.positions.size], mode="clip")
 
     def place(self, token: int, time: int, cells: npt.NDArray[np.int32]) -> None:
-        """Fills the rows of an image's tokens from index ``token`` on.
+        """Fills the rows of cosines and sines for the tokens of an image, from index ``token`` on.
 
         ``time`` is the rotary position of the image. ``cells`` [tokens, 2] has the row and the column of each token in
         the image. Raises ProtocolError if a position exceeds the tables.

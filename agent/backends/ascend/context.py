@@ -37,8 +37,8 @@ def environment(config: Config) -> dict[str, str]:
     """Returns the environment variables that MindSpore reads when it is imported.
 
     ``MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST`` disables an Ascend's custom attention kernels. The custom PagedAttention
-    kernel for decode steps expects a query with three axes. The query of our op table has only two axes: tokens and
-    width (``tools/ascend_graph/kernels.py``).
+    kernel for decode steps expects a query with three axes. The query of this project's op table has only two axes:
+    tokens and width (``tools/ascend_graph/kernels.py``).
     """
     variables = {
         "GLOG_v": "3",  # log only errors

@@ -36,8 +36,8 @@ struct KernelTable {
 };
 
 // Returns the best table for this processor, or the table that LLM_KERNELS_ISA names: portable, avx2, avx2_vnni,
-// avx512, avx512_vnni, avx512_bf16, avx512_amx, neon_dot, neon_i8mm or neon_bf16. Ends the process if the build or the
-// processor does not have the named instruction set, because a silent fallback would hide the error.
+// avx512, avx512_vnni, avx512_bf16, avx512_amx, neon_dot, neon_i8mm or neon_bf16. If the build or the processor does
+// not have the named instruction set, ends the process. Another instruction set would hide the error.
 const KernelTable& kernels();
 
 // Returns the names of the instruction sets that were compiled, the fastest first, divided by spaces.

@@ -18,7 +18,8 @@ void run_parallel(int64_t count, TaskFunction function, void* context);
 // threads' ranges.
 void run_stretches(int64_t count, TaskFunction function, void* context);
 
-// Sets the number of threads, including the caller; 0 means every processor that the process may use.
+// Sets the number of threads, including the calling thread. 0 means one thread for every processor that the process may
+// use.
 void set_num_threads(int num_threads);
 int num_threads();
 
@@ -27,8 +28,8 @@ int num_threads();
 // false, so that other processes get the processors.
 void set_attentive(bool attentive);
 
-// Sets whether threads may wait in a loop. If not, a waiting thread sleeps immediately. That saves energy, and each
-// wake-up then takes some microseconds.
+// Sets whether threads may wait in a loop. If not, waiting threads sleep immediately. This saves energy, but each
+// wake-up takes some microseconds.
 void set_spinning(bool allowed);
 bool may_spin();
 
@@ -64,7 +65,7 @@ static void parallel_stretches(int64_t count, const Function& function) {
 }
 
 // The numbers of a thread's scratch buffers, for thread_scratch(). Buffers that a thread uses at the same time have
-// different numbers. "The calling thread" is the thread that calls the kernel.
+// different numbers. In the comments below, the calling thread is the thread that calls the kernel.
 enum ScratchSlot : int {
   kScratchDriver = 0,
   kScratchTile = 1,

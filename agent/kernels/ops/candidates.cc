@@ -151,7 +151,8 @@ int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u,
   double running = 0;
   for (size_t i = 0; i < certain; ++i) found->running[i] = running += weights[i];
   const double error = kMassError + kMassErrorPerUnit * std::fabs(static_cast<double>(top));
-  // Bounds of the probability mass that top-k and top-p keep.
+  // `whole` has a rounding error. Therefore `low` and `high` are bounds of the probability mass that top-k and top-p
+  // keep.
   double low = whole * (1 - error), high = whole * (1 + error);
   // Number of tokens that top-k and top-p keep. A value above `certain` means that the number is unknown.
   size_t kept = certain + 1;

@@ -4,7 +4,7 @@
 //   device[a] [device_blocks, block_bytes], host[a] [host_blocks, block_bytes] for each array a
 //   moves [num_moves, 3]: kind, source block, destination block; run in this order
 //
-// One thread runs all moves of an array, so that they run in order.
+// All moves of an array run in one thread, so they run in order.
 #pragma once
 #include <cstdint>
 

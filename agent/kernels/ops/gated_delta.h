@@ -140,7 +140,7 @@ static inline void read_inputs(const GatedDeltaArgs& args, const HeadChannels& o
   }
 }
 
-// Divides the `width` elements at `x` by their length and multiplies them by `scale`.
+// Divides the vector of `width` elements at `x` by its Euclidean length and multiplies it by `scale`, in place.
 static inline void to_length(float* x, int64_t width, float scale) {
   Vec squares = zero();
   for (int64_t i = 0; i < width; i += kLanes) squares = fma(load(x + i), load(x + i), squares);

@@ -215,8 +215,8 @@ static bool hand_in(const HandBlocksArgs& args, int64_t m) {
   for (int64_t array = 0; array < args.num_arrays; ++array) {
     char* to = device_part(args, array, destination);
     const char* next = device_part(args, array + 1 < args.num_arrays ? array + 1 : 0, destination);
-    // Computes the checksum of the copy. So it is right for the copied bytes even if another process changes the pool's
-    // block meanwhile.
+    // Computes the checksum from the copied bytes. So it matches the copy even if another process changes the block of
+    // the pool at the same time.
     copy_part(to, from + array * args.part_bytes, to, next, args.part_bytes, sum);
   }
   end_copy();

@@ -6,10 +6,9 @@
 // per lane. A step is what one load of a vector reads: the weights of 16 columns at 1 to 8 consecutive depths. The
 // kernel multiplies a step by broadcast activations.
 //
-// Half a panel has two vectors, which alternate in memory in tiles of T steps. T steps of the first vector are followed
-// by T steps of the second vector. T is 16 (a tile of 1 KB) for the matrix unit and 1 otherwise. With T = 1, half a
-// panel is one sequential stream. Hardware prefetchers follow one stream at twice the rate of two streams through the
-// same page.
+// Each half of a panel has two vectors, which alternate in memory in tiles: T steps of the first vector, T steps of the
+// second vector, and so on. T is 16 (a tile of 1 KB) for AMX and 1 otherwise. With T = 1, half a panel is one
+// sequential stream. Hardware prefetchers follow one stream at twice the rate of two streams through the same page.
 //
 // The dimensions of a blob for each format, where [steps / T] counts the tiles and braces enclose the parts of a group:
 //
@@ -34,8 +33,8 @@
 //
 // A weight in parts is a header, followed by one blob for each of several consecutive ranges of the depth. Each blob
 // starts on a cache line, and the first blob has the bias. The product with the whole weight is the sum of the products
-// with its parts. They are added in float32, in the order of the parts, and the sum is rounded once. Several agents
-// that each have one part get the same bits.
+// with its parts. These products are added in float32, in the order of the parts, and the sum is rounded once. If each
+// part is in another agent, the sum over the agents has the same bits.
 //
 // Arithmetic. It is the same for every tile, batch and thread count. The factor x_scale belongs to an activation row,
 // w_scale to a weight column, and scale to a group of a weight column:

@@ -250,7 +250,8 @@ struct TiledForm {
 // Multiplies weights that have one scale per group of depths.
 //
 // First unpacks a panel to signed bytes: the stored numbers minus their zero points. Then tiles compute the integer
-// sums of a group for 16 rows by 16 columns. Meanwhile vector registers scale and add the sums of earlier groups.
+// sums of a group for 16 rows by 16 columns. At the same time, vector registers scale and add the sums of earlier
+// groups.
 template <class Step>
 struct GroupedTiles {
   using X = int8_t;
@@ -292,7 +293,7 @@ struct GroupedTiles {
     return reinterpret_cast<const float*>(group + job.shape.group_steps * job.shape.step_bytes);
   }
 
-  // Unpacks a panel into bytes [4 vectors][depth / 4][16 columns][4 depths].
+  // Unpacks a panel into signed bytes, in the layout [4 vectors][depth / 4][16 columns][4 depths].
   static void unpack(const LinearJob& job, const uint8_t* group, uint8_t* to) {
     const int64_t steps = job.shape.group_steps, vector_bytes = job.header.depth * kLanes;
     for (int64_t g = 0; g < job.shape.groups; ++g, group += group_bytes(job), to += steps * Step::kDepth * kLanes) {

@@ -311,7 +311,7 @@ static inline void for_rows(int64_t rows, int64_t depth, const Function& functio
   });
 }
 
-// Converts the rows of x to type To and fills the depth with zeros up to `stride`.
+// Converts the rows of x to type To. Pads each row with zeros, up to `stride` elements.
 template <class To, class T>
 static inline void convert_rows(LinearJob* job, int64_t stride) {
   const LinearArgs& args = job->args;

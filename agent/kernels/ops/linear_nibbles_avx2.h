@@ -2,15 +2,16 @@
 // products, and saturates each sum at 16 bits. Sums with nibbles are too small to saturate, so the results are exact.
 // This takes fewer instructions than widening every nibble to 16 bits.
 //
-// AVX2 has 16 registers, so the step has a loop of its own. It sums 8 columns (half of a vector) of all rows, or
-// several halves if the tile has few rows. It reads activations from memory for each half.
+// AVX2 has only 16 registers, so this step has its own loop (kOwnLoop). The loop sums 8 columns, half of a vector, for
+// all rows of the tile. If the tile has few rows, the loop sums several halves at a time. It reads the activations from
+// memory for each half.
 #pragma once
 #include <cstring>
 
 namespace llmk::LLMK_ARCH {
 
-// Returns the address of 8 columns of a step: half number `half`, counted from the first half of vector v of the panel.
-// Consecutive steps are 128 bytes apart.
+// Returns the address of the weights of 8 columns in a step. A vector of 16 columns consists of two halves. `half`
+// counts the halves from vector v of the panel on. Consecutive steps are 128 bytes apart.
 LLMK_INLINE const uint8_t* half_at(const uint8_t* w, int64_t half_bytes, int v, int half) {
   const int vector = v + half / 2;
   return w + vector / 2 * half_bytes + vector % 2 * 64 + half % 2 * 32;

@@ -142,7 +142,8 @@ struct NibbleStep : ByteTiles {
 };
 #endif
 
-// The template argument kLines is the number of cache lines that a tile prefetches per step.
+// How tiles prefetch weights. The template argument kLines is the number of cache lines that a tile prefetches per
+// step.
 //  4: The only tile of rows prefetches its own weights, kFetchAhead bytes ahead.
 //  2: Each of two or three tiles prefetches half of the next piece of the weights, which begins at `next`.
 //  1: Each of four or more tiles prefetches a quarter of the next piece.

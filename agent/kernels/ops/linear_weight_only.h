@@ -29,8 +29,8 @@ struct ByteWeights {
 #endif
 };
 
-// Unpacks one step of 16 columns of int4, like ByteWeights. With kZeros the weights have zero points from 0 to 16.
-// Otherwise all zero points are 8.
+// Unpacks one step of int4 weights, with the same functions as ByteWeights. If kZeros, the weights have zero points
+// from 0 to 16. Otherwise all zero points are 8.
 template <bool kZeros>
 struct NibbleWeights {
   static constexpr int kDepth = 8;

@@ -36,7 +36,7 @@ LLMK_INLINE Vec numbers_at(NibbleWeights<false>, Ints step, Ints) {
 template <class Weights>
 class SingleRow {
  public:
-  // Computes one row. The caller must check TiledWeightOnly::fits().
+  // Multiplies the only row of `job` by all weights. The caller must check TiledWeightOnly::fits().
   static void run(const LinearJob& job) {
     const int64_t depth = job.header.depth;
     const bfloat_t* from = static_cast<const bfloat_t*>(job.x);

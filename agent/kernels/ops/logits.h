@@ -1,5 +1,5 @@
-// The loops of the sampler over one row of logits, with vector instructions. Sums have a fixed order: 16 lanes over the
-// vocabulary, then the tree of sum().
+// The loops of the sampler over one row of logits, with vector instructions. Sums have a fixed order: lane i % 16 adds
+// logit i, then sum() of arch/vec.h adds the lanes.
 #pragma once
 #include "../common/types.h"
 

@@ -44,7 +44,8 @@ int64_t find_weights(const std::vector<const LoraWeight*>& by_slot, const int32_
   return most;
 }
 
-// Divides the rows with an adapter into tiles of rows with the same adapter. Returns the number of tiles.
+// Divides the rows that have an adapter into tiles. All rows of a tile have the same adapter. Returns the number of
+// tiles.
 int64_t make_tiles(const Memory& memory, int64_t rows, int64_t stride, const char* x, int64_t row_bytes) {
   int64_t count = 0, tiles = 0;
   for (int64_t row = 0; row < rows; ++row) {

@@ -1,5 +1,5 @@
 // The parts of LoRA (lora.h) that are compiled for each instruction set: the products with A, and the addition of the
-// products with B in the epilogue.
+// products with B.
 #pragma once
 #include "../common/thread_pool.h"
 #include "lora.h"

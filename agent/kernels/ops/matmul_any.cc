@@ -65,7 +65,8 @@ struct PlainMatMul {
   void (*run)(const AnyMatMulArgs&);
 };
 
-// Sums of integers may wrap around. Most are added as unsigned types, because signed overflow is undefined in C++.
+// Sums of integers may wrap around. Signed overflow is undefined in C++, so most sums use unsigned types (the second
+// template argument).
 const PlainMatMul kPlain[] = {
     {"int8", "int8", plain_matmul<int8_t, uint8_t>},
     {"int8", "int32", plain_matmul<int8_t, int32_t>},

@@ -153,8 +153,8 @@ LLMK_INLINE void restore_sums(const float* from, int64_t stride, bool lower, int
   load_tile<3>(second + kLanes, stride * 4);
 }
 
-// Combines the two passes of Int8Form: the products of high bytes in tiles 0 and 1, and of low bytes in tiles 2 and 3.
-// Calls emit(row, i, sums) for the vectors i = 0 and 1 of each row.
+// Combines the two passes of Int8Form. Tiles 0 and 1 have the products of the high bytes, tiles 2 and 3 those of the
+// low bytes. Calls emit(row, i, sums) for the vectors i = 0 and 1 of each row.
 template <class P, class Emit>
 LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& emit) {
   alignas(64) Unit high[kAmxRows][2 * kLanes], low[kAmxRows][2 * kLanes];
@@ -170,8 +170,8 @@ LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& e
   }
 }
 
-// Writes the scores, which are in the tiles, to `scores`. They belong to `rows` rows from number `row` on, and to the
-// groups of keys from number `g` on.
+// Copies the scores from the tiles to `scores`: for `rows` rows from number `row` on, and for the groups of keys from
+// number `g` on.
 template <class F>
 LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int64_t g, int64_t row, int64_t rows,
                              bool both, float* scores) {
@@ -187,7 +187,7 @@ LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int6
   }
 }
 
-// Writes the weighted sums of values, which are in the tiles, to `sums`, for the dims from number `d` on.
+// Copies the weighted sums of values from the tiles to `sums`, for the dims from number `d` on.
 template <class F>
 LLMK_INLINE void keep_values(GroupRange groups, int64_t d, int64_t rows, int64_t padded_dim, bool both,
                              int64_t columns, const float* steps, float* sums) {

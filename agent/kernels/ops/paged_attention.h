@@ -41,8 +41,8 @@ struct PagedPlan {
 
 static inline int64_t part_floats(int64_t padded_dim) { return padded_dim + kLanes; }
 
-// Returns the estimated work for `rows` rows of one kv head in `parts` partitions. Reading the keys and values of a
-// partition costs as much as computing 8 rows.
+// Returns the estimated cost of a task with `rows` rows of one kv head in `parts` partitions. Reading the keys and
+// values of a partition costs as much as computing 8 rows.
 static inline int64_t task_cost(int64_t rows, int64_t parts) { return parts * (8 + rows); }
 
 template <class Function>
@@ -115,7 +115,7 @@ static inline SoftmaxState place_state(PagedScratch* scratch, int64_t rows, int6
   return {scratch->take<float>(rows), scratch->take<float>(rows), scratch->take<float>(rows * padded_dim)};
 }
 
-// Sets the totals of a task's rows to their values before the first partition.
+// Initialises the totals of a task's rows. The first partition is then added to them.
 static inline void start_totals(const RotaryAttentionArgs& args, const PagedTask& task, const TaskRows& all) {
   clear_state(all.total, all.heads * all.rows, all.padded_dim);
   if (args.sinks == nullptr) return;

@@ -36,8 +36,8 @@ class TileFetch {
         const int64_t offset = (*block * args.kv_heads + head + h) * chunk + row * row_bytes;
         const bool whole = rows == args.block_size;  // the prefetch of a whole block includes its scales
         add(base + static_cast<uintptr_t>(offset), whole ? chunk : rows * row_bytes);
-        // The scales of all values are needed first, before the values themselves are read, to compute the weights of
-        // the keys.
+        // Also prefetches the scales of all values of the block. The computation of the softmax weights needs them
+        // before the values.
         if (whole && keys && args.int8_cache) {
           const auto values = reinterpret_cast<uintptr_t>(args.value_cache);
           add(values + static_cast<uintptr_t>(offset + args.block_size * row_bytes), args.block_size * 4);
@@ -47,8 +47,8 @@ class TileFetch {
     }
   }
 
-  // Adds the cache lines that the task will write for the last token of a sequence. The elements of its key are spread
-  // over all lines of a group of 16 keys.
+  // Adds the cache lines that the task will write for the last token of a sequence to the pieces to prefetch. A key is
+  // spread over all lines of a group of 16 keys.
   void add_written(const RotaryAttentionArgs& args, int64_t seq, int64_t head, int64_t heads) {
     const int64_t position = args.context_lens[seq] - 1, index = position % args.block_size, chunk = chunk_bytes(args);
     const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
@@ -96,8 +96,7 @@ class TileFetch {
       add(base + static_cast<uintptr_t>((table[i] * args.kv_heads + head) * chunk), heads * chunk);
     }
     if (!keys || !args.int8_cache) return;
-    // The scales of all values are needed first, before the values themselves are read, to compute the weights of the
-    // keys.
+    // Also prefetches the scales of the values. The computation of the softmax weights needs them before the values.
     const int64_t scale_bytes = args.block_size * 4;
     const auto scales = reinterpret_cast<uintptr_t>(args.value_cache) + static_cast<uintptr_t>(chunk - scale_bytes);
     for (int64_t h = 0; h < heads; ++h) {

@@ -176,7 +176,8 @@ LLMK_INLINE float largest_of(const float* scales) {
 struct TilePanels {
   int64_t begin, groups;            // first key, and number of groups of kGroupKeys keys
   int64_t value_stride;             // distance between units of values; between units of keys it is kGroupKeys
-  // Each entry points to [unit of dims][kGroupKeys]. Entries after number `groups` equal the first entry.
+  // Each entry points to [unit of dims][kGroupKeys]. Entries from number `groups` on equal the first entry, so that a
+  // product over several panels can read them.
   const Unit* keys[kPartGroups];
   const Unit* values[kPartGroups];  // each entry points to [unit of keys][dim]
   float* key_scales;                // scales of the keys [kPartition] for int8 caches, or null

@@ -110,7 +110,7 @@ struct BlockMemory {
 constexpr int64_t kScoreStride = kPartition + kLanes;
 template <class F>
 constexpr int64_t kWeightStride = F::kRowWords * kPartition / F::kPerUnit + kLanes;
-// Number of groups of keys whose weights are computed together, because a tile product needs kAmxSteps units of
+// The softmax weights of this number of groups of keys are computed together. A tile product needs kAmxSteps units of
 // weights.
 template <class F>
 constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
@@ -500,10 +500,10 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
 }
 
 #ifdef LLMK_AMX
-// Computes a partition for rows [skip, all.rows) of one head on tiles, block after block. The vector units turn the
-// scores of one block into weights. Meanwhile the tiles compute the scores of the next block and the sums of the
-// previous one. Blocks alternate between two `memory` entries. Calls close(block, memory) when the sums of a block are
-// complete.
+// Computes a partition for rows [skip, all.rows) of one head on tiles, block after block. The vector units convert the
+// scores of one block to weights. At the same time, the tiles compute the scores of the next block and the sums of the
+// previous block. Blocks alternate between two `memory` entries. Calls close(block, memory) when the sums of a block
+// are complete.
 template <class F, class Close>
 static inline void attend_blocks(const TaskRows& all, const TilePanels& panels, int64_t head, int64_t skip,
                                  const BlockMemory (&memory)[2], const Close& close) {

@@ -172,8 +172,8 @@ struct FloatForm {
     *offset = 0;
   }
 
-  // Stores the softmax weights of a row, two groups of keys per call. If the values have scales, multiplies each weight
-  // by the scale of its value.
+  // Receives the softmax weights of a row and stores them, two groups of keys per call. If the values have scales,
+  // multiplies each weight by the scale of its value.
   struct Weights {
     const float* value_scales;  // scales of the values [kPartition], or null
     Unit* out;

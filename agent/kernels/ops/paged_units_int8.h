@@ -36,7 +36,7 @@ struct Int8ScoreProduct {
   static LLMK_MEMBER Vec result(Acc total) { return to_floats(total); }
 };
 
-// Multiplies unsigned weights by signed values.
+// Multiplies values, which are signed bytes, by softmax weights, which are unsigned bytes.
 struct Int8ValueProduct : Int8ScoreProduct {
   static constexpr int kShift = 8;
   static LLMK_MEMBER Acc step(Operand a, Operand b, Acc total) { return dot_bytes(total, a, b); }
@@ -142,8 +142,8 @@ struct Int8Form {
           high(reinterpret_cast<uint8_t*>(out)),
           low(high + kPartition) {}
 
-    // Takes the weights of two groups of keys. The caller passes the groups in ascending order, and their number is a
-    // multiple of four. Every second call stores the weights of four groups.
+    // Adds the weights of two groups of keys. The caller passes groups in ascending order, and a multiple of four
+    // groups. Every second call stores the weights of four groups.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
       const Ints mixed = pack_words(whole(first, group), whole(second, group + 1));

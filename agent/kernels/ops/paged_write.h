@@ -108,8 +108,8 @@ static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char
   std::memcpy(scale, &unit, sizeof(unit));
 }
 
-// Writes the key of one token to a cache of 4-byte units. In this layout, keys of 16 tokens alternate, so the units of
-// one key are not adjacent (rotary_attention.h).
+// Writes the key of one token to a cache of 4-byte units. In this layout, the units of 16 tokens are interleaved, so
+// the units of one key are not adjacent (rotary_attention.h).
 static inline void scatter_key(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
   char* out = chunk + key_element(args, index, 0) * cache_element_bytes(args);
   const int64_t units = args.dim * cache_element_bytes(args) / 4;

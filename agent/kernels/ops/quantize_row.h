@@ -22,7 +22,8 @@ static inline float quantize_inverse(float largest) {
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 
-// Sums the quantised values of each group, for groups whose length is not a multiple of 16.
+// Writes the sum of the quantised values of each group to `sums`. Used if the length of a group is not a multiple of
+// 16.
 static void sum_groups(const int8_t* values, int64_t depth, int64_t group, int32_t* sums) {
   for (int64_t begin = 0; begin < depth; begin += group) {
     int32_t total = 0;

@@ -61,7 +61,7 @@ struct RotaryAttentionArgs {
   DType dtype;        // type of qkv and out
   DType gamma_dtype;  // type of query_gamma and key_gamma
   bool int8_cache;    // false: the cache has elements of dtype
-  // Set by the checks: true if a sequence may read a block that another sequence writes in this step.
+  // True if a sequence may read a block that another sequence writes in this step. check_rotary_attention() sets it.
   bool write_first;
   // True: only the attention runs. qkv has rotated queries, and the keys and values are stored (see above).
   bool ready;

@@ -281,7 +281,7 @@ auto bits(T value) {
   }
 }
 
-// Returns a if `takes_a`, otherwise b. If one of them is a NaN, returns a NaN.
+// Returns `a` if `takes_a`, otherwise `b`. If either is NaN, returns NaN.
 template <class T>
 T chosen(T a, T b, bool takes_a) {
   if (a != a) return a;

@@ -127,7 +127,7 @@ static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args
   return 0;
 }
 
-// Copies the first `width` elements of each head from rows [tokens, heads * dim] to rows [tokens, heads * width].
+// Shortens each head to its first `width` elements: copies rows [tokens, heads * dim] to rows [tokens, heads * width].
 static void copy_first_elements(const RotaryAttentionArgs& args, const char* from, int64_t width, char* to) {
   const int64_t element = size_of(args.dtype), bytes = width * element, stride = args.dim * element;
   parallel_for(args.tokens, [&](int64_t token) {

@@ -10,7 +10,7 @@ namespace llmk {
 // Finds the row of cos and sin for each token and writes it to `positions`. Leaves `positions` empty if the tables have
 // one row per token, in order. Otherwise the rows come from `position_ids`, whose meaning depends on cos_format:
 //
-//  0 and 1: positions, one per token. For a query [batch, length, width], `length` positions for all batches suffice.
+//  0 and 1: positions, one per token. For a query [batch, length, width], one list of `length` positions is enough.
 //  2 and 3: lengths of sequences that start at position 0 (MindFormers' prefill).
 //
 // Formats 0 and 2 rotate halves, formats 1 and 3 interleaved pairs.
