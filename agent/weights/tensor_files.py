@@ -89,7 +89,7 @@ class TensorFiles:
             self._open_shards(index)
         else:
             others = sorted(path.name for path in self.folder.glob("*.safetensors"))
-            found = f"only {listed(others)}" if others else "no *.safetensors at all"
+            found = f"only {_first(others)}" if others else "no *.safetensors at all"
             raise CheckpointError(
                 f"{self.folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE} ({found}); "
                 "model_config.load_format: dummy serves random weights"
@@ -162,7 +162,11 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns a text that lists the first names: ``tensor is: a``, or ``tensors are: a, b and 3 more``."""
-    shown = ", ".join(names[:_LISTED])
+    """Returns the beginning of a sentence with the first names: ``tensor a is``, or ``tensors a, b and 3 more are``."""
+    return f"tensor {names[0]} is" if len(names) == 1 else f"tensors {_first(names)} are"
+
+
+def _first(names: Sequence[str]) -> str:
+    """Returns a text that lists the first names: ``a, b and 3 more``."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{'tensor is' if len(names) == 1 else 'tensors are'}: {shown}{more}"
+    return ", ".join(names[:_LISTED]) + more

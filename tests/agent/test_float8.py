@@ -168,8 +168,8 @@ def with_code(code: int) -> Callable[[Stored], object]:
 
 SCALES = "q_proj.weight_scale_inv"
 BROKEN: dict[str, tuple[Callable[[Stored], object], str]] = {
-    "no scales": (lambda stored: stored.pop(SCALES), f"tensor is: {SCALES} missing"),
-    "no weight": (lambda stored: stored.pop("q_proj.weight"), "tensor is: q_proj.weight missing"),
+    "no scales": (lambda stored: stored.pop(SCALES), f"tensor {SCALES} is missing"),
+    "no weight": (lambda stored: stored.pop("q_proj.weight"), "tensor q_proj.weight is missing"),
     "too few scales": (change(SCALES, "float32", np.ones((3, 2), np.float32)), r"shape \[3, 2\].*requires \[3, 3\]"),
     "flat scales": (change(SCALES, "float32", np.ones(9, np.float32)), r"shape \[9\].*requires \[3, 3\]"),
     "integer scales": (change(SCALES, "int32", np.ones((3, 3), np.int32)), "has type I32; in this format"),

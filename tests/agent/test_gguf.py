@@ -90,9 +90,12 @@ def test_an_embedding_of_q6_k_is_dequantised(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "missing": (
         lambda t, m: t.pop("blk.0.attn_k.weight"),
-        "tensor is: blk.0.attn_k.weight (model.layers.0.self_attn.k_proj.weight) missing",
+        "tensor blk.0.attn_k.weight (model.layers.0.self_attn.k_proj.weight) is missing",
     ),
-    "unexpected": (lambda t, m: t.update({"blk.1.x.weight": (F32, (1,), b"\0" * 4)}), "blk.1.x.weight in the weights"),
+    "unexpected": (
+        lambda t, m: t.update({"blk.1.x.weight": (F32, (1,), b"\0" * 4)}),
+        "tensor blk.1.x.weight is in the weights but not in a model of its sizes",
+    ),
     "other shape": (
         lambda t, m: t.update({"output_norm.weight": (F32, (32,), b"\0" * 128)}),
         "tensor output_norm.weight has shape [32]; the model requires [64]",

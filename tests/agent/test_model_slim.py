@@ -105,10 +105,10 @@ def test_damaged_values_are_refused(tmp_path: Path, case: str, change: Change, m
     [
         (lambda t, c: t.update({"q_proj.weight": t["q_proj.weight"][:, :8]}), r"q_proj\.weight has shape \[16, 8\]"),
         (lambda t, c: t.update({"q_proj.weight": t["q_proj.weight"].astype(np.int32)}), r"q_proj\.weight has type I32"),
-        (lambda t, c: t.pop("q_proj.weight_scale"), r"q_proj\.weight_scale missing from the weights"),
+        (lambda t, c: t.pop("q_proj.weight_scale"), r"q_proj\.weight_scale is missing from the weights"),
         (
             lambda t, c: t.update({"q_proj.clip_ratio": np.ones(1, np.float32)}),
-            r"q_proj\.clip_ratio in the weights but",
+            r"q_proj\.clip_ratio is in the weights but",
         ),
         (lambda t, c: c.update({"q_proj.weight": "FLOAT"}), r"q_proj\.weight"),
     ],
@@ -407,7 +407,7 @@ def test_biases_of_zero_change_nothing(tmp_path: Path, biased: Path, weight_form
         (
             lambda tensors: tensors.update({"other.norm.bias": np.ones(4, np.float32)}),
             {},
-            r"tensor is: other\.norm\.bias in the weights but not in a model",
+            r"tensor other\.norm\.bias is in the weights but not in a model",
         ),
     ],
 )

@@ -166,7 +166,7 @@ def _with_nan(scales: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (SCALES, lambda _: None, "gate_up_proj_scales missing from the weights"),
+        (SCALES, lambda _: None, "gate_up_proj_scales is missing from the weights"),
         (SCALES, lambda array: array[:, :, :1], "gate_up_proj_scales has shape [5, 192, 1]; config.json requires"),
         (BLOCKS, lambda array: array.view(np.int8), "gate_up_proj_blocks has type I8; in this format it must be one"),
         (SCALES, _with_nan, "gate_up_proj_scales: a scale of type MXFP4 is not a number"),

@@ -202,9 +202,9 @@ def set_value(index: int, value: object) -> Callable[[np.ndarray], np.ndarray]:
 
 
 BROKEN: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]] = {
-    "missing scales": ("gptq4", lambda t, c: t.pop("q_proj.scales"), "tensor is: q_proj.scales missing"),
-    "missing zeros": ("awq", lambda t, c: t.pop("k_proj.qzeros"), "tensor is: k_proj.qzeros missing"),
-    "missing scale": ("w4a16", lambda t, c: t.pop("v_proj.weight_scale"), "v_proj.weight_scale missing"),
+    "missing scales": ("gptq4", lambda t, c: t.pop("q_proj.scales"), "tensor q_proj.scales is missing"),
+    "missing zeros": ("awq", lambda t, c: t.pop("k_proj.qzeros"), "tensor k_proj.qzeros is missing"),
+    "missing scale": ("w4a16", lambda t, c: t.pop("v_proj.weight_scale"), "v_proj.weight_scale is missing"),
     "wrong group": (
         "gptq4",
         setting("group_size", 64),
@@ -242,7 +242,7 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]] 
         lambda t, c: t.update({"q_proj.weight_zero_point": np.ones((16, 1), np.int8)}),
         "q_proj.weight_zero_point is not zero",
     ),
-    "unexpected": ("awq", lambda t, c: t.update({"q_proj.g_idx": np.zeros(128, np.int32)}), "q_proj.g_idx in the"),
+    "unexpected": ("awq", lambda t, c: t.update({"q_proj.g_idx": np.zeros(128, np.int32)}), "q_proj.g_idx is in the"),
     "no quantization_config": ("awq", lambda t, c: c.clear(), "config.json has no quantization_config"),
     "unknown method": ("awq", setting("quant_method", "bitsandbytes"), "quant_method = 'bitsandbytes': is not supp"),
     "three bits": (

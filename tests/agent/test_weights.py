@@ -155,7 +155,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "other names": (
         lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"),
-        "(only tensor is: consolidated.safetensors)",
+        "(only consolidated.safetensors)",
     ),
     "truncated data": (truncate, "the tensors need 240 bytes of data, the file has 235: it is truncated"),
     "empty file": (lambda f: os.truncate(f / "model.safetensors", 0), "0 bytes are too few"),
@@ -192,14 +192,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         rewrite_header(lambda h: h["q"].update(dtype="I32")),
         "tensor q has type I32; weights must be one of F32, F16, BF16",
     ),
-    "missing tensor": (rewrite(lambda t: t.pop("k")), "tensor is: k missing from the weights"),
+    "missing tensor": (rewrite(lambda t: t.pop("k")), "tensor k is missing from the weights"),
     "missing tensors": (
         rewrite(lambda t: [t.pop("k"), t.pop("embed")]),
-        "tensors are: embed, k missing from the weights",
+        "tensors embed, k are missing from the weights",
     ),
     "unexpected tensor": (
         rewrite(lambda t: t.update({"lm_head.weight": np.zeros(2, np.float32)})),
-        "tensor is: lm_head.weight in the weights but not in a model of this config.json",
+        "tensor lm_head.weight is in the weights but not in a model of this config.json",
     ),
     "index outside the folder": (
         rewrite_index(lambda m: m.update(q="../b.safetensors")),
