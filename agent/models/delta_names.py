@@ -21,10 +21,12 @@ def beside_encoder(spec: WeightSpec) -> WeightSpec:
     def renamed(part: WeightPart) -> WeightPart:
         if not part.name.startswith(_MODEL):
             return part
-        rows = part.rows_of
+        rows, stacked = part.rows_of, part.stacked
         if rows is not None:
             rows = replace(rows, name=rows.name.replace(_MODEL, _TEXT_MODEL, 1))
-        return replace(part, name=part.name.replace(_MODEL, _TEXT_MODEL, 1), rows_of=rows)
+        if stacked is not None:
+            stacked = replace(stacked, name=stacked.name.replace(_MODEL, _TEXT_MODEL, 1))
+        return replace(part, name=part.name.replace(_MODEL, _TEXT_MODEL, 1), rows_of=rows, stacked=stacked)
 
     return replace(spec, parts=tuple(map(renamed, spec.parts)))
 

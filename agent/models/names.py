@@ -24,6 +24,9 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
+    is_stacked: bool = False
+    """If True, published folders have one tensor with the gates and ups of all experts, and one with all downs. An
+    expert's gates come before its ups, and the inputs are the last dimension."""
 
 
 _USUAL = ExpertNames()
@@ -31,6 +34,7 @@ _EXPERT_NAMES = {
     "MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
     "GptOssForCausalLM": ExpertNames(router="router"),
     "Qwen3NextForCausalLM": ExpertNames(shared="shared_expert"),
+    "Qwen3_5MoeForCausalLM": ExpertNames(shared="shared_expert", is_stacked=True),
 }
 """Names of experts by architecture. An architecture without an entry uses ``_USUAL``."""
 
@@ -96,6 +100,7 @@ def _extra_names(shape: ModelShape) -> tuple[str, ...]:
     if shape.delta is not None:
         parts = [part for spec in weight_specs(replace(shape, beside_encoder=False)) for part in spec.parts]
         names = {part.name if part.rows_of is None else part.rows_of.name for part in parts}
+        names |= {part.stacked.name for part in parts if part.stacked is not None}
         return prediction_names(sorted(names), shape.delta.full_layers[-1])
     if shape.num_extra_layers == 0:
         return ()
@@ -199,6 +204,8 @@ def _all_experts(experts: Experts, ours: str, theirs: str, hidden: int, names: E
     if experts.biased:
         gate_up, down = _stacked(gate_up, theirs, experts.count), _stacked(down, theirs, experts.count)
         gate_up_bias, down_bias = _stacked_biases(gate_up), _stacked_biases(down)
+    if names.is_stacked:
+        gate_up, down = _stacked_rows(gate_up, theirs, experts.count), _stacked_rows(down, theirs, experts.count)
     yield WeightSpec(
         f"{ours}.gate_up.weight", gate_up, "gated_linear", bias=gate_up_bias, experts=experts.count,
         activation=experts.activation,
@@ -212,12 +219,31 @@ def _stacked(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[We
     One tensor has the gates and ups of all experts. In it, outputs of gate and up alternate. Another tensor has the
     downs of all experts.
     """
-    joined = len(parts) // count
-    name = f"{theirs}.experts.{'gate_up_proj' if joined == 2 else 'down_proj'}"
+    joined, name = _stacked_name(parts, theirs, count)
     return tuple(
         replace(part, stacked=StackedIn(name, count, index // joined, joined * part.shape[0], index % joined, joined))
         for index, part in enumerate(parts)
     )
+
+
+def _stacked_rows(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[WeightPart, ...]:
+    """Returns the weights of ``count`` experts with their places in Qwen3.5's tensors (``ExpertNames.is_stacked``)."""
+    joined, name = _stacked_name(parts, theirs, count)
+    return tuple(
+        replace(
+            part,
+            stacked=StackedIn(
+                name, count, index // joined, joined * part.shape[0], index % joined * part.shape[0], inputs_last=True
+            ),
+        )
+        for index, part in enumerate(parts)
+    )
+
+
+def _stacked_name(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[int, str]:
+    """Returns the number of weights that each of ``count`` experts has in a tensor of all experts, and its name."""
+    joined = len(parts) // count
+    return joined, f"{theirs}.experts.{'gate_up_proj' if joined == 2 else 'down_proj'}"
 
 
 def _stacked_biases(weights: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:

@@ -31,7 +31,10 @@ class RowsOf:
 
 @dataclass(frozen=True, slots=True)
 class StackedIn:
-    """The place of an expert's tensor in a tensor of a Hugging Face folder that has all experts (gpt-oss)."""
+    """The place of an expert's tensor in a tensor of a Hugging Face folder that has all experts.
+
+    gpt-oss and Qwen3.5 have such tensors. A folder may have the experts' own tensors instead.
+    """
 
     name: str
     """Name of the tensor with all experts."""
@@ -43,6 +46,8 @@ class StackedIn:
     first: int = 0
     step: int = 1
     """The expert's tensor has the outputs ``first``, ``first + step``, ``first + 2 * step`` and so on."""
+    inputs_last: bool = False
+    """True: floats are stored as [experts, out, in] (Qwen3.5). False: as [experts, in, out] (gpt-oss)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,8 @@ class WeightPart:
     rows_of: RowsOf | None = None
     """The place of this tensor in a larger tensor, if the checkpoint has no tensor of this name. Otherwise None."""
     stacked: StackedIn | None = None
-    """The place of this tensor in a tensor with all experts, if a Hugging Face folder has only that. Otherwise None."""
+    """The place of this tensor in a tensor with all experts, which a Hugging Face folder may have instead. Otherwise
+    None."""
 
 
 @dataclass(frozen=True, slots=True)

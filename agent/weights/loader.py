@@ -19,7 +19,7 @@ from agent.weights.packed import OUTPUT_LAYER, LinearPacker, Packing
 from agent.weights.primitive import load_primitive
 from agent.weights.seeded import SeededWeights
 from agent.weights.source import WeightSource
-from agent.weights.stacked import StackedSource, stacked_parts
+from agent.weights.stacked import StackedSource, holds_own_tensors, stacked_parts
 from agent.weights.storage import STORAGE_DTYPES, Array, allocate, from_float32, to_float32
 from llm_serving.gguf.place import find_gguf
 from llm_serving.model.quantization import checkpoint_float8, checkpoint_quantization
@@ -43,7 +43,11 @@ def open_weights(
     checkpoint = _open_model(path)
     parts = [part for spec in specs for part in spec.tensors]
     stored = stored_parts(parts)
-    is_stacked = isinstance(checkpoint, Checkpoint) and any(part.stacked is not None for part in parts)
+    is_stacked = (
+        isinstance(checkpoint, Checkpoint)
+        and any(part.stacked is not None for part in parts)
+        and not holds_own_tensors(stored, checkpoint.names())
+    )
     try:
         checkpoint.check(stacked_parts(stored) if is_stacked else stored, ignorable)
     except BaseException:

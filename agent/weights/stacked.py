@@ -1,7 +1,7 @@
-"""Reads weights of folders in which one tensor has the linear layers of all experts, as gpt-oss stores them.
+"""Reads weights of folders in which one tensor has the linear layers of all experts.
 
-Floats are stored as [experts, in, out], 4-bit floats as [experts, out, in] (``agent.weights.mxfp4``), and biases as
-[experts, out].
+gpt-oss stores floats as [experts, in, out], 4-bit floats as [experts, out, in] (``agent.weights.mxfp4``), and biases as
+[experts, out]. Qwen3.5 stores floats as [experts, out, in].
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ def stacked_parts(parts: Iterable[WeightPart]) -> list[WeightPart]:
     found = {}
     for part in parts:
         place = part.stacked
-        stored = part if place is None else WeightPart(place.name, (place.experts, *part.shape[1:], place.outputs))
+        stored = part if place is None else WeightPart(place.name, _stored_shape(place, part))
         found[stored.name] = stored
     return list(found.values())
+
+
+def holds_own_tensors(parts: Iterable[WeightPart], names: Iterable[str]) -> bool:
+    """Returns whether a folder with the tensors ``names`` has the first expert's own tensors, of any weight format."""
+    stem = next((part.name.rpartition(".")[0] + "." for part in parts if part.stacked is not None), None)
+    return stem is not None and any(name.startswith(stem) for name in names)
 
 
 class StackedSource:
@@ -60,15 +66,16 @@ class StackedSource:
         stored = self._parts.get(name)
         if stored is None:
             self._source.read_into(name, out, dtype, cut)
-        elif self.scheme(stored) is not None:
-            self._read_integers(stored, out, dtype, cut)
+        elif _place(stored).inputs_last or self.scheme(stored) is not None:
+            self._read_rows(stored, out, dtype, cut)
         else:
             self._read_floats(stored, out, dtype, cut)
 
     def close(self) -> None:
         self._source.close()
 
-    def _read_integers(self, stored: WeightPart, out: Array, dtype: str, cut: TensorCut | None) -> None:
+    def _read_rows(self, stored: WeightPart, out: Array, dtype: str, cut: TensorCut | None) -> None:
+        """Reads one expert as rows of the matrix [experts x out, in]."""
         place, whole = _place(stored), _rows_of_all(stored)
         rows, columns = _span(place, stored, cut), None if cut is None else cut.columns
         piece = np.empty((len(rows), out.shape[1]), out.dtype)
@@ -94,6 +101,13 @@ class StackedSource:
 def _place(part: WeightPart) -> StackedIn:
     assert part.stacked is not None, "only parts with a place are kept"
     return part.stacked
+
+
+def _stored_shape(place: StackedIn, part: WeightPart) -> tuple[int, ...]:
+    """Returns the shape of the folder's tensor that has ``part`` of every expert."""
+    if place.inputs_last:
+        return (place.experts, place.outputs, *part.shape[1:])
+    return (place.experts, *part.shape[1:], place.outputs)
 
 
 def _rows_of_all(part: WeightPart) -> WeightPart:

@@ -1,4 +1,4 @@
-"""Converts the metadata of Qwen's hybrids (``qwen3next``, ``qwen35``) to the fields of a ``config.json``.
+"""Converts the metadata of Qwen's hybrids (``qwen3next``, ``qwen35``, ``qwen35moe``) to fields of ``config.json``.
 
 Source: ``conversion/qwen.py`` of https://github.com/ggml-org/llama.cpp. The files use the keys of state space models
 (``ssm``) for the sizes of Gated DeltaNet.
@@ -12,9 +12,11 @@ from llm_serving.errors import CheckpointError
 from llm_serving.gguf.header import Header
 from llm_serving.model.gated_delta import MAX_DELTA_DIM, MAX_DELTA_HEADS, MAX_TAPS, GatedDelta
 
-QWEN3_NEXT, QWEN35 = "qwen3next", "qwen35"
-HYBRIDS = (QWEN3_NEXT, QWEN35)
+QWEN3_NEXT, QWEN35, QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
+HYBRIDS = (QWEN3_NEXT, QWEN35, QWEN35_MOE)
 """llama.cpp's names of the hybrid architectures."""
+TILED = (QWEN35, QWEN35_MOE)
+"""The architectures in whose files neighbouring value heads have different key heads."""
 _DEFAULT_INTERVAL = 4
 
 
@@ -69,7 +71,7 @@ def hybrid_fields(header: Header) -> dict[str, Any]:
     if prefix == QWEN35:
         return {"architectures": ["Qwen3_5ForCausalLM"], **fields}
     return {
-        "architectures": ["Qwen3NextForCausalLM"],
+        "architectures": ["Qwen3NextForCausalLM" if prefix == QWEN3_NEXT else "Qwen3_5MoeForCausalLM"],
         "num_experts": metadata.get(f"{prefix}.expert_count"),
         "num_experts_per_tok": metadata.get(f"{prefix}.expert_used_count"),
         "moe_intermediate_size": metadata.get(f"{prefix}.expert_feed_forward_length"),

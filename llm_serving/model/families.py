@@ -123,6 +123,21 @@ FAMILIES = {
             beside_encoder="Qwen3_5ForConditionalGeneration",
         ),
         Family(
+            "Qwen3_5MoeForCausalLM",
+            "qwen3_5_moe_text",
+            query_key_norm=True,
+            partial_rotary=True,
+            head_dim=256,
+            experts=ExpertKeys(
+                "num_experts",
+                "moe_intermediate_size",
+                normalised=True,
+                shared_size="shared_expert_intermediate_size",
+            ),
+            hybrid=True,
+            beside_encoder="Qwen3_5MoeForConditionalGeneration",
+        ),
+        Family(
             "DeepseekV2ForCausalLM",
             "deepseek_v2",
             experts=ExpertKeys("n_routed_experts", "moe_intermediate_size"),

@@ -327,10 +327,11 @@ def shape_of_fields(
     biases, (window, full_layers) = read_biases(fields, family), read_window(fields, family, num_layers)
     latent = read_latent(fields, family, heads)
     head_dim = _head_dim(fields, family, latent, hidden, heads)
+    experts = read_experts(fields, family, num_layers)
     shape = ModelShape(
         architecture=family.architecture,
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", None, 1, 8 * MAX_HIDDEN_SIZE),
+        intermediate_size=fields.integer("intermediate_size", _unused_size(experts), 1, 8 * MAX_HIDDEN_SIZE),
         num_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=fields.integer("num_key_value_heads", heads, 1, MAX_HEADS),
@@ -350,7 +351,7 @@ def shape_of_fields(
         query_key_norm=family.query_key_norm,
         sliding_window=window,
         full_attention_layers=full_layers,
-        experts=read_experts(fields, family, num_layers),
+        experts=experts,
         latent=latent,
         gemma=read_gemma(fields) if family.gemma else None,
         delta=read_gated_delta(fields, num_layers) if family.hybrid else None,
@@ -363,6 +364,14 @@ def shape_of_fields(
     )
     check_head_sizes(fields, shape, "num_attention_heads", "num_key_value_heads")
     return shape
+
+
+def _unused_size(experts: Experts | None) -> int | None:
+    """Return the default of ``intermediate_size``: the size of an expert if every layer has experts, else None.
+
+    No layer then has an MLP of this size, and the folders of Qwen3.5 with experts do not state it.
+    """
+    return None if experts is None or experts.dense_layers else experts.intermediate_size
 
 
 def _fields_of_text_model(fields: TypedFields, family: Family) -> TypedFields:

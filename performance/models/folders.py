@@ -28,7 +28,7 @@ from performance.models.variants import VARIANTS, Variant
 _RESULT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 """Gemma's norms whose results are added to the residual stream. They are large, as in trained models. Otherwise the
 large embeddings would decide the text alone."""
-_HYBRIDS = ("qwen3_next", "qwen3_5_text")
+_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SPREAD_NORMS = ("q_norm.weight", "k_norm.weight", "q_a_layernorm.weight", "kv_a_layernorm.weight")
 
 
@@ -92,7 +92,7 @@ def _delta_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, 
     )
     keys, values = heads * config["linear_key_head_dim"], value_heads * config["linear_value_head_dim"]
     sizes = {"qkvz": 2 * keys + 2 * values, "ba": 2 * value_heads}
-    if config["model_type"] == "qwen3_5_text":
+    if config["model_type"] != "qwen3_next":
         sizes = {"qkv": 2 * keys + values, "z": values, "b": value_heads, "a": value_heads}
     return {
         f"{name}.conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
@@ -136,8 +136,13 @@ def _mlp_shapes(config: Mapping[str, Any], layer: int, name: str) -> dict[str, t
     if experts == 0 or dense:
         return _gated_shapes(name, hidden, config["intermediate_size"])
     shapes: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (experts, hidden)}
-    for index in range(experts):
-        shapes |= _gated_shapes(f"{name}.experts.{index}", hidden, config["moe_intermediate_size"])
+    inner = config["moe_intermediate_size"]
+    if config["model_type"] == "qwen3_5_moe_text":
+        shapes[f"{name}.experts.gate_up_proj"] = (experts, 2 * inner, hidden)
+        shapes[f"{name}.experts.down_proj"] = (experts, hidden, inner)
+    else:
+        for index in range(experts):
+            shapes |= _gated_shapes(f"{name}.experts.{index}", hidden, inner)
     if "shared_expert_intermediate_size" in config:
         shapes |= _gated_shapes(f"{name}.shared_expert", hidden, config["shared_expert_intermediate_size"])
         shapes[f"{name}.shared_expert_gate.weight"] = (1, hidden)
@@ -215,7 +220,10 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
     outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight", "experts.down_proj")
     gain = 2.0 if name.endswith(outputs) else 1.2
-    return float(gain * shape[1] ** -0.5) if len(shape) > 1 else 1.0
+    if len(shape) == 1:
+        return 1.0
+    inputs_last = variant.config.get("model_type") == "qwen3_5_moe_text"
+    return float(gain * shape[-1 if inputs_last else 1] ** -0.5)
 
 
 def write_model(variant: Variant, folder: Path) -> None:

@@ -54,11 +54,11 @@ NATIVE_MODELS = (
 Qwen3 is Qwen3-MoE without experts, and ``tests/integration/test_families.py`` serves it with native operators.
 """
 HALF_MODELS = ("llama_dynamic", "mistral_full", "mixtral", "phi3", "gemma3", "gpt_oss", "qwen2_tied", "qwen3_window",
-               "qwen3_moe", "qwen3_next", "qwen3_5", "deepseek_v2", "deepseek_v3")  # fmt: skip
+               "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v2", "deepseek_v3")  # fmt: skip
 """The models that ``make test`` runs in a half type with fused operators: one of each architecture."""
-REFUSED_BY_NATIVE = ("gemma3", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "qwen3_5")
+REFUSED_BY_NATIVE = ("gemma3", "gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models that the native operators refuse."""
-STATE_MODELS = ("qwen3_next", "qwen3_5")
+STATE_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models with linear attention. In int4, these small random models lose their text."""
 MXFP4 = ("gpt_oss_mxfp4",)
 """Models whose experts are stored as 4-bit floats. They become int8 or floats, and never int4."""

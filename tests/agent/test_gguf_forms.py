@@ -34,7 +34,7 @@ def floats_of(source: GGUFFile, part: WeightPart, cut: TensorCut | None = None) 
     return out
 
 
-@pytest.mark.parametrize("family", ["deepseek2", "qwen3next", "qwen35"])
+@pytest.mark.parametrize("family", ["deepseek2", "qwen3next", "qwen35", "qwen35moe"])
 def test_integers_and_parts_are_those_of_the_floats(tmp_path: Path, family: str) -> None:
     """Q8_0 is kept without rounding, so integers with their scales equal the floats, wherever a recipe moves them."""
     _, file = write_pair(family, "Q8_0", tmp_path)
@@ -52,7 +52,7 @@ def test_integers_and_parts_are_those_of_the_floats(tmp_path: Path, family: str)
             quantised += 1
             integers = source.read_quantised(part)
             np.testing.assert_array_equal(integers.dequantise_rows(0, part.shape[0]), whole, part.name)
-    assert quantised == {"deepseek2": 0, "qwen3next": 2, "qwen35": 5}[family]
+    assert quantised == {"deepseek2": 0, "qwen3next": 2, "qwen35": 5, "qwen35moe": 5}[family]
     source.close()
 
 
@@ -62,8 +62,14 @@ def open_model(path: Path) -> None:
     open_weights(path, weight_specs(shape), seed=None, ignorable=ignorable_suffixes(shape)).close()
 
 
-def copy_without(file: Path, path: Path, *, entries: dict[str, int] | None = None, drop: str = "") -> Path:
-    """Copies a GGUF file with other metadata ``entries``. ``drop`` is a part of the names of tensors to leave out."""
+def copy_without(
+    file: Path, path: Path, *, entries: dict[str, int] | None = None, drop: str = "", joins_gates: bool = False
+) -> Path:
+    """Copies a GGUF file with other metadata ``entries``. ``drop`` is a part of the names of tensors to leave out.
+
+    ``joins_gates``: the copy has the gates and ups of a layer's experts in one tensor, as the converter's option
+    ``--fuse-gate-up-exps`` writes them.
+    """
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(str(path), reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -71,9 +77,15 @@ def copy_without(file: Path, path: Path, *, entries: dict[str, int] | None = Non
             continue
         value = (entries or {}).get(key, field.contents())
         writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
-    for tensor in reader.tensors:
-        if not drop or drop not in tensor.name:
-            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    tensors = {tensor.name: tensor for tensor in reader.tensors if not drop or drop not in tensor.name}
+    for name, tensor in tensors.items():
+        data, kind = np.array(tensor.data), tensor.tensor_type
+        if joins_gates and "_up_exps" in name:
+            continue
+        if joins_gates and "_gate_exps" in name:
+            data = np.concatenate([data, tensors[name.replace("_gate_", "_up_")].data], axis=1)
+            name = name.replace("_gate_", "_gate_up_")
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -81,12 +93,34 @@ def copy_without(file: Path, path: Path, *, entries: dict[str, int] | None = Non
     return path
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q4_K"])
+def test_gates_and_ups_of_experts_may_be_one_tensor(tmp_path: Path, kind: str) -> None:
+    _, file = write_pair("qwen35moe", kind, tmp_path)
+    joined = copy_without(file, tmp_path / "joined.gguf", joins_gates=True)
+    assert any(each.name.endswith("ffn_gate_up_exps.weight") for each in gguf.GGUFReader(joined).tensors)
+    open_model(joined)
+    expected, found = GGUFFile(file), GGUFFile(joined)
+    experts = [part for part in parts_of(file) if ".experts." in part.name]
+    assert len(experts) == 2 * 8 * 3
+    for part in experts:
+        rows = TensorCut(part.shape, Span(8, 40), Span(32, part.shape[1]))
+        for cut in (None, rows):
+            np.testing.assert_array_equal(floats_of(found, part, cut), floats_of(expected, part, cut), part.name)
+        if kind == "Q4_K":
+            values, others = found.read_quantised(part), expected.read_quantised(part)
+            np.testing.assert_array_equal(values.values, others.values, part.name)
+            np.testing.assert_array_equal(values.scales, others.scales, part.name)
+    expected.close()
+    found.close()
+
+
 WRONG = {
     "other values": ("deepseek2", {"deepseek2.attention.value_length_mla": 24}, "", "attn_v_b.weight has shape"),
-    "no values": ("deepseek2", {}, "attn_v_b", r"attn_v_b\.weight \(.*\) missing from the weights"),
+    "no values": ("deepseek2", {}, "attn_v_b", r"attn_v_b\.weight \(.*\) are missing from the weights"),
     "fewer key heads": ("qwen35", {"qwen35.ssm.group_count": 1}, "", "attn_qkv.weight has shape"),
-    "no gate": ("qwen3next", {}, "attn_gate", r"attn_gate\.weight \(.*\) missing from the weights"),
+    "no gate": ("qwen3next", {}, "attn_gate", r"attn_gate\.weight \(.*\) is missing from the weights"),
     "no sizes": ("qwen35", {"qwen35.ssm.inner_size": 0}, "", r"qwen35\.ssm\.inner_size = 0: must be from 1 to 2048"),
+    "no gates": ("qwen35moe", {}, "gate_exps", r"tensors blk\.0\.ffn_gate_exps\.weight \(\S+\), blk\.1\.ffn_"),
     "odd values": ("qwen35", {"qwen35.ssm.inner_size": 250}, "", "must be a multiple of the 4 value heads"),
 }
 

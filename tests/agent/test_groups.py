@@ -63,7 +63,7 @@ LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARI
 """
 
 
-UNDIVIDED = ("gpt_oss_mxfp4", "qwen3_next", "qwen3_5")
+UNDIVIDED = ("gpt_oss_mxfp4", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models that are not tested here. ``gpt_oss`` is the same network as the first with weights of floats. The config
 refuses to divide the states of the others.
 """

@@ -43,7 +43,11 @@ HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 HYBRID_DENSE = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention", "full_attention"]}
-NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL, V2, V3, GEMMA, GPT_OSS, HYBRID, HYBRID_DENSE)}  # type: ignore[index]
+HYBRID_EXPERTS = {**HYBRID, "architectures": ["Qwen3_5MoeForCausalLM"]}
+NEEDED = {
+    each["architectures"][0]: each  # type: ignore[index]
+    for each in (MOE, MIXTRAL, V2, V3, GEMMA, GPT_OSS, HYBRID, HYBRID_DENSE, HYBRID_EXPERTS)
+}
 
 
 def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
@@ -128,6 +132,18 @@ def test_experts_are_read(tmp_path: Path) -> None:
     mixtral = shape_of(tmp_path / "mixtral", **MIXTRAL, num_hidden_layers=4)
     assert mixtral.experts == Experts(6, 2, 160, normalised=True)
     assert mixtral.num_parameters == 4 * (attention - 2 * 16 + 6 * 3 * 64 * 160 + 6 * 64) + 64 + 2 * 300 * 64
+
+
+def test_experts_of_qwen35_are_always_normalised_and_in_every_layer(tmp_path: Path) -> None:
+    """Published folders have no ``intermediate_size``, because no layer has an ordinary MLP."""
+    ignored = {"norm_topk_prob": False, "mlp_only_layers": [0]}
+    shape = shape_of(tmp_path, **HYBRID_EXPERTS | ignored, remove=("intermediate_size",))
+    assert shape.experts == Experts(8, 3, 48, normalised=True, shared_size=512, shared_gate=True)
+    assert shape.intermediate_size == 48
+    with pytest.raises(CheckpointError, match="intermediate_size"):
+        shape_of(tmp_path / "dense", **HYBRID_DENSE, remove=("intermediate_size",))
+    with pytest.raises(CheckpointError, match="intermediate_size"):
+        shape_of(tmp_path / "some", **MOE, mlp_only_layers=[0], remove=("intermediate_size",))
 
 
 def test_latent_attention_and_deepseeks_experts_are_read(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-HYBRIDS = ("qwen3next", "qwen35")
+HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 Tensors = dict[str, np.ndarray]
 
 
@@ -79,7 +79,7 @@ _DELTA_NAMES = {
 def _tiled(values: np.ndarray, config: dict[str, Any], block: str, kind: str) -> Tensors:
     """Returns a tensor of linear attention. In Qwen3.5, neighbouring value heads have different key heads."""
     values = values.squeeze()
-    if config["architectures"] == ["Qwen3_5ForCausalLM"]:
+    if config["architectures"] != ["Qwen3NextForCausalLM"]:
         keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
         if kind in ("conv1d.weight", "in_proj_qkv.weight"):
             values = np.concatenate([values[:keys], _reordered(values[keys:], config)])

@@ -30,6 +30,7 @@ _ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek2",
     "Qwen3NextForCausalLM": "qwen3next",
     "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
 }
 
 
@@ -79,6 +80,7 @@ GGUF_FAMILIES = {
     "deepseek2": _without("deepseek_v3"),
     "qwen3next": _with(_without("qwen3_next", "mlp_only_layers"), **_ALTERNATE),
     "qwen35": _with(_without("qwen3_5"), linear_num_value_heads=4, **_ALTERNATE),
+    "qwen35moe": _with(_without("qwen3_5_moe", "intermediate_size"), **_ALTERNATE),
 }
 """A seeded model of each architecture that is read from GGUF files."""
 
@@ -100,7 +102,8 @@ def _wide(variant: Variant) -> Variant:
         sizes["shared_expert_intermediate_size"] = 256
     if "moe_intermediate_size" in config:
         sizes["moe_intermediate_size"] = 256
-    return replace(variant, config={**config, **_WIDE, **sizes}, num_shards=1)
+    sizes |= {key: size for key, size in _WIDE.items() if key in config}
+    return replace(variant, config={**config, **sizes}, num_shards=1)
 
 
 WIDE_FAMILIES = {name: _wide(variant) for name, variant in GGUF_FAMILIES.items()}
@@ -120,7 +123,7 @@ def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> dict[str, n
     numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[name], config["num_hidden_layers"])
     stored_values: dict[str, np.ndarray] = {}
-    for tensor, values in _joined_experts(folder):
+    for tensor, values in _joined_experts(folder, gate_first=name == "qwen35moe"):
         if (form := other_form(name, config, tensor)) is not None:
             stored_values[tensor] = _write_other_form(writer, tensor, values, form, kind)
             continue
@@ -199,7 +202,8 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     if name != "deepseek2":
         writer.add_head_count_kv(config["num_key_value_heads"])
@@ -244,13 +248,13 @@ def _write_phi3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_tensor(f"rope_factors_{kind}.weight", np.array(scaling[f"{kind}_factor"], np.float32))
 
 
-def _joined_experts(folder: Path) -> list[tuple[str, np.ndarray]]:
+def _joined_experts(folder: Path, *, gate_first: bool) -> list[tuple[str, np.ndarray]]:
     """Returns the tensors of the folder as float32. The matrices of a layer's experts are stacked to one tensor."""
     found: dict[str, np.ndarray] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "numpy") as opened:
             for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
-                found |= _separated(name, opened.get_tensor(name))
+                found |= _separated(name, opened.get_tensor(name), gate_first=gate_first)
     joined: dict[str, dict[int, np.ndarray]] = {}
     for name in sorted(found):
         if match := re.search(r"\.experts\.(\d+)\.", name):
@@ -260,13 +264,20 @@ def _joined_experts(folder: Path) -> list[tuple[str, np.ndarray]]:
     return sorted({**found, **stacked}.items())
 
 
-def _separated(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns a tensor of all experts of gpt-oss as llama.cpp's converter stores it, or another tensor unchanged.
+def _separated(name: str, values: np.ndarray, *, gate_first: bool) -> dict[str, np.ndarray]:
+    """Returns a tensor of all experts as llama.cpp's converter stores it, or another tensor unchanged.
 
-    Gate and up are separate, and matrices are [experts, out, in].
+    Gate and up are separate, and matrices are [experts, out, in]. ``gate_first`` is the order of Qwen3.5, in which all
+    gates come before all ups. In gpt-oss they alternate, and the inputs come before the outputs.
     """
     if ".experts." not in name or "_proj" not in name or re.search(r"\.experts\.\d", name):
         return {name: values}
+    if gate_first:
+        place, _, matrix = name.rpartition(".")
+        if matrix == "down_proj":
+            return {f"{name}.weight": values}
+        gate, up = np.split(values, 2, axis=1)
+        return {f"{place}.gate_proj.weight": gate, f"{place}.up_proj.weight": up}
     end = ".bias" if name.endswith("_bias") else ".weight"
     stem, values = name.removesuffix("_bias"), values if end == ".bias" else values.swapaxes(1, 2)
     if not stem.endswith("gate_up_proj"):

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from agent.models.names import ignorable_suffixes, weight_specs
-from agent.weights import open_weights
+from agent.weights.gguf.file import GGUFFile
 from agent.weights.joined import stored_parts
 from agent.weights.storage import STORAGE_DTYPES
-from llm_serving.errors import CheckpointError
 from llm_serving.gguf.model_config import model_fields
 from llm_serving.model.shape import ModelShape
 from tools.quantization.folder_writer import FolderWriter
@@ -20,18 +19,18 @@ from tools.quantization.folder_writer import FolderWriter
 def write_float_folder(file: Path, folder: Path, dtype: str) -> None:
     """Writes ``config.json`` and the dequantised weights of a GGUF file to the new folder ``folder``.
 
-    ``dtype`` is the type of the weights, for example ``float32``. The folder has no tokenizer. Raises CheckpointError
-    for a damaged file, and for gpt-oss.
+    ``dtype`` is the type of the weights, for example ``float32``. The folder has no tokenizer. Each expert has tensors
+    of its own, also if published folders of the family have one tensor of all experts. Raises CheckpointError for a
+    damaged file.
     """
     shape = ModelShape.from_path(file)
-    parts = [part for spec in weight_specs(shape) if not spec.packed_only for part in spec.tensors]
-    if any(part.stacked is not None for part in parts):
-        raise CheckpointError(f"{file}: folders of {shape.architecture} have all experts in one tensor; not supported")
-    source = open_weights(file, weight_specs(shape), seed=None, ignorable=ignorable_suffixes(shape))
+    parts = stored_parts(part for spec in weight_specs(shape) if not spec.packed_only for part in spec.tensors)
+    source = GGUFFile(file)
     try:
+        source.check(parts, ignorable_suffixes(shape))
         folder.mkdir()
         writer = FolderWriter(folder)
-        for part in stored_parts(parts):
+        for part in parts:
             values = np.empty(part.shape, STORAGE_DTYPES[dtype])
             source.read_into(part.name, values, dtype)
             writer.write(part.name, values)

@@ -47,9 +47,14 @@ class GGUFFile:
         """Raises CheckpointError unless the file has exactly the ``expected`` tensors with their shapes."""
         tensors = self._header.tensors
         places = {part.name: self._place(part.name).names for part in expected}
-        missing = [f"{name} ({theirs})" for theirs, names in places.items() for name in names if name not in tensors]
+        # The experts of a layer have the same tensor in the file. It is listed once, with the first expert's name.
+        missing: dict[str, str] = {}
+        for theirs, names in places.items():
+            for name in names:
+                if name not in tensors:
+                    missing.setdefault(name, f"{name} ({theirs})")
         if missing:
-            raise CheckpointError(f"{self.path}: {listed(missing)} missing from the weights")
+            raise CheckpointError(f"{self.path}: {listed(list(missing.values()))} missing from the weights")
         known = {*chain.from_iterable(places.values()), *IGNORED}
         known |= {OUTPUT} if "lm_head.weight" in tuple(ignorable) else set()
         unexpected = [name for name in tensors if name not in known and not predicts_further(self._header, name)]
@@ -116,9 +121,12 @@ class GGUFFile:
 
     def _bytes(self, part: WeightPart) -> npt.NDArray[np.uint8]:
         """Returns the stored bytes of a tensor. For an expert, returns its part of the tensor that has all experts."""
-        entry, expert = self._entry(part.name), self._place(part.name).expert
+        entry, place = self._entry(part.name), self._place(part.name)
         data = self._data[entry.begin : entry.begin + entry.size]
-        return data if expert is None else data.reshape(entry.shape[0], -1)[expert]
+        if place.expert is None:
+            return data
+        own: npt.NDArray[np.uint8] = data.reshape(entry.shape[0], -1)[place.expert]
+        return own if place.half is None else own.reshape(2, -1)[place.half]
 
     def _rows(self, part: WeightPart) -> npt.NDArray[np.uint8]:
         """Returns the stored bytes of a matrix, uint8 [rows, bytes of a row]."""
@@ -187,11 +195,12 @@ class GGUFFile:
             return
         entry = self._entry(part.name)
         shape = entry.shape if place.expert is None else entry.shape[1:]
+        wanted = part.shape if place.half is None else (2 * part.shape[0], *part.shape[1:])
         is_beyond = place.expert is not None and place.expert >= entry.shape[0]
-        if _significant(shape) != _significant(part.shape) or is_beyond:
+        if _significant(shape) != _significant(wanted) or is_beyond:
             raise CheckpointError(
                 f"{self.path}: tensor {entry.name} has shape {list(entry.shape)}; the model requires "
-                f"{list(part.shape)}{'' if place.expert is None else ' for each expert'}"
+                f"{list(wanted)}{'' if place.expert is None else ' for each expert'}"
             )
         self._check_vector(entry, part.shape)
 

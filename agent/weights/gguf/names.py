@@ -23,6 +23,9 @@ _SINKS = ".sinks"
 """End of Hugging Face's name of attention sinks. In a GGUF file, their name ends in ``.weight``."""
 _CORRECTION = ".e_score_correction_bias"
 """End of Hugging Face's name of the correction of DeepSeek's router."""
+_HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+_BOTH_HALVES = "ffn_gate_up_exps.weight"
+"""Names of the gates and ups of all experts in a block: of two tensors, and of one tensor that has both."""
 _JOINED = (
     ("attn_q", "attn_q_a", "attn_k", "attn_v", "attn_kv_a_mqa"),
     ("attn_qkv", "attn_gate", "ssm_in", "ssm_ba", "ssm_beta", "ssm_alpha"),
@@ -42,6 +45,8 @@ class Place:
     """Index of the expert, if the file's tensor holds the weights of all experts. Otherwise None."""
     recipe: Recipe | None = None
     """Describes how to make the tensor from the file's tensors. None if the file stores it in the same form."""
+    half: int | None = None
+    """0 for the gate and 1 for the up, if the file's tensor has both for each expert. Otherwise None."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,7 +77,13 @@ def name_table(header: Header) -> Callable[[str], Place]:
         whole = table.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
         if whole is not None and name.endswith(_SINKS):
             whole += ".weight"
-        return Place(whole or name, None if found is None else int(found[1]))
+        expert = None if found is None else int(found[1])
+        if whole is not None and whole not in header.tensors and whole.endswith(_HALVES):
+            block, _, kind = whole.partition(".ffn")
+            both = f"{block}.{_BOTH_HALVES}"
+            if both in header.tensors:
+                return Place(both, expert, half=_HALVES.index(f"ffn{kind}"))
+        return Place(whole or name, expert)
 
     return place
 

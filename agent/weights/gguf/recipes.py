@@ -7,7 +7,7 @@ Source: the converters of https://github.com/ggml-org/llama.cpp (``conversion/de
 - Qwen3-Next: ``attn_qkv`` and ``attn_gate`` have the rows of ``in_proj_qkvz``. All queries come first, then all keys,
   values and output gates. Hugging Face groups the rows by key head.
 - Qwen3.5: the file first has value head 0 of every key head, then value head 1 of every key head, and so on.
-- Both hybrids store -exp(A_log) instead of A_log.
+- All hybrids store -exp(A_log) instead of A_log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from agent.weights.quantized import QuantizedTensor
 from llm_serving.errors import CheckpointError
 from llm_serving.gguf.header import Header
-from llm_serving.gguf.hybrid import HYBRIDS, QWEN35, delta_sizes
+from llm_serving.gguf.hybrid import HYBRIDS, TILED, delta_sizes
 from llm_serving.model.gated_delta import GatedDelta
 from llm_serving.model.quantization import GGUF_GROUP
 
@@ -115,7 +115,7 @@ def _delta_recipe(header: Header, block: str, kind: str) -> Recipe | None:
     """
     sizes, hidden = delta_sizes(header), _integer(header, "embedding_length")
     heads, values, all_channels = sizes.value_heads, sizes.values, sizes.channels
-    is_tiled = header.architecture == QWEN35
+    is_tiled = header.architecture in TILED
     by_head = _tiled(sizes, 1) if is_tiled else None
     by_row = _tiled(sizes, sizes.value_dim) if is_tiled else None
     channels = None if by_row is None else _after(2 * sizes.keys, by_row)
