@@ -52,7 +52,7 @@ BUILD_VARIABLE = "LLM_KERNELS_BUILD"
 BUILDS = ("best", "native", "all", "none")
 DATA_FOLDERS = ("configs", "models", "tools", "performance")
 DATA_FILES = ("start_server.py", "pyproject.toml")
-"""A wheel has these folders and files in ``llm_serving/_data``, in the same places as the repository."""
+"""Folders and files that a wheel has in ``llm_serving/_data``, with the same relative paths as in the repository."""
 NOT_INSTALLED = ("__pycache__", "*.so", "*.cc", "*.h", "ceilings", "conftest.py")
 
 COMPILE_FLAGS = [
@@ -65,7 +65,7 @@ COMPILE_FLAGS = [
 # With nodelete, the library stays in memory after a dlclose, because its threads keep running.
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,-z,nodelete", "-Wl,--no-undefined"]
 
-# Functions (mangled names) whose calls go to performance/kernels/routes.cc in the testing library, and only there.
+# Mangled names of functions. In the testing library, the linker redirects their calls to performance/kernels/routes.cc.
 TESTING_WRAPS = ("_ZN4llmk12route_tokensERKNS_11RoutingArgsE", "_ZN4llmk12plugin_top_kERKNS_4CallE")
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -82,13 +82,16 @@ INSTRUCTION_SETS = {
     "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
     "neon_bf16": ["-march=armv8.2-a+dotprod+i8mm+bf16"],
 }
-"""Compiler flags for each file in agent/kernels/arch, by its name, the best set last. portable.cc needs none."""
+"""Compiler flags of each instruction set, from the least to the most capable. A file in agent/kernels/arch has the name
+of its set. portable.cc needs no flags.
+"""
 PORTABLE = "portable"
 OTHER_FLAGS = {PORTABLE: ["-O2"], "arithmetic": ["-O2", "-fvect-cost-model=dynamic"]}
-"""Flags of files that take more than twice as long to compile with -O3. The code of portable.cc need not be fast,
-because it serves only processors without the other sets. The code of arithmetic.cc is as fast as with -O3."""
+"""Flags of files that take more than twice as long to compile with -O3. Code from portable.cc need not be fast, because
+it runs only on processors without the other sets. Code from arithmetic.cc is as fast as with -O3.
+"""
 SLOW_FILES = (*reversed(INSTRUCTION_SETS), PORTABLE, "arithmetic")
-"""The files that take longest to compile. They come first, so that no processor is idle while the last one compiles."""
+"""The files that take longest to compile. They are compiled first, so that no processor is idle at the end."""
 
 
 def mindspore_include() -> Path:
@@ -104,10 +107,10 @@ def mindspore_include() -> Path:
 
 
 class Compiler:
-    """A C++ compiler that makes a file only if its inputs have changed.
+    """Runs a C++ compiler, and makes an output file only if its inputs have changed.
 
     Next to every output is a file ``.recipe`` with the command line and the version of the compiler. Its modification
-    time is the time when the command began. The output is made again if the recipe differs, or if an input is missing
+    time is the start time of the command. The output is made again if the recipe differs, or if an input is missing
     or newer than that time. The inputs of an object file are its source and the headers that the compiler lists.
     """
 
@@ -131,7 +134,7 @@ class Compiler:
         return subprocess.run([self._path, question], capture_output=True, text=True, check=True).stdout
 
     def knows(self, flags: Sequence[str]) -> bool:
-        """Returns True if the compiler accepts the flags. It refuses flags of other processors."""
+        """Returns True if the compiler accepts the flags. A compiler refuses the flags of another architecture."""
         with tempfile.TemporaryDirectory() as folder:
             probe = Path(folder) / "probe.cc"
             probe.write_text("int main() { return 0; }\n")
@@ -139,7 +142,7 @@ class Compiler:
             return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
     def runnable_sets(self, known: Sequence[str]) -> list[str]:
-        """Returns the instruction sets out of ``known`` that this processor runs, as the probe program finds them."""
+        """Compiles and runs a probe program. Returns the instruction sets in ``known`` that this processor supports."""
         with tempfile.TemporaryDirectory() as folder:
             probe = Path(folder) / "probe"
             have = [f"-DLLMK_HAVE_{name.upper()}" for name in known]
@@ -171,7 +174,7 @@ class Compiler:
         begun.write_text(text)
         recipe.unlink(missing_ok=True)
         if not self._quiet:
-            # One write for the whole line, so that threads do not mix their lines.
+            # A single write prints the whole line, so that lines of several threads do not mix.
             print(" ".join(command) + "\n", end="", flush=True)
         if subprocess.run(command, check=False).returncode != 0:
             raise CompileError(f"command failed: {' '.join(command)}")
@@ -243,7 +246,7 @@ class BuildKernels(build_ext):
 
 
 def _put(made: Path, target: Path) -> None:
-    """Copies the file ``made`` to ``target``. A rename replaces the old file, because a process may have mapped it."""
+    """Copies the file ``made`` to ``target``. A rename replaces an old file, so that processes keep their mapping."""
     if target.is_file() and filecmp.cmp(made, target, shallow=False):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +289,7 @@ def _compile_all(compiler: Compiler, units: list[Unit], quiet: bool) -> None:
 
 
 def _list_of_sets(names: Sequence[str]) -> str:
-    """Returns the compiler flag that lists instruction sets for C++, from the best to the last."""
+    """Returns a compiler flag that defines the list of instruction sets as a C++ macro. The best set is the first."""
     return f"-DLLMK_INSTRUCTION_SETS(X)={' '.join(f'X({name})' for name in names)}"
 
 

@@ -19,15 +19,15 @@ PROGRAM = REPOSITORY / "performance" / "ceilings"
 ATTEMPT_SECONDS = 0.1
 TIMEOUT_S = 60.0
 DRIFT = 1.15
-"""Largest ratio of the read bandwidths before and after a run. A larger ratio causes a warning."""
+"""Maximum ratio of the read bandwidths that are measured before and after a run. A larger ratio causes a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     """Maximum rates of a machine for all threads together, in 10^9 bytes or 10^9 operations per second.
 
-    A multiply-add counts as two operations. If the processor cannot multiply in a number format, the format's rate is
-    the rate of the instructions that the kernels use instead.
+    A multiply-add counts as two operations. If the processor has no instruction for products of a number format, the
+    rate is that of the instructions which the kernels use instead.
     """
 
     read_gb_s: float
@@ -64,7 +64,7 @@ def measure_ceilings(threads: int = 0) -> Ceilings:
 def drift_text(before: Ceilings, after: Ceilings) -> str | None:
     """Returns a warning if the read bandwidth changed by more than the factor ``DRIFT`` during a run, otherwise None.
 
-    After this change of speed, comparisons of the run with the ceilings are meaningless.
+    If the machine's speed changed this much, a comparison of the run with the ceilings is meaningless.
     """
     low, high = sorted((before.read_gb_s, after.read_gb_s))
     if high < DRIFT * low:

@@ -1,6 +1,6 @@
 """Measures how long two agents take to add their arrays over shared memory (all-reduce).
 
-Each of the two processes runs on its own core if the machine has two cores. For comparison, the processes pass a single
+If the machine has at least two cores, each process runs on its own core. For comparison, the processes pass a single
 word of shared memory back and forth. An all-reduce cannot be faster than the transfer of this word. The result has the
 median and the 99th percentile of the time for each array size.
 """
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def measure(dtype: str) -> dict[str, Any]:
-    """Starts two processes that add arrays, and returns the times. Each time is that of the slower process."""
+    """Starts two processes that add arrays, and returns the times. The time of an all-reduce is the slower process'."""
     memory = ExchangeMemory.create(LAYOUT)
     agents = []
     try:
@@ -72,7 +72,7 @@ def measure(dtype: str) -> dict[str, Any]:
 
 
 def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
-    """Runs process ``index`` (0 or 1) of the two processes. Measures round trips of a word, and all-reduces."""
+    """Runs the benchmark in process ``index`` (0 or 1). Measures round trips of a word, and all-reduces."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.sched_setaffinity(0, {cores[index]})

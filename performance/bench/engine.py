@@ -1,6 +1,6 @@
 """Runs the engine without HTTP: scheduler, executor and a real agent process, driven by the caller's thread.
 
-It uses no sockets, no JSON and no text.
+Clients, JSON and text are left out, so that a benchmark measures only the engine and the agent.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def offline_engine(config: Config, starter: RemoteStarter | None = None) -> Iter
         settings = config.serving_config
         listeners = owned.enter_context(bind_agent_ports(settings.agent_ip, settings.agent_ports))
         log = owned.enter_context(EventLog(str(folder / "engine.log"), "error"))
-        # If the agent fails, the benchmark must end. The start of a new agent would distort the measured times.
+        # With a limit of 0, the benchmark ends if the agent fails. A new agent's start would distort the times.
         once = replace(config, serving_config=replace(settings, agent_restart_limit=0))
         executor = AgentExecutor(once, listeners, folder, start_group=starter)
         owned.callback(executor.close)
@@ -162,8 +162,7 @@ def offline_engine(config: Config, starter: RemoteStarter | None = None) -> Iter
 
 
 class _Recorder(Metrics):
-    """Updates a server's metrics, so that the engine does the same work as in a server. Also stores the times of every
-    step.
+    """Stores the times of every step. It also updates a server's metrics, so that the engine does the work of a server.
     """
 
     def __init__(self) -> None:

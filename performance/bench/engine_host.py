@@ -1,7 +1,7 @@
 """Measures the host time of decode steps without a device: the time that the engine thread adds to a step.
 
-The scheduler with its flight recorder, the engine core, the detokenizer, the writer of step slots and the message codec
-are those of the server. The device is simulated and completes a step immediately; its time is subtracted. With
+The program uses the server's scheduler with its flight recorder, engine core, detokenizer, writer of step slots and
+message codec. The device is simulated and completes a step immediately; its time is subtracted. With
 ``--evict MIB`` the simulated device reads this amount of memory in each step. The processor's caches are then as cold
 as in a busy server.
 

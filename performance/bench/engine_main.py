@@ -5,8 +5,8 @@ ignored, and prompts are random token ids from a seed. Every figure is the media
 
 A decode row runs --batch prompts of --prompt tokens together and generates --new tokens for each. Its decode rate
 counts the tokens after the last prompt's first token. Its prefill rate and TTFT come from the same run. A prefill row
-runs one prompt and generates one token. If the prompt is longer than the model's limit, several equal prompts take its
-place.
+runs one prompt and generates one token. If the prompt would exceed the model's limit, it is divided into several
+prompts of equal length.
 
 "of ceiling" is the minimum time divided by the measured time. The minimum time of a step is a sum over its operators.
 Each operator takes the longer of two times: reading its data, and computing (performance/bench/roofline.py). "by

@@ -1,4 +1,4 @@
-"""Parts of engines without a device, which benchmarks of the engine thread share."""
+"""Provides parts of an engine without a device, for benchmarks of the engine thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stopwatch:
 
 
 class InstantExecutor:
-    """An executor without agents. It writes, encodes, decodes and reads steps as usual, but in private memory.
+    """An executor without agents. It writes, encodes, decodes and reads steps as the server does, in private memory.
 
     ``poll`` completes the oldest step in flight. ``device_seconds`` is the time of the simulated device.
     """
@@ -139,7 +139,7 @@ class InstantExecutor:
 
 
 def limits_for(sequences: int, max_tokens: int) -> tuple[SchedulerLimits, SlotLimits]:
-    """Returns the limits of a scheduler whose sequences run together to their end, and of its step slots."""
+    """Returns limits of a scheduler and of its step slots, with capacity for all sequences to run at the same time."""
     max_model_len = PROMPT_TOKENS + max_tokens + BLOCK_SIZE
     blocks = -(-max_model_len // BLOCK_SIZE)
     limits = SchedulerLimits(
@@ -163,5 +163,5 @@ def request_of(index: int, max_tokens: int) -> Request:
 
 
 def fail(message: str) -> None:
-    """Raises RuntimeError: a recorder has failed."""
+    """Raises RuntimeError. A flight recorder calls this function if it fails."""
     raise RuntimeError(message)

@@ -1,4 +1,4 @@
-"""Measures how many replicas one engine thread can drive. The thread's processor time counts, not the time of a clock.
+"""Measures how many replicas one engine thread can drive, from the thread's processor time for a step.
 
 Each replica has a scheduler with a flight recorder and an executor without agents, behind the real router. A loop
 iteration completes one step of one replica. This is the most expensive case, because an iteration of a busy server
@@ -48,7 +48,7 @@ class ReplicaFigures:
     """Sequences of each replica."""
     us_per_step: float
     drives: float
-    """Replicas that one engine thread can drive at the wanted time of a step."""
+    """Number of replicas that one engine thread can drive, if a device needs a given time for each step."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,7 +67,10 @@ class _InTurn:
 
 
 def measure_replicas(replicas: int, sequences: int, steps: int, repeats: int, step_s: float) -> ReplicaFigures:
-    """Returns the median over ``repeats`` engines, each with ``steps`` measured decode steps of each replica."""
+    """Measures ``steps`` decode steps of each replica, on ``repeats`` engines. Returns the median of the engines.
+
+    ``step_s`` is the time of a step on a device.
+    """
     seconds = statistics.median(_run(replicas, sequences, steps) for _ in range(repeats))
     return ReplicaFigures(replicas, sequences, 1e6 * seconds, step_s / seconds)
 
@@ -81,7 +84,7 @@ def replicas_table(rows: Sequence[ReplicaFigures]) -> str:
 
 
 def _run(replicas: int, sequences: int, steps: int) -> float:
-    """Returns the seconds of processor time for a decode step."""
+    """Returns the engine thread's processor time for a decode step, in seconds, measured on a new engine."""
     with tempfile.TemporaryDirectory(prefix="bench_engine_replicas_") as folder, ExitStack() as owned:
         core, executors = _engine(replicas, sequences, steps + 2 * WARM_UP_STEPS, Path(folder), owned)
         while any(executor.last_kind is not StepKind.DECODE for executor in executors):

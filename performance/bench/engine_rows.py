@@ -1,4 +1,4 @@
-"""Measures an engine: one row of rates and times for each batch size and each prefill length."""
+"""Measures an engine. The result has a row of rates and times for each batch size and each prefill length."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
 
 
 def median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combines the rows of repeated runs: the median of each float, and other values from the first row."""
+    """Combines the rows of repeated runs. Takes the median of each float, and all other values from the first row."""
     return {
         key: statistics.median(row[key] for row in rows) if isinstance(value, float) else value
         for key, value in rows[0].items()
@@ -97,7 +97,7 @@ def measure_case(engine: OfflineEngine, case: Case, config: Config, ceilings: Ce
 
 
 def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceilings: Ceilings) -> dict[str, Any]:
-    """Returns the results of one run as a row of the table: of its decode steps or of its prefill, as the case asks.
+    """Returns the results of one run as a row of the table. The row is about decode steps or prefill (``case.kind``).
 
     ``decode_tokens_per_s`` counts the tokens that are generated after every prompt has its first token.
     ``share_of_ceiling`` is the minimum time (``roofline``) divided by the measured time. ``share_by_blocks`` is the

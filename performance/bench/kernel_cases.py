@@ -1,8 +1,8 @@
 """Defines the kernels and shapes that are measured.
 
-A case owns large arrays, so the program creates only one case at a time. A case has several copies of the data that it
-must read, together at least ``ROTATION_BYTES``, and its calls use them one after the other. With one copy the weights
-would stay in the last-level cache, which does not happen in a model.
+A case owns large arrays, so the program creates only one case at a time. A case has several copies of the data that its
+kernel reads, together at least ``ROTATION_BYTES``. The calls use the copies one after the other. With a single copy,
+the data would stay in the last-level cache, which does not happen in a model.
 """
 
 from __future__ import annotations
@@ -178,13 +178,13 @@ def _attention_run(tensors: EntryCall, library: ctypes.CDLL) -> Callable[[], obj
 def _attention_tensors(
     sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str, dtype: str
 ) -> EntryCall:
-    """Returns the tensors of an attention call. A sequence's blocks are in random places, as in a server."""
+    """Returns an attention call with its tensors. The blocks of a sequence are in random places, as in a server."""
     heads, kv_heads, dim = sizes
     width = -(-context // BLOCK_SIZE)
     tables = np.random.default_rng(0).permutation(seqs * width).astype(np.int32).reshape(seqs, width)
     caches = [cache_array(seqs * width, kv_heads, BLOCK_SIZE, dim, kv_format) for _ in range(2)]
     for cache in caches:
-        # without a write, Linux maps all pages to a single page of zeros, which stays in the processor's cache
+        # Without this write, Linux would map all pages to one page of zeros, which stays in the processor's cache.
         cache.fill(0)
     qkv = ordinary(seqs * queries, (heads + 2 * kv_heads) * dim, dtype=dtype)
     positions = np.tile(np.arange(context - queries, context, dtype=np.int32), seqs)

@@ -1,9 +1,10 @@
 """Measures the time to first token of sessions whose blocks come from host memory, and from an SSD after a restart.
 
-The device's cache holds one session and a half, so each session evicts the one before. A first server computes all
-sessions and gets them from its host memory afterwards. A second server gets them from the SSD. Both also compute
-sessions that no tier has. The ratios compare medians: the time of a computed session divided by the time of a loaded
-one. Each response must have the same tokens and log-probabilities as the computed one.
+A session is a long prompt. The device's cache holds one and a half sessions, so each session evicts the previous one.
+The first server computes all sessions, and afterwards loads them from its host memory. The second server loads them
+from the SSD. Both servers also compute sessions that no tier has. A ratio is the median time of computed sessions
+divided by the median time of loaded sessions. The response for a loaded session must have the same tokens and
+log-probabilities as the response for the computed session.
 
     python performance/bench_kv_tiers.py
     python performance/bench_kv_tiers.py --config llama_tiny_cpu.yaml --tokens 400 --sessions 3
@@ -36,7 +37,7 @@ REQUEST_TIMEOUT_S = 600.0
 WRITE_TIMEOUT_S = 60.0
 
 Answers = dict[int, Any]
-"""The choice of each session's response, by number of the session."""
+"""For each session's number: ``choices[0]`` of the server's first response."""
 
 
 class TierBenchmarkError(LoadTestError):
@@ -107,7 +108,7 @@ def _prompt(options: argparse.Namespace, number: int) -> list[int]:
 
 
 def _ask(server: Endpoint, prompt: list[int]) -> Any:
-    """Returns the choice of a response with one token."""
+    """Generates one token for a prompt. Returns ``choices[0]`` of the response."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1, "return_token_ids": True}
     connection = http.client.HTTPConnection(server.host, server.port, timeout=REQUEST_TIMEOUT_S)
     try:
@@ -124,8 +125,10 @@ def _ask(server: Endpoint, prompt: list[int]) -> Any:
 
 
 def _timed(server: Endpoint, options: argparse.Namespace, number: int, answers: Answers) -> float:
-    """Returns the seconds until the response of one token for a session. Checks that it equals the session's first
-    response."""
+    """Generates one token for a session and returns the seconds until the response.
+
+    Raises TierBenchmarkError if the response differs from the session's first response.
+    """
     prompt = _prompt(options, number)
     start = time.perf_counter()
     choice = _ask(server, prompt)
@@ -152,8 +155,8 @@ def _check_hits(server: Endpoint, tier: str, options: argparse.Namespace) -> Non
 def _wait_until(server: Endpoint, name: str, wanted: int) -> None:
     """Waits until a metric of the tiers is at least ``wanted``.
 
-    The tiers copy the blocks of a session in later steps. A block that the next session evicts before its copy is lost
-    to the tiers. So each session waits until its blocks are stored.
+    The tiers copy the blocks of a session during later steps. If the next session evicts a block before it is copied,
+    the tiers do not get it. Therefore the benchmark waits after each session until its blocks are stored.
     """
     deadline = time.monotonic() + WRITE_TIMEOUT_S
     while (found := _metric(server, name)) < wanted:

@@ -58,7 +58,7 @@ class TransferBenchmarkError(LoadTestError):
 
 
 class _Pool:
-    """The memory of a hand-over pool, in memory of this process."""
+    """A hand-over pool in private memory of this process."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.headers: Array = np.zeros((num_blocks, STORED_HEADER_BYTES), np.uint8)
@@ -174,7 +174,10 @@ def _copy_seconds(
 
 
 def _alternate(actions: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Returns the median seconds of each action. The actions run alternately, after a round that does not count."""
+    """Runs all actions once in each round, and returns the median seconds of each action.
+
+    The first round is a warm-up and does not count.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():
@@ -288,7 +291,10 @@ def _token_times(options: argparse.Namespace) -> Results:
 def _run_streams(
     server: Endpoint, options: argparse.Namespace, *, with_long: bool
 ) -> tuple[dict[str, float], list[list[int]]]:
-    """Returns percentiles of the time between tokens in ms, and the tokens of each stream."""
+    """Runs the streams of short prompts. Returns percentiles of the time between tokens in ms, and all tokens.
+
+    ``with_long`` also sends long prompts meanwhile.
+    """
     gaps: list[float] = []
     texts: list[list[int]] = []
     stop = threading.Event()

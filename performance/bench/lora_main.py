@@ -1,7 +1,8 @@
 """Measures the time of steps without adapters, with one LoRA adapter, and with several adapters in each step.
 
-One agent's model runs in this process, with random weights and random adapters of all linear layers. The three kinds of
-steps alternate. The loss is the median of the time with adapters divided by the time without, minus 1.
+One agent's model runs in this process, with random weights and random adapters for all linear layers. The three kinds
+of steps alternate. The loss is the relative slowdown: the median of (time with adapters / time without adapters), minus
+1.
 
     python performance/bench_lora.py
     python performance/bench_lora.py --config llama_tiny_cpu.yaml --rank 8 --rounds 5 --json FILE
@@ -92,7 +93,7 @@ def load_adapters(config: Config, runner: ModelRunner, count: int, rank: int) ->
 
 
 def decode_step(config: Config, sequences: int) -> StepSlot:
-    """Returns a decode step."""
+    """Returns a decode step of ``sequences`` sequences, each with a context of ``CONTEXT`` tokens."""
     return make_step(config, [1] * sequences, [CONTEXT] * sequences)
 
 

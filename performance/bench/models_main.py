@@ -99,7 +99,7 @@ def _command(server: Endpoint, command: str) -> float:
 
 
 def _answer(server: Endpoint, model: str) -> None:
-    """Lets a model generate tokens, so that it touches its memory as in service."""
+    """Makes a model generate tokens, so that its memory is in use when it is measured."""
     _post(server, "/v1/completions", {"model": model, "prompt": "Once upon a time", "max_tokens": 64, "temperature": 0})
 
 
@@ -119,7 +119,8 @@ def _memory() -> dict[str, int]:
     """Returns the proportional set size of the server and of all agents, in bytes: anonymous memory, files, shared
     memory.
 
-    Shared pages count once. Pages of libraries that programs of other users map, too, count in part.
+    A page that several processes share counts once in total. If programs outside the server also map a library, only a
+    part of its pages counts.
     """
     found: dict[str, int] = {}
     for process in psutil.Process().children(recursive=True):

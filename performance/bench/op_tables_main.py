@@ -1,8 +1,8 @@
-"""Compares the native op table (MindSpore's inference primitives, as on Ascend) with the fused one of a CPU.
+"""Compares two op tables on a CPU: the native one (MindSpore's inference primitives, as on Ascend) and the fused one.
 
-Two engines with real agents, one per table, measure each row alternately, so that the machine's speed is the same for
-both. A row is a decode of --batch prompts of --prompt tokens, or a prefill. Its figure is the time of a step
-(bench_engine.py); the ratio is the native time divided by the fused time.
+Two engines with real agents, one for each table, run each row alternately, so that the machine's speed is the same for
+both. A row is a decode of --batch prompts of --prompt tokens, or a prefill. It has the time of a step, measured as in
+bench_engine.py. The ratio is the native time divided by the fused time.
 
 By default both tables multiply the same types. Native int4 and fused int4_weight_only multiply floats by int4, but
 fused int4 multiplies int8 by int4. --fused-weights selects other weight formats for the fused table. If the two tables
@@ -33,9 +33,9 @@ FIGURES = ("step_ms", "graph_ms", "sample_ms", "decode_tokens_per_s", "prefill_t
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code. 0 means success.
+    """Runs the comparison and returns the exit code.
 
-    1 means that a ratio exceeds the limit. 2 means that a config is wrong or an engine does not start.
+    0: success. 1: a ratio exceeds the limit. 2: a config is wrong, or an engine does not start.
     """
     parsed = build_parser().parse_args(arguments)
     results = [

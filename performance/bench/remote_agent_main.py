@@ -1,10 +1,10 @@
-"""Compares an agent behind a link with one on this machine: tokens per second, in alternating runs.
+"""Compares an agent behind a network link with an agent on this machine: tokens per second, in alternating runs.
 
 Starts a node (``llm-serving cluster host``) on the loopback address, so both agents have the same processor and the
 same model. Only the transport of the steps differs: shared memory, or TLS to the node and shared memory on the node.
-Each round generates the same requests with both engines, one after the other. The engine that begins changes with each
-round. The ratio is the median of the rounds' ratios. The processor time of a step is that of the node without its
-agents. The exit code is 1 if a ratio is below --limit.
+In each round, both engines generate tokens for the same requests, one engine after the other. The engines alternate in
+running first. The ratio is the median of the rounds' ratios. The program also prints the processor time that the node,
+without its agents, needs for a step. The exit code is 1 if a ratio is below --limit.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Rates:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code. 0 means success.
+    """Runs the comparison and returns the exit code.
 
-    1 means that a ratio is below the limit. 2 means that a config is wrong or an agent does not start.
+    0: success. 1: a ratio is below the limit. 2: a config is wrong, or an agent does not start.
     """
     parsed = _parse(arguments)
     overrides = [*short_overrides({"dtype": parsed.dtype, "quantize": parsed.quantize}), *parsed.overrides]
@@ -85,7 +85,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _measure(
     engines: dict[str, OfflineEngine], node: psutil.Process, options: argparse.Namespace, batch: int, config: Config
 ) -> dict[str, float]:
-    """Returns the medians of all rounds for one number of sequences, after one round that does not count."""
+    """Measures ``batch`` sequences in a warm-up round and ``options.rounds`` further rounds. Returns the medians."""
     rates = {name: Rates() for name in engines}
     node_s, node_steps = 0.0, 0
     for number in range(options.rounds + 1):
@@ -112,7 +112,7 @@ def _measure(
 
 
 def _prompts(number: int, batch: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Returns the prompts of one round, which no other round repeats, so that no cached prefix helps."""
+    """Returns the prompts of one round. They differ from those of other rounds, so that no cached prefix helps."""
     return [
         [3 + (number * 7919 + sequence * 104729 + place * 31) % (vocab_size - 3) for place in range(length)]
         for sequence in range(batch)

@@ -114,7 +114,7 @@ def attention(name: str, sequences: Sequences, heads: int, kv_heads: int, head_d
 def layer_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Returns (columns, depth) of each linear layer of a decoder layer, by name.
 
-    The projections q, k and v are one linear layer. The projections gate and up are also one.
+    The projections q, k and v count as one linear layer (``qkv``), and gate and up as another (``gate_up``).
     """
     query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return {
@@ -158,9 +158,9 @@ def decode_seconds(
 ) -> float:
     """Returns the minimum time of ``steps`` decode steps, the first with a context of ``first`` tokens.
 
-    The time of a step grows linearly with its context, so all steps together take ``steps`` times a step of the mean
-    context. This is only an approximation if the growing context makes an operator compute bound instead of memory
-    bound.
+    The time of a step grows linearly with its context. Therefore the result is ``steps`` times the time of a step with
+    the mean context. It is only an approximation if an operator changes from memory bound to compute bound while the
+    context grows.
     """
     middle = first + (steps - 1) // 2
     return steps * step_seconds(shape, [(1, middle)] * batch, numbers, ceilings, by_blocks=by_blocks)

@@ -84,7 +84,7 @@ class Workload:
 
 
 def workloads() -> list[Workload]:
-    """Returns the workloads by which speculation is judged."""
+    """Returns all workloads of the comparison."""
     chat = "/v1/chat/completions"
     form = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA}}
     found = [
@@ -185,7 +185,7 @@ def run_round(endpoint: Endpoint, workload: Workload) -> tuple[float, list[str]]
 
 
 def counters(endpoint: Endpoint) -> tuple[float, float]:
-    """Returns the numbers of drafts and of right drafts that the server has counted."""
+    """Reads two metrics of a server: the number of draft tokens, and the number of accepted draft tokens."""
     connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=60)
     connection.request("GET", "/metrics")
     values = dict(line.rsplit(" ", 1) for line in connection.getresponse().read().decode().splitlines() if line)

@@ -43,9 +43,9 @@ Span = tuple[float, float, str]
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code. 0 means success.
+    """Runs the measurement and returns the exit code.
 
-    1 means that the period with steps ahead exceeds the limit. 2 means that a config is wrong.
+    0: success. 1: the period with steps ahead exceeds the limit. 2: a config is wrong.
     """
     parsed = _parse(arguments)
     config = load_config(parsed.config, ["model_config.op_table=native", "model_config.model_dtype=bfloat16"])
@@ -79,7 +79,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(config: Config, options: argparse.Namespace, *, runs_ahead: bool) -> tuple[list[Span], list[Busy]]:
     """Runs the steps. Returns the spans in which the host worked, and the periods in which the device was busy."""
-    from performance.artificial_device.ops import use_artificial_device  # here, because this module imports mindspore
+    from performance.artificial_device.ops import use_artificial_device  # imported here, as it imports mindspore
 
     device = ArtificialDevice()
     use_artificial_device(device, runs_ahead=runs_ahead)

@@ -3,8 +3,8 @@
 1. The time to calculate a mask of allowed tokens, for random JSON schemas and a vocabulary of 131,072 made-up tokens:
    wall time and processor time. Other programs lengthen only the wall time.
 2. The tokens per second of a server if all requests have a grammar, divided by the tokens per second without grammars.
-   Rounds with and without grammars alternate. All texts have the same number of tokens. The processor time that the
-   server and its agents use for a token is printed, too.
+   Rounds with and without grammars alternate. All texts have the same number of tokens. The program also prints the
+   processor time that the server and its agents use for a token.
 
     python performance/bench_structured.py
     python performance/bench_structured.py --config llama_tiny_cpu.yaml --clients 16 --rounds 5 --json FILE

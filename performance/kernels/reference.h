@@ -19,8 +19,8 @@ void rotary_attention(const RotaryAttentionArgs& args);
 // Quantizes a row `x` of header.depth elements into row `row` of `rows`, with the same bits as the kernel.
 void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const PackedWeightHeader& header);
 
-// Computes a linear layer. For weights of int8 and int4, the result has the same bits as the kernel's result, and the
-// activations are read from `rows`, which must be quantized.
+// Computes a linear layer. For weights of int8 and int4, the result has the same bits as the kernel's result. Only for
+// these formats does it read `rows`, the quantized activations.
 void linear(const LinearArgs& args, const QuantizedRows& rows);
 
 }  // namespace llmk::reference

@@ -32,8 +32,8 @@ struct Routes {
 };
 Routes routes;
 
-// The maximum number of experts that a row may choose. plugin_top_k also finds the best tokens for the sampler. Those
-// calls have a larger k, so a call with a larger k is not recorded.
+// The maximum number of experts that a row may choose. A call of plugin_top_k with a larger k is not recorded, because
+// it finds the best tokens for the sampler.
 constexpr int64_t kMaxChosen = 32;
 
 // Records the experts `ids` that a row chose. If an earlier run is followed and its set of experts for this row

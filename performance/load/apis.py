@@ -23,7 +23,9 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """The content of a server-sent event. ``has_output`` is True if the event has text or tokens, or ends the output.
+    """The parsed content of one server-sent event.
+
+    ``has_output`` is True if the event has text or tokens, or ends the output.
     """
 
     has_output: bool = False
@@ -189,7 +191,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class ChatApi(Api):
-    """The API ``/stream_chat_post``, which is called with one query and without a history."""
+    """The API ``/stream_chat_post``. The load test sends one query and no history of earlier messages."""
 
     _decoder = msgspec.json.Decoder(ChatChunk)
 

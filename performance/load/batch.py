@@ -13,13 +13,13 @@ from performance.load.http_client import ConnectionPool
 from performance.load.stream import RequestRecord, StreamExchange
 
 START_DELAY_S = 0.05
-"""Delay before time 0 of the due times, in which the pacing thread starts."""
+"""Time 0 of the due times is this long after the start of the run, so that the pacing thread can start before."""
 DISPLAY_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCounts:
-    """Counts of requests in the current state of a run, for the progress display."""
+    """Counts of requests at a time during a run, for the progress display."""
 
     elapsed_s: float
     total: int
@@ -36,8 +36,9 @@ Display = Callable[[LiveCounts], None]
 class Batch:
     """Sends requests at their due times over ``pool``. ``encode(index)`` returns the bytes of a request.
 
-    A thread waits for the due times. The timers of an event loop are rounded up to a millisecond, which would increase
-    every latency. If ``stop`` is set, no more requests are sent, and unfinished requests fail as ``interrupted``.
+    A thread waits for the due times, because the timers of an event loop are rounded up to a millisecond and would
+    increase every latency. If ``stop`` is set, no more requests are sent, and unfinished requests fail as
+    ``interrupted``.
     """
 
     def __init__(

@@ -35,7 +35,8 @@ class ClosedLoopBatch(Batch):
             self._send_due(self._next - 1, perf_counter())
 
     def _over(self, exchange: StreamExchange) -> None:
-        # Sends the next request from the event loop. A direct call would recurse if a server rejects every request.
+        # The event loop sends the next request. With direct calls, a server that rejects every request would cause an
+        # endless recursion.
         asyncio.get_running_loop().call_soon(self._continue)
         super()._over(exchange)
 

@@ -41,7 +41,7 @@ class Endpoint:
 
 
 def parse_endpoint(url: str) -> Endpoint:
-    """Parses ``http://host:port/prefix``. A trailing ``/v1`` is dropped, because the paths contain it."""
+    """Parses ``http://host:port/prefix``. Drops ``/v1`` at the end, because the paths of the APIs begin with it."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port

@@ -1,6 +1,6 @@
-"""A client that sends far more requests than a server can serve, with several API keys, and uses little processor time.
+"""Sends far more requests than a server can serve, with several API keys, and uses little processor time.
 
-The server shares its cores with this client, so the client does only the work that the figures need. It makes the bytes
+Server and client share the cores, so this client does only the work that the measured figures need. It makes the bytes
 of all requests before the run. From a response it reads only the status, the times of the first and last event, and the
 end.
 """
@@ -27,12 +27,12 @@ from performance.load.workload import token_workload
 from performance.program import LoadTestError, Range
 
 TICK_S = 0.001
-"""Seconds after which the client again sends all requests that are due."""
+"""The client sends all due requests once per this period, in seconds."""
 PREPARED = 256
-"""Number of different requests of a key. They repeat in the same order."""
+"""Number of different requests that are prepared for each key. The client sends them repeatedly, in the same order."""
 VOCABULARY = 1000
 DRAIN_S = 30.0
-"""Maximum time after the last request in which the responses must end."""
+"""Maximum number of seconds from the last request to the end of the last response."""
 OPEN_FILES = 16384
 
 _END = b"\r\n0\r\n\r\n"
@@ -167,7 +167,8 @@ class _Flood:
         return FloodRun(results, start, duration_s, cpu, lateness)
 
     def release(self, connection: _Connection, *, reusable: bool) -> None:
-        """Takes back a connection after its response. A ``reusable`` connection will send another request."""
+        """Returns a connection to the pool after its response. Only a ``reusable`` connection can send a request again.
+        """
         if reusable:
             self._idle.append(connection)
         else:

@@ -1,7 +1,7 @@
 """Implements keep-alive HTTP/1.1 connections for many responses that stream at the same time.
 
-No request has its own task or queue. Arriving bytes directly cause the callbacks of an exchange (a request with its
-response). This saves processor time, which matters because client and server share the machine.
+An exchange is a request with its response. It has no task or queue of its own: arriving bytes directly call its
+methods. This saves processor time, which matters because client and server share the machine.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Exchange(Protocol):
     """Receives the response to one request. ``now`` is the time of ``perf_counter`` at which bytes arrived."""
 
     is_over: bool
-    """True if nothing waits for the response, for example after a timeout."""
+    """True if the response is not needed any more, for example after a timeout."""
 
     def attached(self, connection: Connection, now: float) -> None:
-        """Reports that the request will now be written to ``connection``."""
+        """The connection calls this directly before it writes the request."""
 
     def status(self, code: int, request_id: str | None) -> None: ...
     def body(self, data: bytes, now: float) -> None: ...

@@ -1,6 +1,6 @@
-"""A client of ``/chat`` and ``/stream_chat_post``: several users with conversations of several rounds.
+"""Simulates several users of ``/chat`` or ``/stream_chat_post``, whose conversations have several rounds.
 
-It prints each reply, and the characters per second of each user and of all together.
+Prints each reply, and the characters per second of each user and of all users together.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ QUESTIONS = (
     "Write a short poem about the sea.",
     "What did I ask first?",
 )
-"""The questions of each user, from the beginning in each conversation."""
+"""The questions that each user asks, one in each round. After the last question, the first one follows."""
 
 
 class ChatError(Exception):
-    """The server refused a request, or its stream ended early."""
+    """Raised if the server refused a request, or if a stream ended early."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class UserResult:
 
     replies: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    """Seconds of all requests of the user together."""
+    """Seconds from request to complete reply, summed over the user's requests."""
 
     @property
     def num_chars(self) -> int:

@@ -70,12 +70,12 @@ PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
 """Measured request rates, in multiples of the goodput at which the doubling of the rate ended."""
 MAX_FURTHER_STEPS = 4
 KEPT_SHARE = 0.9
-"""The rate no longer doubles if the goodput is below this fraction of the rate."""
+"""The search for the peak stops doubling the rate when the goodput is below this fraction of the rate."""
 MIN_GOODPUT_SHARE = 0.95
 MAX_REFUSAL_MS = 20.0
 MAX_LIGHT_TTFT_RATIO = 1.5
 LIGHT_SEED = 500_000
-"""Added to the seed of the two loads with light keys. So both loads have the same light requests at the same times."""
+"""Added to the seed for the loads ``alone`` and ``overload``, whose light requests must be the same in both loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class Keys:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns the exit code. 0 means success.
+    """Runs the measurement and returns the exit code.
 
-    1 means that a goal is missed. 2 means that the server did not start, or that a request failed and was not refused.
+    0: success. 1: a goal is missed. 2: the server did not start, or a request failed other than by a refusal.
     """
     parsed = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
             f"scheduler_config.tbt_objective_ms={parsed.slo_tpot_ms:g}",
             f"scheduler_config.max_waiting_requests={parsed.max_waiting}",
             f"serving_config.api_keys_file={keys.file}",
-            # The light keys send the same prompts twice. A cached prompt would not be computed.
+            # The light keys send the same prompts in two loads. With a cache, the second load would be cheaper.
             "scheduler_config.prefix_cache=false",
             *parsed.settings,
         ]
@@ -179,7 +179,8 @@ class Study:
         }  # fmt: skip
 
     def _load(self, loads: Sequence[KeyLoad], duration_s: float, seed: int | None = None) -> FloodRun:
-        """Runs one load. Without ``seed``, each load draws other requests. The key at index i has the seed plus i."""
+        """Runs one load. Without ``seed``, each load has different requests. The key at index i uses the seed plus i.
+        """
         self._num_loads += 1
         seed = self._parsed.seed + (1000 * self._num_loads if seed is None else seed)
         return run_flood(self._endpoint, self._model, loads, self._lengths, duration_s, seed)

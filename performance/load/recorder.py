@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
     shares = []
     with tempfile.TemporaryDirectory(prefix="bench_recorder_") as folder:
         print("starting the server", file=sys.stderr)
-        # With drafts, a step could have several tokens of a sequence.
+        # Without drafts, each step computes one token of each sequence, so that steps are comparable.
         settings = ["speculative_config.method=off", *parsed.settings]
         server = configured_server("recorder", parsed.config, settings, Path(folder), parsed.start_timeout, program)
         with server as endpoint:

@@ -57,10 +57,10 @@ KEY_RIGHTS = "admin requests_in_flight=100000 requests_per_minute=1000000 tokens
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns the exit code. 0 means success.
+    """Runs the measurement and returns the exit code.
 
-    1 means that the cost exceeds the limit or requests failed. 2 means that a server did not start. 3 means that the
-    cost is not decided.
+    0: success. 1: the cost exceeds the limit, or requests failed. 2: a server did not start. 3: the cost is not
+    decided.
     """
     parsed = _parser().parse_args(arguments)
     base = replace(options_of(parsed), plot=False)
@@ -79,9 +79,10 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
 
 
 def verdict(ratios: Sequence[float], limit: float) -> str:
-    """Returns ``met`` or ``missed``, or ``not decided`` if the mean of the ratios is too close to the limit.
+    """Compares the mean of ``ratios`` with ``limit``. Returns ``met``, ``missed`` or ``not decided``.
 
-    Too close means that its distance to the limit is smaller than its standard error, or that there is one ratio only.
+    The result is ``not decided`` for a single ratio. It is also ``not decided`` if the distance of the mean from the
+    limit is smaller than the standard error of the mean.
     """
     error, distance = standard_error(ratios), statistics.mean(ratios) - limit
     if error is None or abs(distance) < error:

@@ -25,7 +25,7 @@ COLUMNS: dict[str, Callable[[LoadFigures], float | None]] = {
     "goodput %": lambda figures: 100 * figures.goodput_fraction,
     "failed": lambda figures: figures.failed,
 }
-"""All columns that tables for the comparison of runs can have, with the calculation of their values."""
+"""The possible columns of tables that compare runs. Each column has the function that calculates its value."""
 
 
 def objective_text(options: LoadOptions) -> str:

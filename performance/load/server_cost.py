@@ -1,4 +1,4 @@
-"""The processor time and the energy that a server took for a load, from its metrics before and after."""
+"""Calculates a server's processor time and energy during a load, from its metrics before and after the load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENERGY_METRIC = "llm_serving_energy_joules_total"
 
 @dataclass(frozen=True, slots=True)
 class ServerCost:
-    """Differences of the server's counters over a load. None stands for a metric that the server does not have."""
+    """The cost of a load: differences of the server's counters. None means that the server has no such counter."""
 
     cpu_s: float | None = None
     """Processor seconds of the server and its agents."""

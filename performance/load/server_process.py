@@ -34,7 +34,8 @@ def configured_server(
 ) -> Iterator[Endpoint]:
     """Starts a server of ``config`` on free ports, with its log in ``folder``. Yields its address.
 
-    ``settings`` are KEY=VALUE; the last value of a key counts. Raises ``ServerStartError``.
+    ``settings`` have the form KEY=VALUE. If a key occurs several times, the last value counts. Raises
+    ``ServerStartError`` if the server ends or does not start in time.
     """
     own = ["serving_config.server_port=0", "serving_config.agent_ports=[0]", f"log_config.path={folder}/server.log"]
     arguments = ["--config", config, *(part for setting in [*own, *settings] for part in ("--set", setting))]

@@ -22,8 +22,7 @@ from performance.load.stream import RequestRecord
 
 BUSY_CPU_PERCENT = 70.0
 LATE_MS = 50.0
-"""If the 99th percentile of the requests' sending delay exceeds this limit, the report warns that the client was too
-slow."""
+"""If the 99th percentile of the lateness exceeds this limit, the report warns that the client was too slow."""
 LATENCIES = {
     "ttft_ms": "time to first token (ms)",
     "tbt_ms": "time between tokens (ms)",
@@ -107,9 +106,9 @@ class LoadFigures:
 
     @property
     def sends_were_late(self) -> bool:
-        """True if the mean delay of the requests is large compared with the mean TTFT.
+        """True if the mean lateness is large compared with the mean TTFT.
 
-        The delay is the time from the due time to the write of a request. Latencies do not include it.
+        The lateness of a request is the time from its due time to its write. Latencies do not include it.
         """
         return (self.lateness_ms.mean or 0.0) > LATE_FRACTION * (self.ttft_ms.mean or float("inf"))
 

@@ -36,7 +36,7 @@ class RequestRecord:
     """True if the server reported the number of tokens or their ids."""
     finish_reason: str | None = None
     request_id: str | None = None
-    """The server's request id, from the header X-Request-ID or from the response. The server's log contains it, too."""
+    """The id that the server gave the request and uses in its log, from the header X-Request-ID or the response."""
     text: str | None = None
     """The text of the response, if ``keep_text`` was set."""
     failure: str | None = None
@@ -90,7 +90,7 @@ class StreamExchange:
             self.cancel("bad stream", f"an event of more than {MAX_EVENT_BYTES} bytes", now)
 
     def end(self, now: float) -> None:
-        """Decides whether the request succeeded. Called when its HTTP response is complete."""
+        """Ends the record when the HTTP response is complete. Decides whether the request succeeded."""
         record = self.record
         if record.http_status != 200:
             self.failed(f"http {record.http_status}", _error_body_text(self._error_body), now)

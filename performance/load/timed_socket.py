@@ -128,10 +128,10 @@ def _arrival(ancillary: list[tuple[int, int, bytes]]) -> float:
 
 
 def _both_clocks() -> tuple[float, int]:
-    """Returns the same moment on the clock of ``perf_counter`` and on that of the time stamps, in nanoseconds.
+    """Reads two clocks at the same time: ``perf_counter`` in seconds, and the clock of time stamps in nanoseconds.
 
-    If the process has to wait for a core between the two readings, they belong to different moments. They are read
-    again then.
+    If the process has to wait for a core between the readings, they do not belong together. The clocks are then read
+    again.
     """
     for _ in range(_MAX_READINGS):
         before, wall, after = perf_counter(), time.time_ns(), perf_counter()

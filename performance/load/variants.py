@@ -100,9 +100,9 @@ class Measurement:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """Returns the exit code. 0 means success.
+    """Runs the comparison and returns the exit code.
 
-    1 means that a request failed or texts differ. 2 means that a server did not start or an option is wrong.
+    0: success. 1: a request failed, or texts differ. 2: a server did not start, or an option is wrong.
     """
     parsed = _parser().parse_args(arguments)
     base = replace(options_of(parsed), keep_text=True, plot=False)
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure_all(parsed: argparse.Namespace, base: LoadOptions, program: Path) -> list[Measurement]:
-    """Runs a server for each value of the setting and each repeat. Every other repeat has the reverse order."""
+    """Runs a server for each value of the setting, in each repeat. Every second repeat takes the values in reverse."""
     key, values = parsed.vary
     measurements = []
     with tempfile.TemporaryDirectory(prefix="compare_settings_") as folder:
@@ -167,7 +167,7 @@ def _progress_line(measurement: Measurement, repeat: int, repeats: int) -> str:
 
 
 def results_json(measurements: Sequence[Measurement], parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the comparison as JSON. A ratio is a result of the first value, divided by that of another value.
+    """Returns the comparison as JSON. A ratio is the result of the first value divided by the result of another value.
 
     ``texts_identical`` is None if decoding is not greedy.
     """

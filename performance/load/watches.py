@@ -1,4 +1,4 @@
-"""Measurements during a run: the server's metrics, the memory of processes, and the time of other processes."""
+"""Measures during a run: the server's metrics, the memory of processes, and the processor time of other processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ TIMEOUT_S = 5.0
 
 @contextmanager
 def sampled(interval_s: float, sample: Callable[[], float | None]) -> Iterator[list[float]]:
-    """Starts a thread that calls ``sample`` every ``interval_s`` seconds. Yields the list of its values, without None.
+    """Starts a thread that calls ``sample`` every ``interval_s`` seconds. Yields the list to which it adds the values.
+
+    The list does not contain None.
     """
     values: list[float] = []
     stop = threading.Event()
