@@ -1,6 +1,6 @@
 """Converts the metadata of a GGUF file to the fields of a ``config.json``.
 
-One reader then checks both kinds of files.
+The same code then checks the fields of a GGUF file and of a ``config.json``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """Names of the tensors with the divisors of LongRoPE."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of Llama 3's rotary scaling. A GGUF file has only the divisors that are computed from them."""
+"""The constants of Llama 3's rotary scaling. A GGUF file has only the divisors that follow from these constants."""
 _GEMMA_27B_LAYERS = 62
-"""Number of layers of Gemma 3 27B. This model divides scores by the square root of hidden size / heads, which the file
-does not state."""
+"""Number of layers of Gemma 3 27B, by which this model is recognised. It divides attention scores by the square root of
+(hidden size / heads), which a GGUF file does not state.
+"""
 _MAX_FACTORS = 4096
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -40,7 +41,7 @@ _SIZES = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-"""Keys of ``config.json`` and of a GGUF file, without the architecture in front."""
+"""Maps keys of ``config.json`` to keys of a GGUF file. The prefix with the architecture is left out."""
 _YARN = {
     "original_max_position_embeddings": "original_context_length",
     "attention_factor": "attn_factor",
@@ -118,7 +119,7 @@ def _gpt_oss(header: Header) -> dict[str, Any]:
     }
     scaling = _rope_scaling(header)
     if scaling is not None:
-        # A GGUF file has no key for this, and all published models have this value.
+        # A GGUF file has no key for ``truncate``. All published models have the value False.
         fields["rope_scaling"] = {**scaling, "truncate": False}
     return {key: value for key, value in fields.items() if value is not None}
 
@@ -210,7 +211,9 @@ def _llama3_scaling(header: Header) -> dict[str, Any]:
 
 
 def _stored_factors(header: Header, name: str) -> list[float]:
-    """Return the values of a tensor of divisors. Raises CheckpointError if it is missing or no short float32 vector."""
+    """Returns the values of a tensor with divisors. Raises CheckpointError if the tensor is missing, or if it is not a
+    float32 vector with at most ``_MAX_FACTORS`` values.
+    """
     entry = header.tensors.get(name)
     if entry is None:
         raise CheckpointError(f"{header.path}: tensor {name} is missing; the file has only the other factors")
@@ -224,7 +227,7 @@ def _stored_factors(header: Header, name: str) -> list[float]:
 
 
 def _llama3_factors(count: int, theta: float, scaling: Mapping[str, Any]) -> Iterator[float]:
-    """Yield the divisors of ``count`` rotary frequencies, as Llama 3.1 defines them (transformers' ``llama3``)."""
+    """Yields the divisors of ``count`` rotary frequencies by the formula of Llama 3.1 (``llama3`` in transformers)."""
     context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     for index in range(count):

@@ -12,8 +12,8 @@ SUFFIX = ".gguf"
 def find_gguf(path: Path) -> Path | None:
     """Return the GGUF file of a model: ``path`` itself, or the file in the folder ``path``.
 
-    None for a folder with safetensors, and for a folder without GGUF files. Raises CheckpointError if there are
-    several.
+    Returns None for a folder with safetensors, and for a folder without GGUF files. Raises CheckpointError if the
+    folder has several GGUF files.
     """
     if path.suffix == SUFFIX and not path.is_dir():
         return path
@@ -27,9 +27,9 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def own_config(path: Path) -> Path | None:
-    """Return the GGUF file that also describes the model, because there is no ``config.json`` in the folder.
+    """Returns the GGUF file from which the config of the model is read, because the folder has no ``config.json``.
 
-    None if the model is described by other files.
+    Returns None if the model has a ``config.json``, or no GGUF file.
     """
     found = find_gguf(path)
     return None if found is None or (path.is_dir() and (path / "config.json").exists()) else found

@@ -1,8 +1,8 @@
-"""Makes the vocabulary files that tokenizer libraries read, from the metadata of a GGUF file.
+"""Creates the content of vocabulary files for tokenizer libraries from the metadata of a GGUF file.
 
-The metadata names one of llama.cpp's tokenizers. ``gpt2`` is a byte-level BPE, for which the module makes a
+The metadata names one of llama.cpp's tokenizers. ``gpt2`` is a byte-level BPE, for which this module creates a
 ``tokenizer.json`` (library ``tokenizers``). ``llama`` is a BPE of SentencePiece, and ``t5`` is a unigram model (Kudo
-2018). For these two, it makes a ``tokenizer.model``.
+2018). For these two, this module creates a ``tokenizer.model``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llm_serving.gguf.header import Header
 MAX_TOKENS = 4 * 1024 * 1024
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SENTENCEPIECE_KINDS = {"llama": 2, "t5": 1}
-"""SentencePiece's number of the model type (TrainerSpec.model_type), by llama.cpp's name of the tokenizer."""
+"""Maps llama.cpp's name of a tokenizer to SentencePiece's number of the model type (``TrainerSpec.model_type``)."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -54,7 +54,7 @@ _DEEPSEEK_LETTERS = (
     "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""The cased letters of DeepSeek's first tokenizer."""
+"""The letters with upper and lower case, as a rule of DeepSeek's first tokenizer lists them."""
 _DEEPSEEK_CHINESE = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
@@ -69,11 +69,11 @@ class WordRule:
     single_digits: bool = False
     """If True, each digit is a word, and GPT-2's rule splits the rest."""
     normalises: bool = False
-    """If True, the text is first brought to Unicode's form NFC."""
+    """If True, the text is first normalised to Unicode NFC."""
     whole_words: bool = False
-    """If True, a word that is in the vocabulary is one token, even if no merges lead to it."""
+    """If True, a word that is in the vocabulary becomes one token, even if the merges would not produce this token."""
     begins_text: bool = False
-    """If True, a text begins with the token BOS unless the file says otherwise."""
+    """If True, the token BOS is added before a text, unless the file states ``add_bos_token``."""
 
 
 _LLAMA3 = WordRule((_GPT4_WORDS,), whole_words=True, begins_text=True)
@@ -104,7 +104,7 @@ WORD_RULES = {
     "deepseek-coder": WordRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CHINESE, r"\p{N}")),
     "deepseek-v3": WordRule((r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)),
 }
-"""The rules by llama.cpp's name of the pre-tokenizer (``tokenizer.ggml.pre``)."""
+"""Maps llama.cpp's name of the pre-tokenizer (``tokenizer.ggml.pre``) to its rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,9 @@ class Vocabulary:
         return self.tokens[token_id]
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a yes-or-no entry of the tokenizer, for example ``add_bos_token``."""
+        """Returns a boolean of the tokenizer's metadata, for example ``add_bos_token``. Raises CheckpointError for
+        another type.
+        """
         value = self.header.metadata.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, bool):
             raise _error(self.header, name, value, "must be true or false")
@@ -147,7 +149,7 @@ class Vocabulary:
 
     @property
     def begins_text(self) -> bool:
-        """True if the tokenizer puts BOS before a text."""
+        """True if the tokenizer adds BOS before a text."""
         default = True if self.is_sentencepiece else self.word_rule.begins_text
         return self.flag("add_bos_token", default)
 

@@ -1,4 +1,5 @@
-"""The ledger of the hand-over pool: the hand-over that holds each block, and the content that the block must have.
+"""Allocates the blocks of the hand-over pool, and records which hand-over holds each block and which content it must
+have.
 
 The agents own the memory.
 """
@@ -20,7 +21,7 @@ class Lease:
     blocks: list[int]
     headers: list[bytes]
     asked_at: float
-    """When the prompt was computed, in seconds."""
+    """The time at which the replica asked for the blocks, after it had computed the prompt. In seconds."""
     is_complete: bool = False
     """True if the pool has the content of all blocks."""
 

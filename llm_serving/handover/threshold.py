@@ -1,11 +1,12 @@
-"""The length from which a prompt goes to a prefill replica."""
+"""Learns the number of uncached tokens from which a prompt should go to a prefill replica."""
 
 from __future__ import annotations
 
 FIRST_TOKENS = 256
-"""The threshold while the times of prefills and hand-overs are unknown."""
+"""The threshold in tokens while the times of prefills and hand-overs are unknown."""
 PROBE_INTERVAL = 64
-"""If a hand-over never pays, one of this number of long prompts is handed over anyway, to measure the times again."""
+"""While hand-overs do not pay, one of every ``PROBE_INTERVAL`` long prompts is handed over, to measure the times again.
+"""
 _KEEP = 1 - 1 / 16
 """Each new hand-over multiplies the weights of earlier ones by this factor."""
 
@@ -36,10 +37,11 @@ class PromptThreshold:
         self._count = self._count * _KEEP + 1.0
 
     def tokens(self, token_s: float | None, block_s: float | None) -> int | None:
-        """Returns the smallest number of uncached tokens for which a hand-over pays. None: for no number.
+        """Returns the smallest number of uncached tokens for which a hand-over pays, or None if hand-overs do not pay
+        for any number.
 
-        ``token_s`` are the seconds of a prefill per token. ``block_s`` are the seconds of a copy per block, of which a
-        hand-over makes two. None for an unknown time.
+        ``token_s`` is the prefill time per token, and ``block_s`` the copy time per block, both in seconds or None if
+        unknown. A hand-over copies each block twice.
         """
         if self._fixed is not None:
             return self._fixed

@@ -36,7 +36,7 @@ def read_into_memory(folder: Path, config: Config) -> tuple[bytes, AdapterMemory
 
 
 def read_configured(config: Config) -> list[ConfiguredAdapter]:
-    """Read the adapters of ``lora_config.adapters``. The caller must close their shared memory.
+    """Reads the adapters of ``lora_config.adapters`` into shared memory, which the caller must close.
 
     Raises ConfigError if an adapter is wrong, or if two have the same name.
     """

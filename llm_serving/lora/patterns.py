@@ -1,8 +1,8 @@
 """Regular expressions in PEFT's ``adapter_config.json``, restricted so that matching a name takes little time.
 
-Python's ``re`` may need exponential time for a nested repetition, and holds the interpreter meanwhile. So a pattern may
-not repeat a group, and may have only a few repetitions. Matching then takes polynomial time, and the names of layers
-are short.
+Python's ``re`` may need exponential time for a nested repetition, and blocks all other threads meanwhile. So a pattern
+must not repeat a group, and may have only a few repetitions. Matching then takes polynomial time in the length of a
+layer's name, which is short.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SPECIAL_GROUP = re.compile(r"\(\?(?!:)")
 
 
 def compile_pattern(pattern: str, key: str) -> re.Pattern[str]:
-    """Return the compiled pattern. ``key`` is the place of the pattern in the file, for messages.
+    """Returns the compiled pattern. ``key`` is the key of the pattern in the file, for error texts.
 
     Raises AdapterError if the pattern is wrong, too long, or could take long to match.
     """
@@ -38,7 +38,7 @@ def compile_pattern(pattern: str, key: str) -> re.Pattern[str]:
 
 
 class NamePatterns:
-    """Maps patterns of layer names to numbers: ``rank_pattern`` and ``alpha_pattern`` of PEFT."""
+    """Maps patterns of layer names to numbers, as ``rank_pattern`` and ``alpha_pattern`` of PEFT do."""
 
     def __init__(self, values: dict[str, float], key: str) -> None:
         self._entries = [

@@ -36,7 +36,7 @@ _OTHER_TENSORS = {
     "lora_B.bias": "biases of adapters are not supported",
     "modules_to_save": "whole modules in an adapter are not supported",
 }
-"""Parts of the names of tensors that no supported adapter has, each with the reason for the refusal."""
+"""Parts of tensor names that belong to unsupported adapters, each with the reason for the refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class LoraAdapter:
     """A LoRA adapter: the adapted layers, in the order of the model."""
 
     digest: bytes
-    """Digest of the bytes of both files. Equal digests mean equal keys and values."""
+    """Digest of the contents of both files. Adapters with equal digests produce equal keys and values."""
     modules: tuple[LoraModule, ...]
 
 
 def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) -> LoraAdapter:
     """Read the adapter in a folder.
 
-    ``dtype`` is the type of the model's activations. Raises AdapterError with the file and the reason if the adapter
-    does not fit the model, uses something that is not supported, or has a rank above ``max_rank``.
+    ``dtype`` is the type of the model's activations. Raises AdapterError if the adapter does not fit the model, needs
+    an unsupported feature, or has a rank above ``max_rank``.
     """
     if not folder.is_dir():
         raise AdapterError(f"{folder} is not a folder on the server's machine.")
@@ -199,7 +199,7 @@ class _Reader:
 
 
 def as_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """Return the values of bfloat16 numbers."""
+    """Converts bfloat16 numbers, given as their bits, to float32."""
     values: npt.NDArray[np.float32] = (bits.astype(np.uint32) << 16).view(np.float32)
     return values
 

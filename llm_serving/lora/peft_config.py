@@ -31,10 +31,12 @@ _REFUSED = {
     "target_parameters": "adapters of parameters, such as experts (target_parameters), are not supported",
     "megatron_config": "Megatron's parallel layers (megatron_config) are not supported",
 }
-"""Settings of PEFT that change the arithmetic or need further weights, each with the reason for the refusal."""
+"""Unsupported settings of PEFT, each with the reason for the refusal. They change the arithmetic or need further
+weights.
+"""
 
 _INITIALISATIONS: tuple[object, ...] = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the weights of the base model as they are."""
+"""Values of ``init_lora_weights`` with which the training did not change the weights of the base model."""
 
 _READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"})
 _HARMLESS = frozenset(
@@ -45,7 +47,7 @@ _HARMLESS = frozenset(
         *("revision", "runtime_config", "task_type", "arrow_config", "lora_ga_config"),
     }
 )
-"""Further settings of PEFT that do not change the arithmetic of an adapter that is already trained."""
+"""Settings of PEFT that are ignored, because they do not change the arithmetic of a trained adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,16 @@ class PeftConfig:
     is_rank_stabilised: bool
     """True for rsLoRA (Kalajdzievski 2023), which divides by the square root of the rank."""
     targets: tuple[str, ...] | str
-    """Ends of the names of the adapted layers, a regular expression of whole names, or ``ALL_LINEAR``."""
+    """The adapted layers: a tuple with the last parts of their names, a regular expression of whole names, or
+    ``ALL_LINEAR``.
+    """
     ranks: NamePatterns
     alphas: NamePatterns
     content: bytes
     """The settings as JSON text, for the digest of the adapter."""
     names_all_layers: bool
-    """True if every layer that ``targets`` matches has an adapter, not only some layers."""
+    """True if every layer that ``targets`` matches must have an adapter. False if other settings exclude some layers.
+    """
 
     def rank_of(self, name: str) -> int:
         """Return the rank of the adapter of layer ``name``."""
@@ -75,7 +80,7 @@ class PeftConfig:
         return self.alphas.get(name, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
     def is_target(self, name: str) -> bool:
-        """Return whether ``targets`` matches the layer ``name``."""
+        """Returns True if ``targets`` matches the layer ``name``."""
         if self.targets == ALL_LINEAR:
             return True
         if isinstance(self.targets, str):
@@ -106,7 +111,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
 
 
 def _refuse_unsupported(fields: TypedFields, values: Mapping[str, object]) -> None:
-    """Raise AdapterError if a setting needs arithmetic that the kernels do not have."""
+    """Raises AdapterError if a setting needs arithmetic that the kernels do not support, or if the setting is unknown.
+    """
     fields.text("peft_type", "LORA", ("LORA",))
     for key, reason in _REFUSED.items():
         if values.get(key):

@@ -1,7 +1,7 @@
-"""The loaded adapters of a server by name, their slots, and which of them are in use.
+"""Manages the loaded adapters of a server: their names, their slots and their open requests.
 
-The agents have a fixed number of adapter slots. A new adapter takes a free slot, or the slot of the adapter that was
-used least recently. An adapter with open requests never loses its slot.
+The agents have a fixed number of adapter slots. A new adapter gets a free slot, or replaces the least recently used
+adapter without open requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llm_serving.errors import AdapterError, ModelNotFoundError, RequestError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A loaded adapter. Each load makes a new object, also for an adapter with the same name."""
+    """A loaded adapter. Each load creates a new object, even if the name was used before."""
 
     name: str
     path: str
@@ -23,11 +23,11 @@ class Adapter:
     digest: bytes
     """Digest of the adapter's files."""
     slot: int
-    """Number of the adapter slot in which the agents have it, from 0."""
+    """Number of the adapter slot in the agents that contains the adapter, from 0."""
 
 
 class AdaptersInUseError(RequestError):
-    """All adapter slots have adapters with open requests, so no further adapter can be loaded now."""
+    """No adapter can be loaded now, because the adapters in all slots have open requests."""
 
     status = 409
     code = "adapters_in_use"
@@ -36,8 +36,8 @@ class AdaptersInUseError(RequestError):
 def adapted_salt(digest: bytes, salt: bytes) -> bytes:
     """Return the salt of the prefix cache for a request with an adapter.
 
-    Only requests with the same ``salt`` and the same bytes of the adapter share blocks. The adapter's name does not
-    matter.
+    So requests share cached blocks only if their ``salt`` and the content of their adapters are equal. Names are
+    ignored.
     """
     return blake2b(digest + salt, digest_size=16, person=b"llm-adapter-salt").digest()
 
@@ -55,10 +55,10 @@ class AdapterRegistry:
 
     max_adapters: int
     on_free: Callable[[int], None] = lambda slot: None
-    """Takes a slot whose adapter was removed and has no open requests any more."""
+    """Called with the number of a slot when its adapter was removed and the last request of this adapter has ended."""
     _named: dict[str, Adapter] = field(default_factory=dict)
     _uses: dict[int, _Use] = field(default_factory=dict)
-    """The adapter of each taken slot. A removed adapter stays until its last request has ended."""
+    """The adapter in each occupied slot. A removed adapter stays here until its last request has ended."""
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -79,9 +79,11 @@ class AdapterRegistry:
             )
 
     def take_slot(self) -> int:
-        """Return a slot for a new adapter: a free one, or that of the least recently used adapter without requests.
+        """Reserves a slot for a new adapter: a free slot, or that of the least recently used adapter without open
+        requests.
 
-        The caller must call ``add`` or ``give_back``. Raises AdaptersInUseError if all adapters have open requests.
+        The caller must call ``add`` or ``give_back`` next. Raises AdaptersInUseError if all adapters have open
+        requests.
         """
         free = next((slot for slot in range(self.max_adapters) if slot not in self._uses), None)
         if free is not None:
@@ -99,16 +101,17 @@ class AdapterRegistry:
         return idle.slot
 
     def add(self, adapter: Adapter) -> None:
-        """Let requests use an adapter that the agents have loaded into a slot of ``take_slot``."""
+        """Makes an adapter available for requests. The agents must have loaded it into a slot from ``take_slot``."""
         self._uses[adapter.slot] = _Use(adapter)
         self._named[adapter.name] = adapter
 
     def give_back(self, slot: int) -> None:
-        """Free a slot of ``take_slot`` whose adapter could not be loaded."""
+        """Frees a slot from ``take_slot``, because its adapter could not be loaded."""
         del self._uses[slot]
 
     def remove(self, name: str) -> Adapter:
-        """Refuse further requests for an adapter. Its slot is free when its open requests have ended.
+        """Removes an adapter, so that new requests for it are refused. Its slot becomes free when its open requests
+        have ended.
 
         Raises ModelNotFoundError if no adapter has this name.
         """

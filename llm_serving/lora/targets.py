@@ -14,7 +14,7 @@ ADAPTED_FAMILIES = frozenset(
         *("Gemma3ForCausalLM", "GptOssForCausalLM"),
     }
 )
-"""Architectures whose operators add adapters. A new family can be added when its linear layers add adapters."""
+"""Architectures that support LoRA. To add a family, its linear layers must apply adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class Target:
     outputs: int
 
     def parameters(self, rank: int) -> int:
-        """Return the number of values of an adapter of this layer."""
+        """Returns the number of values in both matrices of an adapter of this layer."""
         return rank * (self.inputs + self.outputs)
 
 
 def lora_targets(shape: ModelShape) -> dict[str, Target]:
     """Return the layers that may have adapters, by name, in the order of the model.
 
-    These are the linear layers of attention and the dense MLPs. Latent attention multiplies some matrices head by head,
-    and experts have one matrix each. These layers cannot have adapters.
+    These are the linear layers of attention and the dense MLPs. Two kinds of layers cannot have adapters: the matrices
+    of latent attention that are multiplied head by head, and experts.
     """
     targets = [each for layer in range(shape.num_layers) for each in _of_layer(shape, f"model.layers.{layer}", layer)]
     return {target.name: target for target in targets}
@@ -48,7 +48,7 @@ def largest_adapter(shape: ModelShape, max_rank: int) -> int:
 def stacked_values(shape: ModelShape, max_rank: int) -> int:
     """Return the number of values of an adapter slot of the native operators.
 
-    Layers with the same inputs, such as q, k and v, have one matrix A and one B for all ranks of these layers.
+    Layers with the same inputs, for example q, k and v, share one joined matrix A and one joined matrix B.
     """
     prefixes = ((f"model.layers.{layer}", layer) for layer in range(shape.num_layers))
     groups = [group for prefix, layer in prefixes for group in _groups_of_layer(shape, prefix, layer)]

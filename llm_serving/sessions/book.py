@@ -1,7 +1,6 @@
-"""The sessions of a server: the tokens of the last request of each conversation, in bounded memory. It does no input or
-output.
+"""Remembers the sessions of a server: for each conversation, the tokens of its last request. The memory is limited.
 
-A session belongs to a tenant. Another tenant cannot see it, even with its id. Only the event loop uses the book.
+A session belongs to a tenant, and other tenants cannot see it, even with its id. Only the event loop uses this module.
 """
 
 from __future__ import annotations
@@ -14,28 +13,30 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 MAX_BOOK_BYTES = 64 << 20
-"""Maximum size of the tokens of all sessions together, 4 bytes for each token."""
+"""Maximum size in bytes of the tokens of all sessions together. A token has 4 bytes."""
 ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 SESSION_ID = re.compile(ID_PATTERN)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation. ``tokens`` are all tokens of its last request: the prompt and the output, as int32."""
+    """A conversation. ``tokens`` are all tokens of its last request: prompt and output."""
 
     session_id: str
     model: str
-    """Name of the model, as the server knows it."""
+    """Name of the model on this server."""
     tokens: bytes
     """The tokens of the session, packed as little-endian int32."""
     salt: bytes
-    """The prefix cache's salt of the last request."""
+    """The salt of the last request for the prefix cache. Requests with another salt do not find its blocks."""
     adapter: bytes
     """Digest of the LoRA adapter. Empty without an adapter."""
     updated: float
     """The time at which the last request of the session ended, in seconds since 1970."""
     nonce: bytes = b""
-    """Part of the salt of an imported session, so that no other request finds its blocks. Empty if not imported."""
+    """A random value that makes the salt of an imported session unique, so that no other request finds its blocks.
+    Empty for a session that was not imported.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -45,19 +46,20 @@ class Session:
 def session_salt(nonce: bytes) -> bytes:
     """Return the salt of the prefix cache for a request of a session that was imported with ``nonce``.
 
-    The blocks of a file are only as good as the file. With a salt of its own, a wrong block can change the texts of
-    this session only.
+    The blocks of a file may be wrong. With a unique salt, wrong blocks can change only the texts of this session.
     """
     return blake2b(nonce, digest_size=16, person=b"llm-session").digest()
 
 
 def new_nonce() -> bytes:
-    """Return the nonce of a new import."""
+    """Returns a random nonce of 16 bytes for a new import."""
     return secrets.token_bytes(16)
 
 
 class SessionBook:
-    """The sessions of all tenants, each with a limit of ``max_per_tenant`` sessions. The oldest are dropped first."""
+    """The sessions of all tenants. A tenant has at most ``max_per_tenant`` sessions; the oldest session is dropped
+    first.
+    """
 
     def __init__(self, max_per_tenant: int, clock: Callable[[], float], max_bytes: int = MAX_BOOK_BYTES) -> None:
         self.clock = clock

@@ -1,4 +1,4 @@
-"""Writes a session as a file: its tokens, and the blocks that the KV tiers have."""
+"""Writes a session file with the tokens of a session and those of its blocks that the KV tiers have."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from llm_serving.sessions.session_file import (
 from llm_serving.version import __version__
 
 PIECE_BYTES = 4 << 20
-"""Blocks are read and sent in pieces of about this size. A piece has at least one block."""
+"""Approximate size in bytes of the pieces in which blocks are read and sent. A piece has at least one block."""
 WAIT_S = 2.0
-"""Longest wait for blocks of a request that has just ended and that no step has copied to the host yet."""
+"""Maximum seconds to wait for the blocks of a request that has just ended. A later step copies them to host memory."""
 _POLL_S = 0.02
 
 
@@ -37,7 +37,9 @@ class SessionChangedError(LLMServingError):
 
 
 class SessionExport:
-    """One export. ``config`` is that of the session's model, ``identity`` and ``transfers`` those of its engine."""
+    """One export. ``config`` is the config of the session's model. ``identity`` describes the blocks of its engine, and
+    ``transfers`` reads them.
+    """
 
     def __init__(
         self, config: Config, identity: BlockIdentity, transfers: BlockTransfers, session: Session
@@ -60,11 +62,13 @@ class SessionExport:
         self._versions: tuple[int, ...] | None = None
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the file in pieces. Raises SessionChangedError in the middle if its blocks may be wrong."""
+        """Yields the file in pieces. Raises SessionChangedError, possibly after some pieces, if its blocks may be
+        wrong.
+        """
         loop, manifest = asyncio.get_running_loop(), self._manifest
         yield encode_head(manifest, self._tokens)
         count = num_blocks_of(manifest.num_tokens, manifest.block_size)
-        # Chains of long sessions take too long for the event loop.
+        # Hashing the blocks of a long session takes too long for the event loop, so another thread does it.
         chain = partial(chain_of, self._tokens, manifest.block_size, self._root, count)
         self._keys = await loop.run_in_executor(None, chain)
         self._file_keys = await loop.run_in_executor(None, partial(file_chain, manifest, self._tokens, count))
@@ -81,7 +85,9 @@ class SessionExport:
         yield encode_end(manifest, done)
 
     async def _read(self, keys: list[BlockKey]) -> list[bytes]:
-        """Return the contents of the first of these blocks, after a wait for blocks that a step still copies."""
+        """Returns the contents of the blocks in order, up to the first block that no tier has. If there are none, waits
+        up to ``WAIT_S`` for blocks that a step still copies.
+        """
         while True:
             found = await self._transfers.read(keys)
             if self._versions is None:

@@ -1,7 +1,8 @@
-"""Reads a session file: checks that its blocks have the bits that this server computes, and gives them to the KV tiers.
+"""Reads a session file. If its blocks are bit-identical to those that this server computes, gives them to the KV tiers.
 
-If the file is of a model with other sizes, the import is refused. If only the bits differ, for example because the
-weights or the block size differ, the session is imported without its blocks. Its requests are then computed.
+If the file belongs to a model with other sizes, the import is refused. If only the bits differ, for example because of
+other weights or another block size, the session is imported without its blocks. The server then computes the blocks
+again.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from llm_serving.sessions.session_file import (
 from llm_serving.version import __version__
 
 MAX_TOKENS = 1 << 20
-"""A session with at most this number of tokens is read, even if the sequences of this model are shorter. So the error
-can name another reason, for example another model."""
+"""A session with at most this number of tokens is read, even if this model's sequences are shorter. The error can then
+name a more useful reason, for example another model.
+"""
 _SHOWN_CHARS = 80
 _FACTS_OF_THE_MODEL = ("shape", "model_type")
 
@@ -53,7 +55,7 @@ class ImportResult:
     num_tokens: int
     block_size: int
     num_blocks: int = 0
-    """Blocks that the tiers have now. Only these tokens need not be computed."""
+    """Number of imported blocks. The server need not compute the tokens of these blocks."""
     differences: list[str] = field(default_factory=list)
     """The reasons why blocks of the file were not used. Empty if all blocks were used."""
 
@@ -63,7 +65,7 @@ class ImportResult:
 
 
 def differences_of(theirs: dict[str, Any], ours: dict[str, Any], path: str = "") -> list[str]:
-    """Return the facts that differ, each as a text with both values."""
+    """Compares two sets of facts. Returns a text with both values for each fact that differs."""
     found: list[str] = []
     for name in sorted(theirs.keys() | ours.keys()):
         left, right = theirs.get(name), ours.get(name)
@@ -89,7 +91,7 @@ class SessionImport:
         self, config: Config, identity: BlockIdentity, transfers: BlockTransfers, block_bytes: int
     ) -> None:
         self.nonce = new_nonce()
-        """Makes the salt of this session's requests."""
+        """Random value from which the salt of this session's requests is computed."""
         self.head: Head | None = None
         self.result: ImportResult | None = None
         self._namespace = config.cache_namespace
@@ -105,12 +107,12 @@ class SessionImport:
 
     @property
     def salt(self) -> bytes:
-        """The salt of the session's requests. Call this when the beginning of the file has been read."""
+        """The salt of the session's requests. It is known after the head of the file has been read."""
         salt, adapter = session_salt(self.nonce), b"" if self.head is None else self.head.manifest.adapter
         return adapted_salt(adapter, salt) if adapter else salt
 
     async def feed(self, piece: bytes) -> bool:
-        """Take the next piece of the file. Returns False if the rest of the file is of no use.
+        """Processes the next piece of the file. Returns False if the rest of the file is not needed.
 
         Raises InvalidSessionError, and SessionMismatchError for another model.
         """
@@ -182,7 +184,7 @@ class SessionImport:
         return manifest
 
     async def _write(self) -> None:
-        """Check the records that have arrived, and write as many of them as the tiers take."""
+        """Checks the records that have arrived, and writes them to the KV tiers, as many as the tiers accept."""
         records, self._records = self._records, []
         if not records:
             return

@@ -6,8 +6,9 @@ file.
            blocks: each u32 size of the record (not 0), and a record of llm_serving.kvstore.records
            u32 0, u32 number of blocks, u32 checksum of that number and of the manifest
 
-All integers are little-endian. The chain of block hashes begins at the namespace of the manifest, so a record proves
-its place in the conversation. ``SessionReader`` takes a file in pieces and never stores more than one record of it.
+All integers are little-endian. The chain of block hashes begins with the namespace of the manifest, so the hash of a
+record shows its position in the conversation. ``SessionReader`` reads a file in pieces and stores at most one record at
+a time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Manifest:
     version: str
     """Version of the server that wrote the file."""
     facts: dict[str, Any]
-    """The facts that the bits of the blocks depend on, see ``llm_serving.kvstore.identity``."""
+    """The facts on which the bits of the blocks depend, see ``llm_serving.kvstore.identity``."""
     namespace: bytes
     """Digest of ``facts``."""
     adapter: bytes
@@ -96,7 +97,9 @@ def chain_of(tokens: bytes, block_size: int, root: bytes, count: int) -> list[Bl
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
-    """Return the number of full blocks with computed keys and values. The last token of a session is not computed."""
+    """Returns the number of full blocks with computed keys and values. The keys and values of a session's last token
+    are never computed.
+    """
     return max(0, num_tokens - 1) // block_size
 
 
@@ -107,7 +110,7 @@ def encode_head(manifest: Manifest, tokens: bytes) -> bytes:
 
 
 def encode_block(manifest: Manifest, key: BlockKey, content: bytes) -> bytes:
-    """Return a block as a part of the file."""
+    """Returns the part of the file for one block: the size of its record, and the record."""
     record = encode_record(manifest.namespace, key, 0, content)
     return _U32.pack(len(record)) + record
 
@@ -123,14 +126,15 @@ def _end_checksum(manifest: bytes, num_blocks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of a session file, which has been read."""
+    """The beginning of a session file: its manifest and its tokens."""
 
     manifest: Manifest
     tokens: bytes
 
 
 class SessionReader:
-    """Reads a file in pieces. ``max_tokens`` and ``max_block_bytes`` are limits, checked before anything is stored.
+    """Reads a session file in pieces. The limits ``max_tokens`` and ``max_block_bytes`` are checked before data is
+    stored.
 
     ``feed`` yields the ``Head``, and then the record of each block as bytes. ``content_of`` checks a record.
     """
@@ -146,7 +150,9 @@ class SessionReader:
         self.num_blocks = 0
 
     def feed(self, piece: bytes) -> Iterator[Head | bytes]:
-        """Yield the head and the records that the next piece of the file completes. Raises InvalidSessionError."""
+        """Yields the head and the records that are complete with the next piece of the file. Raises
+        InvalidSessionError.
+        """
         self._buffer += piece
         while not self.is_complete and isinstance(self._wanted, int) and len(self._buffer) >= self._wanted:
             data = bytes(self._buffer[: self._wanted])
@@ -160,7 +166,9 @@ class SessionReader:
             raise InvalidSessionError("The session file has more bytes after its end.")
 
     def _read(self) -> Any:
-        """Yield the number of bytes that are needed next, or a part that is complete."""
+        """Yields the number of bytes that it needs next, and receives these bytes. Also yields the complete parts of
+        the file.
+        """
         magic = yield len(MAGIC)
         if magic != MAGIC:
             raise InvalidSessionError(f"The body is no session file: it begins with {magic!r} instead of {MAGIC!r}.")
@@ -208,5 +216,7 @@ def content_of(manifest: Manifest, key: BlockKey, record: bytes) -> bytes:
 
 
 def file_chain(manifest: Manifest, tokens: bytes, count: int) -> list[BlockKey]:
-    """Return the keys under which a file has the first ``count`` blocks of its tokens."""
+    """Returns the keys of the first ``count`` blocks in a file. Their hashes begin with the file's namespace and have
+    no salt.
+    """
     return chain_of(tokens, manifest.block_size, root_hash(manifest.namespace, b""), count)

@@ -1,4 +1,4 @@
-"""Shadow serving: another model, the candidate, computes a share of the main model's answers again and is compared.
+"""Shadow serving: compares the main model with another model, the candidate, on a fraction of the main model's answers.
 
 ``ShadowRunner`` is the interface to the server. ``docs/shadow.md`` describes shadow serving for operators.
 """

@@ -1,7 +1,8 @@
-"""Compares the log-probabilities of two models for the same answers, and recommends one of them. It only computes.
+"""Compares the log-probabilities of two models for the same answers, and recommends whether to promote the candidate.
 
-Both models score the tokens of an answer: each predicts every token from the prompt and the answer before it. So a
-difference at one token does not move the others, and answers that were sampled can be compared, too.
+Both models score the tokens of an answer of the main model. Each predicts every token from the prompt and the preceding
+tokens of the answer. So a difference at one token does not change the context of later tokens. Answers with random
+sampling can be compared as well.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from llm_serving.config.shadow_section import ShadowConfig
 from llm_serving.request import TokenLogits
 
 MAX_RATIOS = 1024
-"""Number of the latest answers from which the median ratio of latencies is computed."""
+"""Number of recent answers from which the median ratio of latencies is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class ScoredAnswer:
     logits: Sequence[TokenLogits]
     """One entry for each token of the answer, with the best token at this position."""
     seconds: float
-    """Time in which the engine computed the answer, without the time in which the request waited."""
+    """Seconds in which the engine scored the answer, without waiting time."""
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class Comparison:
 
     @property
     def agreement(self) -> float | None:
-        """Share of the tokens at which both have the same most likely token. None without answers."""
+        """Fraction of the tokens at which both models have the same most likely token. None without answers."""
         return self.agreeing / self.tokens if self.tokens else None
 
     @property
@@ -91,7 +92,7 @@ class Comparison:
 
 
 def recommendation(comparison: Comparison, config: ShadowConfig) -> tuple[str, list[str]]:
-    """Return ``wait``, ``promote`` or ``keep``, with the reasons for anything but ``promote``."""
+    """Returns ``wait``, ``promote`` or ``keep``, and the reasons. The list of reasons is empty for ``promote``."""
     if comparison.answers < config.min_answers:
         return "wait", [f"{comparison.answers} of {config.min_answers} answers were compared (min_answers)"]
     agreement, change, ratio = comparison.agreement, comparison.perplexity_change, comparison.latency_ratio

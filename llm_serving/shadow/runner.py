@@ -1,7 +1,7 @@
-"""Runs shadow serving: takes a share of the answers, lets both models score them when that delays no user, compares.
+"""Runs shadow serving: selects a fraction of the answers, and compares the scores of both models.
 
-The runner never changes an answer, because it begins after the answer's last byte. It starts no model: while the
-candidate is not in memory, answers are left out.
+The models score an answer after its last byte was sent, and only while no user has requests (unless ``while_busy`` is
+set). The runner starts no model. While the candidate is not in memory, answers are left out.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from llm_serving.telemetry.log import EventLog
 T = TypeVar("T")
 
 POLL_S = 0.02
-"""Time between two checks whether the engines are idle, while an answer waits or is computed."""
+"""Seconds between two checks whether the engines are idle, while an answer waits or is scored."""
 MAX_ATTEMPTS = 8
-"""Maximum number of attempts to score an answer. Requests of users interrupt an attempt. Then the answer is left out.
+"""Maximum number of attempts to score an answer, because requests of users interrupt an attempt. After the last
+attempt, the answer is left out.
 """
 _PROBE_TEXT = "The quick brown fox, 1234567 \u2013 \u00e9\u4e2d\u6587\n\tdef f(x): return x"
 
@@ -34,7 +35,7 @@ Score = Callable[[AsyncEngine, ServedAnswer], Coroutine[Any, Any, ScoredAnswer]]
 
 
 class View(Protocol):
-    """The part of a version that the runner uses."""
+    """The part of a model version's view that the runner uses."""
 
     @property
     def engine(self) -> AsyncEngine: ...
@@ -44,13 +45,13 @@ V = TypeVar("V", bound=View)
 
 
 class _InterruptedError(Exception):
-    """A request of a user has arrived."""
+    """Raised when a request of a user arrives while an answer is scored."""
 
 
 class ShadowRunner:
     """The shadow serving of a server. Only the event loop uses it.
 
-    ``registry`` has the main model and the candidate. ``scorer`` is replaced by tests.
+    ``registry`` has the main model and the candidate. ``scorer`` lets a model score an answer; tests replace it.
     """
 
     def __init__(self, registry: ModelRegistry[V], config: ShadowConfig, log: EventLog, scorer: Score = score) -> None:
@@ -80,7 +81,9 @@ class ShadowRunner:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def offer(self, engine: AsyncEngine, answer: ServedAnswer) -> None:
-        """Take an answer of ``engine`` if it is one of the share. Returns immediately."""
+        """Adds an answer of ``engine`` to the waiting answers if it belongs to the configured fraction. Returns
+        immediately.
+        """
         if engine is not self._registry.main.engine or not answer.output or not answer.prompt:
             return
         self._offered += self.config.share
@@ -132,8 +135,8 @@ class ShadowRunner:
             self._note()
 
     async def _compare(self, answer: ServedAnswer) -> str:
-        """Let both models score an answer. Returns the outcome, a key of ``counts``. Raises _InterruptedError,
-        LLMServingError.
+        """Lets both models score an answer, and adds the scores to the comparison. Returns the outcome, a key of
+        ``counts``. Raises _InterruptedError or LLMServingError.
         """
         versions = await self._idle_versions()
         if versions is None:
@@ -152,10 +155,11 @@ class ShadowRunner:
             return "compared"
 
     async def _idle_versions(self) -> tuple[RunningVersion[Any], RunningVersion[Any]] | None:
-        """Return the versions of both models as soon as users have no requests. None if one is not in memory.
+        """Waits until users have no requests, and returns the versions of both models. Returns None if a model is not
+        in memory.
 
-        No leases are held meanwhile, so the candidate may be unloaded or replaced. The event loop runs nothing between
-        the last check and the return.
+        The candidate may be unloaded or replaced during the wait, because this method holds no leases. No other task
+        runs between the last check and the return.
         """
         main, candidate = self._registry.models[0], self._registry.find(self.config.model)
         assert candidate is not None, "checked at the start"
@@ -173,7 +177,9 @@ class ShadowRunner:
         self._versions = numbers
 
     async def _are_comparable(self, engines: tuple[AsyncEngine, AsyncEngine]) -> bool:
-        """Return whether both models have the same tokens, as far as a text with many kinds of characters shows it."""
+        """Returns True if both models seem to have the same tokenizer: equal vocabulary sizes, and equal tokens for a
+        test text with many kinds of characters.
+        """
         if self._checked == self._versions:
             return True
         sizes = {engine.config.shape.vocab_size for engine in engines}
@@ -184,11 +190,13 @@ class ShadowRunner:
         return True
 
     def _are_busy(self, engines: tuple[AsyncEngine, AsyncEngine]) -> bool:
-        """Return whether an answer has to wait, because users have requests."""
+        """Returns True if scoring must wait because users have requests."""
         return not self.config.while_busy and any(map(_num_requests, engines))
 
     async def _undisturbed(self, work: Coroutine[Any, Any, T], engines: tuple[AsyncEngine, AsyncEngine]) -> T:
-        """Return the result of ``work``, which is one request. Raises _InterruptedError if users send requests."""
+        """Runs ``work``, which sends one request, and returns its result. If users send requests, cancels ``work`` and
+        raises _InterruptedError.
+        """
         task = asyncio.ensure_future(work)
         try:
             while True:
@@ -202,7 +210,7 @@ class ShadowRunner:
             await asyncio.gather(task, return_exceptions=True)
 
     def _note(self) -> None:
-        """Log a recommendation that has changed."""
+        """Logs the recommendation if it has changed."""
         verdict, reasons = recommendation(self.comparison, self.config)
         if verdict != self._recommended:
             self._recommended = verdict

@@ -19,18 +19,18 @@ LOWEST_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ServedAnswer:
-    """An answer that a user got."""
+    """An answer that the main model gave to a user."""
 
     prompt: Sequence[int]
     output: Sequence[int]
     salt: bytes
-    """The prefix cache's salt of the user's request."""
+    """The salt of the user's request for the prefix cache."""
     has_images: bool = False
-    """Whether the prompt has images. The server does not keep their pixels, so nothing can score the answer."""
+    """True if the prompt has images. Then the answer cannot be scored, because the server does not keep the pixels."""
 
 
 def answer_of(request: Request) -> ServedAnswer:
-    """Return the answer to a request. It is empty if the request has not ended by itself or has images."""
+    """Returns the answer to a request. The output is empty if the request was aborted, failed or has images."""
     is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     output = request.output_token_ids if is_whole and not request.tiles else ()
     return ServedAnswer(request.prompt_token_ids, output, request.cache_salt, bool(request.tiles))
@@ -43,8 +43,8 @@ async def score(engine: AsyncEngine, answer: ServedAnswer) -> ScoredAnswer:
     Raises EngineFailedError.
     """
     if answer.has_images:
-        # The salt stands for the images. Requests with the images would find the blocks that this call computes without
-        # them.
+        # The salt depends on the images. Later requests with these images would find blocks that were computed without
+        # the images.
         raise RequestError("a prompt with images cannot be scored without its images")
     sampling = SamplingParams(
         max_tokens=len(answer.output), temperature=0.0, ignore_eos=True, logprobs=True, top_logits=1
