@@ -1,1 +1,1 @@
-"""A chat in the terminal: a client of the HTTP API, and a server that it can start."""
+"""A chat in the terminal. It is a client of the HTTP API, and can start a server."""

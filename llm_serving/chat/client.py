@@ -17,7 +17,7 @@ _DONE = b"[DONE]"
 
 
 class ChatError(LLMServingError):
-    """Raised if there is no server, or if it refuses a request. The text is for the user."""
+    """Raised if no server responds, or if the server refuses a request. The text is shown to the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Piece:
     tokens: int | None = None
     finish_reason: str | None = None
     is_reasoning: bool = False
-    """Whether the text is part of the model's reasoning, which later requests do not repeat."""
+    """True if the text is part of the model's reasoning. The conversation of later requests does not include reasoning.
+    """
 
 
 class ChatClient:

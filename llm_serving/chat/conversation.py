@@ -13,7 +13,7 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages that the server gets with the next question."""
+    """The system prompt and the earlier messages, which are sent with the next question."""
 
     system: str | None = None
     history: list[Message] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Conversation:
         return [*first, *self.history, {"role": "user", "content": text}]
 
     def add(self, question: str, answer: str) -> None:
-        """Append a question and its answer to the history. An answer that the user stopped is incomplete."""
+        """Appends a question and its answer to the history. The answer is incomplete if the user stopped it."""
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def reset(self) -> None:
@@ -41,7 +41,7 @@ class AnswerTimes:
     last: float | None = None
 
     def saw_text(self, now: float) -> None:
-        """Note the time at which a piece of text arrived."""
+        """Records the time at which a piece of text arrived."""
         self.first = now if self.first is None else self.first
         self.last = now
 
@@ -49,7 +49,7 @@ class AnswerTimes:
         """Return the line of figures that is printed below an answer: tokens, tokens per second and time to first
         token.
 
-        The first token does not count in the tokens per second.
+        The rate leaves out the first token and the time before it.
         """
         if self.first is None or self.last is None:
             return "no text"

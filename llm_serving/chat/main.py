@@ -105,5 +105,5 @@ def _chat(arguments: argparse.Namespace, url: str) -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """Exit after a signal. The exit also stops the server that this program has started."""
+    """Handles a signal: raises SystemExit, so that the server which this program has started is stopped as well."""
     sys.exit(128 + number)

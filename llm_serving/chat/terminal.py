@@ -1,4 +1,4 @@
-"""The loop of a chat: reads lines, runs commands, prints answers while they arrive."""
+"""The main loop of a chat: reads lines, runs commands, and prints answers while they arrive."""
 
 from __future__ import annotations
 

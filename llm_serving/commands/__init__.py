@@ -1,1 +1,1 @@
-"""The command ``llm-serving``: its sub-commands, shell completion, and the choice of the Python for a program."""
+"""The command ``llm-serving``: its sub-commands, shell completion, and the choice of the Python interpreter."""

@@ -1,7 +1,7 @@
-"""The table of sub-commands. To add one, add an entry here. Programs are imported when they run.
+"""The table of sub-commands. To add a sub-command, add an entry here. Its module is imported only when it runs.
 
-A program may be in a higher layer (``tools``, ``performance``) that is not installed. The error then names the missing
-package.
+The module may belong to a higher layer (``tools``, ``performance``) that is not installed. The error then names the
+missing package.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Command:
     parser: str
     """Function that returns the parser of the arguments, as ``module:function``."""
     is_filter: bool = False
-    """If True, the program prints and ends, so a closed pipe (``| head``) ends it without an error."""
+    """True if the program only prints and ends. A closed pipe (``| head``) then ends it without an error."""
 
     def load_main(self) -> Callable[[Sequence[str]], int]:
         """Return the function that runs the program. Raises MissingPackageError."""
@@ -59,9 +59,9 @@ class Command:
 
 
 def _find_programs() -> None:
-    """Let imports find ``tools`` and ``performance``: in the repository, or in the data of an installed package.
+    """Makes ``tools`` and ``performance`` importable, from the repository or from the data of an installed package.
 
-    Their folders are added at the end of ``sys.path``, so they hide no other package.
+    Their folders are appended to ``sys.path``, so they do not hide other packages.
     """
     sys.path.extend(str(root) for root in DATA_ROOTS if str(root) not in sys.path)
 

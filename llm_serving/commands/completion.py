@@ -41,7 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def completion_script(shell: str) -> str:
-    """Return the script. A sub-command whose packages are not installed is completed by name only."""
+    """Returns the completion script. If the packages of a sub-command are not installed, the script completes only its
+    name.
+    """
     whole = argparse.ArgumentParser(prog=PROGRAM, allow_abbrev=False)
     commands = whole.add_subparsers()
     for command in COMMANDS:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = build_parser().parse_args(arguments[:1]).command
     command = find_command(name)
     assert command is not None, "the parser refuses other names"
-    # ``argv`` is None only on the command line, and a caller's signals must not change.
+    # ``argv`` is None only on the command line. Other callers must keep their signal handlers.
     if command.is_filter and argv is None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.argv[0] = f"{PROGRAM} {command.name}"  # argparse shows this as the program's name

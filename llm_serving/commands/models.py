@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def verdict(found: FoundModel, machine: Machine) -> str:
-    """Return ``yes``, or why ``llm-serving serve --model NAME`` would refuse the model."""
+    """Returns ``yes``, or ``no`` with the reason why ``llm-serving serve --model NAME`` would refuse the model."""
     try:
         plan_memory(load_config(DEFAULT_CONFIG, [f"model_config.model_path={json.dumps(str(found.path))}"]), machine)
     except (ConfigError, CheckpointError, MemoryPlanError) as error:

@@ -1,4 +1,4 @@
-"""Restarts a program with the Python of ``.venv`` if the Python that started it lacks the packages."""
+"""Restarts a program with the Python of ``.venv`` if the present Python lacks the needed packages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 VENV_PYTHON = Path(__file__).resolve().parents[2] / ".venv" / "bin" / "python"
 SERVING = ("msgspec", "mindspore")
-"""Packages that show whether serving is installed."""
+"""If these packages are installed, serving is installed."""
 TOOLS = (*SERVING, "rich", "matplotlib")
-"""Packages that show whether the tools are installed, too."""
+"""If these packages are installed, the tools are installed as well."""
 
 
 def use_own_python(packages: Sequence[str] = SERVING) -> None:
     """Restart the program with the Python of ``.venv`` if this Python lacks the packages.
 
-    Prints the remedy and exits with code 2 if ``.venv`` lacks the packages, too.
+    If ``.venv`` also lacks the packages, prints the remedy and exits with code 2.
     """
     prefer_own_python(packages)
     if not _has(packages):

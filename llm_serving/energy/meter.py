@@ -1,4 +1,4 @@
-"""Relates energy and processor time to the generated tokens: in the log, and in the metrics."""
+"""Reports energy and processor time per generated token, in the log and in the metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reading:
     cpu_seconds: float
     """Processor time of the server and its agents."""
     joules: float | None
-    """Energy of the whole machine's processors and memory. None if the machine has no readable counter."""
+    """Energy of all processors and the memory of the machine. None if the machine has no readable counter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,10 @@ class EnergyMeter(Collector):
         return Reading(self._tokens(), self._times.seconds() - self._start_s, joules)
 
     def end_interval(self) -> Interval | None:
-        """Return the interval since the last call that returned one. None if no tokens were generated since then.
+        """Returns the interval since the last call that returned an interval. Returns None if no requests with tokens
+        have ended since then.
 
-        Time without tokens belongs to the next interval: an idle server takes energy, too.
+        Time without tokens is added to the next interval, because an idle server also uses energy.
         """
         now = self.read()
         interval = Interval.between(self._last, now)

@@ -1,4 +1,4 @@
-"""Reads the energy counters of Intel's and AMD's processors (RAPL), which Linux shows in ``/sys/class/powercap``.
+"""Reads the energy counters (RAPL) of Intel and AMD processors from ``/sys/class/powercap``.
 
 Each zone has a file ``energy_uj`` in microjoules. The counter starts again at 0 after ``max_energy_range_uj``. Since
 Linux 5.10, only root may read it. The source is the kernel's Documentation/power/powercap/powercap.rst.
@@ -11,7 +11,9 @@ from pathlib import Path
 
 POWERCAP = Path("/sys/class/powercap")
 _COUNTED = ("package", "dram")
-"""Beginnings of the names of zones that are added up. The energy of cores is a part of their package's energy."""
+"""Prefixes of the zone names that are added up. Zones of cores are left out, because the zone of their package includes
+them.
+"""
 
 
 class RaplZone:
@@ -25,7 +27,9 @@ class RaplZone:
         self._total = 0
 
     def joules(self) -> float:
-        """Return the energy in joules since this object was made. It must be called before the counter wraps twice."""
+        """Returns the energy in joules since this object was created. The method must be called at least once in each
+        period of the counter.
+        """
         now = int(self._counter.read_text())
         self._total += now - self._last if now >= self._last else now + self._range + 1 - self._last
         self._last = now

@@ -135,9 +135,10 @@ _ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
     "deepseek2": lambda header: deepseek2_fields(header, _rope_scaling(header)),
     **dict.fromkeys(HYBRIDS, hybrid_fields),
 }
-"""Functions that return the fields of ``config.json`` that only some architectures have, by llama.cpp's name.
+"""For each architecture (llama.cpp's name), a function that returns its additional fields of ``config.json``.
 
-The name ``llama`` includes Mistral, Mixtral and SmolLM2."""
+The name ``llama`` includes Mistral, Mixtral and SmolLM2.
+"""
 
 
 def model_fields(path: Path) -> TypedFields:

@@ -1,10 +1,10 @@
-"""Brings handed blocks from the hand-over pool of one machine into that of another.
+"""Copies handed blocks from the hand-over pool of one machine to that of another machine.
 
-A block travels with its stored header and checksum. No transport checks the content: the agent that reads the block
-does, after its copy. So a transport can neither damage a text nor use a stale block.
+A block is sent with its stored header and checksum. The transport does not check the content. The agent that reads the
+block checks its copy, so damaged or outdated blocks cannot change a text.
 
-``SharedPoolTransport`` is for replicas that map one pool. ``TcpTransport`` sends to a ``PoolReceiver`` on another
-machine. It has a thread and a socket of its own, so no step waits for a transfer:
+``SharedPoolTransport`` is for replicas that share one pool. ``TcpTransport`` sends to a ``PoolReceiver`` on another
+machine. It has its own thread and socket, so no step waits for a transfer:
 
     receiver                              sender
        |---- magic, nonce ------------------->|
@@ -36,7 +36,7 @@ from llm_serving.ipc.messages import NONCE_BYTES, check_proof, prove
 
 MAGIC = b"LLMHAND1"
 TIMEOUT_S = 10.0
-"""A peer that neither sends nor receives for this time is lost."""
+"""Seconds without progress of the peer after which the connection counts as lost."""
 MAX_CONNECTIONS = 16
 _CHALLENGE = struct.Struct(f"<8s{NONCE_BYTES}s")
 _HELLO = struct.Struct("<8s32sQQQ")
@@ -45,11 +45,11 @@ _TRANSFER = struct.Struct("<QI")
 _ACKNOWLEDGEMENT = struct.Struct("<Q")
 _MAX_ERROR_BYTES = 1024
 _MAX_PARTS = 512
-"""Number of buffers in a call of ``sendmsg``, below the limit of the operating system."""
+"""Maximum number of buffers in a call of ``sendmsg``. The limit of the operating system is higher."""
 
 Array = npt.NDArray[Any]
 Pairs = Sequence[tuple[int, int]]
-"""Source and destination of each block."""
+"""Pairs (block of the sender's pool, block of the receiver's pool)."""
 Done = Callable[[LLMServingError | None], None]
 """Called once at the end of a transfer, from any thread. The error is None if all blocks have arrived."""
 
@@ -70,12 +70,12 @@ class Pool(Protocol):
 
 
 class BlockTransport(Protocol):
-    """Brings blocks into the pool of the decode replica."""
+    """The interface of a transport, which copies blocks into the pool of the decode replica."""
 
     def transfer(self, pairs: Pairs, done: Done) -> None:
-        """Begins to bring blocks of the sender's pool into blocks of the receiver's pool. Does not wait.
+        """Starts a copy of blocks from the sender's pool to the receiver's pool. Returns immediately.
 
-        The caller must leave both alone until ``done`` is called.
+        Until ``done`` is called, the caller must not change the blocks of either pool.
         """
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class _Transfer:
 class TcpTransport:
     """Sends blocks of ``pool`` through a connected ``connection`` to a ``PoolReceiver`` with the same ``secret``.
 
-    The socket may be a TLS socket. The object owns it, and one thread uses it.
+    The socket may be a TLS socket. This object owns the socket, and its thread uses it.
     """
 
     def __init__(self, pool: Pool, connection: socket.socket, secret: bytes) -> None:
@@ -180,7 +180,7 @@ class TcpTransport:
 class PoolReceiver:
     """Receives blocks into ``pool`` from the senders that connect to ``listener`` and know ``secret``.
 
-    Each connection has a thread. ``close`` ends them. With ``context``, connections use TLS.
+    Each connection has its own thread. ``close`` ends all threads. With ``context``, connections use TLS.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class PoolReceiver:
         self._listener.close()
         for connection, thread in connections.items():
             with contextlib.suppress(OSError):
-                # SSLSocket.shutdown would take the TLS state from the thread that reads.
+                # ``SSLSocket.shutdown`` would remove the TLS state that the reading thread uses.
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
             thread.join()
 
@@ -230,7 +230,8 @@ class PoolReceiver:
             connection.settimeout(TIMEOUT_S)
             _send_promptly(connection)
             if self._context is not None:
-                # The wrap takes the descriptor from ``connection``, so ``close`` can end only the TLS socket.
+                # ``wrap_socket`` moves the descriptor from ``connection`` to the TLS socket. So ``close`` must find the
+                # TLS socket.
                 tls = link = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
                 self._note_tls(connection, tls)
                 tls.do_handshake()
@@ -246,7 +247,9 @@ class PoolReceiver:
             link.close()
 
     def _note_tls(self, connection: socket.socket, tls: ssl.SSLSocket) -> None:
-        """Lets ``close`` find the TLS socket of a connection. Raises ConnectionError if ``close`` was called before."""
+        """Replaces a connection by its TLS socket in the table that ``close`` uses. Raises ConnectionError if ``close``
+        was called before.
+        """
         with self._lock:
             self._connections[tls] = self._connections.pop(connection)
             if self._is_closed:
@@ -296,7 +299,7 @@ def _send_promptly(connection: socket.socket) -> None:
 
 
 def _send_all(link: socket.socket, parts: list[memoryview]) -> None:
-    """Sends all parts, without a copy in this process unless the socket encrypts them."""
+    """Sends all parts. Without TLS, the parts are not copied in this process."""
     if isinstance(link, ssl.SSLSocket):
         for part in parts:
             link.sendall(part)

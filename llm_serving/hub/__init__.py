@@ -1,1 +1,2 @@
-"""Models by name: downloads from Hugging Face and ModelScope into their usual caches, and lists local models."""
+"""Finds models by name: downloads them from Hugging Face or ModelScope into the usual caches, and lists local models.
+"""

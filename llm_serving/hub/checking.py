@@ -1,4 +1,4 @@
-"""Checks before and after a download: free space, and the hash of each file."""
+"""Checks a download: the free space before it, and the hash of each file after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_serving.planning.rank_memory import format_bytes
 
 _CHUNK = 4 * 1024 * 1024
 _SPARE_BYTES = 64 * 1024 * 1024
-"""Bytes of the disk that stay free after a download."""
+"""Bytes that must remain free on the disk after a download."""
 
 
 def check_free_space(folder: Path, needed: int) -> None:

@@ -1,4 +1,6 @@
-"""Turns ``--model`` into a local path: a path stays as it is, and a name is downloaded or found in a cache."""
+"""Finds the local path of ``--model``. A path is used directly. A model's name is found in a cache, or the model is
+downloaded.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class LocalModel:
 
 
 def local_model(text: str, *, offline: bool = False) -> LocalModel:
-    """Return the model of ``--model``, which is a path or a name. A text that is an existing path counts as a path.
+    """Return the model of ``--model``, which is a path or a name. A text that is an existing path is a path.
 
     Raises HubError.
 
@@ -33,7 +35,7 @@ def local_model(text: str, *, offline: bool = False) -> LocalModel:
     name = parse_model_name(text)
     if name is None:
         return LocalModel(text)
-    # imported late: only names of models need the HTTP library
+    # Imported here, because only models with a name need the HTTP library.
     if name.hub == HUGGING_FACE:
         from llm_serving.hub.hugging_face import HuggingFace as Hub
     else:
@@ -45,7 +47,7 @@ def local_model(text: str, *, offline: bool = False) -> LocalModel:
 
 def hub_caches() -> tuple[Path, Path]:
     """Return the caches of Hugging Face and of ModelScope."""
-    from huggingface_hub import constants  # imported late: only names of models need the HTTP library
+    from huggingface_hub import constants  # Imported here, because only models with a name need the HTTP library.
 
     from llm_serving.hub.model_scope import cache_folder
 

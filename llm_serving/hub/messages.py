@@ -1,4 +1,4 @@
-"""Messages to the user that both hubs share: progress, and how to get a model without a network."""
+"""Texts for users that both hubs share: progress, errors, and advice for machines without a network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llm_serving.hub.names import ModelName
 
 
 def how_to_bring(name: ModelName) -> str:
-    """Return the advice at the end of an error message: how to bring a model here from a machine with a network."""
+    """Returns the advice at the end of an error text: how to copy a model from a machine with a network."""
     return (
         f"on a machine with a network, download {name.repository}, copy the folder or the GGUF file here, and give its "
         "path: --model /path/to/folder"

@@ -103,7 +103,9 @@ class ModelScope:
             raise HubError(f"{name}: {self._endpoint} sent a list of files that cannot be read") from error
 
     def _download(self, name: ModelName, file: RemoteFile, target: Path) -> None:
-        """Download one file. A download that was interrupted, also in an earlier start, continues where it stopped."""
+        """Downloads one file. If an earlier download was interrupted, continues at that position. Raises HubError after
+        several failed attempts, or if the content is wrong.
+        """
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + _INCOMPLETE)
         error: Exception | None = None
@@ -125,7 +127,7 @@ class ModelScope:
         partial.replace(target)
 
     def _continue(self, name: ModelName, file: RemoteFile, partial: Path) -> None:
-        """Download the missing part of a file and append it to ``partial``.
+        """Downloads the missing part of a file and appends it to ``partial``.
 
         If the hub ignores the requested range, download the whole file.
         """

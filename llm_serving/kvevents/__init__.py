@@ -1,4 +1,4 @@
-"""Events of the prefix cache for other systems, over ZeroMQ: which blocks are cached, with their tokens.
+"""Publishes events of the prefix cache over ZeroMQ for other systems: which blocks are cached, with their tokens.
 
 A router in front of several servers can follow the events. It can then send a request to the server that has the
 prefix of the request.

@@ -18,13 +18,14 @@ _SALT_BYTES = 16
 Stored = tuple[bytes, bytes, bytes | None, bytes]
 """Hash of a block, its packed tokens, the hash of the block before it or None, and the salt of the first block."""
 Change = Stored | bytes | None
-"""One change: a stored block, the hash of a removed block, or None after a clear."""
+"""One change of a prefix cache: a stored block, the hash of a removed block, or None if the whole cache was cleared."""
 
 
 class ChangeQueue:
-    """The changes of all replicas that wait for the publisher. Its size is bounded, and ``put`` never waits.
+    """A bounded queue with the changes of all replicas that wait for the publisher. ``put`` never waits.
 
-    The engine threads put, and one thread takes. After a lost change, ``take`` returns a marker in its place.
+    The engine threads call ``put``, and the publisher's thread calls ``take``. Instead of lost changes, ``take`` yields
+    a marker.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -59,49 +60,55 @@ class ChangeQueue:
         os.eventfd_write(self.wakes, 1)
 
     def note_sleep(self) -> bool:
-        """Says that the publisher will sleep until ``wakes`` is readable. Returns False if changes wait already."""
+        """Called by the publisher before it sleeps until ``wakes`` is readable. Returns False if changes wait, so that
+        it must not sleep.
+        """
         self._is_asleep = True
         return not self._changes
 
     def note_awake(self) -> None:
-        """Says that the publisher takes changes now."""
+        """Called by the publisher when it is awake again."""
         self._is_asleep = False
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakes)
 
     def take(self, limit: int) -> Iterator[tuple[int, Change] | None]:
-        """Yields and removes at most ``limit`` changes, each with its replica. None stands for lost changes."""
+        """Removes and yields at most ``limit`` changes, each with the number of its replica. None stands for lost
+        changes.
+        """
         for _ in range(min(limit, len(self._changes))):
             yield self._changes.popleft()
 
     def close(self) -> None:
-        """Closes ``wakes``. No engine thread may put any more."""
+        """Closes ``wakes``. Engine threads must not call ``put`` any more."""
         os.close(self.wakes)
 
 
 class ReplicaObserver:
-    """Observes the prefix cache of a replica. It is an ``IndexObserver``.
+    """Observes the prefix cache of a replica, with the interface ``IndexObserver`` of the KV cache manager.
 
-    Changes are ignored before ``enter_service``, and after another engine has taken over the replica. A block whose
-    parent is not published is not published either, because a request could not find it.
+    Changes are published after ``enter_service``, until the engine of a newer version takes over the replica. If the
+    block before a block is not published, the block is not published either, because no request could find it.
     """
 
     def __init__(self, queue: ChangeQueue, replica: int, take_over: Callable[[ReplicaObserver], None]) -> None:
-        """``take_over`` ends the earlier observer of the replica, and calls ``begin``."""
+        """``take_over`` is called by ``enter_service``. It ends the earlier observer of the replica, and calls
+        ``begin``.
+        """
         self.replica = replica
         self.is_current = False
-        """Whether changes are published."""
+        """True while changes are published."""
         self._queue = queue
         self._take_over = take_over
         self._hashes: dict[int, bytes] = {}
-        """The hash of each published block by its entry."""
+        """The hash of each published block, by its index entry in the prefix cache."""
 
     def enter_service(self) -> None:
-        """Publishes the changes of this replica from now on, instead of those of the engine that served before."""
+        """Publishes the changes of this engine's replica from now on, instead of those of the earlier engine."""
         self._take_over(self)
 
     def begin(self) -> None:
-        """Clears the blocks of the earlier engine, and publishes changes from now on."""
+        """Publishes a clear of the earlier engine's blocks, and then the changes of this engine."""
         self._queue.put(self.replica, None)
         self.is_current = True  # only now, because the engine thread may store a block at any time
 
@@ -133,13 +140,15 @@ class ReplicaObserver:
 
 
 def events_of(changes: Sequence[Change]) -> list[Event]:
-    """Returns the events of consecutive changes of a replica. Blocks that follow each other share an event."""
+    """Returns the events for consecutive changes of a replica. Stored blocks that follow each other in a sequence share
+    one event.
+    """
     events: list[Event] = []
     chain: list[Stored] = []
     removed: list[bytes] = []
 
     def complete(change: Change) -> None:
-        """Adds the event that collects changes, unless ``change`` belongs to it."""
+        """Completes the event that is being collected, unless ``change`` also belongs to it."""
         if chain and not (isinstance(change, tuple) and change[2] == chain[-1][0]):
             events.append(_stored(chain))
             chain.clear()

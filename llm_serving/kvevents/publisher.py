@@ -1,8 +1,9 @@
-"""Publishes changes of the prefix caches over ZeroMQ, in a thread of its own. Only this module imports ZeroMQ.
+"""Publishes changes of the prefix caches over ZeroMQ, in a separate thread. Only this module imports ZeroMQ.
 
-The PUB socket sends ``[topic, sequence number, payload]``. The ROUTER socket repeats earlier batches: a request
-``[b"", first sequence number]`` gets ``[b"", sequence number, payload]`` for each batch that is still in memory, and at
-the end ``[b"", END, b""]``. A sequence number has 8 bytes, the highest first. vLLM's subscribers use the same messages.
+The PUB socket sends ``[topic, sequence number, payload]``. The ROUTER socket repeats earlier batches: a request ``[b"",
+first sequence number]`` gets ``[b"", sequence number, payload]`` for each batch that is still in memory, and at the end
+``[b"", END, b""]``. A sequence number has 8 bytes in big-endian order. The messages are the same as vLLM's, so its
+subscribers understand them.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from llm_serving.kvevents.observer import Change, ChangeQueue, ReplicaObserver, 
 from llm_serving.kvevents.wire import encoder
 
 END = (-1).to_bytes(8, "big", signed=True)
-"""Marks the end of a replay. It stands where a sequence number stands otherwise."""
+"""Marks the end of a replay. The last message has this value instead of a sequence number."""
 _MAX_BATCH = 4096
 _LINGER_MS = 200
 _COLLECT_MS = 20
-"""Time in which changes are collected for one batch."""
+"""Milliseconds in which changes are collected for one batch."""
 _QUIET_ROUNDS = 50
-"""Rounds without a change after which the thread sleeps until the next change. A wake-up costs the engine thread time,
-so it must be rare."""
+"""Number of rounds of ``_COLLECT_MS`` without a change after which the thread sleeps until the next change. Waking the
+thread costs the engine thread time, so the thread must rarely sleep.
+"""
 
 
 class EventPublisher:
     """Sends the changes of all replicas. ``close`` ends the thread.
 
-    ``count_dropped`` receives the number of changes that were lost, because the queue was full.
+    ``count_dropped`` is called with the number of changes that were lost because the queue was full.
     """
 
     def __init__(self, settings: KvEventsConfig, count_dropped: Callable[[int], None]) -> None:
@@ -44,7 +46,7 @@ class EventPublisher:
         self._count_dropped = count_dropped
         self._queue = ChangeQueue(settings.max_waiting_events)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer_batches)
-        """The last batches, each with its sequence number."""
+        """The last batches that were sent, each with its sequence number, for replays."""
         self._observers: dict[int, ReplicaObserver] = {}
         """The observer of each replica whose changes are published. Only the thread that creates this object uses it.
         """
@@ -56,7 +58,8 @@ class EventPublisher:
             self._pub = self._socket(zmq.PUB, "endpoint", settings.endpoint, settings.buffer_batches)
             self._replay = None
             if settings.replay_endpoint is not None:
-                # ZeroMQ notes what a subscriber has read after half of the limit, and a whole replay must fit then.
+                # ZeroMQ learns only after each half of this limit what a subscriber has read. A whole replay must fit
+                # into the other half.
                 limit = 2 * (settings.buffer_batches + 1)
                 self._replay = self._socket(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, limit)
         except ConfigError:
@@ -70,7 +73,9 @@ class EventPublisher:
         self._thread.start()
 
     def observer(self, replica: int) -> ReplicaObserver:
-        """Returns an observer of a replica of a new engine. Until it enters service, the earlier one publishes on."""
+        """Returns an observer for a replica of a new engine. Until it enters service, the observer of the earlier
+        engine publishes.
+        """
         return ReplicaObserver(self._queue, replica, self._take_over)
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -120,7 +125,9 @@ class EventPublisher:
         self._context.destroy(linger=_LINGER_MS)
 
     def _publish(self) -> bool:
-        """Sends the changes that wait. The changes of each replica are a batch. Returns whether there were any."""
+        """Sends the changes that wait. Consecutive changes of one replica form a batch. Returns True if there were
+        changes.
+        """
         if self._queue.is_empty:
             return False
         batch: list[Change] = []

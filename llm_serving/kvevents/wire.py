@@ -1,4 +1,4 @@
-"""The bytes of events: MessagePack, as vLLM publishes them.
+"""Encodes events as MessagePack, in the formats that vLLM publishes.
 
 A batch is an array ``[time, events, replica]``. An event of the format ``array`` is an array that begins with its name,
 as vLLM published until June 2026. An event of the format ``map`` is a map with its name under ``type``, as vLLM has
@@ -16,9 +16,9 @@ ARRAY, MAP = "array", "map"
 FORMATS = (ARRAY, MAP)
 """Values of ``kv_events_config.format``."""
 MEDIUM = "GPU"
-"""The memory of the device, in the words of the published format, whatever the device is."""
+"""Value of the field ``medium`` for device memory. The format uses this value for every kind of device."""
 HASH_BYTES = 8
-"""A hash is published as an integer of its last bytes, which is vLLM's default, too."""
+"""Number of last bytes of a hash that are published as an integer. This is also vLLM's default."""
 
 
 class Event(msgspec.Struct, gc=False):
@@ -26,16 +26,16 @@ class Event(msgspec.Struct, gc=False):
 
 
 class BlockStored(Event):
-    """Blocks that follow each other in a sequence are cached now."""
+    """Consecutive blocks of a sequence are cached now."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Hash of the block before the first one. None if there is none."""
+    """Hash of the block before the first of these blocks, or None at the start of a sequence."""
     token_ids: list[int]
     """Tokens of all blocks."""
     block_size: int
     extra_keys: list[list[str] | None] | None
-    """For each block, what its hash depends on in addition to the tokens and the model. None if there is nothing."""
+    """For each block: the names of further values on which its hash depends (the salt), or None."""
 
 
 class BlockRemoved(Event):
@@ -54,7 +54,9 @@ def published_hash(block_hash: bytes) -> int:
 
 
 def encoder(layout: str) -> Callable[[float, Sequence[Event], int], bytes]:
-    """Returns a function that encodes a batch of a format: a UNIX time in seconds, events, and the replica's number."""
+    """Returns a function that encodes a batch in the format ``layout``. Its arguments are a Unix time in seconds,
+    events, and the number of the replica.
+    """
     pack, described = msgspec.msgpack.Encoder().encode, _as_map if layout == MAP else _as_array
 
     def encode(seconds: float, events: Sequence[Event], replica: int) -> bytes:

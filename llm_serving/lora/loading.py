@@ -24,7 +24,7 @@ class ConfiguredAdapter:
 def read_into_memory(folder: Path, config: Config) -> tuple[bytes, AdapterMemory]:
     """Return the digest of an adapter and the shared memory with its matrices, which the caller must close.
 
-    Raises AdapterError, also if the shared memory is too small.
+    Raises AdapterError if the adapter cannot be used, or if the shared memory is too small.
     """
     lora, dtype = config.lora_config, config.model_config.model_dtype
     adapter = read_adapter(folder, config.shape, max_rank=lora.max_rank, dtype=dtype)

@@ -110,8 +110,7 @@ class AdapterRegistry:
         del self._uses[slot]
 
     def remove(self, name: str) -> Adapter:
-        """Removes an adapter, so that new requests for it are refused. Its slot becomes free when its open requests
-        have ended.
+        """Removes an adapter and refuses new requests for it. Its slot becomes free when its open requests have ended.
 
         Raises ModelNotFoundError if no adapter has this name.
         """

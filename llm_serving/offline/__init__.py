@@ -1,1 +1,1 @@
-"""A model in a Python program, without HTTP: the engine in a thread, with its agent processes."""
+"""Uses a model in a Python program without HTTP: the engine runs in a thread and starts agent processes."""

@@ -1,4 +1,4 @@
-"""Runs many calls of one endpoint, a bounded number at the same time."""
+"""Runs many calls of one endpoint, with a limit on the number of simultaneous calls."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from llm_serving.server.in_process import App, call_handler
 from llm_serving.server.state import Endpoint
 
 _RETRY_S = 0.02
-"""Seconds between attempts while the calls of another thread fill the queue."""
+"""Seconds between two attempts of a call while the queue is full, because another thread makes calls as well."""
 
 
 async def answer_all(
     app: App, endpoint: Endpoint, name: str, bodies: Sequence[bytes], parallel: int, note: Callable[[], None]
 ) -> list[bytes]:
-    """Return the response to each body, in order. At most ``parallel`` calls run at the same time.
+    """Calls the endpoint with each body, at most ``parallel`` calls at the same time. Returns the responses in order.
 
-    ``note`` is called after each response. The first error ends all calls. Its text begins with ``name`` and the
-    number of its body, for example ``prompts[3]``.
+    ``note`` is called after each response. The first error cancels all calls and is raised. Its text begins with
+    ``name`` and the index of the body, for example ``prompts[3]``.
     """
     results: list[bytes] = [b""] * len(bodies)
     waiting = iter(range(len(bodies)))

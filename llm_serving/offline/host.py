@@ -1,4 +1,4 @@
-"""Runs an engine and its agents in a thread with an event loop of its own, without listening for clients."""
+"""Runs an engine in a separate thread with its own event loop, without listening for clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EngineHost:
     """The thread of an engine, from ``start`` to ``close``. Any other thread may call the methods."""
 
     def __init__(self, config: Config, note: ProgressNote) -> None:
-        """``note`` receives the progress of the agents' start."""
+        """``note`` is called with the progress of the agents' start."""
         self.config = config
         self._note = note
         self._app: Future[ServerApp] = Future()
@@ -41,7 +41,7 @@ class EngineHost:
         self._is_stopping = False
         self._calls: set[asyncio.Task[Any]] = set()
         self._lock = threading.Lock()
-        # A daemon, because a program that does not call ``close`` must be able to end.
+        # A daemon thread, so that a program that does not call ``close`` can end.
         self._thread = threading.Thread(target=self._run, name="llm", daemon=True)
 
     def start(self) -> None:
@@ -50,7 +50,8 @@ class EngineHost:
         self._app.result()
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread and return its result. If this thread is interrupted, the call is cancelled.
+        """Runs a coroutine in the engine's thread and returns its result. If the calling thread is interrupted, cancels
+        the coroutine.
 
         Raises EngineFailedError after ``close``.
         """
@@ -83,7 +84,7 @@ class EngineHost:
             self._thread.join()
 
     async def _registered(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run ``call`` as a task that the end of the engine cancels."""
+        """Runs ``call`` as a task. The task is cancelled if the engine ends first."""
         task = asyncio.ensure_future(call)
         self._calls.add(task)
         try:

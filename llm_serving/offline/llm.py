@@ -1,4 +1,4 @@
-"""The class ``LLM``: a model in a Python program, with the engine of the server and without HTTP."""
+"""The class ``LLM``: uses a model in a Python program, with the engine of the server but without HTTP."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _EMBEDDINGS, *_ = embeddings.ENDPOINTS
 class LLM:
     """A model with its agents. Use it as a context manager, or call ``close`` at the end.
 
-    The tokens are those that the server returns for the same request. Any thread may call the methods.
+    The outputs have the same tokens as the server's response to the same request. Any thread may call the methods.
 
-    Raises ConfigError, CheckpointError or MemoryPlanError before anything is started, and AgentStartError if an agent
-    fails. The methods raise RequestError for a wrong request and EngineFailedError if the engine fails. The error of a
-    request names its place in the list.
+    The constructor raises ConfigError, CheckpointError or MemoryPlanError before it starts processes, and
+    AgentStartError if an agent fails. The methods raise RequestError for a wrong request and EngineFailedError if the
+    engine fails. The text of a RequestError names the index of the request.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class LLM:
             finally:
                 if display is not None:
                     display.close()
-            # Also closes an LLM that was forgotten, at the latest when the interpreter ends.
+            # If the program does not call ``close``, the finalizer closes the LLM, at the latest when the interpreter
+            # ends.
             self._finalizer = weakref.finalize(self, owned.pop_all().close)
 
     @property
@@ -90,10 +91,11 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[Output]:
-        """Continue each prompt and return the outputs in order. A prompt is a text or a list of token ids.
+        """Generates a continuation of each prompt. Returns the outputs in order. A prompt is a text or a list of token
+        ids.
 
-        ``sampling`` has fields of ``/v1/completions`` by name, for all prompts or one entry for each. ``progress``
-        takes the place of the constructor's argument.
+        ``sampling`` has fields of ``/v1/completions`` by name: one mapping for all prompts, or a list with one for
+        each. ``progress`` overrides the argument of the constructor.
         """
         bodies = bodies_of("prompt", prompts_of(prompts), sampling, _WITH_IDS, is_chat=False)
         return list(map(output_of, self._answers(_COMPLETIONS, bodies, "prompts", progress)))
@@ -125,8 +127,8 @@ class LLM:
     ) -> npt.NDArray[np.float32]:
         """Return the embedding of each text: float32 [texts, width].
 
-        ``dimensions`` shortens embeddings, if the model permits it. ``prompt_name`` puts this prompt of the model
-        before each text. Raises RequestError if the model generates text.
+        ``dimensions`` shortens the embeddings, if the model permits it. ``prompt_name`` names a prompt of the model
+        that is put before each text. Raises RequestError for a model that generates text instead of embeddings.
         """
         more = {"dimensions": dimensions, "prompt_name": prompt_name, "encoding_format": "base64"}
         bodies = bodies_of("input", prompts_of(texts), None, more, is_chat=False)
@@ -161,4 +163,4 @@ _WITH_IDS: Mapping[str, Any] = {"return_token_ids": True}
 
 
 def _no_note(rank: int, stage: str, done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignores progress."""

@@ -1,4 +1,4 @@
-"""The results of ``LLM``: the choices of a prompt with text, token ids and log-probabilities."""
+"""The results of ``LLM``: for each prompt, choices with text, token ids and log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ class OutputChoice:
     text: str
     """Generated text. In a chat: the content of the message, without reasoning and tool calls."""
     token_ids: tuple[int, ...]
-    """All generated token ids, with those of the reasoning and the tool calls."""
+    """All generated token ids, including those of the reasoning and of tool calls."""
     finish_reason: str
     """``stop``, ``length``, or ``tool_calls`` in a chat."""
     stop_reason: str | int | None
     """The stop string or token id that ended the text."""
     logprobs: dict[str, Any] | None
-    """Log-probabilities, in the form of the endpoint that the method stands for."""
+    """Log-probabilities in the form of the HTTP endpoint: ``/v1/completions`` for ``generate``,
+    ``/v1/chat/completions`` for ``chat``.
+    """
     message: dict[str, Any] | None
     """Message of a chat: ``content``, ``tool_calls`` and ``reasoning_content``, as in OpenAI's API."""
 
@@ -56,7 +58,7 @@ class Output:
 
 
 def output_of(response: bytes) -> Output:
-    """Return the output in the JSON of a completion or a chat."""
+    """Returns the output that the JSON response of a completion or a chat describes."""
     value = orjson.loads(response)
     choices = value["choices"]
     return Output(

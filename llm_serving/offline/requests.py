@@ -1,4 +1,4 @@
-"""Makes the JSON bodies of calls from the arguments of ``LLM``."""
+"""Creates the JSON bodies of calls from the arguments of ``LLM``'s methods."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llm_serving.errors import RequestError
 from llm_serving.sampling_params import SamplingParams
 
 Sampling = Mapping[str, Any] | SamplingParams
-"""How to choose tokens: fields of the HTTP API by name, or ``SamplingParams``."""
+"""Sampling parameters: a mapping with fields of the HTTP API, or ``SamplingParams``."""
 
 _OWN = ("prompt", "messages", "input", "stream", "stream_options")
 """Fields of the HTTP API that the arguments of ``LLM`` replace."""
 _ALWAYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-"""Parameters of ``SamplingParams`` that are stated even if they have their default."""
+"""Parameters of ``SamplingParams`` that every body contains, even if they have their default."""
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 _SKIPPED = ("logprobs", "top_logits", "logit_bias", "shown_token_ids", "keeps_history", "top_allowed", *_LISTS)
 

@@ -23,7 +23,7 @@ def config_of(
     *,
     offline: bool,
 ) -> Config:
-    """Return the config of an ``LLM``. ``settings`` take precedence over ``options``, and these over the file.
+    """Returns the config of an ``LLM``. ``settings`` override ``options``, and ``options`` override the config file.
 
     ``options`` are short options of the command line, ``dtype`` and ``quantize``. The logs are in ``log_folder``
     unless ``settings`` state another place. Raises ConfigError, CheckpointError or MemoryPlanError.
@@ -44,7 +44,8 @@ def config_of(
 
 
 def overrides_of(settings: Mapping[str, object]) -> list[str]:
-    """Return settings as ``section.key=value``. A name is a section, whose value is a mapping, or ``section.key``.
+    """Converts settings to overrides ``section.key=value``. The name of a setting is a section, with a mapping as its
+    value, or ``section.key``.
 
     Raises ConfigError for other names, and for values that are not JSON.
     """

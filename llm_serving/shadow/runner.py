@@ -177,8 +177,8 @@ class ShadowRunner:
         self._versions = numbers
 
     async def _are_comparable(self, engines: tuple[AsyncEngine, AsyncEngine]) -> bool:
-        """Returns True if both models seem to have the same tokenizer: equal vocabulary sizes, and equal tokens for a
-        test text with many kinds of characters.
+        """Returns True if both models have equal vocabulary sizes and give equal tokens for a test text. They then seem
+        to have the same tokenizer.
         """
         if self._checked == self._versions:
             return True
