@@ -1,4 +1,4 @@
-"""Common parts of the command-line programs: option types, errors, exit codes and JSON files."""
+"""Provides common parts of the command-line programs: option types, errors, exit codes and JSON files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXIT_UNSTEADY = 3
 EXIT_INTERRUPTED = 130
 
 Range = tuple[int, int]
-"""Smallest and largest length. Lengths are drawn uniformly between them."""
+"""Smallest and largest length. A length is drawn uniformly from this range, including both ends."""
 
 Arguments = ParamSpec("Arguments")
 
@@ -39,7 +39,7 @@ class ServerUnreachableError(LoadTestError):
 
 
 def exits_with_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Decorates a program's main function: prints an expected error as one line and returns its exit code."""
+    """Decorates a program's main function. If it raises an expected error, prints a line and returns the exit code."""
 
     @wraps(main)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:

@@ -1,4 +1,4 @@
-"""Tables and progress bars of the command-line programs. If the output is not a terminal, both are plain text."""
+"""Formats tables and shows progress bars for the command-line programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_serving.telemetry.statistics import Summary
 SUMMARY_COLUMNS = ("mean", "p50", "p90", "p99", "max")
 """Fields of ``Summary`` that every table of latencies shows. To add a column, add its name here."""
 MAX_WIDTH = 1000
-"""Width of the console for tables. It is large, so that no line is wrapped, because programs read tables, too."""
+"""Width of the console for tables. It is large, so that lines are not wrapped, because programs also read tables."""
 
 
 def format_number(value: float | None) -> str:

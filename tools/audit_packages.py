@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from tools.lock_requirements import FILES  # noqa: E402
 
 PINNED_BY_OTHERS = {"requirements-mindformers.lock": "MindFormers 1.9.0 demands exact versions of its packages"}
-"""Lock files whose vulnerabilities are reported but do not fail the audit, with the reason."""
+"""Lock files whose vulnerabilities are reported but do not make the audit fail. The value is the reason."""
 _TIMEOUT_S = 600
 
 
@@ -34,11 +34,11 @@ class Audit:
 
     vulnerabilities: tuple[str, ...]
     unchecked: tuple[str, ...]
-    """Packages without advisories, with the reason."""
+    """Packages whose advisories could not be read, each with the reason."""
 
 
 class AuditError(Exception):
-    """Raised if pip-audit gave no report."""
+    """Raised if pip-audit failed to write a report."""
 
 
 def audit(lock: Path, program: Sequence[str] = (sys.executable, "-m", "pip_audit")) -> Audit:
@@ -80,7 +80,7 @@ def report(lock: str, result: Audit) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Audits the lock files and returns the worst exit code."""
+    """Audits the lock files and returns the largest of their exit codes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("locks", nargs="*", default=list(FILES), metavar="LOCK", help="lock files (default: all)")
     worst = 0

@@ -1,4 +1,4 @@
-"""A headless Chromium, controlled over the W3C WebDriver protocol, for tests and pictures of the web pages.
+"""Controls a headless Chromium over the W3C WebDriver protocol, for tests and pictures of the web pages.
 
 It needs Debian's packages ``chromium`` and ``chromium-driver``.
 """
@@ -21,7 +21,7 @@ FLAGS = [
     "--disable-sync", "--disable-dev-shm-usage", "--no-first-run", "--lang=en-US", "--hide-scrollbars",
 ]  # fmt: skip
 KEYS = {"Enter": "\ue007", "Shift": "\ue008", "Control": "\ue009", "Escape": "\ue00c", "Tab": "\ue004", "Up": "\ue013"}
-"""WebDriver's codes of keys without a character."""
+"""WebDriver's codes of keys that do not type a character."""
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 

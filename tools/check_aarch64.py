@@ -48,9 +48,9 @@ CODE = (".py", ".cc", ".h")
 NEED_MINDSPORE = ("test_fused_ops.py", "test_launches.py", "test_op_plugin.py", "test_plugin_semantics.py")
 """Tests in tests/kernels that import MindSpore."""
 NESTED_RUNS = "tests/kernels/test_library.py::test_every_instruction_set_passes_the_numeric_tests"
-"""A test that runs all others again on each instruction set, which this tool does itself."""
+"""A test that repeats the other tests for each instruction set. It is left out, because this tool does the same."""
 NATIVE_TESTS = ("test_ceilings.py", "test_other_instruction_sets.py")
-"""Tests that make no sense in qemu: one measures the speed of the processor, the other runs this machine's compiler."""
+"""Tests that are left out in qemu: one measures the processor's speed, the other runs this machine's compiler."""
 
 
 def run(command: Sequence[str | Path], **options: object) -> None:
@@ -59,9 +59,10 @@ def run(command: Sequence[str | Path], **options: object) -> None:
 
 
 def copy_sources() -> None:
-    """Copies changed files (all that git tracks or does not ignore), and removes sources that no longer exist.
+    """Copies changed source files, and removes copies whose source file does not exist any more.
 
-    A copied file gets the current time, so exactly the files that use a changed file compile again.
+    Source files are all files that git does not ignore. A copy gets the current time, so that the build compiles
+    exactly the files that use a changed file.
     """
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *SOURCES]
     listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -116,7 +117,7 @@ def locked_versions() -> dict[str, str]:
 
 
 def install_wheels() -> None:
-    """Installs the Arm wheels into a folder of their own."""
+    """Installs the Arm wheels into the folder ``PACKAGES``."""
     versions = locked_versions()
     wanted = [f"{name}=={versions[name]}" for name in WHEELS]
     record = PACKAGES / "installed"

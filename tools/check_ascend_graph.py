@@ -43,7 +43,7 @@ MAX_LINES = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Checks the graphs of the given configs. Returns the exit code: 0, or 1 if a graph fails."""
     options = _parse(arguments)
     names = options.config or []
     if options.all:
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check_config(name: str, overrides: Sequence[str] = (), *, write: bool = False) -> int:
     """Prints a line per graph of a config or a variant, and returns the number of failures.
 
-    ``overrides`` are settings as after ``--set``. With overrides, the graphs are not compared with golden listings.
+    ``overrides`` are settings of the form ``section.key=value``. With overrides, the graphs are not compared with
+    golden listings.
     """
     variant = VARIANTS.get(name)
     stem = name if variant is not None else Path(name).stem
@@ -112,7 +113,7 @@ def _is_mindformers(name: str) -> bool:
 
 
 def problems_of(stem: str | None, kind: str, graph: Graph, config: Config, *, write: bool) -> list[str]:
-    """Returns broken rules, and lines that differ from the golden listing ``stem``. None: there is no such listing."""
+    """Returns broken rules, and lines that differ from the golden listing ``stem``. With None, compares no listing."""
     problems = check_graph(kind, graph, config, forms_of(config))
     if stem is None:
         return problems

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Counts how many tests of the JSON Schema Test Suite (2020-12, mandatory part) structured output gets right.
 
-A test is a schema with a JSON value and the verdict whether the value is valid. A test is right if the grammar of the
-schema accepts exactly the valid values. Values are written as Python's ``json`` writes them. The exit code is 1 if an
-invalid value was accepted. The suite is a part of the source package of ``jsonschema``, which pip downloads.
+A test has a schema, a JSON value, and whether the value is valid. It counts as right if the grammar of the schema
+accepts a valid value or rejects an invalid value. Values are written as Python's ``json`` writes them. The exit code is
+1 if an invalid value was accepted. The suite is part of the source package of ``jsonschema``, which pip downloads.
 
     python tools/count_schema_tests.py [--package FILE.tar.gz] [--json FILE]
 """
@@ -48,7 +48,7 @@ class Counts:
 
 
 class SchemaTests:
-    """Runs groups of the suite: a schema and its tests."""
+    """Runs groups of the suite and counts the verdicts. A group is a schema with several tests."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -57,7 +57,7 @@ class SchemaTests:
         self.counts = Counts()
 
     def run(self, group: dict[str, Any]) -> None:
-        """Counts the verdicts of one group."""
+        """Runs the tests of one group and adds their verdicts to ``counts``."""
         counts, tests = self.counts, group["tests"]
         try:
             grammar = asyncio.run(self._compiler.compile(schema_grammar(group["schema"]), "schema"))

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 
 @dataclass(frozen=True)
 class Request:
-    """A request of the illustration: when it arrives and how many steps it needs."""
+    """A request of the illustration: the step at which it arrives, and the number of steps that it needs."""
 
     arrival: int
     steps: int
@@ -35,7 +35,7 @@ WAIT = 2
 """Number of steps for which a dynamic batch waits for more requests."""
 
 Span = tuple[int, int, int, int]
-"""A request's place in the picture: request number, batch row, first step, and the step after the last."""
+"""A request's place in the picture: request number, batch row, first step, and the step after its last step."""
 
 
 def schedule(mode: str) -> list[Span]:

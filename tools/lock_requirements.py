@@ -61,7 +61,7 @@ def packages(lock: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Choose all versions once, then write each lock file. Returns the exit code."""
+    """Choose the versions of all packages in one resolution, then write each lock file. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upgrade", action="store_true", help="take the newest permitted versions")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Writes tests/golden/*.json: greedy tokens of the test models from Hugging Face transformers in float32.
+"""Writes tests/golden/*.json: greedy tokens of the test models, computed by Hugging Face transformers in float32.
 
 It needs torch and transformers, which the project does not use. They go into a separate environment:
 
@@ -7,12 +7,13 @@ It needs torch and transformers, which the project does not use. They go into a 
     /tmp/oracle/bin/python tools/make_golden.py                # all models
     /tmp/oracle/bin/python tools/make_golden.py tiny_llama     # after a new training
 
-Files of ``FAMILY_VARIANTS`` are in tests/golden/families. They are smaller: two prompts, no complete logits.
+Files of ``FAMILY_VARIANTS`` are in tests/golden/families. They are smaller: two prompts, and no logits of the whole
+vocabulary.
 
 For each prompt, a file has 64 greedy tokens (end tokens are ignored). For each of these tokens, it has the ids and
 logits of the ``TOP`` best candidates. With them, a test can distinguish a tie from an error. For the first and the last
 token, it has the logits of the whole vocabulary. Random prompts are drawn until the two best logits of every token
-differ by at least ``MIN_MARGIN``. Float32 sums in another order then give the same tokens.
+differ by at least ``MIN_MARGIN``. Then float32 sums in another order give the same tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ TINY_PROMPTS = (
 
 
 def weights_digest(folder: Path) -> str:
-    """Returns a SHA-256 of ``config.json`` and all tensors, however the tensors are divided into files."""
+    """Returns a SHA-256 of ``config.json`` and all tensors. It does not depend on the division into files."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     tensors = [each for path in folder.glob("*.safetensors") for each in safetensors.deserialize(path.read_bytes())]
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
@@ -64,7 +65,7 @@ def weights_digest(folder: Path) -> str:
 
 
 class Oracle:
-    """A model in transformers, in float32 on the CPU."""
+    """Runs a model in transformers, in float32 on the CPU. Its tokens are the expected results of tests."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -107,9 +108,9 @@ def smallest_margin(logits: np.ndarray) -> float:
 
 
 def random_case(oracle: Oracle, length: int, vocab_size: int) -> dict[str, Any]:
-    """Returns the golden data of a random prompt.
+    """Draws a random prompt of ``length`` tokens and returns its golden data.
 
-    At every token, the two best logits differ by at least ``MIN_MARGIN``.
+    Draws again until the two best logits differ by at least ``MIN_MARGIN`` at every token.
     """
     for seed in range(1000):
         generator = np.random.Generator(np.random.PCG64(seed * 1000 + length))
@@ -137,7 +138,7 @@ def case_of(prompt: list[int], tokens: list[int], logits: np.ndarray) -> dict[st
 
 
 def golden_of_variant(name: str) -> dict[str, Any]:
-    """Returns the golden file of a seeded model. The file of a family's model has no complete logits."""
+    """Returns the content of a seeded model's golden file. Only ``VARIANTS`` get logits of the whole vocabulary."""
     is_family = name in FAMILY_VARIANTS
     variant = FAMILY_VARIANTS[name] if is_family else VARIANTS[name]
     lengths = FAMILY_PROMPT_LENGTHS if is_family else PROMPT_LENGTHS

@@ -5,8 +5,9 @@ The program needs the environment of ``tools/make_golden.py``:
     /tmp/oracle/bin/python tools/make_head_golden.py
 
 transformers computes the model and the MTP layer's decoder layer. This program computes the rest of the heads.
-For each place of a greedy text, a file has ``GUESSES`` guesses of the next tokens. It has fewer if the two best logits
-of a guess differ by less than ``MIN_MARGIN``. Then float32 sums in another order may choose another token.
+For each position of a greedy text, a file has ``GUESSES`` guesses of the next tokens. It leaves out a guess whose two
+best logits differ by less than ``MIN_MARGIN``, and the guesses after it. For these, float32 sums in another order may
+choose another token.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ GUESSES = 4
 MIN_MARGIN = 2e-3
 
 Guess = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Takes states and next tokens of all positions. Returns the logits and the head's state of the last position."""
+"""Type of functions that run a head. They take the hidden state and the next token of all positions, and return the
+logits and the head's state of the last position.
+"""
 
 
 class Target:
@@ -57,7 +60,10 @@ class Target:
         return tokens
 
     def states(self, tokens: list[int]) -> list[torch.Tensor]:
-        """Returns the hidden states [tokens, hidden_size] after each number of layers. The last one is normalised."""
+        """Returns the embedding and the hidden states after each layer, [tokens, hidden_size] each.
+
+        The last one is normalised.
+        """
         output = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
         return [each[0] for each in output.hidden_states]
 

@@ -7,9 +7,9 @@ some pixels of a resized image differently:
     /tmp/oracle/bin/python tools/make_image_golden.py
 
 The model is ``performance.models.vision``, in float32. For each image, the file has the number of rows and columns of
-tiles, and for each tile a digest of its pixels and some input values of the encoder. For the first image, it also has
-the encoder's rows. For each prompt, it has the token ids with those of the images, the greedy tokens, and for each
-of these the logits of the two best tokens, so that a test can distinguish a tie from an error.
+tiles. For each tile, it has a digest of the pixels and some input values of the encoder. For the first image, it has
+the encoder's rows. For each prompt, it has the token ids (including those of the images) and the greedy tokens. For
+each greedy token, it has the logits of the two best tokens, so that a test can distinguish a tie from an error.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from performance.models.vision import (  # noqa: E402
 
 NUM_TOKENS = 32
 SAMPLED = 97
-"""The file has one of this number of consecutive input values of the encoder."""
+"""The file has every 97th input value of the encoder."""
 PROMPTS = (("t5 t9 t17", (0,), ""), ("", (1,), "t40 t41"), ("t8", (2, 0), "t3"), ("t100 t7", (3,), "t250"))
-"""The text before the images, the numbers of the images, and the text after them."""
+"""For each prompt: the text before the images, the indices of the images, and the text after them."""
 
 
 def prepared(number: int) -> tuple[np.ndarray, int, int]:
     """Returns the input of the encoder [tiles, 3, height, width] of an image, and its rows and columns of tiles."""
-    # A torchvision of another version than torch prevents the import, and these classes do not need it.
+    # A torchvision that does not fit torch would make the import fail. The imported classes do not need torchvision.
     from transformers import utils
 
     utils.is_torchvision_available = utils.import_utils.is_torchvision_available = lambda: False

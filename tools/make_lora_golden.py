@@ -1,4 +1,4 @@
-"""Writes tests/golden/lora.json: log-probabilities of a seeded Llama with a LoRA adapter, from the library PEFT.
+"""Writes tests/golden/lora.json: log-probabilities of a seeded Llama with a LoRA adapter, computed by PEFT.
 
 It needs torch, transformers and peft, which the project does not use. They go into a separate environment, as for
 ``tools/make_golden.py``:
@@ -76,7 +76,7 @@ def fill(model: Any, shapes: dict[str, list[int]]) -> None:
 
 
 def case_of(length: int, oracle: Oracle, adapter: Any) -> dict[str, Any]:
-    """Returns a random prompt with its tokens. At every token, the two best logits differ by ``MIN_MARGIN``."""
+    """Returns a random prompt and its greedy tokens. At every token, the two best logits differ by ``MIN_MARGIN``."""
     base, vocab_size = oracle._model, VARIANTS[MODEL].config["vocab_size"]
     for seed in range(1000):
         prompt = np.random.default_rng([seed, length]).integers(3, vocab_size, length).tolist()

@@ -6,8 +6,8 @@
 
 The model is ``performance.models.qwen_vision`` in float32. For each image, the file has height, width and digest of the
 pixels and some input values of the encoder. For one image, it has the rows of the encoder. For each prompt, it has the
-token ids with those of the images, and the greedy tokens. For each token, it has the logits of the two best tokens. So
-a test can distinguish a tie from an error.
+token ids (including those of the images) and the greedy tokens. For each greedy token, it has the logits of the two
+best tokens, so that a test can distinguish a tie from an error.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from performance.models.vision import sample_image  # noqa: E402
 
 NUM_TOKENS = 32
 SAMPLED = 97
-"""Interval of the encoder's input values that the file has."""
+"""The file has every 97th input value of the encoder."""
 PROMPTS = (("t5 t9 t17", (0,), ""), ("", (1,), "t40 t41"), ("t8", (2, 0), "t3"), ("t100 t7", (3,), "t250"))
-"""The text before the images, the numbers of the images, and the text after them."""
+"""For each prompt: the text before the images, the indices of the images, and the text after them."""
 
 
 def prepared(number: int) -> tuple[np.ndarray, tuple[int, int]]:

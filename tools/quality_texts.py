@@ -1,8 +1,8 @@
-"""The texts on which tools/quality_gate.py measures a number format.
+"""Provides the texts on which tools/quality_gate.py measures a number format.
 
-``general_texts`` has three kinds of text in equal parts: the project's documentation, docstrings of Python's standard
-library, and its source code. They are on every machine that runs the tool. ``generated_texts`` is for the embedded
-model, which knows only the text of its generator.
+``general_texts`` has three kinds of text in equal parts: this project's documentation, and docstrings and source code
+of Python's standard library. They are on every machine that runs the tool. ``generated_texts`` is for the embedded
+model, which was trained only on generated text.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tools.quantization.calibration import builtin_documents
 
 HELD_OUT_SEED = 4242
 SHORTEST_DOCUMENT = 24
-"""Documents of fewer tokens are left out."""
+"""Minimum number of tokens of a generated document. Shorter documents are left out."""
 SHORTEST_TEXT = 800
-"""Minimum characters of a docstring, of a page and of code."""
+"""Minimum number of characters of a docstring, a page, or the code of a module. Shorter texts are left out."""
 _CALIBRATION_PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "urllib")
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -39,7 +39,7 @@ class Texts:
 
 
 MakeTexts = Callable[[Tokenizer, int, int], Texts]
-"""Returns a number of texts, cut or padded to a number of tokens."""
+"""Type of functions that return texts. They take a tokenizer, the number of texts, and the tokens of each text."""
 
 
 def generated_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
@@ -49,7 +49,9 @@ def generated_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
 
 
 def general_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
-    """Returns texts of the documentation and of Python's standard library. Raises CheckpointError if there are fewer.
+    """Returns ``count`` texts of the documentation and of Python's standard library.
+
+    Raises CheckpointError if there are fewer texts.
     """
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     parsed = [_parts_of_module(path) for path in library]
@@ -64,7 +66,7 @@ def general_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
 
 
 def calibration_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
-    """Returns source code of the packages of Python's standard library, of which ``general_texts`` has nothing."""
+    """Returns source code from packages of Python's standard library. ``general_texts`` does not use these packages."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [path for package in _CALIBRATION_PACKAGES for path in sorted((library / package).glob("*.py"))]
     texts = [path.read_text(encoding="utf-8") for path in files if path.stat().st_size >= 8 * length]
@@ -72,7 +74,7 @@ def calibration_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
 
 
 SOURCES: dict[str, MakeTexts] = {"general": general_texts, "generated": generated_texts}
-"""The texts by the value of the tool's ``--source``."""
+"""The function that returns the texts, for each value of the tool's option ``--source``."""
 
 
 def _parts_of_module(path: Path) -> tuple[str, str]:

@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def stamp() -> str:
-    """Return the date, and the commit of the working tree if there is one, for the column ``run`` of the table."""
+    """Return the text of the table's column ``run``: the date, and the commit if the program runs in a repository."""
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     try:
         command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short=8", "HEAD"]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes ``models/shapes/tokenizer``: the tiny model's tokenizer, extended by invented words to 32000 entries.
 
-The benchmark shapes have random weights and the size of Llama 2's vocabulary. Their text has no meaning, but
-detokenizing it must take as much time as real text. Every additional token is therefore an invented word of four to
+Benchmark models with random weights have a vocabulary as large as Llama 2's. Their output has no meaning, but
+detokenizing it must take as much time as for real text. Therefore every additional token is an invented word of four to
 eight letters. Prompts are divided into tokens by the tiny model's merges. The invented words have no merges, so they
 occur only in the model's output.
 

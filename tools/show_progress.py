@@ -1,10 +1,10 @@
-"""Runs a command and prints a line every few seconds, so that a user sees that it still works.
+"""Runs a command and prints a line every few seconds, so that a user sees that the command is still running.
 
     python tools/show_progress.py "installing the packages" pip install -r requirements.lock
 
 A line has the time since the start and the last line that the command wrote. If the command fails, the tool prints all
-its output and ends with the same exit code. The Makefile starts it before any package is installed, so it uses only
-the standard library.
+its output and ends with the same exit code. The Makefile uses this tool before any package is installed, so the tool
+needs only the standard library.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def make_tokenizer_model(seed: int, vocab_size: int) -> bytes:
 
 
 def round_weights(network: TinyLlama) -> None:
-    """Rounds the weights to bfloat16, so that they equal those of the exported file."""
+    """Rounds the network's weights to bfloat16, so that they are equal to the weights in the exported file."""
     for parameter in network.trainable_params():
         parameter.set_data(Tensor(to_float32(from_float32(parameter.asnumpy(), "bfloat16"), "bfloat16")))
 
@@ -123,7 +123,7 @@ def make_trainer(network: TinyLlama, plan: TrainingPlan, tokenizer_model: bytes,
 
 
 def make_report(options: argparse.Namespace, plan: TrainingPlan, history: History, minutes: float) -> dict[str, Any]:
-    """Returns the description of the training and its result."""
+    """Returns a description of the training as JSON: shape, seed, steps, time, and the final losses."""
     steps = history.train[-1][0]
     return {
         "shape": asdict(make_shape(options)),

@@ -5,8 +5,8 @@
     python tools/try_attention.py --head-dim 32          another head size
     python tools/try_attention.py --int8-cache           keys and values in int8
 
-A wrong kernel, mask, layout or length shows here within a minute, without a model. Each line names one graph. The exit
-code is 1 if one of them differs.
+The program detects a wrong kernel, mask, layout or length within a minute, without a model. It prints a line for each
+graph. The exit code is 1 if a graph's result differs too much.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from llm_serving.model.number_formats import scale_row_width
 
 HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS, MAX_POSITIONS = 8, 2, 16, 64, 128
 LIMIT = 0.02
-"""Maximum difference. Values are about 1, and float16 has 11 bits."""
+"""Maximum difference from NumPy. The values are about 1, and float16 has a precision of 11 bits."""
 INT8_LIMIT = 0.04
-"""Maximum difference with an int8 cache, whose largest rounding error is 1 / 254 of a head's largest element."""
+"""Maximum difference from NumPy with an int8 cache. The cache rounds by at most 1 / 254 of a head's largest element."""
 
 Floats = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
@@ -54,7 +54,7 @@ STEPS = (
     Step("decode", (1, 1), (6, 38)),
     Step("chunked", (7, 1), (13, 39)),
 )
-"""Two sequences grow. A decode or a chunk reads keys and values that the steps before have written."""
+"""The steps of two sequences, in order. A decode or a chunk reads keys and values that earlier steps have written."""
 
 
 class Reference:
@@ -124,7 +124,7 @@ def make_cells(head_dim: int, reference: Reference, *, int8_cache: bool = False)
     caches = [Parameter(Tensor(array), name=name, requires_grad=False) for name, array in arrays.items()]
 
     class Layer(nn.Cell):
-        """One layer of attention. On an Ascend, kernels find the lengths by the names of these inputs."""
+        """One layer of attention. The names of its inputs matter: kernels on an Ascend find the lengths by name."""
 
         def __init__(self, kind: str) -> None:
             super().__init__(auto_prefix=False)
@@ -193,7 +193,7 @@ def run_step(cell: Any, step: Step, qkv: Floats, *, int8_cache: bool = False) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Runs all steps and prints their differences. Returns the exit code."""
     options = _parse(arguments)
     overrides = ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama"]
     try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the vendored libraries of the web pages again, from their npm packages, or checks them with ``--check``.
+"""Writes the vendored libraries of the web pages from their npm packages, or compares them with ``--check``.
 
 A manifest names each package with its version, and each file with its place in the package. To take another version,
 change the version in the manifest, run this program, and run ``make test-page``. It needs ``npm``.

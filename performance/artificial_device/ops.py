@@ -54,7 +54,7 @@ class ArtificialOps(NativeCpuOps):
 
 
 def use_artificial_device(device: ArtificialDevice, *, runs_ahead: bool = True) -> None:
-    """Makes ``device`` the device of all native op tables that this process makes from now on.
+    """Makes ``device`` the device of all native op tables that this process creates after this call.
 
     Without ``runs_ahead``, the agent waits for the results of each step before it launches the next.
     """

@@ -15,7 +15,7 @@ from agent.weights.storage import Array
 
 Run = Callable[[], tuple[OnDevice, ...]]
 SPIN_S = 0.0002
-"""Seconds at the end of a delay in which a thread spins instead of sleeping, because a sleep ends too late."""
+"""A thread spins instead of sleeping for the last ``SPIN_S`` seconds of a delay, because a sleep ends late."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ ENERGY_METRIC = "llm_serving_energy_joules_total"
 
 @dataclass(frozen=True, slots=True)
 class ServerCost:
-    """The cost of a load: differences of the server's counters. None means that the server has no such counter."""
+    """The cost of a load: differences of the server's counters. None stands for a missing counter."""
 
     cpu_s: float | None = None
     """Processor seconds of the server and its agents."""

@@ -50,7 +50,7 @@ class DatasetLine(msgspec.Struct):
 
 
 def text_workload(count: int, seed: int, prompt_len: Range, output_len: Range) -> list[LoadRequest]:
-    """Returns English prompts of ``prompt_len`` words."""
+    """Returns requests with English prompts. ``prompt_len`` is the range of words, ``output_len`` that of tokens."""
 
     def prompt(generator: random.Random) -> dict[str, Any]:
         return {"text": _prompt(generator, generator.randint(*prompt_len))}
@@ -59,7 +59,10 @@ def text_workload(count: int, seed: int, prompt_len: Range, output_len: Range) -
 
 
 def token_workload(count: int, seed: int, prompt_len: Range, output_len: Range, vocab_size: int) -> list[LoadRequest]:
-    """Returns prompts of ``prompt_len`` random token ids, for models with random weights."""
+    """Returns requests with prompts of random token ids, for models with random weights.
+
+    ``prompt_len`` and ``output_len`` are ranges of tokens.
+    """
 
     def prompt(generator: random.Random) -> dict[str, Any]:
         length = generator.randint(*prompt_len)
@@ -71,8 +74,7 @@ def token_workload(count: int, seed: int, prompt_len: Range, output_len: Range, 
 def with_beginnings(
     requests: Sequence[LoadRequest], number: int, length: int, seed: int, vocab_size: int
 ) -> list[LoadRequest]:
-    """Puts one of ``number`` shared prefixes before each prompt, so that the prompts look as if they had system
-    prompts.
+    """Puts one of ``number`` shared prefixes before each prompt. The prefixes have the role of system prompts.
 
     A prefix has ``length`` words or tokens. The prefixes depend only on the seed and not on the prompts.
     """
@@ -89,7 +91,7 @@ def with_beginnings(
 
 
 def study_workload(count: int, seed: int, prompt_len: Range, outputs: Sequence[int], vocab: int) -> list[LoadRequest]:
-    """Returns prompts of random token ids, each with one of the output lengths ``outputs``."""
+    """Returns requests with prompts of random token ids. Each request has one of the output lengths ``outputs``."""
     generator = random.Random(f"workload/{seed}")
     requests = []
     for _ in range(count):

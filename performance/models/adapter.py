@@ -1,4 +1,5 @@
-"""The matrices of a seeded LoRA adapter, for a golden file of the library PEFT (``tools/make_lora_golden.py``)."""
+"""Generates the matrices of a seeded LoRA adapter. PEFT's results are in a golden file (``tools/make_lora_golden.py``).
+"""
 
 from __future__ import annotations
 

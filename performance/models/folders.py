@@ -26,8 +26,9 @@ from llm_serving.model.mxfp4 import MXFP4_GROUP
 from performance.models.variants import VARIANTS, Variant
 
 _RESULT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-"""Gemma's norms whose results are added to the residual stream. They are large, as in trained models. Otherwise the
-large embeddings would decide the text alone."""
+"""Gemma's norms whose results are added to the residual stream. Their weights are large, as in trained models.
+Otherwise the large embeddings alone would decide the text.
+"""
 _HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SPREAD_NORMS = ("q_norm.weight", "k_norm.weight", "q_a_layernorm.weight", "kv_a_layernorm.weight")
 
@@ -194,7 +195,7 @@ def _gated_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ..
 
 
 def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
-    """Returns the standard deviation of a tensor's random values; the module's docstring gives the reason."""
+    """Returns the standard deviation of a tensor's random values. The module's docstring explains the choice."""
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
@@ -205,7 +206,7 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
         spread = 1.5 if variant.config.get("scoring_func") == "sigmoid" else 3.0
         spread = 8.0 if name.endswith("router.weight") else spread
         return float(spread * shape[1] ** -0.5)
-    # this bias is as large as the differences between router scores, so that it changes which experts are chosen
+    # This bias is as large as the differences between router scores, so that it changes the chosen experts.
     if name.endswith("e_score_correction_bias"):
         return 0.2
     if name.endswith("conv1d.weight"):  # a channel has one tap per token; the last one matters most
@@ -257,7 +258,7 @@ def write_model(variant: Variant, folder: Path) -> None:
 
 
 def _mxfp4(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
-    """Returns random bytes of MXFP4 weights, or random scales of which each is one of three powers of two.
+    """Returns random bytes of MXFP4 weights, or random scales. A scale is one of three powers of two.
 
     The weights have about the standard deviation of other layers: random 4-bit floats have a standard deviation of 2.9.
     """

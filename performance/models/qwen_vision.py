@@ -2,8 +2,8 @@
 
     python -m performance.models.qwen_vision /tmp/small_qwen_vl
 
-The folder has the form of Qwen2.5-VL, whose ``config.json`` has the keys of the text model at its top. The windows of
-attention are smaller than most images. The tokenizer has words.
+As in Qwen2.5-VL, the keys of the text model are at the top level of ``config.json``. The vision encoder's attention
+windows are smaller than most images. The tokenizer has invented words t0, t1 and so on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ VISION: dict[str, Any] = {
 ROW_EDGE = int(VISION["patch_size"]) * int(VISION["spatial_merge_size"])
 _NAMED = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
           "<|video_pad|>", "\n", "user", "assistant", "system")  # fmt: skip
-"""The first tokens of the vocabulary. The words follow."""
+"""The first tokens of the vocabulary. Invented words follow them."""
 IMAGE_TOKEN = _NAMED.index("<|image_pad|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% for content in message.content %}"

@@ -1,4 +1,4 @@
-"""Small random models of every family and variant that the server supports, read from ``variants.json``.
+"""Defines small random models of every family and variant that the server supports, read from ``variants.json``.
 
 Their sizes and weights are chosen so that each feature that differs from a plain Llama changes the generated text. The
 weights of query and key norms are not 1, and biases are large enough to matter. Sliding windows are shorter than the
@@ -51,7 +51,7 @@ _FAMILY_SIZES = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-"""Sizes of a family's variant that ``variants.json`` does not state."""
+"""Default sizes for the models of ``FAMILY_VARIANTS``, for keys that ``variants.json`` does not contain."""
 
 
 def _read(group: str, **defaults: Any) -> dict[str, Variant]:

@@ -67,7 +67,7 @@ _NAMED = (
     "User:",
     "Assistant:",
 )
-"""The first tokens of the vocabulary. The words follow."""
+"""The first tokens of the vocabulary. Invented words follow them."""
 IMAGE_TOKEN = _NAMED.index("<image>")
 CHAT_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}:"
@@ -116,7 +116,7 @@ def write_vision_model(folder: Path, dtype: str = "float32") -> None:
 
 
 def write_tokenizer(folder: Path, named: tuple[str, ...], vocab_size: int, chat_template: str) -> None:
-    """Writes a tokenizer of the tokens ``named`` and of words. The second of ``named`` ends an answer."""
+    """Writes a tokenizer with the tokens ``named`` and invented words. The second token of ``named`` ends an output."""
     tokens = [*named, *(f"▁t{i}" for i in range(vocab_size - len(named)))]
     write_json(folder / "tokenizer.json", _tokenizer(tokens, named))
     write_json(folder / "tokenizer_config.json", {"chat_template": chat_template, "eos_token": named[1]})
@@ -194,7 +194,7 @@ def sample_image(number: int) -> npt.NDArray[np.uint8]:
 
 
 def _std(name: str, shape: tuple[int, ...]) -> float:
-    """Returns the standard deviation of a tensor's random values: so large that the text depends on the image."""
+    """Returns the standard deviation of a tensor's random values. With it, the generated text depends on the image."""
     if name.endswith("lm_head.weight"):
         return 4.0 * float(shape[1]) ** -0.5
     if name.endswith("embed_tokens.weight"):

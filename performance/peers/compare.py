@@ -51,7 +51,7 @@ class Peer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 if a peer failed. The other peers are still measured."""
+    """Runs the comparison. Returns 0, or 1 if a peer failed; the other peers are measured nevertheless."""
     parsed = build_parser().parse_args(arguments)
     peers: dict[str, Rows] = json.loads(parsed.json.read_text()) if parsed.json and parsed.json.exists() else {}
     failures = 0
@@ -157,8 +157,8 @@ def run_group(command: Sequence[str], environment: dict[str, str], output: IO[st
 def peer_environment(threads: int) -> dict[str, str]:
     """Returns the environment of a peer: ``threads`` threads in every pool, no network, no telemetry.
 
-    With these variables, vLLM runs in one process. Its engine and worker in separate processes spin while they wait for
-    each other. On two cores this was several times slower.
+    With these variables, vLLM runs in one process. In separate processes, its engine and its worker would spin while
+    they wait for each other. On two cores that was several times slower.
     """
     return {
         **os.environ,

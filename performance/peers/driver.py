@@ -19,15 +19,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Generate = Callable[[list[list[int]], int], None]
-"""Generates a number of greedy tokens for each prompt of token ids. End tokens are ignored."""
+"""Type of functions that generate a number of greedy tokens for each prompt of token ids, and ignore end tokens."""
 
 MakeGenerate = Callable[[dict[str, Any]], Generate]
-"""Loads the model that a request names. ``max_batch`` and ``max_tokens`` are the largest sizes of its cases."""
+"""Type of functions that load the model which a request names. The request's ``max_batch`` and ``max_tokens`` are the
+largest sizes of its cases.
+"""
 
 FIRST_PLAIN_TOKEN = 10
 WARM_UP_TOKENS = 4
 MARK = "peer-result "
-"""The beginning of each line of the output that has a result. All other lines come from the peer itself."""
+"""Prefix of the output lines that contain a result. All other lines come from the peer itself."""
 
 
 def main(make_generate: MakeGenerate) -> None:
@@ -49,7 +51,7 @@ def main(make_generate: MakeGenerate) -> None:
 
 @contextlib.contextmanager
 def _locked(path: str | None, kind: int) -> Iterator[None]:
-    """Holds the file lock at ``path``. With this lock, the programs of a machine do not disturb measurements.
+    """Holds the file lock at ``path``, or no lock for None. Programs use it so that they do not disturb a measurement.
 
     A driver takes the exclusive lock while it measures, and the shared lock while it loads the model.
     """

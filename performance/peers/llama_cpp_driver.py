@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Model:
-    """A model in llama.cpp. If the number or the length of the sequences changes, it gets a new context."""
+    """A model in llama.cpp. It makes a new context when the number or the length of the sequences changes."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request

@@ -1,4 +1,4 @@
-"""Runs OpenVINO GenAI: its continuous-batching pipeline on a folder of ``optimum-cli export openvino``."""
+"""Runs OpenVINO GenAI's continuous-batching pipeline, for a folder that ``optimum-cli export openvino`` wrote."""
 
 from __future__ import annotations
 

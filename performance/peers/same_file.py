@@ -11,7 +11,7 @@ llama-cpp-python has an environment of its own:
     python3.11 -m venv /tmp/peers/llamacpp && /tmp/peers/llamacpp/bin/pip install llama-cpp-python gguf
 
 This engine reads the file with the settings of --config, as a server does. --set changes a setting. llama.cpp keeps
-keys and values in float16; model_config.kv_format sets the format here.
+keys and values in float16. For this engine, model_config.kv_format sets their format.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ examples:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0. Raises UsageError for a config without a GGUF file, and LoadTestError if an engine fails."""
+    """Runs the comparison and returns 0. Raises UsageError without a GGUF file; LoadTestError if an engine fails."""
     parsed = build_parser().parse_args(arguments)
     file = None if parsed.file is None else parsed.file.resolve()
     config = load_config(parsed.config, _settings(file, parsed.settings))
@@ -122,7 +122,7 @@ def _ours(file: Path, parsed: argparse.Namespace) -> Rates:
 
 
 def measure_ours(settings: Sequence[str], parsed: argparse.Namespace) -> Rates:
-    """Measures this engine without HTTP. As with the peers, each row has a run before that is not counted.
+    """Measures this engine without HTTP. As for the peers, a warm-up run precedes each row and does not count.
 
     ``settings`` are added to the config ``parsed.config``. The other options are those of ``build_parser``.
     """
@@ -152,7 +152,7 @@ def measure_theirs(peer: Peer, parsed: argparse.Namespace) -> Rates:
 def _rates(peer: str, rows: Mapping[str, Mapping[str, Any]]) -> Rates:
     """Returns the rate of each row. Raises LoadTestError for a row without a rate above 0.
 
-    The driver subtracts two times. On a busy machine the difference can be negative.
+    A decode rate is calculated from a difference of two times, which can be negative on a busy machine.
     """
     rates: Rates = {}
     for name, row in rows.items():

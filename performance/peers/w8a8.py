@@ -1,6 +1,6 @@
-"""The description of int8 weights and dynamic int8 activations in a ``config.json`` for vLLM (compressed-tensors).
+"""Describes int8 weights and dynamic int8 activations for the ``config.json`` of a vLLM model (compressed-tensors).
 
-This file uses only the standard library, because it is also imported in a peer's Python.
+This file uses only the standard library, because a peer's Python also imports it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Simulates a server whose replicas are on several nodes: links, losses of nodes, KV tiers in host memory.
 
 ``VirtualServer`` checks every replica in each loop iteration. ``VirtualCluster`` keeps the replicas' next events in a
-heap instead, so that it can simulate a thousand replicas. The time of the engine thread comes from ``HostModel``, or is
-the processor time of the real router and scheduler, measured while the simulation calls them.
+heap instead, so that it can simulate a thousand replicas. The time of the engine thread comes from ``HostModel``. With
+``ClusterModel.measures``, calls of router and scheduler take their measured processor time instead.
 """
 
 from __future__ import annotations

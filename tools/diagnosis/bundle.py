@@ -29,7 +29,7 @@ _ENVIRONMENT = (
     "ASCEND", "ATB_", "CANN", "GLOG", "HCCL", "LD_LIBRARY_PATH", "LLMK", "LLM_SERVING", "MINDFORMERS", "MS_", "NPU",
     "OMP", "PATH", "PYTHONPATH", "RANK", "RUN_MODE", "VIRTUAL_ENV",
 )  # fmt: skip
-"""Beginnings of the names of the environment variables that are kept. All others are left out."""
+"""Prefixes of the names of environment variables that the bundle contains. All other variables are left out."""
 _COMMANDS = (("npu-smi", "info"), ("npu-smi", "info", "-t", "topo"), ("lscpu",), ("numactl", "--hardware"), ("free",))
 _SYSTEM_FILES = (
     "/proc/meminfo", "/proc/version", "/etc/os-release", "/usr/local/Ascend/driver/version.info",
@@ -38,7 +38,7 @@ _SYSTEM_FILES = (
 _LOGS = ("*.log", "*.log.*")
 _ASCEND_LOGS = "ascend/log"
 _SERVER_PAGES = ("server_info", "metrics")
-"""Pages of a running server that are kept. Neither has text of requests."""
+"""Pages of a running server that the bundle contains. They have no prompts and no outputs."""
 
 
 def write_bundle(
@@ -126,7 +126,7 @@ def _server_pages(host: Host, name: str, overrides: Sequence[str]) -> Iterator[t
 
 
 def _is_any_address(text: str) -> bool:
-    """Return True for 0.0.0.0 and ::, on which a server listens and to which nothing can connect."""
+    """Return True for 0.0.0.0 and ::. A server can listen on these addresses, but a client cannot connect to them."""
     return text != "localhost" and ipaddress.ip_address(text).is_unspecified
 
 

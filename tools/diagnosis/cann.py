@@ -23,7 +23,7 @@ class Cann:
     home: str
     version: str | None
     is_in_environment: bool
-    """True if an environment variable names this folder, because its set_env.sh was sourced."""
+    """True if an environment variable names this folder. CANN's set_env.sh sets the variable."""
 
 
 def find_cann(host: Host) -> Cann | None:
@@ -110,7 +110,8 @@ def _set_env(host: Host, home: str) -> str:
 def check_pairing(cann: Cann | None, driver: str | None, mindspore: str | None) -> Iterator[Finding]:
     """Compares MindSpore with CANN, and CANN with the driver, by the published tables.
 
-    A version older than every published one is a problem. A newer one, or a gap in the table, is a warning.
+    A version that is older than all published versions is a problem. A version that is newer, or that is missing in
+    the table, is a warning.
     """
     version = versions.parse_version(cann.version) if cann is not None and cann.version else None
     if version is None or cann is None:

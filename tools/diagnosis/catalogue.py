@@ -40,9 +40,9 @@ class Entry:
     source: str
     """Address of a public page that explains the error."""
     follows: bool = False
-    """True if the error is usually the result of another failure, such as a failed rank for which others wait."""
+    """True if the error is usually a result of another failure, for example a timeout because another rank failed."""
     pattern: str = ""
-    """Regular expression of log lines that have this error without its code, or empty."""
+    """Regular expression of log lines that describe this error without its code. Empty if there is none."""
 
     def matches(self, line: str) -> bool:
         """Returns True if the line describes this error in words."""
@@ -50,7 +50,9 @@ class Entry:
 
 
 def _read(path: Path) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """Reads ``errors.ini``. Returns its errors, and its families. A family stands for all codes with the same prefix.
+    """Reads ``errors.ini``. Returns its single errors and its families.
+
+    A family describes all codes with the same prefix.
     """
     parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
     parser.read_string(path.read_text(encoding="utf-8"))

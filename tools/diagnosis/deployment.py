@@ -25,7 +25,7 @@ _WEIGHTS = ("*.safetensors", "*.gguf")
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A config and its device on this machine."""
+    """The config that the doctor examines, and the findings from loading it."""
 
     config: Config | None
     """The loaded config, or None if it is wrong."""
@@ -34,7 +34,8 @@ class Deployment:
 
 
 def look_at_config(host: Host, name: str, overrides: Sequence[str]) -> Deployment:
-    """Loads the config as the server would. A config for an Ascend is also checked on a machine without one."""
+    """Loads the config as the server would. A config for an Ascend can also be loaded on a machine without an Ascend.
+    """
     ascend = has_ascend(host.environment, host.path("/dev"))
     try:
         config = fit_sizes(load_config(name, overrides, ascend=ascend), Machine.detect())

@@ -35,14 +35,17 @@ class CommandResult:
 
     @property
     def last_words(self) -> str:
-        """The last line of the output, or how the command ended."""
+        """Describes the end of the command: a signal or failure if there was one, and the last line of its output."""
         lines = [line.strip() for line in (self.stderr + "\n" + self.stdout).splitlines() if line.strip()]
         ending = self.failure or (f"signal {-self.code}" if self.code is not None and self.code < 0 else "")
         return ": ".join(part for part in (ending, lines[-1] if lines else "") if part) or f"exit code {self.code}"
 
 
 CommandRunner = Callable[[Sequence[str], Mapping[str, str], str, float], CommandResult]
-"""Runs a command with an environment, a standard input and a time limit in seconds. Never raises."""
+"""Type of functions that run a command with an environment, a standard input and a time limit in seconds.
+
+The functions never raise an exception.
+"""
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str], stdin: str, timeout_s: float) -> CommandResult:
@@ -67,7 +70,8 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], stdin: s
 
 
 def read_url(url: str) -> str | None:
-    """Returns the text at a URL of a server, or a line with the reason for the refusal. None if no server answers."""
+    """Returns the text at a URL. If the server refuses, returns a line with the reason. Returns None without a server.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=URL_TIMEOUT_S) as reply:

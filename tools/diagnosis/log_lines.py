@@ -64,7 +64,7 @@ class Sighting:
 
 
 def text_of(line: str) -> str:
-    """Returns a log line without newline and terminal colours, and shortened, so that searches in it are fast.
+    """Returns a log line without newline and terminal colours. Shortens a long line, so that searches are fast.
 
     An event of this project's server, which is JSON, becomes plain text.
     """

@@ -13,9 +13,9 @@ from tools.diagnosis.log_lines import DEVICE, PID, RANK, REMOTE_RANK, Sighting, 
 
 MAX_FILES = 2000
 MAX_SIGHTINGS = 5000
-"""Maximum number of errors that are kept of one file. More repetitions of an error add no information."""
+"""Maximum number of errors that are kept for each file. Further errors usually repeat the earlier ones."""
 NEARBY_LINES = 12
-"""Number of lines below an error in which a trace may name the error's device and rank."""
+"""Number of lines after an error that may belong to its trace, and may name its device and rank."""
 _SUFFIXES = (".log", ".txt", ".out", ".err", "")
 _ROTATED = re.compile(r"\.log\.\d+$")
 

@@ -90,7 +90,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _bundle(options: argparse.Namespace, host: Host) -> int:
-    # here, because this module imports the server's package, which may be missing
+    # Imported here, because the module imports the server's package, and the doctor also works without this package.
     from tools.diagnosis.bundle import write_bundle
 
     names = write_bundle(options.out, host, options.config, options.overrides, options.logs, options.attached)

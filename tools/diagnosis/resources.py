@@ -24,7 +24,8 @@ TIGHT = 0.9
 def machine_memory(host: Host) -> Machine | None:
     """Returns the machine's available memory and its cores, or None if /proc/meminfo cannot be read.
 
-    The available memory is the free memory, or what the limit of the control group leaves if that is less.
+    The available memory is the smaller of two values: the free memory of the machine, and the unused part of the
+    control group's limit.
     """
     match = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", host.read("/proc/meminfo") or "")
     if match is None:
@@ -37,7 +38,7 @@ def machine_memory(host: Host) -> Machine | None:
 
 
 def check_memory(host: Host, config: Config) -> tuple[MemoryPlan | None, list[Finding]]:
-    """Compares the memory plan with the available memory of the machine, or of the device as the config states it."""
+    """Compares the memory plan with the available memory: on a CPU the machine's, on an NPU the value in the config."""
     machine = machine_memory(host)
     if machine is None:
         return None, [warning("memory", "/proc/meminfo cannot be read", "the memory plan was not checked")]
@@ -137,7 +138,7 @@ def check_huge_pages(host: Host, config: Config) -> Iterator[Finding]:
 
 
 def check_open_files(host: Host, config: Config) -> Iterator[Finding]:
-    """Checks that there is a descriptor for every client that may be connected."""
+    """Checks that the limit of open files is sufficient for every client that may be connected."""
     limit = host.open_files_limit()
     clients = config.max_num_seqs + config.scheduler_config.max_waiting_requests
     needed = clients + SPARE_FILES

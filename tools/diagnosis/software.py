@@ -107,7 +107,9 @@ def check_mindspore(host: Host, pin: str) -> tuple[str | None, list[Finding]]:
 
 
 def _advice(result: CommandResult, otherwise: str) -> str:
-    """Returns the advice for a known error that a child process printed or died of, or ``otherwise`` if there is none.
+    """Returns the advice for the failure of a child process.
+
+    If its output or its signal is not a known error, returns ``otherwise``.
     """
     lines = [result.last_words, *reversed(result.stderr.splitlines())]
     if result.code is not None:
@@ -142,7 +144,7 @@ def check_kernels(host: Host) -> Iterator[Finding]:
 
 
 def _unused_set(name: str, *, is_compiled: bool) -> Finding:
-    """Returns a warning about an instruction set of this processor that the library does not offer."""
+    """Returns a warning about an instruction set that this processor has and the kernel library does not use."""
     if is_compiled:
         text = f"the processor has {name}, but the system does not let this process use it"
         return warning("kernels", text, "allow arch_prctl (a seccomp profile of the container may refuse it)")

@@ -100,7 +100,7 @@ def _silent_rank(sightings: Sequence[Sighting]) -> int | None:
 
 
 def _lead(first: Sighting, sightings: Sequence[Sighting]) -> str:
-    """Returns the time from ``first`` to the first error of another rank as text, or an empty text."""
+    """Returns a text with the time from ``first`` to the first error of another rank, or an empty text without one."""
     others = (each for each in sightings if (each.rank, each.file) != (first.rank, first.file) and each.time)
     other = next(others, None)
     if other is None or other.time is None or first.time is None:

@@ -61,10 +61,10 @@ class LogAnalysis(RequestTotals):
     first_time: float | None = None
     last_time: float | None = None
     starts: list[float] = field(default_factory=list)
-    """Times at which the server started, at most the latest 100."""
+    """Times at which the server started. Only the latest 100 are kept."""
     runs: int = 0
     earlier_runs: int = 0
-    """Server runs in the log that are not analysed, because ``--last-run`` was given."""
+    """Number of server runs in the log that were left out because of ``--last-run``."""
     config: dict[str, Any] = field(default_factory=dict)
     """The config of the last server start."""
     events: Counter[str] = field(default_factory=Counter)
@@ -108,7 +108,8 @@ class LogAnalysis(RequestTotals):
 
     @property
     def agent_restarts(self) -> int:
-        """Number of agent restarts: ``agent_restart`` events, or agents that became ready again, whichever is more."""
+        """Number of agent restarts: the larger of the ``agent_restart`` events and the agents that became ready again.
+        """
         return max(self.events.get("agent_restart", 0), self.agents_back)
 
     @property
@@ -252,7 +253,10 @@ def _count(counter: Counter[str], name: str) -> None:
 
 
 def analyze(events: Iterable[LogEvent], reader: LogReader, *, last_run: bool = False) -> LogAnalysis:
-    """Analyses all events, or those since the last server start. ``reader`` counts events with wrong fields."""
+    """Analyses all events, or with ``last_run`` the events since the last server start.
+
+    ``reader`` counts events with wrong fields as unreadable lines.
+    """
     analysis = LogAnalysis()
     for event in events:
         if last_run and event.name == "server_start":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 WIDTH_INCHES, CHART_INCHES = 9.2, 2.0
 UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 FIXED = {"svg.hashsalt": "log", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 8}
-"""Settings of matplotlib. Equal data must give equal files, and text must stay text instead of curves."""
+"""Settings of matplotlib. With them, equal data gives equal files, and text is stored as text instead of curves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Line:
 
 def charts_svg(charts: Sequence[tuple[str, Sequence[Line]]], duration_s: float, marks: Sequence[float]) -> str:
     """Draws charts (title, lines) below each other. Time begins at 0; ``marks`` are times of dashed vertical lines."""
-    # imported late: a report without charts needs no matplotlib
+    # Imported here, because a report without charts does not need matplotlib.
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -1,8 +1,8 @@
 """Compares the server's log with the JSON of a load test, for the requests that are in both.
 
-The log has the request ids of the load test, so requests of other clients are left out. For each request, the latency
-at the client is longer than the latency in the log. The difference is the time that HTTP, the tokenizer and the event
-loops of client and server take.
+The request ids of the load test are also in the log, so requests of other clients can be left out. The latency that the
+client measures is longer than the latency in the log. The difference is the time of HTTP, tokenizer, and the event
+loops of client and server.
 """
 
 from __future__ import annotations

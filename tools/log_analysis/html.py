@@ -21,7 +21,7 @@ GREY, PURPLE, PINK, BLACK = "#718096", "#6b46c1", "#d53f8c", "#1a202c"
 PART_COLOURS = {"tokenise": GREY, "queue": ORANGE, "prefill": BLUE, "decode": GREEN, "preempted": PURPLE,
                 "swapped": PINK, "restarted": BLACK, "delivery": RED}  # fmt: skip
 STATE_GAP_S = 30.0
-"""Values that were logged further apart than this are not joined by a line in the charts."""
+"""If two logged values are more than this time apart, the charts do not draw a line between them."""
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2rem auto; padding: 0 1rem; color: #1a202c; }

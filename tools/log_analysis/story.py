@@ -9,7 +9,7 @@ from tools.log_analysis.analysis import LogAnalysis
 
 QUEUE_IS_LIMIT = 0.20
 MIN_RARE_PERCENT = 2.0
-"""A part of ``_RARE_PARTS`` is mentioned only from this percentage of the time on."""
+"""A part of the time in ``_RARE_PARTS`` is mentioned only if it takes at least this percentage of the total time."""
 _RARE_PARTS = {
     "tokenise": "being tokenised",
     "preempted": "preempted",
@@ -18,7 +18,7 @@ _RARE_PARTS = {
     "delivery": "waiting for the client to read",
 }
 QUEUE_IS_NOTHING = 0.05
-"""A queue is not mentioned as the limit below this fraction of the end-to-end time."""
+"""If the time in the queue is below this fraction of the end-to-end time, the summary does not call it the limit."""
 KV_IS_FULL = 0.90
 BATCH_IS_FULL = 0.95
 

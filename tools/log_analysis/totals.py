@@ -1,4 +1,4 @@
-"""Sums over a log: the latencies of requests, and the work of the engine."""
+"""Collects totals over a log: distributions of the requests' latencies, and sums of the engine's work."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ SUMS = ("steps", "prefill_steps", "decode_steps", "prefill_tokens", "decode_toke
 
 
 class EngineTotals:
-    """Sums over the log lines in which the engine periodically reports its state. ``SUMS`` names the entries of
-    ``sums``.
-    """
+    """Adds up the engine's periodic log lines about its state. ``sums`` has the entries in ``SUMS``."""
 
     def __init__(self) -> None:
         self.lines = 0

@@ -61,7 +61,7 @@ class SlowRequests:
     typical: Composition
     slow: Composition
     blocked_ms: dict[str, float]
-    """Mean time that a slow request waited because the next request in the queue could not start, by reason."""
+    """Mean milliseconds that a slow request waited while the first request in the queue could not start, by reason."""
     blockers: list[Blocker]
     preemptions: float
     """Mean number of preemptions of a slow request. ``swaps`` counts only preemptions that swap to host memory."""

@@ -130,7 +130,10 @@ class _Conversion:
 
 
 class _Forward:
-    """Runs the calibration text through the model, one layer at a time. Earlier layers are already quantised."""
+    """Runs the calibration text through the model layer by layer, and quantises each layer.
+
+    The inputs of a layer come from earlier layers that are already quantised.
+    """
 
     def __init__(self, weights: _Conversion, shape: ModelShape, tokens: NDArray[np.int32]) -> None:
         if int(tokens.max()) >= shape.vocab_size:

@@ -17,9 +17,9 @@ Float64Array = NDArray[np.float64]
 DAMPING = 0.01
 """Fraction of the mean of H's diagonal that is added to the diagonal, so that H can be inverted."""
 _BLOCK = 128
-"""Number of columns whose errors are collected before later columns are changed."""
+"""Number of columns in a block. Columns after a block are corrected once, for the errors of the whole block."""
 _SHRINKS = tuple(np.float32(1.0 - step / 40) for step in range(17))
-"""Candidates for the range of a group's scale, as fractions of the range that covers all weights of the group."""
+"""Candidates for the range that a group's integers cover, as fractions of the range of all weights of the group."""
 
 
 class Hessian:

@@ -66,7 +66,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 after an error message of one line."""
+    """Runs the converter. Returns 0, or prints an error message and returns 1."""
     options, start = parse_arguments(arguments), time.monotonic()
     wanted = weight_format(options.format)
     group = (options.group or 64) if wanted.has_groups else 0

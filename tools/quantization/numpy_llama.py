@@ -12,9 +12,11 @@ from llm_serving.model.shape import ModelShape
 
 Float32Array = NDArray[np.float32]
 Apply = Callable[[str, Float32Array], Float32Array]
-"""Multiplies inputs [tokens, in] by the weight of the named linear layer, for example ``self_attn.q_proj``."""
+"""Type of functions that multiply inputs [tokens, in] by the weight of a named linear layer, such as
+``self_attn.q_proj``.
+"""
 Observe = Callable[[tuple[str, ...], Float32Array], None]
-"""Receives the names of linear layers and the inputs [tokens, in] that they have in common."""
+"""Type of functions that get the names of linear layers and the inputs [tokens, in] that these layers share."""
 
 
 class NumpyLlama:

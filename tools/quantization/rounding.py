@@ -24,7 +24,7 @@ _SMALLEST_SCALE = np.float32(2.0**-24)
 
 @dataclass(frozen=True)
 class Settings:
-    """How weights are rounded to integers: bits, groups, zero points, and the type of the scales."""
+    """Settings of the rounding of weights to integers: bits, groups, zero points, and the type of the scales."""
 
     bits: int
     group: int

@@ -1,1 +1,1 @@
-"""The reference pages of the documentation, generated from the code."""
+"""Generates the reference pages of the documentation from the code."""

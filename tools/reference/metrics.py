@@ -42,7 +42,7 @@ labels `model_name` and `engine` (always `0`). [Observability](observability.md#
 
 
 class _Status(SimpleNamespace):
-    """A stand-in for the status of an engine or replica, in which every number is 0. It lets all metrics be listed."""
+    """Stands for the status of an engine or replica. All its numbers are 0, which is enough to list the metrics."""
 
     def __getattr__(self, name: str) -> Any:
         return _Status() if name == "figures" else 0
@@ -80,7 +80,7 @@ def metrics_page() -> str:
 
 
 def _energy() -> EnergyMeter:
-    """Returns a meter with all of its metrics."""
+    """Returns an energy meter that has completed an interval, so that it reports all of its metrics."""
     tokens = iter((0.0, 1.0, 2.0))
     meter = EnergyMeter(lambda: next(tokens), [_Status(joules=lambda: 0.0)])
     meter.end_interval()

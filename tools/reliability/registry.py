@@ -65,7 +65,7 @@ class Program:
     is_minimum: bool = False
 
     def outcome(self) -> Outcome:
-        """Run the program. It passes if it exits with 0 and the figure keeps the limit."""
+        """Run the program. The check passes if the program exits with 0 and the figure is within the limit."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "figures.json"
             options = (self.file_option, str(file)) if self.file_option else ()

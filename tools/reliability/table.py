@@ -1,4 +1,4 @@
-"""The table of checks in ``docs/reliability.md``."""
+"""Writes the table of checks in ``docs/reliability.md``."""
 
 from __future__ import annotations
 

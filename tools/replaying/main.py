@@ -116,7 +116,7 @@ def _replay_all(stretches: list[Stretch]) -> int:
 
 
 def _difference_text(difference: Difference, stretch: Stretch) -> str:
-    """Returns the description of the first difference."""
+    """Describes the first difference between a recording and its replay as text."""
     lines = [
         f"different after {difference.num_steps} equal steps (run {stretch.header.run}), in {difference.call}:",
         f"  {difference.field}",

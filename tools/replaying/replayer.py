@@ -82,7 +82,7 @@ def replay(stretch: Stretch) -> Replay:
 
 
 class _EndingNames(frozenset[int]):
-    """A set of ending tokens that grows during the replay.
+    """A set of tokens that end a request. It grows during the replay.
 
     When the scheduler adds a request, it must know the tokens that end the request. But a recording names an ending
     token only later, in the result that contains it. The replay then adds the token to ``names``. A union with another
@@ -190,7 +190,7 @@ class _Replayer:
         self._step_requests[step.seq] = list(step.requests)
         self._order.sent(step.seq, step.kind)
 
-    # The methods that repeat one recorded call each
+    # Each of the following methods repeats one kind of recorded call.
 
     def _replay(self, event: Event) -> None:
         if isinstance(event, Added):
@@ -246,7 +246,7 @@ class _Replayer:
         self._compare("add_request", "refusal", event.refusal, refusal)
 
     def _offer(self, event: Offered) -> None:
-        """Offers as many drafts as were recorded. The recorded results contain which of them were right."""
+        """Offers as many drafts as were recorded. The recorded results contain the tokens, so any drafts will do."""
         known = [(self._requests[number].request_id, size) for number, size in event.offers if number in self._requests]
         self._scheduler.offer_drafts([(request_id, [PLAIN_TOKEN] * size) for request_id, size in known])
 
@@ -337,7 +337,7 @@ class _Replayer:
 
 
 def _as_read(record: list[Any]) -> list[Any]:
-    """Returns a step's record with copies of its lists, because the scheduler changes the original lists later."""
+    """Returns a copy of a step's record and of its lists, because the scheduler changes the original lists later."""
     return [list(part) if isinstance(part, list) else part for part in record]
 
 

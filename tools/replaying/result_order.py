@@ -1,7 +1,7 @@
 """Checks that the agent ran its steps in an order that the policy of its queue allows.
 
-The agent runs one step at a time and returns its result when the step has run. A step that was sent earlier entered the
-queue earlier. So the result of a later step may come first only if the queue prefers the class of that step.
+The agent runs one step at a time and then returns its result. Steps enter the agent's queue in the order in which they
+are sent. A step may overtake an earlier step only if the policy prefers the class of the later step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["ResultOrder"]
 
 _CLASSES = {StepKind.MOVE: "move", StepKind.PREFILL: "prefill", StepKind.MIXED: "prefill", StepKind.DECODE: "decode"}
 _OVERTAKERS = {"prefill_first": "prefill", "decode_first": "decode"}
-"""The class of steps that overtakes others in the agent's queue, by policy. Other policies keep the order."""
+"""For each policy, the class of steps that may overtake other steps. Moves may overtake under every policy."""
 
 
 class ResultOrder:
@@ -34,8 +34,8 @@ class ResultOrder:
     def completed(self, seq: int, *, ran: bool) -> int | None:
         """Removes a completed step. Returns an earlier step that should have run first, or None.
 
-        ``ran`` is False for a step that was dropped, or that failed before it was sent. Its result may come at any
-        time.
+        ``ran`` is False for a step that was dropped, or that failed before it was sent. Its result may arrive in any
+        order.
         """
         kind = self._sent.pop(seq, None)
         if kind is None or not ran:

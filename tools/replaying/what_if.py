@@ -36,7 +36,7 @@ from performance.simulation.work import StepWork
 __all__ = ["DeviceModel", "changed_limits", "fit_device", "what_if"]
 
 _RING_BYTES = 1 << 33
-"""Maximum size of the recording of a simulated run. It is large, because no segment may be overwritten."""
+"""Maximum size of the recording of a simulated run, in bytes. It is large, so that no old segment is overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class DeviceModel:
 
     fit: StepFit
     latency_s: float
-    """Median time of a step in addition to queue and run: transfer to the agent and back."""
+    """Median seconds that a step is transferred to the agent and back. Queue and run are not included."""
 
     @property
     def device(self) -> CostModel:
@@ -167,7 +167,7 @@ class _VirtualRun:
     def _add(self, arrival: Arrival) -> None:
         try:
             request = make_request(arrival.facts, arrival.prompt)
-            # If the request ran on another replica before, the recording has its times there. They are removed.
+            # If the request had run on another replica before, its recorded facts include times there. Remove them.
             request.first_scheduled_time = request.first_token_time = None
             request.num_losses = request.alone_until = 0
             self._recorder.add_request(request)
@@ -175,7 +175,7 @@ class _VirtualRun:
             return  # a refused request is part of the simulated recording
 
     def _maybe_leave(self, update: RequestUpdate, now: float) -> None:
-        """Aborts a request at the number of tokens at which its recorded client disconnected."""
+        """Aborts a request when it has as many tokens as it had when its recorded client disconnected."""
         request = update.request
         arrival = self._wanted[request.request_id]
         if arrival.end == "abort" and len(request.output_token_ids) >= arrival.num_output_tokens:

@@ -1,9 +1,9 @@
 """Generates the training text: an endless stream of documents from a seed, each a plain text or a conversation.
 
 The text for the training has short exercises (drills) between the documents: repeating words, remembering names, single
-facts and sums. A small model learns late to copy earlier parts of the text (induction; Olsson et al., 2022), but
-conversations need it. Text in which half of the tokens are a copy teaches it sooner. The tokenizer is trained without
-the exercises.
+facts and sums. Conversations need the ability to copy earlier parts of the text (induction; Olsson et al., 2022). A
+small model learns to copy earlier if half of the tokens in a text are copies. The tokenizer is trained without the
+exercises.
 """
 
 import random
@@ -170,7 +170,7 @@ def plain(rng: random.Random) -> Document:
 
 
 def documents(seed: int) -> Iterator[Document]:
-    """Yields the endless stream of ``seed``: about one plain document per three conversations."""
+    """Yields random documents without end: about one plain document for three conversations."""
     rng = random.Random(seed)
     while True:
         yield plain(rng) if rng.random() < 0.28 else chat(rng)
@@ -229,7 +229,7 @@ def drill(rng: random.Random) -> Document:
 
 
 def training_documents(seed: int) -> Iterator[Document]:
-    """Yields the endless text of the training: the documents of ``seed`` with exercises between them."""
+    """Yields the training documents without end: the documents of ``seed``, with exercises between them."""
     rng = random.Random(seed + 1000)
     for document in documents(seed):
         while rng.random() < DRILL_SHARE:

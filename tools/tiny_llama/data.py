@@ -1,4 +1,4 @@
-"""Packs documents into training rows without padding, and holds some documents out."""
+"""Packs documents into training rows without padding, and separates held-out documents from training documents."""
 
 import zlib
 from collections.abc import Iterator

@@ -28,7 +28,7 @@ def weights(network: TinyLlama) -> dict[str, NDArray[np.float32]]:
 
 
 def save_weights(tensors: dict[str, NDArray[np.float32]], path: Path) -> None:
-    """Writes ``tensors`` as bfloat16. The file is renamed when it is complete, so that no partial file is visible."""
+    """Writes ``tensors`` as bfloat16. Writes to a temporary file and renames it, so that no partial file is visible."""
     temporary = path.with_suffix(".partial")
     write_safetensors(temporary, {name: from_float32(values, "bfloat16") for name, values in tensors.items()})
     os.replace(temporary, path)

@@ -115,7 +115,7 @@ def profession(rng: random.Random) -> Fact:
 
 
 def quantity(rng: random.Random) -> Fact:
-    """Returns a question that asks for a number of things."""
+    """Returns a question that asks for a quantity, such as the days of a week."""
     phrase, amount = rng.choice(sorted(QUANTITIES.items()))
     verb, *rest = phrase.split(" ")[1:]
     tail = " ".join(rest)
@@ -133,7 +133,7 @@ def quantity(rng: random.Random) -> Fact:
 
 
 def general(rng: random.Random) -> Fact:
-    """Returns a fact of the list of general facts."""
+    """Returns a random fact from the list ``GENERAL``."""
     return Fact(*rng.choice(GENERAL))
 
 

@@ -2,9 +2,9 @@
 
 One head attends to the previous token. In the next layer, other heads look for the token that followed an earlier
 occurrence of the current token. This is how a transformer copies from its context (Elhage et al., 2021; Olsson et al.,
-2022). Random weights need tens of millions of tokens to learn it, which two processor cores cannot process in an hour.
-Here the circuit exists from the first step, as values in the ordinary weight matrices. Training can keep, change or
-remove it (the idea of mimetic initialization, Trockman and Kolter, 2023). All other weights are random and small.
+2022). With random initial weights, a model needs tens of millions of tokens to learn this circuit. Two processor cores
+cannot process that number in an hour. Therefore the initial weight matrices already contain the circuit. Training can
+keep, change or remove it (mimetic initialization, Trockman and Kolter, 2023). All other weights are random and small.
 
 An embedding is a random vector of norm 1 plus a common vector of norm ``COMMON``, which gives each layer a constant.
 ``WRITTEN`` scales the output of a head of the circuit.
@@ -20,16 +20,16 @@ HeadWeights = tuple[Matrix, Matrix]
 COMMON = 0.5
 WRITTEN = 0.14
 SHARPNESS = (10.0, 8.0, 6.0, 4.0, 2.0, 1.0)
-"""Contribution of each rotary frequency, the fastest first, to the peak of the previous-token head's logits."""
+"""Weight of each rotary frequency, the fastest first, in the attention scores of the previous-token head."""
 MATCH_GAIN = 2.0
 
 
 class Circuit:
     """The vectors that the heads of the circuit share.
 
-    ``constant`` is a part of every embedding. ``code`` [head_dim, hidden] is a random projection; it maps a token's
-    embedding to a shorter vector, the token's code. ``place`` [hidden, head_dim] has the directions of the hidden state
-    to which the previous-token head writes the code.
+    ``constant`` is a part of every embedding. ``code`` [head_dim, hidden] is a random projection. It maps a token's
+    embedding to a shorter vector, the token's code. ``place`` [hidden, head_dim] has the directions in the hidden state
+    along which the previous-token head writes the code.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ def a(noun: str) -> str:
 
 
 def place_name(place: str) -> str:
-    """Returns the place with its article. Only the sea has a definite one."""
+    """Returns the place with its article: "the sea", but "a" or "an" for all other places."""
     return "the sea" if place == "sea" else a(place)
 
 

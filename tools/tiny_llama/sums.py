@@ -40,7 +40,7 @@ def multiplication(rng: random.Random) -> Fact:
 
 
 def apples(rng: random.Random) -> Fact:
-    """Returns a question that asks for a sum or a difference in a short story about things."""
+    """Returns a word problem with a sum or a difference: a person gets or loses some things."""
     x, y = rng.randint(1, 10), rng.randint(1, 10)
     thing = rng.choice(COUNTABLE)
     name = rng.choice(OWNERS)

@@ -110,7 +110,7 @@ class Trainer:
         self.recent: list[float] = []
 
     def run(self) -> History:
-        """Trains to the end of the plan. Ctrl-C ends the training early; the weights are then exported, too."""
+        """Trains to the end of the plan and exports the weights. Ctrl-C ends it early, also with an export."""
         tokens_per_step = self.plan.batch * self.plan.length
         start = exported = time.monotonic()
         done = 0

@@ -1,7 +1,6 @@
 """Creates a virtual environment for each peer, with pinned packages.
 
-The packages come from pip's configured index. An environment is created again if its packages are not those of this
-file.
+The packages come from pip's configured index. If the packages in this file change, the environment is created again.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ PACKAGES = {
 """Packages of each peer. OpenVINO's environment also converts the model for all peers."""
 
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that other packages may install. If they were built for another version of torch, transformers fails."""
+"""Packages to uninstall. Other packages may install them for another version of torch, and then transformers fails."""
 
 _NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 BUILD = {"llama_cpp": {"CMAKE_ARGS": f"-DCMAKE_C_FLAGS='{_NO_AMX}' -DCMAKE_CXX_FLAGS='{_NO_AMX}'"}}
-"""Environment variables of pip. llama.cpp of this version crashes in its products on AMX tiles."""
+"""Environment variables for pip, by peer. They build llama.cpp without AMX, because this version crashes with AMX."""
 
 STAMP = "packages.txt"
 
 
 def environment_python(folder: Path, kind: str) -> Path:
-    """Returns the Python of a peer's environment, after it has been created if necessary.
+    """Creates a peer's environment if necessary, and returns the path of its Python.
 
     Raises LoadTestError with the last line of pip's output if the packages cannot be installed.
     """

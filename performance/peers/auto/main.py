@@ -1,9 +1,9 @@
 """Sets up the peers, measures all programs in rounds, and prints ratios: ``performance/compare_peers.py --auto``.
 
-The model is SmolLM2-135M-Instruct, from the GGUF file in the Python package of the default model. The folder of
---folder keeps the environments of the peers and the converted models. So only the first run downloads and converts
-(about 5 GB). A round runs each program once, and each round has another order. The speed of a machine changes over
-minutes, so a ratio compares runs of the same round.
+The model is SmolLM2-135M-Instruct, from the GGUF file in the Python package of the default model. The folder --folder
+keeps the environments of the peers and the converted models, so only the first run downloads and converts (about 5 GB).
+A round runs each program once, and each round has another order. The speed of a machine changes over minutes, so a
+ratio compares runs of the same round.
 
 examples:
   compare_peers.py --auto
@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 if a peer failed. The other programs are still measured."""
+    """Runs the comparison. Returns 0, or 1 if a peer failed; the other programs are measured nevertheless."""
     parsed = build_parser().parse_args(arguments)
     config = load_config(parsed.config, parsed.settings)
     path = config.model_config.model_path
@@ -95,7 +95,10 @@ def parse_kinds(text: str) -> tuple[str, ...]:
 
 
 def _prepared(programs: Sequence[Program], file: Path, folder: Path) -> tuple[dict[Program, Peer | None], set[str]]:
-    """Create what the programs need. Return the peer of each program, None for this server, and names that failed."""
+    """Create the environments and models of the programs.
+
+    Return the peer of each program (None for this server), and the names of programs whose preparation failed.
+    """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -138,7 +141,7 @@ def _round(
 
 @contextlib.contextmanager
 def _reported(name: str, failures: set[str]) -> Iterator[None]:
-    """Print an error of a program and note its name. A peer that fails does not end the comparison."""
+    """Print an error of the ``with`` block and add ``name`` to ``failures``, so that the comparison continues."""
     try:
         yield
     except LoadTestError as error:

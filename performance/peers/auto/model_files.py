@@ -16,11 +16,11 @@ options = llama_cpp.llama_model_quantize_default_params()
 options.ftype, options.nthread, options.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, 2, True
 sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), options))
 """
-"""Writes a GGUF file in Q8_0 with llama.cpp."""
+"""Source of a Python program that quantises a GGUF file to Q8_0 with llama.cpp."""
 
 
 def model_path(folder: Path, name: str, file: Path, python_of: Callable[[str], Path]) -> Path:
-    """Returns the path of a model for a peer (``Program.model``), after it has been converted if necessary.
+    """Converts a model for a peer if necessary, and returns the path of the model. ``name`` is ``Program.model``.
 
     ``python_of`` returns the Python of a peer's environment. Raises LoadTestError if a conversion fails.
     """

@@ -1,4 +1,4 @@
-"""Draws the bar chart of our rate relative to the fastest peer, as SVG."""
+"""Draws an SVG bar chart: this server's rate divided by the fastest peer's rate."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FONT = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
 COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#6a1b9a", "#c62828", "#00838f", "#9e9d24", "#5d4037", "#ad1457", "#455a64")
 WARNING = "#c62828"
 MIN_SCALE = 2.5
-"""The axis of ratios reaches at least this value."""
+"""Minimum end of the axis of ratios. The axis is longer if a ratio is larger."""
 _UNIT, _LEFT, _BAR, _TOP = 170, 150, 16, 60
 _ROW, _LINE = _BAR + 8, 18
-"""Heights of a bar and of a line of text, with the space below."""
+"""Heights in pixels of a bar and of a line of text, including the space below."""
 _GAP, _CHARACTER = 6, 7
-"""Space between a bar and its numbers, and the width of a character, at most."""
+"""Space between a bar and its numbers, and the maximum width of a character, in pixels."""
 
 
 def write_picture(path: Path, comparisons: Mapping[str, Comparison]) -> None:
@@ -68,7 +68,7 @@ def _peers(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _width(comparison: Comparison) -> int:
-    """Returns an upper limit of the width of a section, right of the names of the batches."""
+    """Returns an upper limit of a section's width in pixels, without the column of batch names on the left."""
     ends = [
         int(span.largest * _UNIT) + _GAP + _CHARACTER * len(_label(span, _peers(comparison), comparison.rounds))
         for span in comparison.spans.values()
@@ -95,7 +95,7 @@ def _section(y: int, colour: str, precision: str, comparison: Comparison) -> Ite
 
 
 def _label(span: Span, peers: tuple[str, ...], rounds: int) -> str:
-    """Returns the numbers of a bar, and which peers or rounds it does not include."""
+    """Returns the text of a bar: the range of the ratio, and the peers or rounds that are not included."""
     parts = [f"{span.least:.3g} to {span.largest:.3g}"]
     absent = [name for name in peers if name not in span.peers]
     if absent:

@@ -1,4 +1,4 @@
-"""Ratios of this server to its peers, from rounds in which each program ran once."""
+"""Calculates ratios of this server to its peers, from rounds in which each program ran once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The ranges of a precision by batch size, and the peers of this precision that have no rate at all."""
+    """The comparison of one precision: ranges of the ratio by batch size, and peers that have no rate in any round."""
 
     spans: dict[str, Span]
     missing: tuple[str, ...]
@@ -34,7 +34,7 @@ class Comparison:
 
 
 def ratios(rounds: Sequence[Round], ours: str, theirs: str, row: str) -> list[float]:
-    """Returns our rate divided by a peer's, of each round that has both."""
+    """Returns the rate of this server divided by a peer's rate, for each round that has both rates."""
     return [
         each[ours][row] / each[theirs][row]
         for each in rounds
@@ -43,10 +43,10 @@ def ratios(rounds: Sequence[Round], ours: str, theirs: str, row: str) -> list[fl
 
 
 def ratios_to_fastest(rounds: Sequence[Round], programs: Sequence[Program], ours: Program, row: str) -> list[float]:
-    """Returns our rate divided by that of the fastest peer with the same precision, of each complete round.
+    """Returns, for each complete round, our rate divided by the rate of the fastest peer with the same precision.
 
-    A round is complete if it has the rates of all peers that have this row in any round. Without the fastest peer, a
-    ratio would be too large.
+    A round is complete if it has the rates of all peers that have this row in any round. If a round lacked the fastest
+    peer, its ratio would be too large.
     """
     peers = peers_of(rounds, programs, ours, row)
     complete = [each for each in rounds if all(row in each.get(name, {}) for name in (ours.name, *peers))]
@@ -89,7 +89,7 @@ def table(rounds: Sequence[Round], programs: Sequence[Program]) -> str:
 def comparisons(rounds: Sequence[Round], programs: Sequence[Program]) -> dict[str, Comparison]:
     """Returns the comparison with the fastest peer in decode, by precision.
 
-    ``programs`` has all programs that the run compares, also those whose set-up failed.
+    ``programs`` has all programs that the run should compare, including those whose set-up failed.
     """
     found: dict[str, Comparison] = {}
     for ours in (program for program in programs if program.kind == "ours"):
