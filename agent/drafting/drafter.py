@@ -172,7 +172,7 @@ class Drafter:
         self._rows.note_blocks(rows, contexts - 1, places // self._config.pa_config.block_size)
 
     def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[Line]:
-        """Returns a line for each sequence of the step for which the draft model can compute tokens."""
+        """Returns a ``Line`` for each sequence of the step for which the draft model can compute tokens."""
         lines: dict[int, Line] = {}
         for index in np.flatnonzero(counts).tolist():
             row, context = int(inputs.rows[index]), int(inputs.context_lens[index])

@@ -192,8 +192,8 @@ class HeadDrafter(Drafter):
         return list(lines.values())
 
     def _line(self, row: int, index: int) -> Line:
-        """Returns the line of a batch row. ``index`` is its entry in the step, or negative if the sequence gets no
-        drafts.
+        """Returns a ``Line`` for the sequence on a batch row. ``index`` is its entry in the step, or negative if the
+        sequence gets no drafts.
         """
         table, num_own = self._table(row, int(self._contexts[row]), self._tables[row])
         start, end = int(self._rows.num_computed[row]), int(self._ends[row])
@@ -245,7 +245,8 @@ class HeadDrafter(Drafter):
         return [(int(own[0]), places, own_states) for own, places, own_states in parts if own.size]
 
     def _continued(self, row: int, positions: Int32Array, states: Array, wanted: dict[int, Line]) -> Line | None:
-        """Returns the line of a batch row if the head can compute some of its waiting tokens, else None.
+        """Returns a ``Line`` for the sequence on a batch row if the head can compute some of its waiting tokens, else
+        None.
 
         If the token after a waiting token is not known yet, the waiting token waits again. If a hidden state is
         missing, the sequence gets no drafts.

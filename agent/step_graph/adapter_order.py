@@ -29,8 +29,8 @@ class AdapterOrder:
         self._num_groups = num_groups
         self._orders_entry = orders_entry
         self._tokens: Int32Array | None = None
-        """[tokens]: the tokens of the last step in adapter order, as indices of its tokens. None if the step already
-        had this order.
+        """[tokens]: for each token in adapter order, its index in the order of the last step. None if that step was
+        already in adapter order.
         """
 
     def sorted(

@@ -17,7 +17,7 @@ from agent.weights.storage import Array
 
 POLL_S = 0.0001
 """Time in seconds between two checks whether the device has finished. ``Event.synchronize`` is not used, because it may
-keep other Python threads from running while it waits: no source excludes this.
+block all other Python threads while it waits.
 """
 
 

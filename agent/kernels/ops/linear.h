@@ -6,9 +6,10 @@
 // per lane. A step is what one load of a vector reads: the weights of 16 columns at 1 to 8 consecutive depths. The
 // kernel multiplies a step by broadcast activations.
 //
-// Each half of a panel has two vectors, which alternate in memory in tiles: T steps of the first vector, T steps of the
-// second vector, and so on. T is 16 (a tile of 1 KB) for AMX and 1 otherwise. With T = 1, half a panel is one
-// sequential stream. Hardware prefetchers follow one stream at twice the rate of two streams through the same page.
+// Each half of a panel has two vectors, which alternate in memory in tiles. A tile has T steps of one vector, and the
+// next tile has T steps of the other vector. T is 16 (a tile of 1 KB) for AMX and 1 otherwise. With T = 1, half a panel
+// is one sequential stream. Hardware prefetchers follow one stream at twice the rate of two streams through the same
+// page.
 //
 // The dimensions of a blob for each format, where [steps / T] counts the tiles and braces enclose the parts of a group:
 //

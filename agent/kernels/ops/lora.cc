@@ -10,7 +10,7 @@
 namespace llmk {
 namespace {
 
-// Maps the address of a packed weight to its adapters by slot.
+// Maps the address of a packed weight to its adapters. The adapters of a weight are indexed by adapter slot.
 std::unordered_map<const void*, std::vector<const LoraWeight*>>& adapters() {
   static std::unordered_map<const void*, std::vector<const LoraWeight*>> all;
   return all;

@@ -47,8 +47,8 @@ class TileFetch {
     }
   }
 
-  // Adds the cache lines that the task will write for the last token of a sequence to the pieces to prefetch. A key is
-  // spread over all lines of a group of 16 keys.
+  // Also prefetches the cache lines that the task will write for the last token of a sequence. The elements of its key
+  // are spread over all lines of a group of 16 keys.
   void add_written(const RotaryAttentionArgs& args, int64_t seq, int64_t head, int64_t heads) {
     const int64_t position = args.context_lens[seq] - 1, index = position % args.block_size, chunk = chunk_bytes(args);
     const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];

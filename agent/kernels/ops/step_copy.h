@@ -23,7 +23,8 @@ struct StepCopyArgs {
   const int32_t* do_sample;        // [S]
   const int32_t* num_top_logits;   // [S]
   const int32_t* adapters;         // [S] adapter slot of each sequence, -1: none; null: the steps have no adapters
-  // [num_rows]: last token of each batch row, negative: there is none; null: lowest_token stays.
+  // [num_rows]: the last token of each batch row, or a negative number if there is no last token. If null, lowest_token
+  // is not replaced.
   const int32_t* row_last_tokens;
   int32_t* own_token_ids;          // [T]; this array and the following arrays receive the copies
   int32_t* own_positions;

@@ -77,8 +77,8 @@ int plugin_nan_to_num(const Call& call) {
   return 0;
 }
 
-// Runs MaskedFill(input, mask, value): replaces elements by `value` if the mask, of the shape of the input, is true.
-// MindSpore's own CPU kernel does not take bfloat16.
+// Runs MaskedFill(input, mask, value): replaces an element by `value` if its element in the mask is true. The mask has
+// the shape of the input. MindSpore's own CPU kernel does not take bfloat16.
 int plugin_masked_fill(const Call& call) {
   enum { kInput, kMask, kValue, kOut, kCount };
   bool fits = call.count == kCount && call.has_dtype(kMask, "bool") && call.ndims[kMask] == call.ndims[kInput] &&

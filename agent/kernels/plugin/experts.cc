@@ -1,5 +1,5 @@
 // The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2, MoeTokenUnpermute and TopkExt.
-// TopkExt chooses the experts in MindFormers' layers. The sampling graphs use it as well, to find candidates. The
+// TopkExt chooses the experts in MindFormers' layers. The sampling graphs use TopkExt, too, to find candidates. The
 // matrix products are in grouped_matmul.cc.
 //
 // The semantics are those of the CANN documentation: aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2,

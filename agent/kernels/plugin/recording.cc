@@ -136,8 +136,8 @@ bool is_same(const Launch& a, const Launch& b) {
   return std::all_of(a.offsets.begin(), a.offsets.end(), [](int64_t offset) { return offset == 0; });
 }
 
-// Returns true if two launches read equal constants, and the same memory among the memory that stays in place. For
-// launches that is_same() has compared before.
+// Returns true if two launches read equal constants and the same memory of the caller. Call is_same() for the launches
+// first.
 bool reads_the_same(Launch* a, const Launch& b) {
   size_t constants = 0;
   for (size_t at = 0; at < a->data.size(); ++at) {

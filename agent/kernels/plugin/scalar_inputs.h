@@ -30,8 +30,8 @@ class ScalarInputs : public KernelInputInfo {
   // This constructor is for an operator whose `inputs` inputs are all tensors.
   explicit ScalarInputs(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
   void close() { source_ = nullptr; }
-  // Finds the lists that MindSpore reads from an input of the graph, because they can change. A replay reads them from
-  // that memory instead of a copy.
+  // Finds the lists that MindSpore has read from an input of the graph. The contents of an input can change, so a
+  // replay reads these lists from the input instead of a copy.
   void find_lists(const std::vector<Range>& staying) {
     for (Scalar& scalar : known_) {
       const size_t bytes = scalar.list.size() * sizeof(int64_t);

@@ -132,8 +132,8 @@ class NativeReplays:
     def record(self, entry: Array, *, is_decode: bool) -> None:
         """Runs the graph with two steps of padding and records the launches. Call this before ``run``.
 
-        ``entry`` is an entry of one token, as ``StepGraph.run`` describes it: only its type and its later axes matter.
-        Exceptions of the graph and of ``all_agree`` are passed on.
+        ``entry`` is an entry of one token, as ``StepGraph.run`` describes it: only its type and the sizes of its later
+        axes matter. Exceptions of the graph and of ``all_agree`` are passed on.
         """
         self._entry = np.zeros((self.max_tokens, *entry.shape[1:]), entry.dtype)
         all_seqs = (1, min(2, self._max_seqs))
