@@ -1,7 +1,7 @@
-"""The control plane: HTTP, tokenizer, scheduler and KV blocks. It never imports MindSpore or device code.
+"""The server: HTTP, tokenizer, scheduler and accounting of KV blocks. It never imports MindSpore or device code.
 
-``LLM`` runs a model in a Python program, without HTTP. It is imported when it is first used, so that importing this
-package stays cheap.
+``LLM`` uses a model in a Python program without HTTP. Its module is imported at the first use, so that ``import
+llm_serving`` is fast.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command line of the server: parses the arguments, loads the config and plans the memory.
 
-Slow modules are not imported, so that a mistake is reported without delay, with exit code 2.
+This module does not import slow modules, so that it reports a mistake without delay. The exit code is then 2.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ examples:
 
 
 DEFAULT_CACHE_TOKENS = 32_768
-"""Tokens in the KV cache of a model of ``--model``, if the memory permits and one sequence needs no more."""
+"""Capacity of the KV cache in tokens for a model of ``--model``. The cache is larger if one sequence needs more, and
+smaller if the memory is too small.
+"""
 _NUM_BLOCKS = "pa_config.num_blocks"
 _AUTO_SIZES = (
     "model_config.max_generate_length=auto",
@@ -91,7 +93,7 @@ _AUTO_SIZES = (
     "pa_config.decode_seq_length=auto",
     f"{_NUM_BLOCKS}=auto",
 )
-"""Settings of a model that ``--model`` names. Values of ``--set`` take precedence over them."""
+"""Default settings for a model that ``--model`` names. Values of ``--set`` override them."""
 
 _SHORT_OPTIONS = {
     "host": "serving_config.server_ip",
@@ -99,7 +101,7 @@ _SHORT_OPTIONS = {
     "dtype": "model_config.model_dtype",
     "quantize": "model_config.weight_format",
 }
-"""Options that are short for one setting."""
+"""Short options, each with the setting that it sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,9 @@ def _plan_models(arguments: argparse.Namespace, config: Config, machine: Machine
 
 
 def print_plan(argv: Sequence[str] | None = None, machine: Machine | None = None) -> int:
-    """Print what ``--check`` prints, and return 0. Return 2 after a message if the config is wrong or does not fit."""
+    """Runs ``llm-serving plan``: prints the description that ``--check`` prints. Returns 0, or 2 if the config is wrong
+    or does not fit.
+    """
     arguments = build_plan_parser().parse_args(argv)
     try:
         machine = machine or Machine.detect()
@@ -163,7 +167,7 @@ def print_plan(argv: Sequence[str] | None = None, machine: Machine | None = None
 
 
 def _load(arguments: argparse.Namespace, machine: Machine) -> Config:
-    """Return the config that the options describe, with sizes that fit the machine."""
+    """Returns the config that the options describe. Its ``auto`` sizes are chosen for this machine."""
     return load_for_model(
         arguments.config, arguments.model, _overrides(arguments), machine, offline=arguments.offline
     )
@@ -172,7 +176,8 @@ def _load(arguments: argparse.Namespace, machine: Machine) -> Config:
 def load_for_model(
     file: str, model: str | None, overrides: Sequence[str], machine: Machine, *, offline: bool = False
 ) -> Config:
-    """Return the config of a file with the model ``model`` and sizes that fit the machine. None: the file's model.
+    """Returns the config of a file. ``model`` replaces the model of the file, unless it is None. ``auto`` sizes are
+    chosen for this machine.
 
     Each of ``overrides`` is ``section.key=value``. If ``model`` is given and ``file`` is the default, the model gets
     the longest context that fits. ``offline`` forbids downloads. Raises ConfigError, CheckpointError or
@@ -203,7 +208,7 @@ def _overrides_of_model(model: str | None, *, offline: bool) -> list[str]:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the settings of the short options, then those of ``--set``, which take precedence."""
+    """Returns the settings of the short options, and then those of ``--set``, which override them."""
     given = {option: getattr(arguments, option, None) for option in _SHORT_OPTIONS}
     return [*short_overrides(given), *arguments.overrides]
 

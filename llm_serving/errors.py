@@ -56,7 +56,7 @@ class CheckpointError(LLMServingError):
 
 
 class MemoryPlanError(LLMServingError):
-    """The planned memory exceeds the memory of the machine. The error's text includes the table of the memory plan."""
+    """The planned memory exceeds the available memory. The text includes the table of the memory plan."""
 
 
 class ModelMemoryError(LLMServingError):

@@ -2,10 +2,10 @@
 
     config, memory plan ─▶ ports ─▶ agent processes ─▶ tokenizer ─▶ engine thread ─▶ HTTP server ─▶ "ready http://..."
 
-The HTTP server responds from the beginning, with 503 until the agents are ready. After SIGINT or SIGTERM, new requests
-get a 503 and running ones may complete (``serving_config.drain_timeout_s``). Then streams end with an error event, then
-the engine, then the agents. A second signal ends the process immediately. SIGUSR1 opens the log files again. SIGHUP
-reads the key file and the certificate again, if they have changed.
+The HTTP server responds with 503 until the agents are ready. After SIGINT or SIGTERM, new requests get a 503, and
+running requests may complete within ``serving_config.drain_timeout_s`` seconds. Remaining streams then end with an
+error event, and the engine and the agents end. A second signal ends the process immediately. SIGUSR1 opens the log
+files again. SIGHUP reads the key file and the certificate again, if they have changed.
 
 If the engine or the HTTP server ends without a signal, the process ends with exit code 1. Its supervisor (systemd,
 Kubernetes) then starts it again.
@@ -84,7 +84,7 @@ class _Launcher:
         self._display = ProgressDisplay(num_agents=launch.config.parallel_config.world_size)
         self._stop = asyncio.Event()
         self._seconds: dict[str, float] = {}
-        """Time at which each part of the start was complete, in seconds since this process began."""
+        """For each part of the start: the seconds from the begin of this process to the end of that part."""
         self._access: AccessControl | None = None
         self._tls: ServerTls | None = None
 
@@ -148,8 +148,8 @@ class _Launcher:
             await models.close()
 
     def _check_packages(self) -> None:
-        """Raise ConfigError if the config asks for traces or events of the prefix cache, and their packages are
-        missing. Call it before the agents start.
+        """Raises ConfigError if the config asks for traces or events of the prefix cache, and a package for them is
+        missing. Called before the agents start.
         """
         if self._config.kv_events_config.enabled:
             from llm_serving.kvevents.setup import check_package
@@ -161,7 +161,9 @@ class _Launcher:
             check_packages()
 
     def _start_agents(self, owned: ExitStack) -> tuple[list[AgentExecutor], list[str]]:
-        """Start the agents. Returns their executors, and the shared memory of dead servers that this call removed."""
+        """Starts the agents. Returns their executors, and the names of shared memory that was left by dead servers and
+        removed.
+        """
         executors = make_executors(self._config, self._display.update, owned)
         leftovers = remove_leftovers()
         for executor in executors:
@@ -191,7 +193,7 @@ class _Launcher:
         return Rotation.of_mib(self._config.log_config.max_mib, self._config.log_config.keep_files)
 
     def _make_metrics(self, owned: ExitStack) -> Metrics:
-        """Make the metrics, with the state of the NPUs if this machine has Ascends and their tool ``npu-smi``."""
+        """Creates the metrics. On Ascends with the tool ``npu-smi``, they include the state of the NPUs."""
         from llm_serving.telemetry.metrics import Metrics
         from llm_serving.telemetry.npu_metrics import NpuCollector
 
@@ -231,7 +233,9 @@ class _Launcher:
         return tracing
 
     def _open_events(self, metrics: Metrics, log: EventLog, owned: ExitStack) -> ObserveCache | None:
-        """Open the sockets for events of the prefix cache. Returns what observes it, or None without events."""
+        """Opens the sockets for events of the prefix cache. Returns the function that creates a replica's observer, or
+        None without events.
+        """
         if not self._config.kv_events_config.enabled:
             return None
         from llm_serving.kvevents.publisher import EventPublisher
@@ -252,8 +256,8 @@ class _Launcher:
         return batches
 
     def _start_http(self, app: ServerApp, sockets: Sockets, stop: asyncio.Event) -> asyncio.Task[None]:
-        """Serve ``app`` on all sockets until ``stop`` is set. If there is a port for administration, only that port
-        serves the administration.
+        """Serves ``app`` on all sockets until ``stop`` is set. If the config has an administration port, only this port
+        serves the administration endpoints.
         """
         from llm_serving.server.app import split_administration
         from llm_serving.server.run import Listener, serve
@@ -295,7 +299,7 @@ class _Launcher:
             wait.cancel()
 
     def _failure(self, models: ModelRegistry[ServerState], http: asyncio.Task[None]) -> LLMServingError | None:
-        """Return the error of a part of the server that ended without a request to stop, or None. ``http`` must have
+        """Returns an error if a part of the server ended without a signal to stop, otherwise None. ``http`` must have
         ended.
         """
         if models.ended.is_set():
@@ -354,9 +358,10 @@ def _url(scheme: str, listener: socket.socket) -> str:
 
 
 def _freeze_objects() -> None:
-    """Exclude the objects that exist after the start from garbage collection. They live as long as the server.
+    """Excludes the objects that exist after the start from garbage collection, because most of them live as long as the
+    server.
 
-    Otherwise, each full collection would check them again, and delay all requests by 50 to 150 ms.
+    Without this, each full collection would traverse these objects and delay all requests by 50 to 150 ms.
     """
     gc.collect()
     gc.freeze()

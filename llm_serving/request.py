@@ -1,4 +1,6 @@
-"""A request of the engine: prompt token ids, parameters, state and output. This file knows no HTTP, clock or device."""
+"""A request of the engine: prompt token ids, parameters, state and output. This module does not depend on HTTP, a clock
+or a device.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class RequestStatus(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"
     """The request ended because an end token, a stop token id or a stop string was generated."""
@@ -41,10 +43,11 @@ class FinishReason(enum.Enum):
 
 
 class TraceSource(Protocol):
-    """The trace of an HTTP request, which makes a trace for each of its sequences. See ``llm_serving.tracing``."""
+    """The trace of an HTTP request. It creates a trace for each sequence of the request. See ``llm_serving.tracing``.
+    """
 
     def sequence(self) -> RequestTrace:
-        """Return the trace of one more sequence."""
+        """Creates the trace of a further sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class SchedulingParams:
     deadline: float | None = None
     group: str = ""
     trace: TraceSource | None = None
-    """Makes the trace of the request's sequences. None if the request is not traced."""
+    """The trace of the HTTP request. None if the request is not traced."""
 
 
 DEFAULT_SCHEDULING = SchedulingParams()
@@ -75,18 +78,20 @@ class RequestTrace(Protocol):
     def step(
         self, sent: float, done: float, kind: str, sequences: int, tokens: int, parts_us: tuple[int, int, int], /
     ) -> None:
-        """Note a step that returned a token. The engine thread calls this method."""
+        """Records a step that returned a token. The engine thread calls this method. See ``SequenceTrace.step``."""
 
     def end(self, request: Request, output: RequestOutput, timings: RequestTimings, /) -> None:
         """Emit the spans of the sequence, which has ended. Does not block. The event loop calls this method."""
 
 
 class ConstraintError(Exception):
-    """A constraint cannot continue, for example because its grammar became too complex. Its request ends."""
+    """A constraint cannot continue, for example because its grammar has become too complex. The request then ends with
+    an error.
+    """
 
 
 class Constraint(Protocol):
-    """Says which tokens may follow in one sequence. The engine thread calls all methods."""
+    """Decides which tokens may come next in one sequence. Only the engine thread calls the methods."""
 
     @property
     def num_words(self) -> int:
@@ -99,15 +104,16 @@ class Constraint(Protocol):
         """
 
     def mask(self) -> npt.NDArray[np.uint32]:
-        """Return the tokens that may follow: bit ``id % 32`` of word ``id // 32`` is 1. At least one token may follow.
+        """Returns the mask of the tokens that may come next: bit ``id % 32`` of word ``id // 32`` is 1. The mask has at
+        least one token.
 
-        After an error every token may follow, and the next ``advance`` raises ConstraintError.
+        After an error, the mask has all tokens, and the next ``advance`` raises ConstraintError.
         """
 
 
 @runtime_checkable
 class ForkableConstraint(Constraint, Protocol):
-    """A constraint that can look ahead: which tokens may follow after some guessed tokens."""
+    """A constraint that can be copied, so that drafts (guessed tokens) can be checked in advance."""
 
     @property
     def has_failed(self) -> bool:
@@ -117,26 +123,28 @@ class ForkableConstraint(Constraint, Protocol):
         """Return a copy that advances independently, or None if this constraint cannot be copied."""
 
     def forced_tokens(self) -> list[int]:
-        """Return tokens that very probably follow, because the constraint leaves no other text. Often empty."""
+        """Returns the next tokens if the constraint allows only one text. Often empty. Another tokenization of this
+        text may also be allowed.
+        """
 
 
 class TileHold(Protocol):
     """Holds the places of a request's tiles in the shared memory of images."""
 
     def end(self) -> None:
-        """Give the places back. May be called several times, by any thread."""
+        """Releases the places. May be called several times, by any thread."""
 
 
 ALONE_TO_THE_END = 1 << 40
-"""Value of ``Request.alone_until`` that no number of output tokens reaches."""
+"""Value of ``Request.alone_until`` for a request that runs alone until its end."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence in the scheduler, which owns it from ``add_request`` to its end.
 
-    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. Without a given ``receipt``, a new
-    one starts at ``arrival_time``.
+    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. If the caller passes no
+    ``receipt``, a new receipt starts at ``arrival_time``.
     """
 
     request_id: str
@@ -147,7 +155,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    """Number of tokens whose keys and values are in the cache, or will be after the steps in flight."""
+    """Number of tokens whose keys and values are in the cache, including those that the steps in flight compute."""
     num_inflight_tokens: int = 0
     """Number of sampled tokens that steps in flight will return. The server does not know their values yet."""
     row: int = -1
@@ -162,7 +170,7 @@ class Request:
     first_token_time: float | None = None
     finish_time: float | None = None
     priority: int = 0
-    """A smaller number is served earlier, within the policy's order."""
+    """Priority. A smaller number is more urgent."""
     tenant: str = ""
     """The tenant, for fairness: a short hash of the API key. Empty without a key."""
     cache_salt: bytes = b""
@@ -176,17 +184,19 @@ class Request:
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache at the first start."""
     group: str = ""
-    """Requests of a group have the same prompt and run on the same replica. Empty for a request without a group."""
+    """Name of the request group: samples of one prompt, or beams of one search. They run on the same replica. Empty
+    without a group.
+    """
     replica: int | None = 0
     """The replica that serves the request, or served it last. None before the first placement at one of several."""
     constraint: Constraint | None = None
-    """Says which tokens may follow. None if every token may."""
+    """Decides which tokens may come next. None if every token may."""
     adapter_slot: int = -1
     """Number of the adapter slot with the LoRA adapter of the request. -1 if it uses no adapter."""
     tiles: tuple[PromptTile, ...] = ()
     """The tiles of the prompt's images, in order of position."""
     tile_hold: TileHold | None = None
-    """Keeps the places of ``tiles`` until no step in flight reads them. None without images."""
+    """Holds the places of ``tiles`` in shared memory until no step in flight reads them. None without images."""
     receipt: Receipt = field(default_factory=Receipt)
     trace: RequestTrace | None = None
     """Collects the times of steps for the spans of the sequence. None if the sequence is not traced."""
@@ -201,7 +211,7 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def end_tiles(self) -> None:
-        """Give the places of the tiles back, because the request has ended and no step in flight reads them."""
+        """Releases the places of the tiles. Called when the request has ended and no step in flight reads them."""
         if self.tile_hold is not None:
             self.tile_hold.end()
 
@@ -228,13 +238,13 @@ class TokenLogits:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A reason why a request had to wait: the request, or the first request of its queue, could not start."""
+    """A reason why a request had to wait: the request, or the request that was first in the queue, could not start."""
 
     reason: BlockReason
     times: int
-    """Number of times that the request was the first of the queue and could not start for this reason."""
+    """Number of times that the request was first in the queue and could not start for this reason."""
     seconds: float
-    """Seconds for which the request, or the first request before it in the queue, waited for this reason.
+    """Seconds for which the request, or the request that was first in the queue, waited for this reason.
 
     They are part of ``queue``, ``preempted`` or ``restarted``.
     """
@@ -242,11 +252,11 @@ class Blocked:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Where a request spent its time, in seconds. All times are whole microseconds, and the parts add up exactly:
+    """The parts of a request's time, in seconds. All times are whole microseconds, and the parts add up exactly:
     ``tokenise + queue + prefill + decode + preempted + swapped + restarted + delivery == e2e``.
 
-    In the engine, a request ends with its last step and ``delivery`` is 0. In the log, it ends when the last byte was
-    written to the client's socket, see ``llm_serving.engine.open_request``.
+    For the engine, a request ends with its last step, and ``delivery`` is 0. For the log, the request ends when its
+    last byte is written to the client's socket, see ``llm_serving.engine.open_request``.
     """
 
     queue: float
@@ -285,11 +295,12 @@ PARTS = ("tokenise", "queue", "prefill", "decode", "preempted", "swapped", "rest
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A piece of a request's stream: the output since the last piece. Do not change an object after its construction.
+    """A piece of a request's stream: the output since the previous piece. The object must not be changed after its
+    construction.
 
-    ``text`` never ends inside a character and never has part of a stop string. The last piece has a ``finish_reason``.
-    ``stop_reason`` is the stop string or token id that ended the stream, if there was one. The class is not frozen,
-    because an object is made for every token and freezing triples its cost.
+    ``text`` does not end within a character and contains no part of a stop string. The last piece has a
+    ``finish_reason``. ``stop_reason`` is the stop string or token id that ended the stream, if any. The class is not
+    frozen, because an object is created for each token, and a frozen class would take three times as long.
     """
 
     request_id: str
@@ -306,7 +317,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache. Set only in the last piece of a sequence."""
     pooled: bytes = b""
-    """Pooled result of a server of embeddings or scores, float32. Empty for generated text."""
+    """The embedding or the scores of the request, as the bytes of float32 numbers. Empty for generated text."""
 
     @property
     def finished(self) -> bool:

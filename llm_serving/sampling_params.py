@@ -1,7 +1,8 @@
-"""The table of sampling parameters: a field of ``SamplingParams`` for each, with its range and its place in a step.
+"""The table of sampling parameters. Each parameter is a field of ``SamplingParams``, with its range and its type in the
+step slot.
 
-HTTP fields, slot columns, the sampler's arguments and the reference page are made from this table.
-To add another parameter, add a field here and follow "Add a sampling parameter" in CONTRIBUTING.md.
+HTTP fields, columns of step slots, the sampler's arguments and the reference page follow from this table. To add
+another parameter, add a field here and follow "Add a sampling parameter" in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ MAX_TOP_LOGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameter:
-    """One sampling parameter, with its default and its range. ``low`` and ``high`` are included in the range."""
+    """One sampling parameter, with its default and its range from ``low`` to ``high``, both included."""
 
     name: str
     """Name of the parameter in the API, in ``SamplingParams``, in the step slot and in ``llmk::SampleArgs``."""
     default: Any
-    """Value if the client sets none. The defaults of the sampler's parameters change no token's probability."""
+    """Value if the client sets none. With the defaults, the sampler does not change the probabilities of tokens."""
     meaning: str
     column: str
     """NumPy type of the parameter's column in the step slot; empty if only the server uses the parameter."""
@@ -35,14 +36,14 @@ class SamplingParameter:
     max_chars: int | None
     """Maximum length of each string of a list."""
     needs_history: bool
-    """Whether the sampler needs the history of the sequence."""
+    """True if the sampler needs the history of the sequence (its known tokens) for this parameter."""
 
 
 def _parameter(
     default: Any, meaning: str, *, column: str = "", low: float | None = None, above: float | None = None,
     high: float | None = None, max_items: int | None = None, max_chars: int | None = None, needs_history: bool = False,
 ) -> Any:  # fmt: skip
-    """Declares a field of ``SamplingParams``. Its metadata has the details of the sampling parameter."""
+    """Declares a field of ``SamplingParams``. The details of the sampling parameter become the field's metadata."""
     details = {
         "meaning": meaning, "column": column, "low": low, "above": above, "high": high, "max_items": max_items,
         "max_chars": max_chars, "needs_history": needs_history,
@@ -52,10 +53,11 @@ def _parameter(
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. The HTTP server checks the ranges before the engine sees a request.
+    """The sampling parameters of a request: how to choose tokens and when to stop. The HTTP server checks their ranges
+    before the engine gets the request.
 
-    The text depends only on the prompt and these parameters. The sampler's parameters are in the order of
-    ``llmk::SampleArgs`` (agent/kernels/ops/sampler.h).
+    The text depends only on the prompt and these parameters. Parameters with a ``column`` must have the same order as
+    in ``llmk::SampleArgs`` (agent/kernels/ops/sampler.h).
     """
 
     max_tokens: int = _parameter(16, "Maximum number of tokens to generate.", low=1)
@@ -112,12 +114,12 @@ class SamplingParams:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether pieces of the output carry ``logits``."""
+        """True if pieces of the output have ``logits``."""
         return self.logprobs or self.top_logits > 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the sampler needs the history of the sequence."""
+        """True if the sampler needs the history of the sequence (its known tokens)."""
         penalties = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         return penalties or self.keeps_history
 

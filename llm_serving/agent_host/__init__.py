@@ -1,7 +1,8 @@
-"""The process on a node: starts the agents of one replica on its machine and connects them with a server elsewhere.
+"""The process of a node: starts the agents of one replica on its machine, and connects them to a server on another
+machine.
 
     python -m llm_serving.agent_host --listen 10.0.0.5:7450 --key-file cluster.key
 
-It uses the server's own code for agents on the same machine (``executor.AgentGroup``). It never imports MindSpore or
-Ray. It has no HTTP, no scheduler and no tokenizer.
+It runs the agents with the same code as a server with local agents (``executor.AgentGroup``). It never imports
+MindSpore or Ray, and has no HTTP, no scheduler and no tokenizer.
 """

@@ -1,4 +1,4 @@
-"""``python -m llm_serving.agent_host``, which ``llm-serving cluster host`` also runs."""
+"""Runs a node as ``python -m llm_serving.agent_host``. The command ``llm-serving cluster host`` does the same."""
 
 import sys
 

@@ -26,7 +26,7 @@ from llm_serving.ipc.segment import remove_leftovers
 EXIT_USAGE = 2
 DEFAULT_LISTEN = "127.0.0.1:7450"
 MAX_HANDSHAKES = 16
-"""Maximum number of connections whose peers have not proved the cluster key yet."""
+"""Maximum number of connections that are in the handshake at the same time."""
 _ACCEPT_PAUSE_S = 0.2
 
 
@@ -38,13 +38,15 @@ class AgentHost:
         self._key = key
         self._settings = settings
         self._is_used = threading.Lock()
-        """The lock that is held while the node serves a link."""
+        """A lock. It is held while the node serves a link."""
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._stop_descriptor = os.eventfd(0, os.EFD_CLOEXEC)
         self._is_stopping = False
 
     def stop(self) -> None:
-        """End the link, its agents and ``serve``. Any thread and any signal handler may call this method."""
+        """Ends the link and its agents, and lets ``serve`` return. Any thread and any signal handler may call this
+        method.
+        """
         self._is_stopping = True
         os.eventfd_write(self._stop_descriptor, 1)
 
@@ -68,7 +70,9 @@ class AgentHost:
             pass
 
     def _welcome(self, plain: socket.socket, peer: tuple[str, int]) -> None:
-        """Check a connection, and serve it if it is a server of this cluster and the node is free."""
+        """Does the handshake of a new connection. If the peer is a server with the same cluster key and the node is
+        free, serves the link.
+        """
         channel = None
         try:
             plain.settimeout(HANDSHAKE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""One link of a node, from its handshake to its end. The agents that a link starts end with it."""
+"""Serves one link of a node, from its handshake to its end. The agents of the link end with the link."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _FORWARDED = (
 
 
 class LinkEndedError(Exception):
-    """Raised to end a link without a failure. The text has the reason."""
+    """Raised to end a link in order. The text has the reason."""
 
 
 class Session:
-    """One link: sends steps to the agents of this machine, and their messages to the server.
+    """Serves one link: passes the server's steps to the agents of this machine, and the agents' messages to the server.
 
-    ``run`` returns when the link has ended, and raises nothing. Its agents have then ended, and their memory is free.
+    ``run`` returns when the link and its agents have ended. It raises no errors.
     """
 
     def __init__(self, channel: SecureChannel, settings: NodeSettings, note: Callable[[str], None]) -> None:
@@ -58,7 +58,7 @@ class Session:
         self._group: AgentGroup | None = None
         self._contents: list[SlotContents] = []
         self._in_flight: dict[int, int] = {}
-        """For each slot with a step in flight: the number of agents that have not replied to the step yet."""
+        """For each step slot in use: the number of agents that have not replied to its step yet."""
         self._last_result = 0.0
         self._longest_s = 0.0
         self._next_beat = 0.0
@@ -123,7 +123,8 @@ class Session:
         self._watch()
 
     def _begin(self, start: link.Start) -> None:
-        """Check the model in another thread, because that may take long. ``_start`` starts the agents after the check.
+        """Starts a check of the model in another thread, because the check may take long. After the check, ``_start``
+        starts the agents.
         """
         if self._check is not None:
             raise ProtocolError("the server started the agents twice")
@@ -163,8 +164,8 @@ class Session:
         self._send(link.control(link.Progress(rank, stage, done, total)))
 
     def _forward(self, carried: Carried) -> None:
-        """Send a message of the server to all agents. If it announces a step or masks, first write their contents to
-        the slot.
+        """Passes a message of the server to all agents. If the message announces a step or masks, first writes their
+        contents to the slot.
         """
         group = self._group
         if group is None or not group.is_ready:
@@ -181,7 +182,9 @@ class Session:
         group.send(message)
 
     def _is_in_flight(self, masks: messages.Masks) -> bool:
-        """Return whether the step of these masks is in its slot. Raises ProtocolError if there is no such slot."""
+        """Returns True if the step of these masks is still in its slot. Raises ProtocolError if the slot does not
+        exist.
+        """
         if self._group is None or masks.slot >= len(self._contents):
             raise ProtocolError(f"Masks names slot {masks.slot} of {len(self._contents)}")
         return masks.slot in self._in_flight and self._group.slots[masks.slot].seq == masks.seq
@@ -223,7 +226,9 @@ class Session:
                 self._send(link.control(link.GroupReady(summaries, [agent.pid for agent in group.links])))
 
     def _pass_on(self, member: int, message: AgentMessage) -> None:
-        """Send an agent's message to the server, with the results of the step if this agent has written them."""
+        """Sends an agent's message to the server. If this agent has written the results of a step, sends the results
+        with it.
+        """
         contents = b""
         if isinstance(message, _ANSWERS):
             if message.slot not in self._in_flight:
@@ -245,7 +250,7 @@ class Session:
         self._watch()
 
     def _watch(self) -> None:
-        """If unsent frames are left, wake this process when the socket accepts more bytes."""
+        """Lets the selector also wait for free space in the socket while frames wait to be sent."""
         if self._channel.events != self._events:
             self._events = self._channel.events
             self._selector.modify(self._channel, self._events, self._receive)
@@ -271,7 +276,8 @@ class Session:
 
 
 def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
-    """Answer the server's first message. Returns False if the node does not serve this server; the reason is sent.
+    """Replies to the server's first message. If the node does not serve this server, sends the reason and returns
+    False.
 
     Raises OSError and ProtocolError.
     """

@@ -1,4 +1,4 @@
-"""The settings of a node, and the config with which it starts the agents of a server."""
+"""The settings of a node, and the config with which the node starts agents for a server."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class NodeSettings:
 
     log_folder: Path
     model_path: str | None = None
-    """Path of the model on this machine. None: the same as on the server."""
+    """Path of the model on this machine. None: the same path as on the server."""
     first_device: int | None = None
-    """Number of the first device of the agents. None: as the server's config says."""
+    """Number of the first device of the agents. None: the number in the server's config."""
     agent_module: str = "agent"
 
 
@@ -49,9 +49,11 @@ def config_of_node(config: Config, settings: NodeSettings) -> Config:
 
 
 def check_node(config: Config, files: dict[str, str]) -> str | None:
-    """Return why this machine cannot serve the config of ``config_of_node``, or None.
+    """Checks whether this machine can serve ``config``, which ``config_of_node`` returned. Returns the problem, or
+    None.
 
-    ``files`` describes the server's files of the model. Reads the beginning and the end of each file of this machine.
+    ``files`` describes the model's files on the server. The check compares them with the beginning and the end of each
+    file on this machine.
     """
     try:
         problem = model_difference(files, model_files(config))

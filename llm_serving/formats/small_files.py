@@ -53,8 +53,8 @@ def read_json_object(file: Path, max_bytes: int, error: type[LLMServingError]) -
 def no_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return the pairs of a JSON object as a dict (a hook of ``json.loads``). Raises ValueError for a repeated key.
 
-    The time is proportional to the number of pairs, even if an untrusted client sends an object with many repeated
-    keys.
+    The time grows linearly with the number of pairs, even for an object with many repeated keys from an untrusted
+    client.
     """
     values = dict(pairs)
     if len(values) != len(pairs):

@@ -1,7 +1,7 @@
 """Reads YAML strictly: it refuses tags that build objects, contradicting duplicate keys and deep nesting.
 
-Values without quotes follow YAML 1.2: ``yes``, ``on``, ``1:30`` and ``010`` are text, and ``1e-5`` is a number.
-PyYAML follows YAML 1.1 and would read true, true, 90, 8 and text.
+Values without quotes follow YAML 1.2: ``yes``, ``on``, ``1:30`` and ``010`` are text, and ``1e-5`` is a number. PyYAML
+follows YAML 1.1 and would read these values as true, true, 90, 8 and text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ MAX_YAML_DEPTH = 32
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A PyYAML loader that refuses duplicate keys with different values, and deep nesting, before it makes objects."""
+    """A PyYAML loader that refuses duplicate keys with different values, and deep nesting. It checks them before it
+    creates objects.
+    """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (the loop below fills the dict of the class)
     _depth = 0
@@ -49,7 +51,9 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _is_same_scalar(first: yaml.Node, second: yaml.Node) -> bool:
-    """Return whether two YAML nodes are equal scalars. A published config has a duplicate key with equal values."""
+    """Returns True if two YAML nodes are equal scalars. Duplicate keys with equal values are allowed, because a
+    published config has one.
+    """
     scalars = isinstance(first, yaml.ScalarNode) and isinstance(second, yaml.ScalarNode)
     return scalars and (first.tag, first.value) == (second.tag, second.value)
 

@@ -12,12 +12,13 @@ _short.maxstring = _short.maxother = 120
 
 
 def short_repr(value: object) -> str:
-    """Return ``repr(value)``, shortened for a message and safe for deep nesting. None becomes ``null``, as in JSON."""
+    """Returns a shortened ``repr(value)`` for an error text. Deep nesting is safe. None becomes ``null``, as in JSON.
+    """
     return "null" if value is None else _short.repr(value)
 
 
 class TypedFields:
-    """A mapping from a file, with the file's name. Methods return the default for a key that is absent or null.
+    """Reads typed values from a mapping of a file. If a key is absent or null, the methods return the default.
 
     ``error`` is the class of raised errors. ``prefix`` is the path of the mapping in the file, for messages.
     """

@@ -35,9 +35,10 @@ class ModelName:
 
 
 def parse_model_name(text: str) -> ModelName | None:
-    """Return the name, or None if ``text`` can only be a path. Raises HubError for a name with a mistake.
+    """Parses the name of a model. Returns None if ``text`` can only be a path. Raises HubError if ``text`` begins with
+    ``hf:`` or ``ms:`` and is not a valid name.
 
-    Without ``hf:`` or ``ms:``, only ``owner/name`` is a name, and it means Hugging Face.
+    Without ``hf:`` or ``ms:``, only ``owner/name`` is a name, of a model on Hugging Face.
     """
     has_hub = text.startswith((f"{HUGGING_FACE}:", f"{MODEL_SCOPE}:"))
     found = _NAME.fullmatch(text)

@@ -29,7 +29,7 @@ _NEEDED = (
 )
 _WEIGHTS = "*.safetensors"
 _OTHER_LAYOUT = "consolidated*.safetensors"
-"""Weights that some repositories have a second time, in the layout of the model's author."""
+"""Files with the same weights in the layout of the model's author. Some repositories have them in addition."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 

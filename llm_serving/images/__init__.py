@@ -1,4 +1,5 @@
-"""Images of requests: reads them from URLs, checks and decodes them, and cuts them into tiles for the agents.
+"""Prepares the images of requests: reads them from URLs, checks and decodes them, and cuts them into tiles for the
+agents.
 
-Nothing here knows HTTP requests or the engine. All functions block, so the event loop must not call them.
+This package does not depend on the HTTP API or the engine. Its functions block, so the event loop must not call them.
 """

@@ -1,7 +1,7 @@
-"""Ends an HTTP exchange after a total time, even if the host sends a byte from time to time.
+"""Limits the total time of an HTTP request to another host, even if the host sends a byte from time to time.
 
-The timeouts of sockets begin again with each byte, in the TLS handshake, in the headers and in the body. So a timer
-shuts the socket down, and whatever waits for it ends with an error or with too few bytes.
+The timeout of a socket starts again with each byte, in the TLS handshake, the headers and the body. So a timer shuts
+the socket down. The waiting call then ends with an error or with too few bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 
 class DeadlineAdapter(HTTPAdapter):
-    """Sends requests whose sockets all end after ``seconds``. ``close`` stops the timer."""
+    """An adapter of the library ``requests`` that shuts down all its sockets ``seconds`` after its creation. ``close``
+    stops the timer.
+    """
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.has_expired = False
-        """True if the time is over. The received bytes may then be only a part of the file."""
+        """True if the time is over. The received bytes may then be incomplete."""
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._timer = threading.Timer(max(seconds, 0.0), self._expire)
@@ -44,7 +46,7 @@ class DeadlineAdapter(HTTPAdapter):
             self._sockets.clear()
 
     def _watch(self, connected: socket.socket) -> None:
-        # A duplicate stays usable while TLS wraps the socket. It names the same connection.
+        # A duplicate of the descriptor can shut down the connection even after TLS has wrapped the socket.
         with self._lock:
             self._sockets.append(connected.dup())
             if self.has_expired:

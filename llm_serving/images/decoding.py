@@ -1,4 +1,6 @@
-"""Decodes the file of an image. Its kind and size are read from the header, and checked before any pixel is decoded."""
+"""Decodes the file of an image. The format and the size are read from the file's header, and checked before pixels are
+decoded.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +14,28 @@ from llm_serving.config.image_section import ImageConfig
 from llm_serving.images.urls import ImageError
 
 KINDS = ("PNG", "JPEG", "WEBP")
-"""The file formats that are decoded, as Pillow names them."""
+"""The supported file formats, by Pillow's names."""
 _WEBP_HEADER_BYTES = 30
 MAX_WEBP_PIXELS = 4 * 1024 * 1024
-"""Maximum width x height of a WebP. Pillow copies all its pixels at once, and no other thread runs meanwhile. 8 million
-pixels take 17 ms of processor time."""
+"""Maximum width x height of a WebP. Pillow copies all pixels of a WebP in one call that blocks all other threads. A
+WebP of 8 million pixels takes 17 ms.
+"""
 
 
 def decode(data: bytes, settings: ImageConfig, param: str) -> Image.Image:
-    """Return an image with red, green and blue of 8 bits each. ``param`` is the image's field, for errors.
+    """Returns the decoded image in RGB with 8 bits per channel. ``param`` is the request's field with the image, for
+    error texts.
 
-    As in transformers, the image is turned as its metadata say, and a transparent image gets a white background.
+    As in transformers, the image is rotated as its EXIF metadata state, and transparent pixels get a white background.
     Raises ImageError.
     """
-    # Pillow makes buffers for all pixels when it opens a WebP, so the size of a WebP is read before.
+    # Pillow allocates buffers for all pixels when it opens a WebP. So the size of a WebP is read and checked first.
     width, height = _webp_size(data)
     _check_pixels(width, height, settings, param)
     _check_webp(width, height, settings, param)
     with warnings.catch_warnings():
-        # Pillow warns of images above its own limit and of damaged metadata. This module has its own limit.
+        # Pillow warns about images above its own limit and about damaged metadata. These warnings are not needed,
+        # because this module has its own limit.
         warnings.simplefilter("ignore")
         try:
             image = Image.open(io.BytesIO(data), formats=KINDS)
@@ -53,7 +58,9 @@ def decode(data: bytes, settings: ImageConfig, param: str) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Return the image in RGB. At most two images of all pixels exist at any time."""
+    """Returns the image in RGB, with transparent pixels on white. At most two copies of the image are in memory at any
+    time.
+    """
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image if image.mode == "RGB" else image.convert("RGB")
     if image.mode != "RGBA":

@@ -1,4 +1,4 @@
-"""Gives the tiles of requests places in the memory that the agents read, and takes the places back."""
+"""Allocates places for the tiles of requests in the memory that the agents read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class TilePlaces(Protocol):
-    """The memory of tiles."""
+    """The shared memory with the pixels of tiles."""
 
     @property
     def pixels(self) -> Pixels:
@@ -27,18 +27,18 @@ class TilesFullError(Exception):
 
 
 class TilePool:
-    """The places of all tiles. Tiles with equal bytes share a place. Threads may call all methods at the same time."""
+    """Allocates the places of tiles. Tiles with equal pixels share a place. Any thread may call the methods."""
 
     def __init__(self, memory: TilePlaces) -> None:
         self._memory = memory
         self.num_places = len(memory.pixels)
         self._free = list(range(self.num_places))
         self._holds: dict[int, int] = {}
-        """Number of holds of each taken place."""
+        """Number of holds of each place in use."""
         self._digests: dict[int, bytes] = {}
         self._places: dict[bytes, int] = {}
-        # The lock is reentrant: while a thread runs another method, Python may free an unused ``Hold``, which then ends
-        # itself.
+        # The lock is reentrant. While a method holds the lock, Python may free an unused ``Hold``, whose ``__del__``
+        # takes the lock again.
         self._lock = threading.RLock()
 
     @property
@@ -46,7 +46,9 @@ class TilePool:
         return len(self._free)
 
     def put(self, tiles: Sequence[Pixels]) -> Hold:
-        """Copy tiles into places, and hold them. Raises TilesFullError and holds nothing if too few places are free."""
+        """Copies tiles into places and returns a hold of these places. Raises TilesFullError if too few places are
+        free.
+        """
         taken: list[int] = []
         try:
             for pixels in tiles:
@@ -60,7 +62,7 @@ class TilePool:
         return Hold(self, taken)
 
     def digest(self, place: int) -> bytes:
-        """Return the digest of the tile of a taken place."""
+        """Returns the digest of the tile in a place that is in use."""
         return self._digests[place]
 
     def _put(self, pixels: Pixels) -> int:
@@ -103,12 +105,12 @@ class Hold:
         self.digests = tuple(pool.digest(place) for place in places)
 
     def again(self) -> Hold:
-        """Return another hold of the same places. This hold must not have ended."""
+        """Returns a second hold of the same places. This hold must not have ended yet."""
         self._pool._share(self.places)
         return Hold(self._pool, self.places)
 
     def end(self) -> None:
-        """Give the places back. May be called several times, by any thread."""
+        """Releases the places. May be called several times, by any thread."""
         with self._lock:
             has_ended, self._has_ended = self._has_ended, True
         if not has_ended:

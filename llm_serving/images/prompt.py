@@ -1,4 +1,4 @@
-"""The tokens of images in a prompt, as the processors of Idefics3, SmolVLM and Qwen2.5-VL write them.
+"""Inserts the tokens of images into a prompt, as the processors of Idefics3, SmolVLM and Qwen2.5-VL do.
 
 A chat template writes a text for each image, for example ``<image>``. The tokens of the image's tiles replace it.
 """
@@ -38,13 +38,15 @@ class PromptImages:
 
 
 IMAGE, QWEN_IMAGE = "<image>", "<|image_pad|>"
-"""The texts that chat templates write for an image, and the token of each row of a tile: SmolVLM's and Qwen2.5-VL's."""
+"""The image tokens of SmolVLM and of Qwen2.5-VL. A chat template writes one for each image. After the expansion, each
+row of a tile has one.
+"""
 _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"
 
 
 def image_text(tiles: Tiles, vision: VisionShape) -> str:
-    """Return the text of the tokens of an image."""
+    """Returns the text that stands for all tokens of an image, with one image token for each row of its tiles."""
     rows = vision.rows_of(tiles.pixels[-1].size // 3)
     if vision.windows is not None:
         return QWEN_IMAGE * rows
@@ -59,9 +61,10 @@ def image_text(tiles: Tiles, vision: VisionShape) -> str:
 
 
 def expanded(text: str, images: Sequence[Tiles], vision: VisionShape) -> str:
-    """Return a prompt with the tokens of its images. Raises RequestError if it names another number of images.
+    """Replaces each image token in ``text`` by the tokens of an image. Raises RequestError if the numbers of image
+    tokens and images differ.
 
-    The text of a message may contain the text of an image, too. The prompt then names too many images.
+    The numbers differ if the text of a message contains an image token.
     """
     image_token = IMAGE if vision.windows is None else QWEN_IMAGE
     pieces = text.split(image_token)
@@ -79,7 +82,7 @@ def expanded(text: str, images: Sequence[Tiles], vision: VisionShape) -> str:
 def tile_positions(token_ids: Sequence[int], image_token: int, rows: Sequence[int]) -> list[int]:
     """Return the position of the first token of each tile. ``rows`` has the number of tokens of each tile.
 
-    Raises RequestError unless the image tokens are those of the tiles.
+    Raises RequestError unless the prompt has exactly the image tokens of the tiles, without gaps within a tile.
     """
     positions = [position for position, token in enumerate(token_ids) if token == image_token]
     firsts = list(accumulate(rows[:-1], initial=0))
@@ -99,15 +102,16 @@ def tile_positions(token_ids: Sequence[int], image_token: int, rows: Sequence[in
 def placed_tiles(
     begins: Sequence[int], sizes: Sequence[tuple[int, int]], hold: Hold, vision: VisionShape, pixels_per_token: float
 ) -> tuple[PromptTile, ...]:
-    """Return the tiles of a prompt, whose tokens begin at the positions ``begins``, with their places.
+    """Returns the tiles of a prompt with their places. ``begins`` has the position of each tile's first token.
 
-    ``sizes`` has the height and the width of each tile. Encoding ``pixels_per_token`` pixels takes as long as a token.
+    ``sizes`` has the height and the width of each tile in pixels. Encoding ``pixels_per_token`` pixels takes as long as
+    computing one token.
     """
     tiles, shift = [], 0
     for begin, (height, width), place, digest in zip(begins, sizes, hold.places, hold.digests, strict=True):
         rows = vision.rows_of(height * width)
         if vision.windows is not None:
-            # The next token has the largest row or column of the image plus one.
+            # The rotary position after an image is the largest row or column number of the image plus one.
             shift += rows - max(height, width) // vision.row_edge
         work = max(1, round(height * width / pixels_per_token))
         tiles.append(PromptTile(begin, rows, place, digest, height, width, work, shift))

@@ -1,7 +1,8 @@
-"""Resizes an image of any proportion to one tile, with the rules of Qwen2.5-VL (transformers, ``smart_resize``).
+"""Resizes an image to one tile of nearly the same proportion, by the rules of Qwen2.5-VL (``smart_resize`` in
+transformers).
 
-Both edges become multiples of a row's edge, and width x height stays within limits. The proportion stays nearly the
-same.
+Width and height become multiples of the edge of the square from which the encoder makes one row. Width x height stays
+within limits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SMALL_ROWS = 256
 def resized(
     image: Image.Image, vision: VisionShape, processing: ImageProcessing, param: str, *, is_small: bool
 ) -> Tiles:
-    """Return an image with the mode RGB as one tile. ``param`` is the image's field, for errors.
+    """Returns an RGB image as one tile. ``param`` is the request's field with the image, for error texts.
 
     Raises ImageError if the image is more than MAX_PROPORTION times as wide as high, or as high as wide.
     """

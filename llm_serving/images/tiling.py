@@ -1,4 +1,4 @@
-"""Cuts an image into tiles, with the rules of Idefics3 and SmolVLM (transformers, ``SmolVLMImageProcessorPil``).
+"""Cuts an image into tiles by the rules of Idefics3 and SmolVLM (``SmolVLMImageProcessorPil`` in transformers).
 
 The image is resized so that its longer edge is ``longest_edge``, and again so that both edges are multiples of a tile.
 Then it is cut into rows and columns of tiles. One more tile has the whole image. A small image has only this tile.
@@ -26,19 +26,20 @@ FILTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of one image: those of its parts, row by row, then that of the whole image."""
+    """The tiles of one image: first the tiles of its parts, row by row, then the tile of the whole image."""
 
     num_rows: int
     num_columns: int
-    """Rows and columns of parts. Both are 0 if there is only the tile of the whole image."""
+    """Number of columns of parts. ``num_rows`` and ``num_columns`` are 0 if there is only the tile of the whole image.
+    """
     pixels: tuple[Pixels, ...]
     """The pixels of each tile, ``uint8`` [height, width, 3]."""
 
 
 def cut(image: Image.Image, processing: ImageProcessing, size: int, *, splits: bool = True) -> Tiles:
-    """Return the tiles of an image with the mode RGB. ``size`` is the width and height of a tile, in pixels.
+    """Returns the tiles of an RGB image. ``size`` is the width and height of a tile, in pixels.
 
-    With ``splits=False``, only the tile of the whole image is made.
+    With ``splits=False``, returns only the tile of the whole image.
     """
     resample = FILTERS[processing.resample]
     image = image.resize(_first_size(*image.size, processing.longest_edge), resample)

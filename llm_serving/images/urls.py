@@ -22,36 +22,37 @@ if TYPE_CHECKING:
 FETCH_TIMEOUT_S = 10.0
 """Maximum seconds without a byte from an allowed host."""
 FETCH_TOTAL_S = 30.0
-"""Maximum seconds in which all images of a request arrive from allowed hosts."""
+"""Maximum total seconds for the images of a request from allowed hosts."""
 _SHOWN_CHARS = 64
 _PIECE_BYTES = 65_536
 _BASE64_CHARS = 1 << 18
-"""Characters that are decoded at a time: a multiple of 4, because 4 characters are 3 bytes."""
+"""Number of base64 characters that are decoded in one call. It is a multiple of 4, because 4 characters encode 3 bytes.
+"""
 _MAX_SCHEME_CHARS = 16
 
 
 class ImageError(RequestError):
-    """An image of a request is wrong, too large, or comes from a place that is not allowed."""
+    """An image of a request is wrong or too large, or its URL is not allowed."""
 
     code = "invalid_image"
 
 
 @dataclass(slots=True)
 class FetchTime:
-    """The time that a request may still wait for hosts. Each of its images takes a part of this time."""
+    """The remaining time that a request may wait for other hosts. All images of the request share this time."""
 
     seconds: float = FETCH_TOTAL_S
 
 
 def is_remote(url: str) -> bool:
-    """Return True if ``read_url`` waits for another host to read this URL."""
+    """Returns True if reading this URL needs a request to another host."""
     return _scheme(url) in ("http", "https")
 
 
 def read_url(url: str, settings: ImageConfig, param: str, left: FetchTime | None = None) -> bytes:
     """Return the bytes of an image. ``param`` is the field of the URL, for errors. Raises ImageError.
 
-    ``left`` is the time that the request has left to wait for hosts. None: the image has all the time of a request.
+    ``left`` is the remaining time that the request may wait for hosts. None: ``FETCH_TOTAL_S`` seconds.
     """
     scheme = _scheme(url)
     if scheme == "data":
@@ -84,7 +85,7 @@ def _read_data(url: str, max_bytes: int, param: str) -> bytes:
 def _from_base64(text: str) -> bytes:
     """Return the bytes of a text in base64. Raises ValueError if the text is not valid.
 
-    Python decodes 8 MiB in 25 ms, and no other thread runs meanwhile. So the text is decoded in pieces.
+    The text is decoded in pieces, because decoding blocks all other threads: 25 ms for 8 MiB.
     """
     pieces = []
     for begin in range(0, len(text), _BASE64_CHARS):
@@ -115,7 +116,7 @@ def _read_file(url: str, settings: ImageConfig, param: str) -> bytes:
             param=param,
         )
     try:
-        # Opens the real path without following links, and does not wait for a pipe.
+        # These flags open the resolved path without following links, and without waiting if it is a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as problem:
         raise ImageError(f"'{param}' names a file that cannot be read: {problem.strerror}.", param=param) from None
@@ -131,7 +132,8 @@ def _read_file(url: str, settings: ImageConfig, param: str) -> bytes:
 
 
 def _fetch(url: str, settings: ImageConfig, param: str, left: FetchTime) -> bytes:
-    """Return the image of an allowed host. Follows no redirects and uses no proxies or passwords of this machine."""
+    """Downloads an image from an allowed host. Follows no redirects, and uses no proxies or passwords of this machine.
+    """
     request, host = _prepared(url) if settings.allowed_hosts else (None, "")
     if request is None or host not in {each.lower() for each in settings.allowed_hosts or ()}:
         raise ImageError(
@@ -144,7 +146,7 @@ def _fetch(url: str, settings: ImageConfig, param: str, left: FetchTime) -> byte
     from llm_serving.images.deadline import DeadlineAdapter
 
     begin = time.monotonic()
-    # The adapter sends this one request. A session would read the whole body of a redirect.
+    # The adapter is used without a ``requests.Session``, which would read the whole body of a redirect.
     with closing(DeadlineAdapter(left.seconds)) as adapter:
         try:
             timeout = max(min(FETCH_TIMEOUT_S, left.seconds), 0.001)
@@ -168,10 +170,11 @@ def _fetch(url: str, settings: ImageConfig, param: str, left: FetchTime) -> byte
 
 
 def _prepared(url: str) -> tuple[requests.PreparedRequest | None, str]:
-    """Return the request that will be sent and the host that it will reach. (None, "") for a URL that is refused.
+    """Returns the prepared request for a URL, and the host to which it goes. Returns (None, "") for a URL that is
+    refused.
 
-    Readers of URLs disagree about the host of ``http://a\\@b/``. So a URL with a backslash, white space or a character
-    that cannot be printed is refused. The host comes from the prepared URL and not from the text of the client.
+    URL libraries disagree about the host of ``http://a\\@b/``. So URLs with a backslash, white space or unprintable
+    characters are refused. The host is read from the prepared URL, because that is the URL that will be used.
     """
     if "\\" in url or any(char.isspace() or not char.isprintable() for char in url):
         return None, ""
@@ -199,7 +202,7 @@ def _received(response: requests.Response, max_bytes: int, param: str) -> bytes:
 
 
 def _scheme(url: str) -> str:
-    # Only the beginning, because a data URL has megabytes and the event loop calls this function.
+    # Reads only the beginning of the URL, because a data URL may have megabytes and the event loop calls this function.
     return url[:_MAX_SCHEME_CHARS].partition(":")[0].lower()
 
 

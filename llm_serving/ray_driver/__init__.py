@@ -1,4 +1,4 @@
-"""The process that talks to Ray: places nodes in a Ray cluster, watches them, and places others after a loss.
+"""The Ray driver, a process that places nodes in a Ray cluster, watches them, and replaces lost nodes.
 
-Only this package imports Ray. Steps never go through Ray: the server connects to each node itself.
+Only this package imports Ray. The server connects to each node directly, so steps are not sent through Ray.
 """

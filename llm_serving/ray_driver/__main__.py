@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def _close_with_server(pipe: int, connection: socket.socket) -> None:
-    """End the connection when the server has ended, so that the driver ends its nodes."""
+    """Waits until the server has ended, and then shuts the connection down, so that the driver ends its nodes."""
     while os.read(pipe, 4096):
         pass
     connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The actor on a machine of the Ray cluster. It only starts the process ``agent_host`` and reports its end."""
+"""The Ray actor on a machine of the cluster. It starts the process ``agent_host`` and reports its end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ START_TIMEOUT_S = 60.0
 
 
 class HostActor:
-    """Runs one node. ``wait`` blocks in a thread of its own, so the actor needs two threads."""
+    """Runs one node. ``wait`` blocks a thread of the actor until the node ends, so the actor needs a second thread for
+    ``stop``.
+    """
 
     def __init__(self, key_file: str, log_folder: str, agent_module: str) -> None:
         self._options = ["--key-file", key_file, "--log-folder", log_folder, "--agent-module", agent_module]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> str:
-        """Start the node and return its address. Raises RuntimeError if it does not start.
+        """Starts the node and returns its address. Raises RuntimeError if the node does not start.
 
         The node's standard input is a pipe of this process, so the node ends when this process ends or is killed.
         """
@@ -43,7 +45,7 @@ class HostActor:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
-        """Ask the node to end its agents and itself, and wait for it."""
+        """Asks the node to end its agents and itself. Waits at most 10 seconds, and then kills the node."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):

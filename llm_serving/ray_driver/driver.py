@@ -1,7 +1,7 @@
-"""Places nodes in a Ray cluster: for each a placement group and an actor, which starts ``agent_host``.
+"""Places nodes in a Ray cluster. Each node has a placement group and an actor, which starts ``agent_host``.
 
-Actors have no restarts of Ray's own (``max_restarts=0``): this module places a new node after a loss, with a growing
-pause. Each new node has a new name, so that a late message about an old one does no harm.
+Ray does not restart the actors (``max_restarts=0``). After the loss of a node, this module places a new node, after a
+pause that grows with each loss. Each new node has a new name, so that a late message about an old node is recognised.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST_PAUSE_S = 30.0
 STABLE_AFTER_S = 60.0
 STOP_TIMEOUT_S = 15.0
 STRATEGY = "STRICT_PACK"
-"""All agents of a replica are on one machine, because they share memory."""
+"""Ray's strategy for placement groups. All agents of a replica must be on one machine, because they share memory."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class _Node:
 
 
 class _Seat:
-    """The place of one node. After a loss, it gets another node."""
+    """One of the wanted nodes. If its node is lost, another node is placed for it."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -63,7 +63,7 @@ class _Seat:
         return f"ray-{self._index}.{self._number}"
 
     def lose(self) -> None:
-        """Plan the next node after the loss of the present one."""
+        """Records the loss of the present node, and computes when the next node is placed."""
         node, self.node, now = self.node, None, time.monotonic()
         if node is not None and node.placed_at and now - node.placed_at >= STABLE_AFTER_S:
             self._pause_s = FIRST_PAUSE_S
@@ -72,8 +72,7 @@ class _Seat:
 
 
 class RayDriver:
-    """Places the nodes of a server, and places another node instead of a lost one. ``connection`` leads to the server.
-    """
+    """Places the nodes of a server, and replaces lost nodes. ``connection`` is a socket to the server."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
@@ -105,7 +104,7 @@ class RayDriver:
         logger.info("connected to the Ray cluster %s", placement.address)
 
     def _take_messages(self) -> bool:
-        """Handle the messages of the server. Returns False if it has closed the connection."""
+        """Handles the messages of the server. Returns False if the server has closed the connection."""
         try:
             payloads = self._channel.receive_available()
         except BlockingIOError:
@@ -153,9 +152,10 @@ class RayDriver:
                 self._end(seat, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
     def _advance(self, seat: _Seat, result: object) -> None:
-        """Continue a node after the result that it has waited for.
+        """Continues the start of a node after a result has arrived from Ray.
 
-        The results are the placement, which lets the actor be made, then the address of the node, then its end.
+        The first result is the placement, after which the actor is created. The second one is the address of the node,
+        and the third one its end.
         """
         node, placement = seat.node, self._placement
         assert node is not None
@@ -178,7 +178,7 @@ class RayDriver:
             self._end(seat, f"agent_host has ended ({result})")
 
     def _end(self, seat: _Seat, reason: str) -> None:
-        """End a node, give its resources back, and plan the next one."""
+        """Ends a node, returns its resources to Ray, and plans the next node."""
         node = seat.node
         assert node is not None
         logger.info("%s has ended: %s", node.name, reason)
@@ -198,7 +198,7 @@ class RayDriver:
             self._send(Waiting(waiting, reason))
 
     def _stop_all(self) -> None:
-        """End all nodes in order, so that their agents end before their resources are free."""
+        """Ends all nodes. Their agents end before Ray gets the resources back."""
         nodes = [seat.node for seat in self._seats if seat.node is not None]
         stops = [node.actor.stop.remote() for node in nodes if node.actor is not None]
         with contextlib.suppress(Exception):

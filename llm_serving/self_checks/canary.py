@@ -1,4 +1,6 @@
-"""The canary is a fixed prompt. Its tokens must be the same at the start, on a timer and after restarts."""
+"""Runs the canary, a fixed prompt: at the start, at regular intervals and after restarts. Its output tokens must be the
+same each time.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ It is prime, so that the ids are spread over the vocabulary.
 """
 _LOWEST_PRIORITY = 2**31 - 1
 MAX_RUN_S = 300.0
-"""A run that takes longer is given up, because the server has too much other work."""
+"""Maximum seconds of a run. A longer run is skipped, because the server has too much other work."""
 
 
 class Canary:
     """Runs the prompt on every replica and compares its tokens with those of the first run.
 
-    If they differ, the agents of the replica are restarted. The runs do not appear among the requests of the log.
+    If the tokens differ, the agents of the replica are restarted. The runs are not logged as requests.
     """
 
     def __init__(self, engine: AsyncEngine, log: EventLog, metrics: Metrics, interval_s: float) -> None:
@@ -45,8 +47,8 @@ class Canary:
     async def run(self) -> None:
         """Run the prompt now, and then after each interval or when the engine asks for it. Never returns.
 
-        If the server gives nodes back while it is idle, only runs the prompt when the engine asks for it, which is
-        after each start of agents. Otherwise, the prompt would keep the nodes.
+        A server that gives its nodes back while it is idle runs the prompt only after each start of agents. With
+        regular runs, the server would not become idle.
         """
         wanted = self._engine.canary_wanted
         while True:
@@ -59,7 +61,9 @@ class Canary:
                 continue
 
     async def check(self) -> None:
-        """Run the prompt once for each replica, all at the same time. The router then gives one run to each replica."""
+        """Runs the prompt as many times as there are replicas, all at the same time. The router gives each replica one
+        of these requests.
+        """
         await asyncio.gather(*(self._check_one() for _ in range(self._num_replicas)))
 
     async def _check_one(self) -> None:

@@ -1,4 +1,4 @@
-"""Exports spans with OTLP over HTTP, in a thread of its own.
+"""Exports spans of OpenTelemetry traces with OTLP over HTTP, in a separate thread.
 
 The event loop puts spans into a bounded queue, and never waits. If the queue is full or the collector does not answer,
 spans are dropped and counted. This module imports OpenTelemetry only if traces are on.
@@ -21,7 +21,7 @@ MAX_WAITING = 4096
 """Maximum number of batches of spans that wait for the exporter."""
 MAX_BATCH_SPANS = 512
 EXPORT_TIMEOUT_S = 5.0
-"""Time for one batch, with all attempts."""
+"""Maximum seconds to export one batch, including further attempts."""
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
@@ -51,7 +51,7 @@ class Tracing:
         *,
         max_waiting: int = MAX_WAITING,
     ) -> None:
-        """``counted`` receives ``exported`` or ``dropped`` and a number of spans, from any thread.
+        """``counted`` is called with ``exported`` or ``dropped`` and a number of spans, by any thread.
 
         Raises ConfigError if a package is missing.
         """
@@ -72,7 +72,7 @@ class Tracing:
         """
         parent = None if traceparent is None else parse_traceparent(traceparent)
         trace_id = new_id(128) if parent is None else parent.trace_id
-        # The same bits of the id as OpenTelemetry's TraceIdRatioBased, so that all services decide alike.
+        # OpenTelemetry's TraceIdRatioBased uses the same bits of the id, so all services make the same decision.
         is_sampled = (trace_id & ((1 << 64) - 1)) < self._threshold if parent is None else parent.is_sampled
         if not is_sampled:
             return None
@@ -80,14 +80,14 @@ class Tracing:
         return HttpTrace(self.put, self._model, trace_id, parent, method, path, began, began_ns)
 
     def put(self, spans: Sequence[SpanRecord]) -> None:
-        """Queue spans for the export. If the queue is full, drop and count the spans. Never blocks."""
+        """Adds spans to the queue for the export. If the queue is full, drops and counts the spans. Does not block."""
         try:
             self._queue.put_nowait(spans)
         except queue.Full:
             self._counted("dropped", len(spans))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Export the waiting spans, for at most ``timeout_s`` seconds. Drop and count the others."""
+        """Exports the waiting spans, for at most ``timeout_s`` seconds. Drops and counts the remaining spans."""
         end = time.monotonic() + timeout_s
         try:
             self._queue.put(None, timeout=timeout_s)
@@ -129,8 +129,8 @@ class _Exporter:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        # OpenTelemetry logs an error for each failed export. While no collector answers, these would fill standard
-        # error. The metric of dropped spans shows the failures.
+        # OpenTelemetry logs an error for each failed export. Without a collector, these errors would fill standard
+        # error. They are not needed, because the metric of dropped spans shows the failures.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._exporter: Any = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
         self._resource = Resource.create({"service.name": "llm-serving", "service.version": version})

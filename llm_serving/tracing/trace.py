@@ -1,14 +1,14 @@
 """The spans of one HTTP request: one for the request, one for each sequence, and the phases of each sequence.
 
-This module does not import OpenTelemetry. It collects times while a request runs, and makes ``SpanRecord`` objects at
-the end. A request that is not traced has no ``HttpTrace``, and costs nothing.
+This module does not import OpenTelemetry. It collects times while a request runs, and creates ``SpanRecord`` objects at
+the end. Requests that are not traced have no ``HttpTrace`` and cost nothing.
 
     POST /v1/chat/completions            the HTTP request
         chat MODEL                       one sequence, with token counts
             queue, prefill, decode       phases; ``decode`` and ``prefill`` have an event for each step of the agent
 
-Attributes follow the semantic conventions of OpenTelemetry for HTTP and GenAI. Attributes that begin with
-``llm_serving.`` are of this project. No attribute has text of a prompt or of an output.
+Attributes follow the semantic conventions of OpenTelemetry for HTTP and GenAI. This project defines the attributes that
+begin with ``llm_serving.``. Attributes contain no text of prompts or outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRACE = "llm_serving.trace"
 PROVIDER = "llm-serving"
 """Value of ``gen_ai.provider.name``."""
 MAX_STEP_EVENTS = 64
-"""Maximum number of steps of a sequence that are events. The span counts the others."""
+"""Maximum number of events for steps of a sequence. Further steps are only counted in an attribute of the span."""
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 _OPERATIONS = {"/v1/chat/completions": "chat", "/chat": "chat"}
@@ -106,14 +106,14 @@ class HttpTrace:
         self.span_id = new_id(64)
         self.route = ""
         self.status = 0
-        """Status of the response. 0 while there is none."""
+        """HTTP status of the response, or 0 before the response."""
         self._sink = sink
         self._parent = parent
         self._method, self._path = method, path
         self._began, self._began_ns = began, began_ns
 
     def sequence(self) -> SequenceTrace:
-        """Return the trace of one more sequence of the request."""
+        """Creates the trace of a further sequence of the request."""
         return SequenceTrace(self)
 
     @property
@@ -122,7 +122,7 @@ class HttpTrace:
         return _OPERATIONS.get(self._path, "text_completion")
 
     def at(self, seconds: float) -> int:
-        """Return a time of the engine's clock as Unix time in nanoseconds."""
+        """Converts a time of the engine's clock (seconds) to Unix time in nanoseconds."""
         return self._began_ns + max(0, round((seconds - self._began) * 1e9))
 
     def emit(self, spans: Sequence[SpanRecord]) -> None:
@@ -168,10 +168,11 @@ class SequenceTrace:
 
     def step(self, sent: float, done: float, kind: str, sequences: int, tokens: int, parts_us: tuple[int, int, int]
              ) -> None:  # fmt: skip
-        """Note a step that returned a token. ``sent`` and ``done`` are seconds on the engine's clock.
+        """Records a step that returned a token of the sequence. ``sent`` and ``done`` are seconds on the engine's
+        clock.
 
-        ``sequences`` and ``tokens`` are those of the whole step. ``parts_us`` are the microseconds in the agent's
-        queue, in the graph and in the sampler.
+        ``sequences`` and ``tokens`` are the numbers of sequences and tokens in the whole step. ``parts_us`` are the
+        microseconds in the agent's queue, in the graph and in the sampler.
         """
         self.num_steps += 1
         if len(self.steps) < MAX_STEP_EVENTS:
@@ -183,7 +184,7 @@ class SequenceTrace:
         span_id = new_id(64)
         queued = arrival + timings.tokenise
         started = queued + timings.queue
-        # ``finish_time`` has no rounding, so the last step is never after the end of its phase.
+        # ``finish_time`` is not rounded, so that the last step does not end after its phase.
         finish = request.finish_time
         engine_end = max(started, arrival + timings.e2e - timings.delivery if finish is None else finish)
         spans = [self._phase("queue", span_id, queued, started, {})]
