@@ -316,7 +316,7 @@ def _product_units(folder: Path, chosen: list[str], known: dict[str, list[str]],
 
 
 def _units_of(sources: Path, folder: Path, general: list[str]) -> list[Unit]:
-    """Returns the object files of the sources in a folder, without those in its subfolders."""
+    """Returns the object files of all sources that are directly in the folder ``sources``."""
     files = sorted((ROOT / sources).glob("*.cc"))
     return [Unit(file, general, folder / file.relative_to(ROOT).with_suffix(".o")) for file in files]
 

@@ -93,7 +93,7 @@ class Quality:
     name: str
     perplexity: float
     change: float
-    """Relative change of the perplexity from that of the baseline format."""
+    """Relative change of the perplexity, compared with the baseline format."""
     agreement: float
     """Fraction of positions whose most probable token is the same as with the baseline format."""
     limit: float | None
@@ -266,7 +266,7 @@ def table_line(quality: Quality) -> str:
 
 
 def chosen_formats(names: str) -> list[Format]:
-    """Returns the formats to measure: the baseline, then the named ones. Raises ConfigError for an unknown name."""
+    """Returns the formats to measure: the baseline, then the named formats. Raises ConfigError for an unknown name."""
     wanted = {name.strip() for name in names.split(",")} if names else {each.name for each in FORMATS}
     unknown = wanted - {each.name for each in FORMATS}
     if unknown:

@@ -172,7 +172,7 @@ class Checkpoint:
     def _read_unless_bias(self, name: str) -> tuple[Array, str] | None:
         """Returns a stored tensor and its type, or None if the folder does not have the tensor.
 
-        Also returns None for a bias that the model loads as a tensor of its own.
+        Also returns None for a bias that the model loads as a separate tensor.
         """
         return None if name in self._parts and name.endswith(".bias") else self._files.read_optional(name)
 

@@ -220,7 +220,7 @@ def stem_of(name: str) -> str:
 def check_stored(stored: StoredTensor, found_type: str, found_shape: tuple[int, ...]) -> None:
     """Raises CheckpointError unless a tensor has a type and a shape that ``stored`` allows.
 
-    ``found_type`` and ``found_shape`` are those of the tensor in the checkpoint.
+    ``found_type`` and ``found_shape`` are the type and the shape of the tensor in the checkpoint.
     """
     if found_type not in stored.types:
         raise CheckpointError(

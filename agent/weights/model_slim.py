@@ -22,8 +22,8 @@ Some of msModelSlim's methods against outliers give norms a bias: the inputs of 
 W8A8, this bias becomes a part of the input offset, which is then input_offset + bias / input_scale.
 
 In other schemes, value = (integer - offset) * scale. In W4A16, the integers are from -8 to 7. A byte of a packed weight
-has two outputs or two inputs. The one with the even number is in the low bits. If inputs have groups, the newer format
-of msModelSlim packs outputs, otherwise inputs. The older format does not pack.
+has the integers of two outputs or of two inputs; the even index is in the low bits. The newer format of msModelSlim
+packs two outputs if inputs have groups, otherwise two inputs. The older format stores one integer in each byte.
 
 Sources: msModelSlim, ``ComplexQuantifier`` and ``AscendV1Saver``; vllm-mindspore, ``A8W8LinearMethod``.
 """

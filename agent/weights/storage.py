@@ -26,7 +26,7 @@ STORAGE_DTYPES: dict[str, Any] = {
     "uint8": np.uint8,
     "int32": np.int32,
 }
-"""The NumPy type in which elements of a type are stored."""
+"""NumPy's type for the elements of an array, by the name of the weights' type. bfloat16 is stored as uint16."""
 
 _CHUNK_ELEMENTS = 1 << 15
 _ALIGNMENT = 64

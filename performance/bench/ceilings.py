@@ -27,7 +27,7 @@ class Ceilings:
     """Maximum rates of a machine for all threads together, in 10^9 bytes or 10^9 operations per second.
 
     A multiply-add counts as two operations. If the processor has no instruction for products of a number format, the
-    rate is that of the instructions which the kernels use instead.
+    kernels use other instructions, and the rate of these instructions is given.
     """
 
     read_gb_s: float

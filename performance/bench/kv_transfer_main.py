@@ -1,8 +1,9 @@
 """Measures hand-overs of computed prompts: copies with checksums, transfers over TCP, and the time between tokens.
 
 1. Copies on one machine: a prompt's blocks go to the hand-over pool and from there to another cache, with headers and
-   checksums. Compared with a plain copy of the same blocks by the same threads (memcpy). The blocks are scattered in
-   the caches, and the pool is in /dev/shm, as in a server. A copy of one large buffer is shown, too.
+   checksums. The rate is compared with a plain copy of the same blocks by the same threads (memcpy). As in a server,
+   the blocks are scattered in the caches, and the pool is in /dev/shm. The rate of copying one large buffer is printed
+   for comparison.
 2. Transfers over the loopback address: ``TcpTransport`` compared with a bare socket that sends the same bytes.
 3. Time between tokens of streams of short prompts, alone and while long prompts arrive. The same server has a prefill
    and a decode replica. For comparison, two replicas without roles get the same requests.

@@ -1,10 +1,10 @@
 """Measures what it costs to start, wake and reload a model of a server with several models.
 
-A server with the embedded tiny model as its main model serves the measured model, too. All caches on disk are empty at
-the beginning. The program prints:
+The server's main model is the embedded tiny model, and the measured model is a further model. All caches on disk are
+empty at the beginning. The program prints:
 
 1. the first load, which converts the weights and compiles the graph
-2. loads after an unload, and wakes after a sleep, in turn
+2. alternately, the time of a load after an unload, and of a wake after a sleep
 3. the memory (PSS) of all processes of the server before the first load, while the model serves, and while it sleeps
 
     python performance/bench_models.py

@@ -6,8 +6,8 @@ bench_engine.py. The ratio is the native time divided by the fused time.
 
 By default both tables multiply the same types. Native int4 and fused int4_weight_only multiply floats by int4, but
 fused int4 multiplies int8 by int4. --fused-weights selects other weight formats for the fused table. If the two tables
-multiply different types, the ratio is marked and --limit does not apply to it. The exit code is 1 if a ratio of equal
-types exceeds --limit.
+multiply different types, the ratio is marked and --limit does not apply to it. The exit code is 1 if any other ratio
+exceeds --limit.
 """
 
 from __future__ import annotations

@@ -47,8 +47,9 @@ OPTION_FIELDS = (
     *("rate", "duration", "api", "model", "arrivals", "seed", "api_key", "warmup", "output_dir"),
     *("slo_ttft_ms", "slo_tpot_ms", "slo_tbt_ms"),
 )
-"""Fields of ``LoadOptions`` that have a command-line option of the same name. ``WORKLOAD_FIELDS`` lists those of the
-prompts."""
+"""Fields of ``LoadOptions`` that have a command-line option of the same name. ``WORKLOAD_FIELDS`` lists further fields,
+which describe prompts.
+"""
 
 EPILOG = """\
 exit code: 0 all requests succeeded, 1 some failed, 2 no server or wrong options, 130 interrupted

@@ -4,9 +4,9 @@ The program runs pairs of servers. The two servers of a pair run one after the o
 has the self-checks at their defaults, API keys with quotas, and an audit log. The other server has none of these
 features. The order and the seed change with every pair.
 
-The cost is the ratio of the two servers' CPU seconds per output token, the agents included. The mean of the pairs'
-ratios is compared with the limit. The ratio of the times per output token is shown too. It is not judged, because it
-changes by a quarter between runs of a small model.
+The cost is the ratio of the two servers' CPU seconds per output token, including the agents. The mean of the pairs'
+ratios is compared with the limit. The program also prints the ratio of the times per output token. No limit applies to
+this ratio, because it changes by a quarter between runs of a small model.
 
 The exit code is 0 if the cost is below the limit, and 1 if it is above or requests failed. It is 3 if the cost is not
 decided: its distance to the limit is smaller than the standard error of the mean. More pairs or longer runs (-T) make
@@ -100,9 +100,9 @@ def _ratios(pairs: Sequence[dict[str, float]], name: str) -> list[float]:
 
 
 def _pair(parsed: argparse.Namespace, base: LoadOptions, number: int, program: Path) -> dict[str, float]:
-    """Measures a server with self-checks, API keys and audit log, and one without, one after the other.
+    """Measures two servers, one after the other: with and without self-checks, API keys and audit log.
 
-    Every other pair begins with the one without.
+    In every second pair, the server without these features is the first.
     """
     found = {}
     for name in ("on", "off") if number % 2 == 0 else ("off", "on"):

@@ -30,7 +30,7 @@ class SocketUser(Protocol):
         """Reports that ``data`` arrived at ``now``, on the clock of ``perf_counter``."""
 
     def lost(self, error: OSError | None, now: float) -> None:
-        """Reports that the peer closed the connection, or that the connection failed with ``error``."""
+        """Reports the end of the connection. ``error`` is None if the peer closed it, otherwise the failure."""
 
 
 class TimedSocket:

@@ -50,7 +50,8 @@ class DatasetLine(msgspec.Struct):
 
 
 def text_workload(count: int, seed: int, prompt_len: Range, output_len: Range) -> list[LoadRequest]:
-    """Returns requests with English prompts. ``prompt_len`` is the range of words, ``output_len`` that of tokens."""
+    """Returns requests with English prompts. ``prompt_len`` is a range of words, and ``output_len`` a range of tokens.
+    """
 
     def prompt(generator: random.Random) -> dict[str, Any]:
         return {"text": _prompt(generator, generator.randint(*prompt_len))}

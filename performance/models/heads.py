@@ -69,7 +69,7 @@ def write_eagle_head(folder: Path, variant: Variant) -> None:
 
 
 def eagle_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``config.json`` of an EAGLE-3 head for a model. Its layer has other sizes than those of the model."""
+    """Returns ``config.json`` of an EAGLE-3 head for a model. The sizes of the head's layer differ from the model's."""
     shared = {key: config[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
     own = {"num_hidden_layers": 1, "intermediate_size": 96, "draft_vocab_size": GUESSED_TOKENS, "head_dim": 16}
     other = {"rms_norm_eps": 1e-5, "rope_theta": 20000.0, "max_position_embeddings": 128, "hidden_act": "silu"}

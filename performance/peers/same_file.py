@@ -3,10 +3,10 @@
 Each round starts llama.cpp (through its C interface, performance/peers/llama_cpp_driver.py) and this engine (without
 HTTP), one after the other. The order changes from round to round. Both get prompts of random token ids with the same
 lengths, decode greedily, ignore end tokens, and use --threads threads. A machine's speed changes over minutes, so a
-ratio compares the two runs of one round. The table has the median, the smallest and the largest ratio. Above 1, this
-engine is faster.
+ratio compares the two runs of one round. The table has the median, the smallest and the largest ratio. A ratio above 1
+means that this engine is faster.
 
-llama-cpp-python has an environment of its own:
+llama-cpp-python needs a separate environment:
 
     python3.11 -m venv /tmp/peers/llamacpp && /tmp/peers/llamacpp/bin/pip install llama-cpp-python gguf
 
@@ -124,7 +124,7 @@ def _ours(file: Path, parsed: argparse.Namespace) -> Rates:
 def measure_ours(settings: Sequence[str], parsed: argparse.Namespace) -> Rates:
     """Measures this engine without HTTP. As for the peers, a warm-up run precedes each row and does not count.
 
-    ``settings`` are added to the config ``parsed.config``. The other options are those of ``build_parser``.
+    ``settings`` are added to the config ``parsed.config``. ``parsed`` has the options of ``build_parser``.
     """
     threads = f"model_config.cpu_threads={parsed.threads}"
     config = load_config(parsed.config, [*settings, threads, "serving_config.agent_ports=[0]"])

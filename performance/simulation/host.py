@@ -33,7 +33,7 @@ class HostModel:
     interrupt_s: float = 0.0
     """Delay of the running step by an arriving request, because HTTP and client share the device's processor cores.
 
-    It is 0 for a device with cores of its own.
+    The delay is 0 if HTTP and client do not use the cores of the device, for example with an NPU.
     """
     accept_s: float = 600e-6
     """Time from a request's first byte to the engine's queue: HTTP, JSON, checks and tokenizer."""

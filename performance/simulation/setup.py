@@ -62,8 +62,8 @@ def simulated_config(name: str, settings: Sequence[str], device: str) -> Config:
     """Loads a config as a server on ``device`` would.
 
     A simulation needs only the sizes of the model. If weights or tokenizer are missing, the config is loaded with
-    random weights and the tokenizer of ``models/shapes``. Raises ConfigError or CheckpointError if the sizes are
-    missing, too.
+    random weights and the tokenizer of ``models/shapes``. Raises ConfigError or CheckpointError if the sizes are also
+    missing.
     """
     ascend = device != "cpu"
     settings = [ANY_PORTS, *settings]

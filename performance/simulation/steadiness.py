@@ -37,7 +37,7 @@ class Probe:
 
     runs: list[LoadRun]
     slowdown: Slowdown
-    """Measured step times divided by fitted ones."""
+    """Measured step times divided by fitted step times."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ _INPUTS = {
 _INSERTED_INPUTS = {"earlier_ids": 1, "places": 1, "inserted": 1}
 """Further inputs, which ``agent.run_ahead.cells`` adds. Graphs of pipeline stages do not have them."""
 _TH = 5
-"""The number of ``input_layout`` TH in MindSpore 2.9."""
+"""The value of FlashAttentionScore's setting ``input_layout`` that stands for the layout TH (MindSpore 2.9)."""
 _MASKED = -10000.0
 
 

@@ -27,7 +27,7 @@ class Cann:
 
 
 def find_cann(host: Host) -> Cann | None:
-    """Finds the CANN installation: the one that the environment names, or one in the usual folders."""
+    """Finds the CANN installation: in the folder that the environment names, otherwise in the usual folders."""
     for variable in HOME_VARIABLES:
         home = host.environment.get(variable, "").rstrip("/")
         if home and host.is_folder(home):

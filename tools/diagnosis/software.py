@@ -155,7 +155,7 @@ def _unused_set(name: str, *, is_compiled: bool) -> Finding:
 def _offered(host: Host) -> list[str]:
     """Returns the instruction sets that the kernel library offers on this processor.
 
-    The library prints this list when LLM_KERNELS_ISA names an unknown one.
+    The library prints this list if LLM_KERNELS_ISA names an unknown instruction set.
     """
     result = _child(host, _KERNELS_CHILD, {"LLM_KERNELS_ISA": "list"})
     match = re.search(r"this processor offers:((?: \w+)+)", result.stderr)

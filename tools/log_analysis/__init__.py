@@ -4,8 +4,8 @@ reader       the lines of the log; broken lines are counted
 records      the events whose fields are analysed
 timeline     values over time in bounded memory
 totals       sums and distributions over a log
-analysis     one pass over the events: counts, distributions, the slowest requests
-why_slow     why the slowest requests were slow (why_slow_report presents it)
+analysis     counts, distributions and the slowest requests, from one pass over the events
+why_slow     the reasons why the slowest requests were slow; why_slow_report presents them
 results      the analysis as JSON; the latency keys are those of the load test
 story        the analysis in a few sentences
 text         report on a terminal

@@ -75,7 +75,7 @@ class Timeline:
         return whole
 
     def rate(self, name: str) -> list[tuple[float, float]]:
-        """Returns (middle in seconds, sum of values per second) of every time bucket, also of empty ones."""
+        """Returns (middle in seconds, sum of values per second) of every time bucket, including empty buckets."""
         cells = self._buckets.get(name, {})
         buckets: Iterable[int] = range(int(self.duration / self.width) + 1)
         return [((index + 0.5) * self.width, cells.get(index, Cell()).sum / self.width) for index in buckets]

@@ -19,9 +19,9 @@ from tools.quantization.folder_writer import FolderWriter
 def write_float_folder(file: Path, folder: Path, dtype: str) -> None:
     """Writes ``config.json`` and the dequantised weights of a GGUF file to the new folder ``folder``.
 
-    ``dtype`` is the type of the weights, for example ``float32``. The folder has no tokenizer. Each expert has tensors
-    of its own, also if published folders of the family have one tensor of all experts. Raises CheckpointError for a
-    damaged file.
+    ``dtype`` is the type of the weights, for example ``float32``. The folder has no tokenizer. The new folder has
+    separate tensors for each expert, even if published folders of the family have one tensor with all experts. Raises
+    CheckpointError for a damaged file.
     """
     shape = ModelShape.from_path(file)
     parts = stored_parts(part for spec in weight_specs(shape) if not spec.packed_only for part in spec.tensors)

@@ -2,8 +2,8 @@
 
 A linear layer has the inputs X [samples, in]. H is X^T X. If a row w of the weight is rounded to q, the squared error
 of the outputs is (w - q) H (w - q)^T. Columns are processed in the order of their values on the diagonal of H, the
-largest first. A quantisation group still consists of consecutive inputs, and its scales are calculated before the
-rounding. So the served model needs no permutation of the inputs (GPTQ's ``static_groups``).
+largest first. A quantisation group nevertheless consists of consecutive inputs, because its scales are calculated
+before the rounding (GPTQ's ``static_groups``). The served model therefore needs no permutation of the inputs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Requests arrive at their recorded times. A request that was completed ends after its recorded number of tokens. A client
 that disconnected disconnects again after the same number of tokens. Step times come from a fit to the recorded steps
-(``performance.simulation.fit``). The simulated run is recorded, too, so all tools for recordings can show it.
+(``performance.simulation.fit``). The simulated run is also recorded, so that all tools for recordings can show it.
 """
 
 from __future__ import annotations

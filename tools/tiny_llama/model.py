@@ -1,8 +1,8 @@
 """A Llama for training, written with standard MindSpore operators (float32).
 
-The arithmetic is that of Hugging Face. It has RMSNorm before each sub-layer, rotate-half rotary embedding (Su et al.,
-RoFormer, 2021) and grouped-query attention (Ainslie et al., 2023). It also has SwiGLU (Shazeer, 2020) and tied
-embeddings. Parameters have Hugging Face's tensor names, so the export only copies them.
+The model computes the same as Hugging Face's Llama. It has RMSNorm before each sub-layer, rotate-half rotary embedding
+(Su et al., RoFormer, 2021) and grouped-query attention (Ainslie et al., 2023). It also has SwiGLU (Shazeer, 2020) and
+tied embeddings. Parameters have Hugging Face's tensor names, so the export does not rename them.
 """
 
 from dataclasses import dataclass

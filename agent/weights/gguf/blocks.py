@@ -116,7 +116,7 @@ def _of_floats(blocks: Bytes, kind: TensorType) -> QuantizedTensor:
 def _halves(packed: Bytes) -> Bytes:
     """Unpacks 4-bit numbers: uint8 [rows, blocks, 16] -> uint8 [rows, blocks, 32].
 
-    A block has first the numbers in the low halves of its bytes, then those in the high halves.
+    A block of the result has first the numbers from the low halves of its bytes, then the numbers from the high halves.
     """
     values = np.empty((*packed.shape[:2], GGUF_GROUP), np.uint8)
     np.bitwise_and(packed, 15, out=values[:, :, : GGUF_GROUP // 2])
