@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares an agent behind a link with one on this machine: ``python performance/bench_remote_agent.py``."""
+"""Compares an agent behind a network link with a local agent: ``python performance/bench_remote_agent.py``."""
 
 from entry import run
 

@@ -6,10 +6,10 @@ It needs torch, transformers and peft, which the project does not use. They go i
     /tmp/oracle/bin/pip install peft
     OMP_NUM_THREADS=1 /tmp/oracle/bin/python tools/make_lora_golden.py
 
-PEFT makes the adapter: rsLoRA, other ranks and alphas for some layers, some layers without an adapter. The matrices are
-random numbers, which a test draws again from the seed. The file has the adapter's config as PEFT saves it, the names
-and shapes of PEFT's tensors, and greedy tokens with their log-probabilities in float32. It also has the greedy tokens
-without the adapter.
+PEFT makes the adapter. It uses rsLoRA, some layers have another rank and alpha, and some have no adapter. The matrices
+are random numbers, which a test generates again from the seed. The file has the adapter's config as PEFT saves it, the
+names and shapes of PEFT's tensors, and greedy tokens with their log-probabilities in float32. It also has the greedy
+tokens without the adapter.
 """
 
 from __future__ import annotations

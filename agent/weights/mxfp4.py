@@ -54,7 +54,7 @@ class Mxfp4Reader:
         self._files = files
 
     def holds(self, name: str) -> bool:
-        """Returns True if the folder stores the weights ``name`` as MXFP4, in a tensor of blocks and one of scales."""
+        """Returns True if the weights ``name`` are stored as MXFP4, in a tensor of blocks and a tensor of scales."""
         return name + _BLOCKS in self._files
 
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:

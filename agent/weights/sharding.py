@@ -73,7 +73,7 @@ def _split_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabula
 
 
 def _own_stage(spec: WeightSpec, part: ModelPart) -> WeightSpec | None:
-    """Returns a parameter with the name that it has in this pipeline stage, or None if another stage has it."""
+    """Renames a parameter for this pipeline stage, whose layers count from 0. Returns None if another stage has it."""
     shard, layer = part.shard, _LAYER.fullmatch(spec.parameter)
     if layer is not None:
         number = int(layer[1])

@@ -22,7 +22,7 @@ SECONDS_EACH = 0.05
 
 
 class StepKernels:
-    """Measures the kernels of one model in given number formats. Its weights are packed only once."""
+    """Measures the kernels of one model in given number formats. The weights are packed once and used for all steps."""
 
     def __init__(self, shape: ModelShape, numbers: Numbers) -> None:
         self._shape = shape

@@ -97,7 +97,7 @@ class FloodRun:
     duration_s: float
     client_cpu_s: float
     lateness_ms: list[float]
-    """Delay of each request's write, sorted."""
+    """Milliseconds from the due time of each request to its write, sorted."""
 
     def goodput(self, ttft_ms: float, tpot_ms: float, settle_s: float) -> float:
         """Returns the goodput: how many requests per second meet both objectives.

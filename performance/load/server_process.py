@@ -49,7 +49,8 @@ def running_server(
 ) -> Iterator[str]:
     """Starts the server ``program``, yields the URL that it prints when it is ready, and stops it at the end.
 
-    The program's standard error goes to the file ``output``. Raises ``ServerStartError`` with its last lines.
+    The program's standard error goes to the file ``output``. Raises ``ServerStartError`` with the last lines of this
+    file if the server ends or does not start in time.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w") as log:

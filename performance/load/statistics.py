@@ -71,7 +71,7 @@ class LoadFigures:
     output_tokens: int
     output_tokens_per_s: float
     tokens_are_counted_pieces: bool
-    """True if the server did not report the number of tokens."""
+    """True if the server did not report the number of tokens, so that ``output_tokens`` is the number of pieces."""
     good_requests: int
     client_cpu_percent: float
     lateness_ms: Summary

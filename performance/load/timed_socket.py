@@ -49,7 +49,7 @@ class TimedSocket:
 
     @classmethod
     async def connect(cls, host: str, port: int, user: SocketUser) -> TimedSocket:
-        """Connects. Raises ``OSError`` if no address of the host responds."""
+        """Connects to a host and returns the socket. Raises ``OSError`` if no address of the host responds."""
         loop = asyncio.get_running_loop()
         failure: OSError | None = None
         for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):

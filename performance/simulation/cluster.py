@@ -63,8 +63,9 @@ class ClusterModel:
     tier_blocks: int = 0
     """Number of blocks that each replica's KV tier has in host memory. 0 means that there is no KV tier."""
     measures: bool = False
-    """True if each call of router and scheduler takes its measured processor time. False if ``HostModel`` has all times
-    of the engine thread.
+    """True if a call of router or scheduler takes as long in virtual time as the measured processor time of the call.
+
+    False if all times of the engine thread come from ``HostModel``.
     """
 
 

@@ -1,4 +1,4 @@
-"""Rates of known devices. Every rate is a published or measured rate times the fraction that is achieved.
+"""Defines the rates of known devices. A rate is a published or measured rate times the fraction that is achieved.
 
 ``ascend-910b``: an Ascend 910B2 of 64 GB, float16, one device, MindSpore's kernel-by-kernel mode.
 

@@ -20,7 +20,7 @@ class Load:
     name: str
     rate: float
     duration: float
-    """Length of a part in seconds."""
+    """Number of seconds in which the requests of one part arrive."""
     prompts: tuple[int, int]
     outputs: tuple[int, int]
     seed: int
@@ -28,7 +28,7 @@ class Load:
     """Number of parts. Each part has its own requests and starts on an idle server."""
 
     def options(self, scale: float, part: int = 0) -> LoadOptions:
-        """Returns the load test's options. ``scale`` multiplies the rate; the number of requests stays the same."""
+        """Returns the load test's options for a part. ``scale`` multiplies the rate, not the number of requests."""
         seed = self.seed + 100 * part
         return LoadOptions(
             NOWHERE, rate=self.rate * scale, duration=self.duration / scale, seed=seed, token_ids=True,
@@ -56,4 +56,6 @@ VALIDATION = (
     Load("many answers", 8, 10, (32, 64), (64, 192), 2, parts=12),
     Load("long prompts", 2, 10, (128, 1024), (32, 128), 3, parts=10),
 )
-"""Loads for the comparison. A part is short, so that the machine's speed stays constant; many parts reduce chance."""
+"""Loads for the comparison. A part is short, so that the machine's speed hardly changes during it. Many parts reduce
+the influence of chance.
+"""

@@ -15,7 +15,7 @@ __all__ = ["ComparedLoad", "closing_text", "comparison_json", "result_text"]
 
 @dataclass(frozen=True, slots=True)
 class ComparedLoad:
-    """The result of a load: every try to run each of its parts, and the latencies and rates, measured and simulated."""
+    """The result of a load: all tries of each of its parts, and the measured and simulated latencies and rates."""
 
     load: Load
     parts: list[list[Try]]
@@ -40,8 +40,8 @@ class ComparedLoad:
 def result_text(result: ComparedLoad, scale: float) -> str:
     """Returns the result of a load as text.
 
-    It has the parameters, for every part of the load the slowdown of the machine before and after it, and the
-    comparison.
+    The text has the load's parameters, the slowdown of the machine before and after each part, and the comparison of
+    measured and simulated values.
     """
     load = result.load
     options = load.options(scale)
@@ -69,7 +69,7 @@ def _speeds(probe: Probe) -> str:
 def closing_text(results: Sequence[ComparedLoad]) -> str:
     """Returns a sentence that states how many simulated values deviate from the measured values by at most ``GOAL``.
 
-    Measurements during which the speed of the machine changed do not count.
+    Loads during which the speed of the machine changed too much do not count.
     """
     off = [abs(row.error) for one in results if one.is_steady for row in one.rows]
     unsteady = [one.load.name for one in results if not one.is_steady]

@@ -166,10 +166,10 @@ def _agent_overhead(timed: Iterable[Sequence[TimedStep]]) -> float:
 
 
 def _measured_steps(timed: Iterable[TimedStep], requests: Iterable[Arrival], own_s: float) -> list[MeasuredStep]:
-    """Converts recorded steps to the form that the fit takes.
+    """Converts recorded steps to the input of the fit.
 
-    ``own_s`` is the agent's overhead for a step. ``requests`` are all recorded requests; those that arrived while a
-    step ran are counted.
+    ``own_s`` is the agent's overhead for a step. ``requests`` are all recorded requests. For each step, the requests
+    that arrived while it ran are counted.
     """
     moments = sorted(one.facts["arrival_time"] for one in requests)
     return [_measured(each, own_s, _count_between(moments, each.begin, each.end)) for each in timed]

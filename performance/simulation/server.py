@@ -42,7 +42,7 @@ MAX_ITERATIONS = 1000
 simulation does not advance.
 """
 WASTE_SAMPLES = 8
-"""Every how many decode steps the empty fraction of the KV blocks is measured."""
+"""The empty fraction of the KV blocks is measured once per this number of decode steps."""
 
 
 @dataclass(slots=True)

@@ -111,9 +111,9 @@ def is_evidence(parts: Sequence[Sequence[Try]]) -> bool:
 
 
 def comparable(parts: Sequence[Sequence[Try]]) -> list[Try]:
-    """Returns one try of each part that is compared with a simulation.
+    """Chooses the tries that are compared with a simulation, one for each compared part of a load.
 
-    These are the steady parts, or all parts if too few parts were steady (``is_evidence``).
+    The compared parts are the steady parts, or all parts if too few parts were steady (``is_evidence``).
     """
     return _steady(parts) if is_evidence(parts) else [steadiest(tries) for tries in parts]
 

@@ -22,7 +22,7 @@ _VECTOR, _LAST_AXIS = (-1,), -1
 
 
 def sampling_problems(kind: str, graph: Graph, config: Config) -> Iterator[str]:
-    """Yields the errors of a graph of one of ``KINDS``, one line each.
+    """Yields the errors of a sampling graph, one line each. ``kind`` is one of ``KINDS``.
 
     If several agents share the last stage, ``graph`` is a graph of the first agent.
     """

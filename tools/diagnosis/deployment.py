@@ -71,7 +71,7 @@ def shared_bytes(config: Config) -> int:
 
 
 def check_agents(config: Config) -> Iterator[Finding]:
-    """Reports into how many replicas, stages and agents the model is divided. One agent gives no finding."""
+    """Reports the numbers of replicas, pipeline stages and agents. With a single agent, there is no finding."""
     parallel = config.parallel_config
     if parallel.world_size == 1:
         return

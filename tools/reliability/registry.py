@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check. ``reason`` says why it did not pass."""
+    """The result of a check. If the check did not pass, ``reason`` states the cause."""
 
     passed: bool
     figure: float | None

@@ -65,7 +65,7 @@ class ArrayCache:
 
     @property
     def has_entry(self) -> bool:
-        """Whether there is a file for this agent. The file may still be damaged or outdated."""
+        """True if there is a file for this agent. The file may be damaged or outdated nevertheless."""
         return self.is_on and self._path.is_file()
 
     @property
@@ -230,7 +230,7 @@ class WeightCache(ArrayCache):
 
     @contextlib.contextmanager
     def keeping(self, size: int | None = None) -> Iterator[Callable[[str, Array], None]]:
-        """Like ``ArrayCache.keeping``. If ``size`` is None, the memory plan estimates the bytes of all weights."""
+        """Writes the file as ``ArrayCache.keeping`` does. If ``size`` is None, the memory plan estimates the bytes."""
         if size is None:
             size = estimate_rank_memory(self._config, self._rank, Machine(0, "")).bytes_of(WEIGHTS)
         with super().keeping(size) as keep:

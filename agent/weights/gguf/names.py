@@ -97,7 +97,7 @@ def _num_blocks(header: Header) -> int:
 def joined_with(name: str) -> tuple[str, ...]:
     """Returns the names of the file's tensors that this project joins to one weight, such as q, k and v.
 
-    ``name`` is one of them. If this project does not join ``name``, returns only ``name``.
+    The result contains ``name``. If this project does not join the tensor ``name``, returns only ``name``.
     """
     block, _, kind = name.removesuffix(".weight").rpartition(".")
     for group in _JOINED:

@@ -78,7 +78,7 @@ def _width(comparison: Comparison) -> int:
 
 
 def _section(y: int, colour: str, precision: str, comparison: Comparison) -> Iterable[str]:
-    """Yields the name of a precision, its peers, and a bar for each batch size."""
+    """Yields the SVG elements of one precision: its name, its peers, and a bar for each batch size."""
     peers = _peers(comparison)
     yield svg_text(16, y + 12, precision, "start", 13, bold=True)
     yield svg_text(_LEFT, y + 12, f"peers: {', '.join(peers) or 'none was measured'}", "start", 11)

@@ -38,7 +38,7 @@ KINDS = ("llama_cpp", "openvino", "vllm")
 
 
 def chosen_programs(kinds: tuple[str, ...]) -> list[Program]:
-    """Returns the programs of these peers, and this server in each precision that one of them has."""
+    """Returns the programs of the peers ``kinds``, and this server with each precision of these programs."""
     peers = [program for program in PROGRAMS if program.kind in kinds]
     wanted = {program.precision for program in peers}
     return [
