@@ -33,7 +33,7 @@ class RowsOf:
 class StackedIn:
     """The place of an expert's tensor in a tensor of a Hugging Face folder that has all experts.
 
-    gpt-oss and Qwen3.5 have such tensors. A folder may have the experts' own tensors instead.
+    Folders of gpt-oss and Qwen3.5 have tensors with all experts. A folder may have a tensor for each expert instead.
     """
 
     name: str

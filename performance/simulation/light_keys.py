@@ -40,7 +40,7 @@ INT8 = ("model_config.weight_format=int8", "model_config.kv_format=int8")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A deployment, and the highest request rate that it can serve (``peak_rate``, in requests per second)."""
+    """A deployment, and its ``peak_rate``: the rate with the largest goodput, in requests per second."""
 
     config: str
     device: str

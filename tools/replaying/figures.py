@@ -22,7 +22,7 @@ _PREEMPTIONS, _SWAPS = STATE_NAMES.index("preemptions"), STATE_NAMES.index("swap
 
 @dataclass(frozen=True, slots=True)
 class StretchFigures:
-    """The summary of a part of a recording, in seconds. A token arrives with the result of its step."""
+    """The summary of a part of a recording, in seconds. The time of a token is the arrival of its step's result."""
 
     requests: int
     refused: int
