@@ -60,7 +60,7 @@ class MemoryPlanError(LLMServingError):
 
 
 class ModelMemoryError(LLMServingError):
-    """A model does not fit into the memory that the models of this server may take. The text has the numbers."""
+    """A model does not fit into the memory that all models of this server may use. The text has the numbers."""
 
 
 class RequestError(LLMServingError):
@@ -110,7 +110,7 @@ class ContextLengthError(RequestError):
 
 
 class UnauthorizedError(RequestError):
-    """The request has no API key, or one that is not valid."""
+    """The request has no API key, or its API key is not valid."""
 
     status = 401
     code = "invalid_api_key"
@@ -231,4 +231,4 @@ class GroupDownError(AgentError):
 
 
 class GroupBrokenError(GroupDownError):
-    """An agent failed in a step while the other agents of its group wait for it. All of them end."""
+    """An agent failed in a step for which the other agents of its group wait. All agents of the group end."""

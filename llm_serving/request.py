@@ -188,7 +188,9 @@ class Request:
     without a group.
     """
     replica: int | None = 0
-    """The replica that serves the request, or served it last. None before the first placement at one of several."""
+    """Number of the replica that serves the request or served it last. With several replicas, None until the router has
+    placed the request.
+    """
     constraint: Constraint | None = None
     """Decides which tokens may come next. None if every token may."""
     adapter_slot: int = -1
@@ -281,7 +283,7 @@ class RequestTimings:
     blocked: tuple[Blocked, ...] = ()
     """Reasons for which the request was blocked, the longest first."""
     blocked_by: tuple[str, ...] = ()
-    """Ids of blocking requests, the most frequent first."""
+    """Ids of the requests because of which this request could not start, the most frequent first."""
 
     @property
     def parts(self) -> dict[str, float]:

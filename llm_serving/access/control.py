@@ -1,6 +1,6 @@
 """Accepts or refuses a request: finds its API key, applies the key's quotas, and writes the audit log.
 
-``AccessControl`` is made only if there are API keys or an audit log. Otherwise the server does not call this package.
+The server creates ``AccessControl`` only if it has API keys or an audit log.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Visit:
             )
 
     def may_use(self, model: str) -> bool:
-        """Return whether the request's key may use a model."""
+        """Returns True if the request's API key may use a model."""
         return self.rights.models is None or model in self.rights.models
 
     def check_model(self, model: str) -> None:

@@ -49,7 +49,8 @@ def open_sockets(settings: ServingConfig, owned: ExitStack) -> Sockets:
 
 
 def bound_socket(ip: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound to the port, or to any free port if it is 0. It does not listen yet.
+    """Returns a TCP socket that is bound to ``port``, or to any free port if ``port`` is 0. The socket does not listen
+    yet.
 
     Raises OSError if the port is in use.
     """

@@ -50,7 +50,9 @@ class KeyUsage:
         self._drain_rate = DrainRate()
 
     def enter(self, name: str, rights: KeyRights, now: float) -> None:
-        """Count a request that begins. If a quota is exceeded, counts nothing and raises QuotaExceededError."""
+        """Counts a request that begins. If a quota is exceeded, raises QuotaExceededError and does not count the
+        request.
+        """
         limit = rights.requests_in_flight
         if limit is not None and self.in_flight >= limit:
             raise QuotaExceededError(

@@ -19,7 +19,7 @@ class Conversation:
     history: list[Message] = field(default_factory=list)
 
     def with_question(self, text: str) -> list[Message]:
-        """Return all messages, with ``text`` as the last one. The history does not change yet."""
+        """Returns all messages, with the question ``text`` as the last one. The history is not changed."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.history, {"role": "user", "content": text}]
 

@@ -35,9 +35,9 @@ LINK_VERSION = 2
 BEAT_S = 0.5
 """Seconds between two signs of life (messages ``Beat``)."""
 SERVER_PATIENCE_S = 2.4
-"""A node that sends nothing for this time counts as lost."""
+"""Seconds of silence after which the server counts a node as lost."""
 NODE_PATIENCE_S = 5.0
-"""A node ends its agents if the server sends nothing for this time.
+"""Seconds of silence of the server after which a node ends its agents.
 
 This time is longer than ``SERVER_PATIENCE_S``, so that a short pause of the server does not cost a restart of the
 agents.
@@ -80,7 +80,7 @@ class Welcome(LinkMessage, frozen=True, tag="welcome"):
     """Name of the machine."""
     pid: UInt
     memory_bytes: UInt
-    """Host memory that new processes may take there."""
+    """Bytes of host memory that new processes may use on the node's machine."""
     memory_from: ShortText
     """The limit of this memory, in words."""
     cores: UInt
@@ -123,7 +123,7 @@ class GroupReady(LinkMessage, frozen=True, tag="group_ready"):
 
 
 class GroupLost(LinkMessage, frozen=True, tag="group_lost"):
-    """Node to server: an agent has failed, so the node ends all of them."""
+    """Node to server: an agent has failed, so the node ends all agents of the group."""
 
     error: LongText
 

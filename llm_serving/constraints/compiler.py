@@ -1,7 +1,7 @@
 """Compiles grammars with the library llguidance, and checks the tokens of each sequence against its grammar.
 
 A grammar is compiled once, and each sequence gets a copy. The library's lexer and parser compute the set of allowed
-next tokens. They work on the bytes of tokens, so one token may contain parts of several grammar symbols.
+next tokens. The library works on the bytes of tokens, so one token may contain parts of several grammar symbols.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class GrammarConstraint:
         self.num_words = num_words
 
     def ends_with(self, token_id: int) -> bool:
-        """Return whether this token ends the text."""
+        """Returns True if this token ends the text."""
         return token_id in self._end_token_ids
 
     def advance(self, token_id: int) -> None:

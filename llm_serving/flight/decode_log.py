@@ -1,4 +1,4 @@
-"""Records decoding with an unchanged batch in a short form, because it makes up most iterations of a busy engine.
+"""Records decoding with an unchanged batch in a short form, because a busy engine does this in most loop iterations.
 
 A loop iteration is called undisturbed under three conditions. Every result has one token for each sequence of the batch
 and ends no request. Every scheduled step has the same batch as the step before it and computes the next token of each

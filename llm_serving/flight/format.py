@@ -71,7 +71,8 @@ class Tag(enum.IntEnum):
     FINISH = 4
     """A call of ``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""
     AGENT_LOST = 5
-    """A call of ``agent_lost``. Fields: counts, and from version 5 whether no request is to blame."""
+    """A call of ``agent_lost``. Fields: counts, and from version 5 ``blameless`` (whether no request caused the loss).
+    """
     FAIL_ALL = 6
     """A call of ``fail_all``. Fields: number of requests that ended, counts."""
     TAKE_ENDED = 7
@@ -93,7 +94,9 @@ class Tag(enum.IntEnum):
     STORE = 14
     """A call of ``store_blocks``. Field: the host block of each offered block, or -1."""
     LOAD = 15
-    """A call of ``load_blocks``. Fields: number of the request?, number of its first loaded block, host blocks."""
+    """A call of ``load_blocks``. Fields: number of the request?, index of the first loaded block in its block table,
+    host blocks.
+    """
     GRANT = 16
     """A call of ``grant_hand_over``. Fields: number of the request?, blocks of the hand-over pool."""
     DECODING = 12

@@ -1,8 +1,9 @@
 """Decides what the flight recorder writes about each call of the scheduler, and when.
 
-Decoding with an unchanged batch goes into a ``DecodeLog``, which becomes one record later. Every other call becomes a
-record immediately. The journal writes its records together, in one system call that does not wait for the disk. It
-writes every ``WRITE_INTERVAL_S`` seconds, at the end of a loop iteration with a fault, and when no step is in flight.
+Calls of decoding with an unchanged batch are collected in a ``DecodeLog``, and later written as one record. Each other
+call gets its own record. The journal writes its records together, in one system call that does not wait for the disk.
+It writes every ``WRITE_INTERVAL_S`` seconds, at the end of a loop iteration with a fault, and when no step is in
+flight.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from llm_serving.flight.format import SUFFIX
 
 MAX_KEPT = 4
-"""Maximum number of kept recordings. The oldest one is deleted."""
+"""Maximum number of kept recordings. If there are more, the oldest are deleted."""
 _PREFIX = "kept-"
 
 

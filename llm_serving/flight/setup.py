@@ -32,7 +32,7 @@ _RECORDED_CODE = ("scheduler/**/*.py", "waiting/*.py", "kvcache/*.py", "request.
 def recorder_of(
     config: Config, scheduler: Scheduler, on_error: Callable[[str], None], replica: int = 0
 ) -> FlightRecorder | None:
-    """Returns a flight recorder as configured for one replica, or None if recording is switched off.
+    """Creates the flight recorder of one replica from the config. Returns None if recording is switched off.
 
     If there are several replicas, each has its own folder and an equal fraction of the size limit.
     """

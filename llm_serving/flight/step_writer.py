@@ -96,8 +96,8 @@ class StepWriter:
         return _record(step, last, None, None if goes_on else starts, None if samples_next else positions, blocks)
 
     def table_lens_of(self, sent: Sequence[ScheduledStep]) -> list[int] | None:
-        """Returns the recorded lengths of the block tables, if the steps in flight ``sent`` are undisturbed decode
-        steps of one batch.
+        """Checks whether the steps in flight ``sent`` are undisturbed decode steps of one batch. If so, returns the
+        recorded lengths of their block tables.
 
         Returns None if the last step in ``sent`` is not the latest recorded step, or if the steps have different
         sequences. Also returns None if a sequence has several tokens, does not sample, or restarts its batch row.

@@ -12,7 +12,7 @@ from llm_serving.gguf.header import Header
 
 _PREFIX = "deepseek2."
 _SOFTMAX, _SIGMOID = 1, 2
-"""llama.cpp's numbers of the functions that turn a router's logits into scores."""
+"""llama.cpp's numbers for the functions with which an expert router computes scores from logits."""
 _GATING_FUNCTION = "expert_gating_func"
 _TEMPERATURE = "attention.temperature_scale"
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
@@ -68,7 +68,7 @@ def _head_sizes(get: dict[str, Any]) -> dict[str, Any]:
 def _experts(get: dict[str, Any], *, is_v3: bool) -> dict[str, Any]:
     """Return the fields about experts.
 
-    Older files do not state the groups of experts. Then all experts are one group, as in llama.cpp.
+    Older files do not state groups of experts. Then all experts are in one group, as in llama.cpp.
     """
     groups = get.get("expert_group_count") or 1
     method = "group_limited_greedy" if groups != 1 else "greedy"

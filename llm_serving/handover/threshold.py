@@ -8,14 +8,15 @@ PROBE_INTERVAL = 64
 """While hand-overs do not pay, one of every ``PROBE_INTERVAL`` long prompts is handed over, to measure the times again.
 """
 _KEEP = 1 - 1 / 16
-"""Each new hand-over multiplies the weights of earlier ones by this factor."""
+"""The learned latency is an average. Each new hand-over multiplies the weights of earlier hand-overs by this factor."""
 
 
 class PromptThreshold:
-    """Decides for which prompts a hand-over pays.
+    """Decides whether a hand-over pays for a prompt, from its number of uncached tokens.
 
-    A hand-over delays the second token of a request by its latency. In return, the running sequences of the decode
-    replica do not wait for the prefill. It pays if the latency is below the time of the prefill. Both are learned:
+    A hand-over delays the second token of a request by the latency of the hand-over. In return, the running sequences
+    of the decode replica do not wait for the prefill. So a hand-over pays if its latency is below the time of the
+    prefill. Both times are learned:
 
         tokens * prefill seconds per token > overhead + blocks * transfer seconds per block
 

@@ -27,7 +27,7 @@ def check_free_space(folder: Path, needed: int) -> None:
 
 
 def check_content(file: Path, expected: RemoteFile) -> None:
-    """Raise HubError if the size or the hash of a downloaded file is not what the hub states."""
+    """Raises HubError if the size or the hash of a downloaded file differs from that on the hub."""
     size = file.stat().st_size
     if size != expected.size:
         raise HubError(f"{expected.path}: {size} bytes arrived, of {expected.size}")

@@ -1,4 +1,4 @@
-"""Downloads from ModelScope over its HTTP API, into the cache of its library (``MODELSCOPE_CACHE``)."""
+"""Downloads models from ModelScope over its HTTP API, into the cache of ModelScope's library (``MODELSCOPE_CACHE``)."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class ModelScope:
     def _continue(self, name: ModelName, file: RemoteFile, partial: Path) -> None:
         """Downloads the missing part of a file and appends it to ``partial``.
 
-        If the hub ignores the requested range, download the whole file.
+        If the hub ignores the requested range, downloads the whole file again.
         """
         have = partial.stat().st_size if partial.is_file() else 0
         headers = (

@@ -31,7 +31,7 @@ class PromptImages:
     def salt(self, salt: bytes) -> bytes:
         """Return the salt of the prefix cache for a request with these images.
 
-        Only requests with the same ``salt`` and the same tiles in the same order share blocks.
+        So requests share cached blocks only if they have the same ``salt`` and the same tiles in the same order.
         """
         digests = b"".join(tile.digest + pack("<2i", tile.height, tile.width) for tile in self.tiles)
         return blake2b(digests + salt, digest_size=16, person=b"llm-image-salt").digest()

@@ -100,7 +100,7 @@ class Records(Protocol):
 class FileTier(ABC):
     """A tier in a folder. All replicas of a server share it, because their blocks have the same bits.
 
-    ``on_problem`` takes a text about a problem that an operator should know.
+    ``on_problem`` is called with a text about each problem that an operator should know.
     """
 
     NAME: ClassVar[str]
@@ -145,7 +145,7 @@ class FileTier(ABC):
 
     @property
     def may_write(self) -> bool:
-        """True if the tier takes blocks now: it is open, and no write has failed lately."""
+        """True if the tier accepts blocks now: it is open, and no write has failed in the last ``RETRY_S`` seconds."""
         return self._records is not None and self._clock() >= self._retry_at
 
     def seconds_for(self, places: Sequence[Place]) -> float | None:

@@ -37,7 +37,7 @@ class RecordHeader:
     """Digest of everything on which the content depends, except the tokens (``identity.py``)."""
     key: BlockKey
     generation: int
-    """Number of the server run that wrote the record, from 1. 0 in a shared folder."""
+    """Number of the server run that wrote the record, from 1. It is 0 in a shared folder and in a session file."""
     content_bytes: int
     content_checksum: int
 

@@ -57,7 +57,7 @@ class TierFigures:
     stored: int = 0
     """Blocks that were copied from a device to host memory."""
     dropped: int = 0
-    """Blocks that were not copied, because they were evicted before the copy."""
+    """Offered blocks that were evicted from the device before a copy could begin."""
     hits: dict[str, int] = field(default_factory=lambda: {"host": 0, "ssd": 0, "shared": 0})
     """Blocks of waiting requests that were found and used, by tier."""
     misses: int = 0
@@ -74,7 +74,9 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """A block that a copy outside the engine reads: a held host block, or a place on the disk."""
+    """The right to read or write one block outside the engine thread: a held host block, or the place of a block on the
+    disk.
+    """
 
     key: BlockKey
     pool: HostPool
@@ -116,7 +118,7 @@ class BlockStore:
         always_loads: bool = False,
         max_kept: int = 0,
     ) -> None:
-        """``max_kept``: number of blocks that requests of one owner may keep in host memory."""
+        """``max_kept``: maximum number of blocks that requests of one owner may keep in host memory."""
         self.figures = TierFigures()
         self.version = 0
         """A number that grows when the agents were lost or their blocks may be wrong. Blocks that were read at

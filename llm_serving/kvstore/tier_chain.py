@@ -43,7 +43,7 @@ class TierChain:
 
     @property
     def may_write(self) -> bool:
-        """True if one of the tiers takes blocks now."""
+        """True if one of the tiers accepts blocks now."""
         return self._first.may_write or self._second.may_write
 
     def when_open(self, call: Callable[[], None]) -> None:

@@ -146,7 +146,7 @@ def _why_no_target(layer: str) -> str:
 
 
 def _check_targets(config: PeftConfig, pairs: dict[str, Any], targets: dict[str, Target]) -> None:
-    """Raise AdapterError if the adapted layers are not those that ``target_modules`` names."""
+    """Raises AdapterError if the adapted layers differ from the layers that ``target_modules`` names."""
     for name in targets:
         is_wanted = config.is_target(name)
         if name in pairs and not is_wanted:

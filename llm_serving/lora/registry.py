@@ -122,14 +122,14 @@ class AdapterRegistry:
         return adapter
 
     def acquire(self, adapter: Adapter) -> None:
-        """Note the begin of a request for an adapter. Raises ModelNotFoundError if the adapter was removed."""
+        """Counts a request that begins to use an adapter. Raises ModelNotFoundError if the adapter was removed."""
         if self._named.get(adapter.name) is not adapter:
             raise ModelNotFoundError(f"The adapter {adapter.name!r} was unloaded.", param="model")
         self._named[adapter.name] = self._named.pop(adapter.name)  # now the most recently used
         self._uses[adapter.slot].num_requests += 1
 
     def release(self, adapter: Adapter) -> None:
-        """Note the end of a request for an adapter."""
+        """Counts the end of a request that used an adapter."""
         self._uses[adapter.slot].num_requests -= 1
         self._free_if_unused(adapter.slot)
 

@@ -53,11 +53,10 @@ class LLM:
     ) -> None:
         """Load a model and wait until it is ready.
 
-        ``model`` is a model folder, a GGUF file or a name on a hub; None takes the model of ``config``. ``config`` is
-        a YAML file, as for the server. ``dtype`` and ``quantize`` are the options of the command line. ``offline``
-        forbids downloads. ``progress`` shows progress on the standard error stream; None shows it on a terminal.
-        ``settings`` are sections of the configuration with a dict of their keys, for example
-        ``pa_config={"num_blocks": 512}``.
+        ``model`` is a model folder, a GGUF file or a name on a hub. None: the model of ``config``. ``config`` is a YAML
+        file, as for the server. ``dtype`` and ``quantize`` are the options of the command line. ``offline`` forbids
+        downloads. ``progress`` shows progress on the standard error stream; None shows it on a terminal. ``settings``
+        are sections of the configuration with a dict of their keys, for example ``pa_config={"num_blocks": 512}``.
         """
         self._show = sys.stderr.isatty() if progress is None else progress
         options = {"dtype": dtype, "quantize": quantize}
@@ -110,8 +109,8 @@ class LLM:
     ) -> list[Output]:
         """Answer each conversation and return the outputs in order. A conversation is a list of messages.
 
-        ``sampling`` has fields of ``/v1/chat/completions`` by name. ``tools`` are the functions that the model may
-        call in all conversations; the program runs them.
+        ``sampling`` has fields of ``/v1/chat/completions`` by name. ``tools`` describes the functions that the model
+        may call in all conversations. The calling program must run them.
         """
         more = _WITH_IDS if tools is None else {**_WITH_IDS, "tools": list(tools)}
         bodies = bodies_of("messages", conversations_of(conversations), sampling, more, is_chat=True)

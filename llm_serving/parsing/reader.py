@@ -128,7 +128,7 @@ class Reader:
         return self._max_calls is None or self.num_calls <= self._max_calls
 
     def _add(self, event: Event) -> None:
-        """Add an event. If it continues the text of the last event, both are joined into one."""
+        """Adds an event. If the event continues the text of the last event, both are joined into one event."""
         last = self.events[-1] if self.events else None
         if isinstance(event, Content) and isinstance(last, Content):
             self.events[-1] = Content(last.text + event.text)

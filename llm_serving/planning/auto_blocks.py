@@ -33,7 +33,7 @@ def fit_sizes(config: Config, machine: Machine, read_npus: Callable[[], Sequence
 
 
 def fit_length(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
-    """If the config has ``auto`` as the maximum length of sequences, return it with the greatest length that fits.
+    """Replaces ``auto`` as the maximum length of sequences by the greatest length that fits.
 
     If the number of blocks is also ``auto``, the blocks of one sequence must fit. A config with a length is returned
     unchanged. Raises MemoryPlanError if the memory of an Ascend is not known.
@@ -53,7 +53,9 @@ def fit_length(config: Config, machine: Machine, read_npus: Callable[[], Sequenc
 
 
 def _with_length(config: Config, length: int) -> Config:
-    """Return the config with another maximum length, and with blocks for one sequence if their number is ``auto``."""
+    """Returns the config with another maximum length. If the number of blocks is ``auto``, the config gets the blocks
+    of one sequence.
+    """
     cache = replace(config.pa_config, decode_seq_length=length)
     if config.auto_blocks:
         cache = replace(cache, num_blocks=fewest_blocks(length, cache.block_size))
@@ -61,7 +63,7 @@ def _with_length(config: Config, length: int) -> Config:
 
 
 def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]] = read_chips) -> Config:
-    """If the config has ``auto`` as the number of blocks, return it with as many blocks as fit.
+    """Replaces ``auto`` as the number of blocks by the greatest number that fits.
 
     Without the prefix cache, the result has at most as many blocks as all running sequences can use. If not even one
     sequence of the maximum length fits, the result has blocks for one sequence, and the memory plan reports the

@@ -290,8 +290,9 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
 def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
     """Return the number of elements of one token's activations in latent attention.
 
-    For all heads together, these are the first linear layer's result, the latent vector of queries, and the queries.
-    Each head also has a query and a weighted sum of cache rows, both as wide as a cache row, and a result.
+    The heads share three vectors: the result of the first linear layer, the latent vector of the queries, and the
+    queries. In addition, each head has two vectors as wide as a row of the KV cache, and a result. These two are a
+    query and a weighted sum of cache rows.
     """
     heads, queries = shape.num_attention_heads, shape.num_attention_heads * latent.head_dim
     first = (latent.query_rank or queries) + latent.cache_dim
@@ -324,8 +325,8 @@ def _logit_bytes(config: Config, part: _Part) -> int:
     """Return the bytes of a rank's logits.
 
     Fused operators: the rank that samples has logits of the whole vocabulary, and other ranks have logits of their
-    part. Native operators: each rank has its part in ``model_dtype``, and the logits that are gathered from all ranks.
-    The operators that find the candidates also pass float32 matrices to each other.
+    part. Native operators: each rank has its part of the logits in ``model_dtype``, and the gathered logits of all
+    ranks. The operators that find candidate tokens also need float32 matrices of the same size.
     """
     if not part.shard.is_last_stage:
         return 0

@@ -55,7 +55,7 @@ class Arbiter:
                 chosen.append(claim)
         if self._short(need, claims, chosen):
             raise ModelMemoryError(self._explain(name, need, claims))
-        # A claim that was chosen early may be unnecessary, because a later and larger one frees enough.
+        # A claim that was chosen early may be unnecessary if a larger claim that was chosen later frees enough memory.
         for claim in reversed(list(chosen)):
             fewer = [each for each in chosen if each is not claim]
             if not self._short(need, claims, fewer):

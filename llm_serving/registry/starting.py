@@ -33,7 +33,7 @@ MakeView = Callable[[AsyncEngine, EventLog], V]
 
 
 class VersionStarter(Generic[V]):
-    """Starts versions. All of them share the event log and the metrics of the server."""
+    """Starts versions of models. All versions share the event log and the metrics of the server."""
 
     def __init__(
         self, log: EventLog, metrics: Metrics, make_view: MakeView[V], observe: ObserveCache | None = None

@@ -1,4 +1,4 @@
-"""Starts and ends models. Each start or end is a task, so that all requests for a model wait for the same one."""
+"""Starts and ends models. Each start or end is a task, so that all requests for a model can wait for the same task."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Follows the hand-overs of computed prompts between the replicas of a router.
 
-A prefill replica asks for blocks of the hand-over pool, and later reports that they have the content. The request then
-moves to the least loaded decode replica. Its blocks stay in the pool until they have arrived there, so a second decode
-replica can load them if the first one is lost.
+A prefill replica asks for blocks of the hand-over pool. Later it reports that these blocks have the content of the
+prompt's blocks. The request then moves to the least loaded decode replica. The blocks stay in the pool until the decode
+replica has loaded them. If this replica is lost before, another decode replica can load them.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Candidate:
 
     index: int
     load: int
-    """Tokens that the replica must still compute if each of its requests gets its maximum output."""
+    """Number of tokens that the replica must still compute if each of its requests reaches its maximum output."""
     cached_tokens: int
     """Tokens of the request that are in the replica's prefix cache, or that steps in flight compute there."""
     fits: bool

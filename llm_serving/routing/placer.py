@@ -1,6 +1,6 @@
 """Moves waiting requests from the router's queue to replicas that can start them.
 
-If a request cannot start at its replica but at another one, moves the request back to the queue.
+Moves a request back to the queue if its replica cannot start it and another replica can.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class Placer:
         replica.scheduler.place_request(request, index, now, hands_over=hands_over, handed=handed)
 
     def _recall_held_up(self, live: list[RoutedReplica], now: float) -> bool:
-        """Moves requests that wait at a replica and cannot start there back to the router's queue, if another replica
-        can start them.
+        """Moves requests back to the router's queue if they wait at a replica that cannot start them, and another
+        replica can.
 
         Requests that have run or belong to a request group stay. Returns True if a request was moved.
         """

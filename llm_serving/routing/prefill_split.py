@@ -72,7 +72,8 @@ class PrefillSplit:
         """
         decoders = self.decoders(live)
         if entry.request.group or entry.request.is_suspect or len(decoders) == len(live) or not self._fits(entry):
-            # Without a ready prefill replica, long prompts go to the replicas that may take any prompt.
+            # No prefill replica can take this prompt. If the prompt is long, it goes to the replicas with the role
+            # ``both``.
             both = [replica for replica in decoders if replica.role is Role.BOTH]
             return both if len(both) < len(decoders) and self._pays(num_uncached, live) else []
         if not self._pays(num_uncached, live):

@@ -19,5 +19,7 @@ def broken_requests(result: StepResult, updates: Iterable[RequestUpdate]) -> lis
 
 
 def is_all_broken(result: StepResult) -> bool:
-    """Return True if no sequence of the step has a usable token, and at least one has logits that are not finite."""
+    """Returns True if at least one sequence of the step has logits that are not finite, and the step has no valid
+    token.
+    """
     return NOT_FINITE in result.sampled_ids and max(result.sampled_ids) < 0

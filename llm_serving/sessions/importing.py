@@ -159,7 +159,7 @@ class SessionImport:
             raise InvalidSessionError("The namespace of the session file does not belong to its facts.")
         count = num_blocks_of(manifest.num_tokens, size)
         root = root_hash(self._namespace, self.salt)
-        # Chains of long sessions take too long for the event loop.
+        # Hashing the blocks of a long session takes too long for the event loop, so another thread does it.
         self._keys = await asyncio.to_thread(chain_of, head.tokens, size, root, count)
         self._file_keys = await asyncio.to_thread(file_chain, manifest, head.tokens, count)
         self._room = await self._transfers.max_guests()

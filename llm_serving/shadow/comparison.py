@@ -44,7 +44,7 @@ class Comparison:
     max_difference: float = 0.0
     """Largest absolute difference of the log-probabilities of a token, in nats."""
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RATIOS))
-    """Time of the candidate divided by that of the main model, for the latest answers."""
+    """For each of the latest answers: the candidate's time divided by the main model's time."""
 
     def add(self, main: ScoredAnswer, candidate: ScoredAnswer) -> None:
         """Count an answer that both models have scored."""
@@ -65,7 +65,9 @@ class Comparison:
 
     @property
     def perplexity_change(self) -> float | None:
-        """Perplexity of the candidate divided by that of the main model, minus 1. None without answers."""
+        """Relative change of the perplexity: (perplexity of the candidate / perplexity of the main model) - 1. None
+        without answers.
+        """
         return math.expm1((self.candidate_loss - self.main_loss) / self.tokens) if self.tokens else None
 
     @property

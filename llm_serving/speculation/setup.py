@@ -17,7 +17,8 @@ MakeSpeculator = Callable[[Callable[[Request, list[Mask]], None]], Speculator]
 def speculator_maker(config: Config) -> MakeSpeculator | None:
     """Returns the function that creates a replica's speculator, or None if speculation is off.
 
-    With ``auto``, speculation is off for embeddings and with pipeline parallelism, which needs steps sent ahead.
+    With ``auto``, speculation is off for embedding models and with pipeline parallelism. A pipeline needs steps that
+    are sent ahead, which drafts prevent.
     """
     section = config.speculative_config
     if section.method == "off" or config.pooling is not None or config.parallel_config.pipeline_parallel > 1:

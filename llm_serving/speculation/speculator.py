@@ -103,7 +103,9 @@ class Speculator:
         return offers
 
     def wanted(self, step: ScheduledStep) -> int:
-        """Returns the number of drafts that the draft model makes for each sequence after a step that is sent next."""
+        """Returns the number of drafts that the draft model should make for each sequence after ``step``, which is sent
+        next.
+        """
         if self._lengths is None:
             return 0
         tracks = [track for request in step.requests if (track := self._tracks.get(request)) is not None]
@@ -240,7 +242,7 @@ class Speculator:
         return known
 
     def _offer(self, tracks: list[_Track]) -> None:
-        """Offers the drafts that are expected to gain the most, if they gain enough."""
+        """Offers the drafts with the largest expected gain, if the gain is large enough."""
         if self._num_drafted >= PLAIN_STEP_INTERVAL - 1:
             self._num_drafted = 0
             return

@@ -21,7 +21,9 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Tokens that followed an earlier occurrence of the last tokens, and the number of these last tokens."""
+    """The result of a lookup: the tokens that followed an earlier occurrence of the last tokens, and the number of
+    equal tokens (``length``).
+    """
 
     token_ids: list[int]
     length: int

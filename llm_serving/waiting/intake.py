@@ -81,8 +81,7 @@ class Intake(Stateful):
     def enqueue(self, sequence: Sequence, now: float | None) -> None:
         """Adds an admitted sequence that never ran to the queue.
 
-        ``now``: the present time, if the request came through a router and arrived there earlier. None for a request
-        that arrives now.
+        ``now`` is the present time if the request arrived earlier at a router. It is None if the request arrives now.
         """
         request = sequence.request
         if not self:
@@ -139,7 +138,7 @@ class Intake(Stateful):
     # The following methods check the admission limits.
 
     def check_limits(self, num_tokens: int, num_free_rows: int, tenant: str = "") -> None:
-        """Raises QueueFullError if the queue cannot take another request of ``tenant`` with ``num_tokens`` tokens.
+        """Raises QueueFullError if the queue cannot accept another request of ``tenant`` with ``num_tokens`` tokens.
 
         Requests that can start do not count as waiting, because they leave the queue with the next steps.
         ``num_free_rows`` is the number of free batch rows. A router subtracts the number of requests that wait at its

@@ -48,7 +48,7 @@ tokens. With this lead, its second request need not wait until other tenants hav
 """
 
 DEFAULT_AGEING_S = 30.0
-"""Seconds of waiting that outweigh one level of priority."""
+"""Ageing: the seconds of waiting that are worth one level of priority."""
 
 _Item = TypeVar("_Item", bound=Hashable)
 _SLACK = 8

@@ -175,9 +175,9 @@ class SloOrder(QueueOrder):
             super().add(sequence)
 
     def _sort_again(self) -> None:
-        """Computes all latest starts again, and makes all requests count as on time.
+        """Computes all latest starts again with the new estimate, and moves all requests back to those on time.
 
-        The next call of ``first`` moves the late requests.
+        The next call of ``first`` moves late requests to the late ones.
         """
         for sequence in self._latest_starts:
             self._latest_starts.set(sequence, self.latest_start(sequence))
