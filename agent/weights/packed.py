@@ -96,7 +96,7 @@ class _Plan:
 
 
 def pack_weight(fmt: str, values: Array, blob: npt.NDArray[np.uint8], **options: Any) -> None:
-    """Packs ``values`` into ``blob`` with the kernel of the same name. A lock lets only one thread pack at a time."""
+    """Packs ``values`` into ``blob`` with ``agent.kernels``. A lock lets only one thread pack at a time."""
     with _packing_lock:
         kernels.pack_weight(fmt, values, blob, **options)
 

@@ -4,7 +4,7 @@ The split follows Megatron-LM (Shoeybi et al. 2019). The layers of queries, keys
 outputs. The layers after them (attention output, down) are split by their inputs. Therefore the outputs that an agent
 computes in the first layer are the inputs that it needs in the second layer. Embedding and output layer are split by
 the vocabulary. Every agent has all norms and expert routers. If a layer is split by inputs, only the first agent has
-the bias. The sum over the agents then contains the bias once.
+the bias, so that the sum over the agents contains the bias once.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class StackedSource:
         self._source.close()
 
     def _read_rows(self, stored: WeightPart, out: Array, dtype: str, cut: TensorCut | None) -> None:
-        """Reads one expert as rows of the matrix [experts x out, in]."""
+        """Reads the weight of one expert from its rows in the stored matrix [experts x out, in]."""
         place, whole = _place(stored), _rows_of_all(stored)
         rows, columns = _span(place, stored, cut), None if cut is None else cut.columns
         piece = np.empty((len(rows), out.shape[1]), out.dtype)

@@ -73,7 +73,8 @@ class Circuit:
     def induction_query_key(self, half: int) -> HeadWeights:
         """Returns query and key of a head that looks for earlier occurrences of the current token.
 
-        They compare the token's code with the codes that the previous-token head wrote.
+        The query contains the current token's code. The key of a position contains the code that the previous-token
+        head wrote there, which is the code of the token before.
 
         Only the slow half of the rotary frequencies is used, so that the match does not depend on the distance.
         ``half`` (0 or 1) selects the half of the code that is compared.
