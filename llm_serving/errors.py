@@ -202,7 +202,7 @@ class AgentError(LLMServingError):
 
 
 class AgentStartError(AgentError):
-    """An agent ended, or reported failure, before it was ready."""
+    """An agent ended or reported an error before it was ready."""
 
 
 class AgentLostError(AgentError):

@@ -36,8 +36,9 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     """The request ended because ``max_tokens`` or the end of the model's context was reached."""
     ABORT = "abort"
-    """The request ended because the client closed the connection or asked to stop. If ``RequestOutput.error`` is set,
-    the deadline passed before the request started."""
+    """The request was ended by its client, or dropped because its deadline passed before it started.
+    ``RequestOutput.error`` is set in the second case.
+    """
     ERROR = "error"
     """The request ended because the server could not continue. ``RequestOutput.error`` has the reason."""
 
@@ -162,7 +163,7 @@ class Request:
     """The batch row of the sequence: its place in the agent's state (last token, token history). -1 if it has none."""
     num_preemptions: int = 0
     num_losses: int = 0
-    """Number of times that an agent was lost while a step with this request was in flight."""
+    """Number of times that the agent was lost while it computed a step with this request."""
     alone_until: int = 0
     """The request is a suspect until it has this number of output tokens, see ``llm_serving.scheduler.quarantine``."""
     finish_reason: FinishReason | None = None

@@ -36,7 +36,7 @@ class Allowance:
         return max(0.0, amount - self._left) * MINUTE_S / self._per_minute
 
     def take(self, amount: int) -> None:
-        """Take ``amount`` from the allowance. A negative amount returns the unused part of a reservation."""
+        """Uses ``amount`` of the allowance. A negative amount returns the unused part of a reservation."""
         self._left = min(float(self._per_minute), self._left - amount)
 
 

@@ -65,8 +65,8 @@ class ChatClient:
     def stream(
         self, model: str, messages: Sequence[dict[str, str]], options: dict[str, Any]
     ) -> Generator[Piece, None, None]:
-        """Yield the pieces of the next answer. Closing the iterator closes the connection, so the server ends the
-        answer.
+        """Yields the pieces of the next answer. If the caller closes the iterator, the connection is closed, and the
+        server stops generating.
 
         Raises ChatError if the server refuses the conversation or ends the answer with an error.
         """

@@ -1,4 +1,4 @@
-"""The program ``llm-serving chat``, from the command line to the exit code."""
+"""The program ``llm-serving chat``: parses the command line, starts a server if necessary, and runs the chat."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class SecureChannel:
         self._early: list[bytes] = []
         """Frames that arrived together with the frame that ``receive_one`` returned last."""
         self.last_received = time.monotonic()
-        """The time at which the last data came from the peer, by ``time.monotonic``."""
+        """The time at which data last arrived from the peer, by ``time.monotonic``."""
 
     def fileno(self) -> int:
         return self._socket.fileno()

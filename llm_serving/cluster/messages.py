@@ -107,7 +107,7 @@ class Start(LinkMessage, frozen=True, tag="start"):
 
 
 class Progress(LinkMessage, frozen=True, tag="progress"):
-    """Node to server during the start: ``done`` of ``total`` units of a stage of an agent."""
+    """Node to server during the start: agent number ``member`` has completed ``done`` of ``total`` units of a stage."""
 
     member: UInt
     stage: ShortText

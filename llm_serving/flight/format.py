@@ -92,7 +92,8 @@ class Tag(enum.IntEnum):
     OFFER = 13
     """A call of ``offer_drafts``. Fields: ``[number of the request, number of drafts]`` of each offer."""
     STORE = 14
-    """A call of ``store_blocks``. Field: the host block of each offered block, or -1."""
+    """A call of ``store_blocks``. Field: for each offered block, the host block to which it is copied, or -1 for none.
+    """
     LOAD = 15
     """A call of ``load_blocks``. Fields: number of the request?, index of the first loaded block in its block table,
     host blocks.

@@ -220,7 +220,7 @@ class Journal:
     def _forget_number(self, number: int) -> None:
         self._steps.forget(number)
 
-    # The following methods handle undisturbed decoding
+    # The following methods record undisturbed decoding.
 
     def _start_log(self) -> None:
         """Starts the decode log if all steps in flight are decode steps of the same batch."""

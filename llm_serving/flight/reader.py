@@ -65,7 +65,9 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A recorded call of ``Scheduler.store_blocks``: the host block of each offered block, or -1."""
+    """A recorded call of ``Scheduler.store_blocks``. ``hosts`` has, for each offered block, the host block to which it
+    is copied, or -1 for none.
+    """
 
     now: float
     hosts: list[int]
@@ -111,7 +113,7 @@ class Completed:
     seq: int
     fault: list[Any] | None
     ends: list[int]
-    """Indices of the sequences whose request ended with the token of this step."""
+    """Indices of the step's sequences whose sampled token ended their request."""
     names: list[int] | None
     """Pseudonyms of the sampled tokens, or None if the recording has none."""
     queue_us: int

@@ -18,7 +18,7 @@ from llm_serving.gguf.header import Header, read_header
 from llm_serving.gguf.hybrid import HYBRIDS, hybrid_fields, partial_rotary_factor
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Name of the tensor with the numbers by which llama.cpp divides the rotary frequencies of Llama 3.1 and later."""
+"""Name of the tensor with divisors. llama.cpp divides the rotary frequencies of Llama 3.1 and later by them."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """Names of the tensors with the divisors of LongRoPE."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

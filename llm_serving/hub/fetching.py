@@ -17,7 +17,7 @@ _TRUE = ("1", "on", "yes", "true")
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine. ``name`` is None if the user gave a path, which then also names the model."""
+    """A model on this machine. If the user gave a path, ``name`` is None, and the model gets its name from the path."""
 
     path: str
     name: str | None = None

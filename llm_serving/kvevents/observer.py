@@ -16,7 +16,9 @@ from llm_serving.kvevents.wire import AllBlocksCleared, BlockRemoved, BlockStore
 _SALT_BYTES = 16
 
 Stored = tuple[bytes, bytes, bytes | None, bytes]
-"""Hash of a block, its packed tokens, the hash of the block before it or None, and the salt of the first block."""
+"""A stored block: its hash, its packed tokens, the hash of the block before it, and a salt. The first block of a
+sequence has None instead of a hash before it, and the salt of its request. Other blocks have no salt.
+"""
 Change = Stored | bytes | None
 """One change of a prefix cache: a stored block, the hash of a removed block, or None if the whole cache was cleared."""
 

@@ -123,7 +123,7 @@ class FileTier(ABC):
 
     @abstractmethod
     def _new_records(self, namespace: bytes) -> Records:
-        """Return the records of a namespace. Called in the mover."""
+        """Opens and returns the records of a namespace. The mover calls this method."""
 
     def open(self, namespace: Callable[[], bytes]) -> None:
         """Asks the mover to open the records of a namespace. Until they are open, the tier finds and writes no blocks.

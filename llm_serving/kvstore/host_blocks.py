@@ -27,7 +27,7 @@ class HostBlocks:
     def clear(self) -> None:
         self.by_hash: dict[bytes, int] = {}
         self.keys: dict[int, BlockKey] = {}
-        """The content of each host block that has a content, or whose content is being copied."""
+        """The content key of each host block that has a content or gets one from a copy in progress."""
         self._free = list(range(self._first + self.num_blocks - 1, self._first - 1, -1))
         self._holds: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -79,7 +79,9 @@ class HostBlocks:
         self._parked.pop(host, None)
 
     def release(self, host: int) -> None:
-        """Removes a hold. If lookups cannot find the content of the block, a block without holds becomes free."""
+        """Removes a hold of a block. If the block then has no holds, it becomes parked or idle, or free if lookups
+        cannot find its content.
+        """
         self._holds[host] -= 1
         if self._holds[host]:
             return

@@ -60,7 +60,7 @@ SLOTS = 16
 RECORDED_LAYER_BYTES = 16 << 10
 RECORDED_FUSED_LAYER_BYTES = 4 << 10
 RECORDED_CACHE_BYTES = 32 << 10
-"""Bytes of the recorded launches that quantise and dequantise keys and values, for each layer."""
+"""Bytes per layer of the recorded launches that quantise and dequantise keys and values."""
 RECORDED_GRAPHS = 3
 """Number of recorded graphs with native operators, which is the number of members of ``GraphKind``
 (``agent/step_graph``).

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
-"""A limit of at least this number means that there is no limit: without a limit, cgroup v1 shows a number near 2**63.
-"""
+"""A limit of at least this number counts as no limit. Without a limit, cgroup v1 shows a number near 2**63."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,9 @@ class MemoryPlan:
     items: tuple[MemoryItem, ...]
     """On a CPU: sums over all agents, which share the machine. On Ascends: the device that needs the most memory."""
     available_bytes: int | None
-    """Bytes of memory that the deployment may use. None if the memory of the device is not known: an Ascend without
-    ``max_device_memory``. Every plan fits then."""
+    """Bytes of memory that the deployment may use. None if the memory of the device is not known, as for an Ascend
+    without ``max_device_memory``. Then every plan counts as fitting.
+    """
     available_from: str
     num_blocks: int
     block_size: int

@@ -57,7 +57,8 @@ class _Part:
 
 
 def rank_kv_bytes_per_token(config: Config, rank: int) -> int:
-    """Return the bytes of a token in a rank's KV cache, which has the rank's layers and key-value heads.
+    """Returns the bytes of one token in a rank's KV cache. The cache has the keys and values of the rank's layers and
+    heads.
 
     With a draft model, this includes the token in the draft model's cache.
     """

@@ -63,7 +63,7 @@ class ModelRegistry(Generic[V]):
 
     @property
     def main(self) -> RunningVersion[V]:
-        """The version of the main model that gets new requests."""
+        """The version of the main model to which new requests go."""
         version = self.models[0].version
         assert version is not None, "the main model always has a version"
         return version

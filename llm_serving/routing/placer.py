@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from llm_serving.routing.prefill_split import PrefillSplit
 
 BALANCE_DIVISOR = 8
-"""Loads of replicas are in balance if they differ by at most the capacity of a KV cache in tokens, divided by this
-number.
+"""Two loads (in tokens) are in balance if their difference is at most the capacity of a replica's KV cache divided by
+this number.
 """
 
 MAX_GROUPS = 4096

@@ -9,9 +9,9 @@ from llm_serving.scheduler.output import NOT_FINITE_ERROR, RequestUpdate, StepRe
 
 
 def broken_requests(result: StepResult, updates: Iterable[RequestUpdate]) -> list[str]:
-    """Return the ids of the requests that a step ended because their logits are not finite.
+    """Returns the ids of the requests that have ended because their logits in this step are not finite.
 
-    ``updates`` are the changes of requests that follow from the result.
+    ``updates`` are the scheduler's updates from the result.
     """
     if NOT_FINITE not in result.sampled_ids:
         return []

@@ -25,7 +25,7 @@ class ScoredAnswer:
     """The score of an answer by one model."""
 
     logits: Sequence[TokenLogits]
-    """One entry for each token of the answer, with the best token at this position."""
+    """One entry for each token of the answer: its log-probability, and the most likely token at this position."""
     seconds: float
     """Seconds in which the engine scored the answer, without waiting time."""
 

@@ -54,8 +54,8 @@ class DrainRate(Stateful):
         self._tokens = self._tokens * _KEEP + num_tokens
 
     def retry_after_s(self, num_requests: int, num_tokens: int) -> float:
-        """Returns the estimated seconds in which ``num_requests`` requests and ``num_tokens`` tokens leave the queue, 1
-        to 30.
+        """Estimates the seconds in which ``num_requests`` requests and ``num_tokens`` tokens leave the queue. The
+        result is from 1 to 30.
         """
         if not self._requests:
             return MIN_RETRY_AFTER_S

@@ -114,7 +114,7 @@ class SloOrder(QueueOrder):
             self._sort_again()
 
     def latest_start(self, sequence: Sequence) -> float:
-        """Returns the time at which the prefill must start at the latest, so that the first token is on time."""
+        """Returns the latest time at which the prefill can start so that the first token is on time."""
         request = sequence.request
         prefill_s = self._overhead_s + self._seconds_per_token * request.num_tokens
         return request.arrival_time + self._objective_s(request) * (1.0 - self._margin) - prefill_s
@@ -141,9 +141,10 @@ class SloOrder(QueueOrder):
         return self._on_time.first()
 
     def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
-        """Returns the next sequence of the light keys ``tenants`` that is on time, as the base class does.
+        """Returns the next sequence on time of the light keys ``tenants``, by the rule of the base class.
 
-        Also returns None if late requests have waited for twice ``LATE_SHARE`` starts.
+        Also returns None if no late request has started within the last ``2 * LATE_SHARE - 1`` starts, so that the next
+        start goes to a late one.
         """
         self._move_late(now)
         if self.num_late and self._starts_before_late >= 2 * LATE_SHARE - 1:
