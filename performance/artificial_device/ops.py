@@ -24,10 +24,10 @@ class ArtificialHooks(NativeCpuHooks):
 
     def __init__(self, dtype: str, forms: LinearForms, device: ArtificialDevice) -> None:
         super().__init__(dtype, forms)
-        self._device = device
+        self.device = device
 
     def launch(self, run: Callable[[], tuple[OnDevice, ...]], fetched: slice) -> Launch:
-        return self._device.launch(run, fetched)
+        return self.device.launch(run, fetched)
 
 
 class ArtificialOps(NativeCpuOps):

@@ -31,6 +31,7 @@ class QueuedLaunch(Launch):
 
     def __init__(self, fetched: slice) -> None:
         super().__init__((), fetched)
+        self._copies: tuple[Array, ...] = ()
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -43,7 +44,8 @@ class QueuedLaunch(Launch):
         return self._results
 
     def fetch(self) -> tuple[Array, ...]:
-        return self.results()[self._fetched]
+        self.results()
+        return self._copies
 
     def when_fetched(self, callback: Callable[[], None]) -> None:
         with self._lock:
@@ -52,10 +54,14 @@ class QueuedLaunch(Launch):
                 return
         callback()
 
-    def finish(self, results: tuple[OnDevice, ...], error: Exception | None) -> None:
-        """Sets the results, or the error. Only the device's thread calls this method."""
+    def finish(self, results: tuple[Array, ...], error: Exception | None) -> None:
+        """Sets the results, or the error. Copies the fetched results, because a later launch may overwrite them.
+
+        Only the device's thread calls this method.
+        """
         with self._lock:
             self._results, self._error = results, error
+            self._copies = tuple(map(np.copy, results[self._fetched]))
             self._is_done.set()
         for callback in self._callbacks:
             callback()
@@ -69,17 +75,18 @@ class ArtificialDevice:
     """Minimum seconds that a launch takes on the device."""
     launch_s: float = 0.0
     """Minimum seconds that the host needs for a launch."""
+    captures: bool = False
+    """Whether all launches whose results have equal shapes write them to the same memory, as captured launches do."""
     periods: list[Busy] = field(default_factory=list)
     """The periods in which the device was busy, one for each launch."""
 
     def __post_init__(self) -> None:
         self._waiting: SimpleQueue[tuple[Run, QueuedLaunch]] = SimpleQueue()
+        self._memory: dict[tuple[object, ...], tuple[Array, ...]] = {}
         threading.Thread(target=self._serve, name="artificial-device", daemon=True).start()
 
     def launch(self, run: Run, fetched: slice) -> QueuedLaunch:
-        """Queues a launch. The device's thread later calls ``run`` and copies the results, because the next launch may
-        overwrite them.
-        """
+        """Queues a launch. The device's thread later calls ``run`` and stores the results in the device's memory."""
         start, launch = time.perf_counter(), QueuedLaunch(fetched)
         sleep_until(start + self.launch_s)
         self._waiting.put((run, launch))
@@ -89,15 +96,25 @@ class ArtificialDevice:
         while True:
             run, launch = self._waiting.get()
             start = time.perf_counter()
-            results: tuple[OnDevice, ...] = ()
+            results: tuple[Array, ...] = ()
             error = None
             try:
-                results = tuple(np.copy(as_array(each)) for each in run())
+                results = self._stored(tuple(map(as_array, run())))
             except Exception as problem:
                 error = problem
             sleep_until(start + self.device_s)
             self.periods.append(Busy(start, time.perf_counter()))
             launch.finish(results, error)
+
+    def _stored(self, results: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Copies the results of a launch, into memory of their own or into the memory of captured launches."""
+        if not self.captures:
+            return tuple(map(np.copy, results))
+        layout = tuple((each.shape, each.dtype) for each in results)
+        memory = self._memory.setdefault(layout, tuple(map(np.empty_like, results)))
+        for place, result in zip(memory, results, strict=True):
+            place[...] = result
+        return memory
 
 
 def sleep_until(moment: float) -> None:

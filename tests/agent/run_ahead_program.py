@@ -49,6 +49,33 @@ class Step:
         self.kind, self.parts, self.moves = kind, parts, moves
 
 
+class Parts:
+    """Sequences with random prompts. A call returns the next part of a sequence.
+
+    This part is the next ``count`` tokens of its prompt (None: all of them), or its next output token.
+    """
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        sampling: Callable[[int], dict[str, float]],
+        adapters: tuple[int, ...] = (NO_ADAPTER,) * ROWS,
+    ) -> None:
+        self._settings, self._adapters = {row: sampling(row) for row in range(ROWS)}, adapters
+        self._prompts = {row: rng.integers(3, 200, PROMPT + row).tolist() for row in range(ROWS)}
+        self._known = dict.fromkeys(range(ROWS), 0)
+
+    def __call__(self, row: int, count: int | None = None) -> Part:
+        start, prompt, sampling = self._known[row], self._prompts[row], self._settings[row]
+        tokens = prompt[start : start + (count or len(prompt))] if start < len(prompt) else [LAST_TOKEN]
+        known = self._known[row] = start + len(tokens)
+        samples, output = known >= len(prompt), known - len(prompt)
+        starts = output == 0 and sampling.get("repetition_penalty", 1.0) != 1.0
+        history = prompt if starts else ()
+        blocks, adapter = blocks_for(row, 64), self._adapters[row]
+        return Part(tokens, start, blocks, row, samples, output, history, len(history), sampling, adapter)
+
+
 def plan(
     sampling: Callable[[int], dict[str, float]],
     *,
@@ -61,21 +88,7 @@ def plan(
     LAST_TOKEN, which the agent replaces by the sampled token.
     """
     rng = np.random.default_rng(7)
-    settings = {row: sampling(row) for row in range(ROWS)}
-    prompts = {row: rng.integers(3, 200, PROMPT + row).tolist() for row in range(ROWS)}
-    known = dict.fromkeys(range(ROWS), 0)
-
-    def part(row: int, count: int | None = None) -> Part:
-        """Returns the next part of a sequence: the next ``count`` tokens of its prompt, or its next output token."""
-        start, prompt = known[row], prompts[row]
-        tokens = prompt[start : start + (count or len(prompt))] if start < len(prompt) else [LAST_TOKEN]
-        known[row] = start + len(tokens)
-        samples, output = known[row] >= len(prompt), known[row] - len(prompt)
-        starts = output == 0 and settings[row].get("repetition_penalty", 1.0) != 1.0
-        history = prompt if starts else ()
-        blocks = blocks_for(row, 64)
-        return Part(tokens, start, blocks, row, samples, output, history, len(history), settings[row], adapters[row])
-
+    part = Parts(rng, sampling, adapters)
     yield Step(Prefill, [part(0), part(1)])
     yield Step(Decode, [part(0), part(1)])
     yield Step(Prefill, [part(2), part(3, 4)])
@@ -87,6 +100,13 @@ def plan(
     yield Step(Prefill, [part(4), part(5)])
     for _ in range(4):
         yield Step(Decode, [part(row) for row in range(ROWS)])
+
+
+def alternating_plan() -> list[Step]:
+    """Returns decodes of two sequences each, every second one with a sequence whose sampling needs whole logits."""
+    part = Parts(np.random.default_rng(8), lambda row: GREEDY | ({"repetition_penalty": 1.3} if row == 2 else {}))
+    steps = [Step(Prefill, [part(0), part(1)]), Step(Prefill, [part(2)])]
+    return steps + [Step(Decode, [part(0), part(1 + number % 2)]) for number in range(ROUNDS)]
 
 
 def run_steps(driver: StepDriver, steps: list[Step], spoil: int = -1) -> dict[str, Any]:
@@ -185,13 +205,29 @@ def run_failing(drivers: Pair) -> dict[str, Any]:
 
 
 def run_captured(drivers: Pair) -> dict[str, Any]:
+    """Runs padded decodes, some of them with a sequence whose sampling needs whole logits.
+
+    The driver that runs ahead has a device whose launches write their results to the same memory. The other driver has
+    no device queue.
+    """
+    from performance.artificial_device.ops import ArtificialHooks
+
     for driver in drivers:
         pad(driver)
-    return run_both(drivers, greedy_plan())
+    hooks = drivers[1].runner._model.ops.hooks
+    assert isinstance(hooks, ArtificialHooks)
+    hooks.device.captures = True
+    found = {"greedy": run_both(drivers, greedy_plan()), "alternating": run_both(drivers, alternating_plan())}
+    hooks.device.captures = False
+    return found
 
 
 def greedy_plan() -> list[Step]:
     return list(plan(lambda row: GREEDY))
+
+
+def mixed_plan() -> list[Step]:
+    return list(plan(random_sampling, moves=True))
 
 
 def pad(driver: StepDriver) -> None:
@@ -226,7 +262,7 @@ def run_adapted(drivers: Pair) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Pair], dict[str, Any]]] = {
     "greedy": lambda drivers: run_both(drivers, greedy_plan()),
-    "mixed": lambda drivers: run_both(drivers, list(plan(random_sampling, moves=True))),
+    "mixed": lambda drivers: run_both(drivers, mixed_plan()),
     "captured": run_captured,
     "failing": run_failing,
     "adapters": run_adapted,

@@ -82,9 +82,21 @@ def test_padded_decodes_insert_ids_of_the_same_number_and_change_no_bit(run: Run
 
     Therefore it is launched ahead only after a decode of the same size.
     """
-    result = run("captured")
+    result = run("captured")["greedy"]
     assert result["ahead"] == result["plain"]
     assert len(launched_ahead(result["events"])) >= len(result["plain"]) // 2, result["events"]
+
+
+def test_a_captured_launch_overwrites_no_logits_that_the_host_still_needs(run: Run) -> None:
+    """Captured launches write their logits to the same memory.
+
+    After a step whose sampling needs whole logits, the next launch waits. Other launches do not wait.
+    """
+    result = run("captured")["alternating"]
+    assert result["ahead"] == result["plain"]
+    assert not any(step["error"] for step in result["plain"])
+    ahead = launched_ahead(result["events"])
+    assert 0 < len(ahead) <= len(result["plain"]) // 2, result["events"]
 
 
 def test_a_failed_step_fails_alone(run: Run) -> None:
@@ -135,6 +147,24 @@ def test_the_agents_of_a_group_wait_for_tokens_that_the_host_chooses(group: list
     assert not any(step["error"] for step in first["plain"]["mixed"]["results"])
     ahead = [launched_ahead(agent["ahead"]["mixed"]["events"]) for agent in (first, other)]
     assert 0 < len(ahead[0]) < len(first["plain"]["mixed"]["results"]) // 2
+
+
+def test_the_agents_of_a_group_launch_captured_decodes_ahead_and_change_no_bit(group: list[dict[str, Any]]) -> None:
+    """Decodes are padded, and all launches write to the same memory. Other decodes have neither."""
+    first, other = group
+    for part in ("greedy", "alternating"):
+        assert bits(first["ahead"]["captured"][part]) == bits(first["plain"][part])
+    results = first["ahead"]["captured"]["greedy"]["results"]
+    for agent in group:
+        greedy, alternating = (agent["ahead"]["captured"][part]["events"] for part in ("greedy", "alternating"))
+        assert len(launched_ahead(greedy)) >= len(results) // 2, greedy
+        assert launched_ahead(alternating), alternating
+    assert not any(step["fetched"] for step in other["ahead"]["captured"]["greedy"]["results"])
+
+
+def bits(run: dict[str, Any]) -> list[tuple[str, dict[str, int], str]]:
+    """Returns the error, the tokens and the digest of each step."""
+    return [(step["error"], step["tokens"], step["digest"]) for step in run["results"]]
 
 
 def test_each_agent_of_a_group_waits_for_the_device_before_a_step_ends(group: list[dict[str, Any]]) -> None:
