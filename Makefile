@@ -57,11 +57,11 @@ test-page: setup  ## the web pages in a headless Chromium; needs Debian's packag
 	  { echo "install a browser first: apt-get install chromium chromium-driver" >&2; exit 1; }
 	@$(BIN)/python -m pytest -m page $(ARGS)
 
-test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler; every 20th case in qemu; ARGS="--isa neon_dot"
+test-aarch64: setup  ## kernels for 64-bit Arm, compiled with a cross compiler; run in qemu; ARGS="--isa neon_dot"
 	@$(BIN)/python tools/check_aarch64.py $(ARGS)
 
-test-aarch64-all: setup  ## the same with all cases, eight times as many
-	@$(BIN)/python tools/check_aarch64.py --every 1 $(ARGS)
+test-aarch64-all: setup  ## the same with all repetitions
+	@$(BIN)/python tools/check_aarch64.py --all $(ARGS)
 
 wheel: $(SERVING) $(WHEEL)  ## a wheel in dist/ with the kernels for every processor of this architecture; needs no compiler where it is installed
 	@rm -rf dist build/lib* build/bdist.*

@@ -1,4 +1,4 @@
-"""Distributes the tests over processes, scales their time limits, and selects every N-th case."""
+"""Distributes the tests over processes, scales their time limits, and selects a part of the cases."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.case_samples import check_sample, read_intervals, select_cases
 from support.time_limits import time_limit
 
 HEAVY = (
@@ -120,6 +120,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1, metavar="N", help="run only every N-th case of each test function")
+    parser.addoption(
+        "--every-of",
+        action="append",
+        default=[],
+        metavar="FILE::TEST=N|cover",
+        help="run only every N-th case of this test function, or few cases that have each value of each parameter",
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -160,15 +167,12 @@ def _collected() -> Path:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sorts the files with the slowest tests first. With ``--every N``, keeps every N-th case of each test."""
+    """Sorts the files with the slowest tests first. Keeps the cases that ``--every`` and ``--every-of`` select."""
     ranks = {file: rank for rank, file in enumerate(HEAVY)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
-    every, seen, chosen = config.getoption("every"), Counter[str](), []
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        if seen[function] % every == 0:
-            chosen.append(item)
-        seen[function] += 1
+    intervals = read_intervals(config.getoption("every_of"))
+    chosen = select_cases(items, config.getoption("every"), intervals)
+    check_sample(items, chosen, intervals)
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen

@@ -1,14 +1,17 @@
 """Builds the kernels for 64-bit Arm with a cross compiler, and runs their tests in qemu-user.
 
-    python tools/check_aarch64.py                                          # every instruction set, a part of the cases
-    python tools/check_aarch64.py --every 1                                # all cases
+    python tools/check_aarch64.py                                          # every instruction set, without repetitions
+    python tools/check_aarch64.py --all                                    # all cases
     python tools/check_aarch64.py --isa neon_dot tests/kernels/test_linear.py -k bias
 
-By default, the tool runs every 20th case of each test, because qemu is slow. Further arguments go to pytest. The tool
-needs Linux on x86-64 with Debian 12 or a similar system, and its packages
-g++-aarch64-linux-gnu and qemu-user-static. The tool copies the sources to build/aarch64, where setup.py builds them. In
-the same folder it installs an Arm Python from Debian (apt-get, without root) and Arm wheels from PyPI (pip). The first
-compilation takes 5 minutes of a processor core, and each instruction set 2.5 minutes. The exit code is 1 if a test
+qemu is slow. By default, the tool therefore leaves out repetitions. Of the longest tests it runs a part of
+the cases (``SAMPLED``), in which each value of each parameter occurs. Tests that do not depend on the instruction set run
+once (``ONCE``). Of all other tests it runs all cases. Further arguments go to pytest.
+
+The tool needs Linux on x86-64 with Debian 12 or a similar system, and its packages g++-aarch64-linux-gnu and
+qemu-user-static. The tool copies the sources to build/aarch64, where setup.py builds them. In the same folder it
+installs an Arm Python from Debian (apt-get, without root) and Arm wheels from PyPI (pip). The first compilation takes 5
+minutes of a processor core. @@TIMES@@ The exit code is 1 if a test
 fails. qemu shows whether results are right, but not how fast a processor is.
 """
 
@@ -51,6 +54,31 @@ NESTED_RUNS = "tests/kernels/test_library.py::test_every_instruction_set_passes_
 """A test that repeats the other tests for each instruction set. It is left out, because this tool does the same."""
 NATIVE_TESTS = ("test_ceilings.py", "test_other_instruction_sets.py")
 """Tests that are left out in qemu: one measures the processor's speed, the other runs this machine's compiler."""
+SAMPLED = {
+    "test_latent_attention.py::test_chunks_and_threads_change_no_bit": "cover",
+    "test_rotary_attention.py::test_threads_change_no_bit": "cover",
+    "test_rotary_attention.py::test_block_size_changes_no_bit": "cover",
+    "test_rotary_attention.py::test_equals_float64": "cover",
+    "test_rotary_attention.py::test_prefill_chunks_and_decode_agree_bit_for_bit": 5,
+    "test_window_and_norms.py::test_equals_float64": 5,
+    "test_window_and_norms.py::test_prefill_chunks_and_decode_agree_bit_for_bit": 5,
+    "test_window_and_norms.py::test_sinks_equal_float64": 7,
+    "test_linear.py::test_blocks_of_rows_change_no_bit": 2,
+    "test_linear.py::test_groups_of_weights_alone": 5,
+    "test_candidates.py::test_tokens_are_those_of_whole_rows": 5,
+}
+"""The longest tests of tests/kernels. A number N: every N-th case runs. "cover": few cases that have all values.
+
+N has no common factor with the numbers of values of the inner parameters. So successive cases have other values of each
+parameter. pytest refuses an N that leaves out a value (``tests/support/case_samples.py``).
+"""
+ONCE = (
+    *("test_library.py", "test_collectives.py", "test_block_copies.py", "test_hand_blocks.py"),
+    "test_static_inputs.py::test_every_instruction_set_gives_the_same_bits",
+    "test_linear_formats.py::test_integer_formats_give_the_same_bits_on_every_instruction_set",
+    "test_gated_delta.py::test_other_instruction_sets_equal_float64",
+)
+"""Tests that do not depend on the chosen instruction set, or that run all sets themselves."""
 
 
 def run(command: Sequence[str | Path], **options: object) -> None:
@@ -140,13 +168,22 @@ exec {EMULATOR} -cpu max -L "{SYSTEM}" -0 "{PYTHON}" "{SYSTEM}/usr/bin/python3.1
     PYTHON.chmod(0o755)
 
 
-def run_tests(isa: str, every: int, arguments: Sequence[str]) -> bool:
-    """Runs every ``every``-th case of the kernel tests on one instruction set. Returns True if all pass."""
+def repetitions(*, is_first: bool) -> list[str]:
+    """Returns the options of pytest that leave out repetitions. ``is_first``: for the first instruction set."""
+    sampled = [f"--every-of=tests/kernels/{test}={interval}" for test, interval in SAMPLED.items()]
+    return sampled + ([] if is_first else [f"--deselect=tests/kernels/{test}" for test in ONCE])
+
+
+def run_tests(isa: str, selection: Sequence[str], arguments: Sequence[str]) -> bool:
+    """Runs kernel tests on one instruction set. Returns True if all pass.
+
+    ``selection`` are the options of pytest that select cases.
+    """
     print(f"== {isa}", flush=True)
     folder = "tests/kernels"
     ignored = [f"--ignore={folder}/{name}" for name in (*NEED_MINDSPORE, *NATIVE_TESTS)]
     given = list(arguments) if any(each.startswith("tests/") for each in arguments) else [folder, *arguments]
-    options = ["-q", "-p", "no:cacheprovider", f"--every={every}", *ignored, f"--deselect={NESTED_RUNS}"]
+    options = ["-q", "-p", "no:cacheprovider", *selection, *ignored, f"--deselect={NESTED_RUNS}"]
     command = [PYTHON, "-m", "pytest", *options, *given]
     # qemu is 20 to 50 times slower than a processor, so the tests need longer time limits.
     environment = {**os.environ, "LLM_KERNELS_ISA": isa, "LLM_TEST_TIME_FACTOR": "60"}
@@ -156,9 +193,8 @@ def run_tests(isa: str, every: int, arguments: Sequence[str]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the kernels for 64-bit Arm and test them in qemu-user.")
     parser.add_argument("--isa", choices=INSTRUCTION_SETS, help="test only this instruction set")
-    parser.add_argument(
-        "--every", type=int, default=20, metavar="N", help="run every N-th case of each test (%(default)s; 1: all)"
-    )
+    parser.add_argument("--all", action="store_true", help="also run the repetitions")
+    parser.add_argument("--every", type=int, metavar="N", help="run every N-th case of each test")
     options, arguments = parser.parse_known_args()
     missing = [name for name in (COMPILER, EMULATOR, "apt-get", "dpkg", "git") if shutil.which(name) is None]
     if missing:
@@ -171,7 +207,11 @@ def main() -> int:
     install_wheels()
     write_python()
     chosen = (options.isa,) if options.isa else INSTRUCTION_SETS
-    passed = [isa for isa in chosen if run_tests(isa, options.every, arguments)]
+    passed = []
+    for isa in chosen:
+        selection = [] if options.all else repetitions(is_first=isa == chosen[0])
+        if run_tests(isa, [f"--every={options.every}"] if options.every else selection, arguments):
+            passed.append(isa)
     print(f"passed in qemu: {', '.join(passed) or 'none'} of {', '.join(chosen)}")
     return int(len(passed) < len(chosen))
 

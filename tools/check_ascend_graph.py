@@ -33,10 +33,8 @@ from tools.ascend_graph.fusions import predicted_fusions
 from tools.ascend_graph.listing import Wiring, list_graph
 from tools.ascend_graph.mind_ir import Graph
 from tools.ascend_graph.rules import check_graph
-from tools.ascend_graph.variants import VARIANTS
+from tools.ascend_graph.variants import VARIANTS, deployments, variant_of
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-FOLDERS = ("llama", "deepseek")
 GOLDEN = Path(__file__).resolve().parent / "ascend_graph" / "golden"
 MAX_LINES = 12
 """Maximum number of lines that are shown of a difference or an error."""
@@ -47,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     names = options.config or []
     if options.all:
-        paths = [path for folder in FOLDERS for path in sorted((CONFIGS / folder).glob("*.yaml"))]
-        names = [path.name for path in paths if "model_config" in read_yaml_mapping(path)]
-        names += VARIANTS
+        names = [*deployments(), *VARIANTS]
     set_up()
     failures = sum(check_config(name, options.overrides, write=options.write) for name in names)
     print(f"{len(names)} configs, {failures} graphs failed")
@@ -62,9 +58,8 @@ def check_config(name: str, overrides: Sequence[str] = (), *, write: bool = Fals
     ``overrides`` are settings of the form ``section.key=value``. With overrides, the graphs are not compared with
     golden listings.
     """
-    variant = VARIANTS.get(name)
-    stem = name if variant is not None else Path(name).stem
-    name, settings = variant or (name, ())
+    stem = name if name in VARIANTS else Path(name).stem
+    name, settings = variant_of(name)
     golden = None if overrides else stem
     if _is_mindformers(name):
         print(f"skip {stem}: model_type mindformers, whose graph belongs to that package (docs/mindformers.md)")
@@ -140,7 +135,7 @@ def _cut(lines: list[str]) -> list[str]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compiles and checks the Ascend graphs of configs without an NPU.")
     parser.add_argument("config", nargs="*", help="name or path of a config, or name of a variant")
-    parser.add_argument("--all", action="store_true", help="every config of configs/llama and deepseek, every variant")
+    parser.add_argument("--all", action="store_true", help="all configs except MindFormers' models, all variants")
     parser.add_argument(
         "--set",
         action="append",

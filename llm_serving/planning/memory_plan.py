@@ -195,7 +195,7 @@ def plan_node(config: Config, machine: Machine) -> MemoryPlan:
         assert plan.available_bytes is not None
         raise MemoryPlanError(
             f"the memory plan needs {format_bytes(plan.total_bytes)}, of {format_bytes(plan.available_bytes)} "
-            f"({plan.available_from}): {_advice(plan)}\n{plan.table()}"
+            f"({plan.available_from}): {advice(plan)}\n{plan.table()}"
         )
     return plan
 
@@ -365,8 +365,8 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     return f"  {row[0].ljust(widths[0])}  {sizes}  {row[-1]}".rstrip()
 
 
-def _advice(plan: MemoryPlan) -> str:
-    """Return the end of the error message: a setting that fits.
+def advice(plan: MemoryPlan) -> str:
+    """Return the end of the error message for a plan that does not fit: a setting that fits, or which memory is short.
 
     If the plan has host blocks, the text proposes fewer host blocks. Otherwise, it proposes fewer KV cache blocks.
     """
@@ -382,20 +382,20 @@ def _advice(plan: MemoryPlan) -> str:
             "the weights leave no memory for a KV cache; lower scheduler_config.max_num_batched_tokens (or "
             "model_config.seq_length) and model_config.decode_batch_size, or take a smaller model"
         )
-    advice = f"pa_config.num_blocks = {plan.num_blocks} does not fit; the largest that does is {largest}"
+    text = f"pa_config.num_blocks = {plan.num_blocks} does not fit; the largest that does is {largest}"
     longest = (largest - 1) * plan.block_size + 1
     if longest < plan.max_model_len:
-        advice += (
+        text += (
             f", too few for a sequence of {plan.max_model_len} tokens: lower pa_config.decode_seq_length "
             f"to {longest} or less too"
         )
-    return advice
+    return text
 
 
 def _advice_on_host_blocks(plan: MemoryPlan) -> str:
     rest = plan.without_host_blocks
     if not rest.fits:
-        return f"without pa_config.num_host_blocks, too, {_advice(rest)}"
+        return f"without pa_config.num_host_blocks, too, {advice(rest)}"
     assert rest.available_bytes is not None
     block_bytes = plan.kv_bytes_per_token * plan.block_size
     wanted = plan.bytes_of(HOST_BLOCKS) // block_bytes

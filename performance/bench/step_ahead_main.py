@@ -6,17 +6,23 @@ steps, two at a time, first with steps ahead and then without. The period is the
 end of the next. With steps ahead, the period should be equal to the device's time for a step. Both times are medians,
 so that other programs on the machine disturb them less. The exit code is 1 if the period exceeds --limit times the
 device's time.
+
+With --tensor-parallel, several agents share the model, each with its own artificial device. The figures are those of
+the first agent, which samples. Its device also waits for the sums of the other devices.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +33,7 @@ from agent.task_queue import TaskQueue
 from agent.warm_up import make_step
 from agent.worker import Worker
 from llm_serving.config import Config, load_config
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.messages import Decode, Shutdown, StepDone
 from llm_serving.ipc.shm import LAST_TOKEN, NUM_SLOTS
 from performance.artificial_device.queue import ArtificialDevice, Busy, sleep_until
@@ -35,6 +42,8 @@ from performance.terminal import format_table
 
 WARM_STEPS = 20
 CONTEXT, SEQUENCES, IN_FLIGHT = 64, 4, 2
+RUNS_AHEAD = (True, False)
+PROGRAM = Path(__file__).resolve().parents[1] / "bench_step_ahead.py"
 TRACED = 4
 """Number of steps in the trace."""
 Span = tuple[float, float, str]
@@ -48,11 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success. 1: the period with steps ahead exceeds the limit. 2: a config is wrong.
     """
     parsed = _parse(arguments)
-    config = load_config(parsed.config, ["model_config.op_table=native", "model_config.model_dtype=bfloat16"])
-    start_runtime(config)
+    settings = ("op_table=native", "model_dtype=bfloat16")
+    config = load_config(
+        parsed.config,
+        [*(f"model_config.{each}" for each in settings), f"parallel_config.tensor_parallel={parsed.tensor_parallel}"],
+    )
+    if parsed.rank:
+        start_runtime(config)
+        for runs_ahead, name in zip(RUNS_AHEAD, parsed.exchanges, strict=True):
+            measure(config, parsed, name, runs_ahead=runs_ahead)
+        return 0
+    with other_agents(config, parsed, sys.argv[1:] if arguments is None else arguments) as exchanges:
+        start_runtime(config)
+        measured = [
+            measure(config, parsed, name, runs_ahead=runs_ahead)
+            for runs_ahead, name in zip(RUNS_AHEAD, exchanges, strict=True)
+        ]
+    return report(parsed, measured)
+
+
+def report(parsed: argparse.Namespace, measured: Sequence[tuple[list[Span], list[Busy]]]) -> int:
+    """Prints the figures of each element of ``RUNS_AHEAD``. Returns the exit code, as ``main`` does."""
     rows, results = [], []
-    for runs_ahead in (True, False):
-        spans, periods = measure(config, parsed, runs_ahead=runs_ahead)
+    for runs_ahead, (spans, periods) in zip(RUNS_AHEAD, measured, strict=True):
         busy = median(each.end - each.start for each in periods)
         period = median(after.end - before.end for before, after in pairwise(periods))
         results.append({"runs_ahead": runs_ahead, "device_ms": 1000 * busy, "period_ms": 1000 * period})
@@ -73,17 +100,55 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-ms", type=float, default=3.0, help="time of a step on the host (default 3)")
     parser.add_argument("--steps", type=int, default=200, help="number of measured steps (default 200)")
     parser.add_argument("--limit", type=float, default=1.04, help="largest period / device time (default 1.04)")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="number of agents (default 1)")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--exchanges", nargs=len(RUNS_AHEAD), help=argparse.SUPPRESS)
     parser.add_argument("--trace", action="store_true", help="print what host and device did in the last steps")
     return parser.parse_args(arguments)
 
 
-def measure(config: Config, options: argparse.Namespace, *, runs_ahead: bool) -> tuple[list[Span], list[Busy]]:
-    """Runs the steps. Returns the spans in which the host worked, and the periods in which the device was busy."""
+@contextmanager
+def other_agents(config: Config, parsed: argparse.Namespace, arguments: Sequence[str]) -> Iterator[list[str | None]]:
+    """Starts this program for each further agent of the group.
+
+    Yields the name of the exchange for each element of ``RUNS_AHEAD``, or None if there is only one agent. At the end,
+    waits for the agents. After an error, kills them.
+    """
+    if parsed.tensor_parallel == 1:
+        yield [None] * len(RUNS_AHEAD)
+        return
+    layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+    with ExitStack() as stack:
+        exchanges = [ExchangeMemory.create(layout) for _ in RUNS_AHEAD]
+        for exchange in exchanges:
+            stack.callback(exchange.close)
+        names = [exchange.name for exchange in exchanges]
+        agents = []
+        for rank in range(1, parsed.tensor_parallel):
+            given = [*arguments, "--rank", str(rank), "--exchanges", *names]
+            agents.append(subprocess.Popen([sys.executable, str(PROGRAM), *given], stdin=subprocess.DEVNULL))
+            stack.callback(agents[-1].kill)
+        yield list(names)
+        for agent in agents:
+            agent.wait()
+
+
+def measure(
+    config: Config, options: argparse.Namespace, exchange_name: str | None, *, runs_ahead: bool
+) -> tuple[list[Span], list[Busy]]:
+    """Runs the steps. Returns the spans in which the host worked, and the periods in which the device was busy.
+
+    ``exchange_name`` is the exchange of the group, or None if this agent has the whole model.
+    """
     from performance.artificial_device.ops import use_artificial_device  # imported here, as it imports mindspore
 
     device = ArtificialDevice()
     use_artificial_device(device, runs_ahead=runs_ahead)
-    runner = ModelRunner(config, lambda *_: None)
+    exchange = None
+    if exchange_name is not None:
+        layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+        exchange = ExchangeMemory.attach(exchange_name, layout)
+    runner = ModelRunner(config, lambda *_: None, options.rank, exchange)
     runner.load()
     runner.compile()
     runner.warm_up()

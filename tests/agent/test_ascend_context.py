@@ -358,13 +358,22 @@ def test_the_plan_fits_a_device_of_64_gib() -> None:
 
 
 def test_a_plan_larger_than_the_free_memory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AgentStartError, match=r"20\.0 GiB \(free memory of Ascend device 0\); the largest") as caught:
+    with pytest.raises(AgentStartError, match=r"20\.0 GiB \(free memory of Ascend device 0\): pa_config") as caught:
         check_device_memory(published(), with_memory(64 * GIB, 20 * GIB))
-    (largest,) = re.findall(r"num_blocks that fits is (\d+)\n", str(caught.value))
+    (largest,) = re.findall(r"does not fit; the largest that does is (\d+)", str(caught.value))
     fitting = published(f"pa_config.num_blocks={largest}")
     assert check_device_memory(fitting, with_memory(64 * GIB, 20 * GIB)).fits
     with pytest.raises(AgentStartError):
         check_device_memory(published(f"pa_config.num_blocks={int(largest) + 1}"), with_memory(64 * GIB, 20 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("free", "problem"),
+    [(1, "not even the weights fit"), (13, "the weights leave no memory for a KV cache; lower scheduler_config")],
+)
+def test_a_device_that_is_too_small_for_one_block_is_refused(free: int, problem: str) -> None:
+    with pytest.raises(AgentStartError, match=rf"needs \d+\.\d GiB, of {free}\.0 GiB \(free memory .*\): {problem}"):
+        check_device_memory(published(), with_memory(64 * GIB, free * GIB))
 
 
 def test_a_device_that_reports_no_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,6 +32,15 @@ def make_config(
         "model_config.weight_group": 32,
         "model_config.kv_format": kv,
         "model_config.device_target": "CPU",
+        **limits(),
+        **(extra or {}),
+    }
+    return load_config("llama_tiny_cpu.yaml", [f"{key}={value}" for key, value in overrides.items()])
+
+
+def limits() -> dict[str, Any]:
+    """Returns overrides with small limits for the lengths of sequences, the batch and the KV cache."""
+    return {
         "model_config.max_generate_length": MAX_MODEL_LEN,
         "model_config.seq_length": [MAX_MODEL_LEN],
         "model_config.prefill_batch_size": [PREFILL_SEQS],
@@ -40,6 +49,4 @@ def make_config(
         "pa_config.num_host_blocks": NUM_HOST_BLOCKS,
         "pa_config.block_size": BLOCK_SIZE,
         "scheduler_config.max_num_batched_tokens": MAX_MODEL_LEN,
-        **(extra or {}),
     }
-    return load_config("llama_tiny_cpu.yaml", [f"{key}={value}" for key, value in overrides.items()])

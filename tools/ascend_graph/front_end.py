@@ -33,7 +33,7 @@ def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
         "tokenizer.type=auto",
         "tokenizer.vocab_file=models/shapes/tokenizer",
     ]
-    if _dtype(name) not in ("float16", "bfloat16"):
+    if own_dtype(name) not in ("float16", "bfloat16"):
         given.append("model_config.model_dtype=bfloat16")
     return load_config(name, [*given, *overrides], ascend=True)
 
@@ -51,7 +51,8 @@ def forms_of(config: Config) -> LinearForms:
     return part_forms(specs, ModelPart.of(config), SeededWeights(0), packing)
 
 
-def _dtype(name: str) -> str:
+def own_dtype(name: str) -> str:
+    """Returns the ``model_dtype`` that a config states, in lower case, without MindSpore's prefix."""
     section = read_yaml_mapping(find_config_file(name)).get("model_config")
     assert isinstance(section, dict)
     return str(section.get("model_dtype", "float16")).lower().replace("datatype.", "")

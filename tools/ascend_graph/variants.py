@@ -1,11 +1,16 @@
-"""Lists variants of configs whose graphs are also checked. A variant is a config with some changed settings.
+"""Lists the configs whose graphs are checked, and variants of them. A variant is a config with other settings.
 
 To add a variant, add a row to ``VARIANTS``, and write its listings with ``check_ascend_graph.py NAME --write``.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
+
+from llm_serving.formats.strict_yaml import read_yaml_mapping
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 class Variant(NamedTuple):
@@ -27,3 +32,21 @@ VARIANTS = {
     "qwen3_30b_a3b_int8_kbk_pa_dyn+adapters": Variant("qwen3_30b_a3b_int8_kbk_pa_dyn.yaml", _ADAPTERS),
 }
 """Variants by name. A name consists of the config's name, ``+`` and the name of the changed feature."""
+
+
+def deployments() -> list[str]:
+    """Returns the file names of all configs in ``configs/`` that describe a deployment, without MindFormers' models.
+
+    The graphs of MindFormers' models belong to that package. MindFormers YAML files have no section ``model_config``.
+    """
+    found = []
+    for path in sorted(CONFIGS.rglob("*.yaml")):
+        section = read_yaml_mapping(path).get("model_config")
+        if isinstance(section, dict) and section.get("model_type") != "mindformers":
+            found.append(path.name)
+    return found
+
+
+def variant_of(name: str) -> Variant:
+    """Returns the config and the settings of a variant. A config's name gives this config without settings."""
+    return VARIANTS.get(name, Variant(name, ()))

@@ -10,7 +10,7 @@ from agent.backends.ascend.context import device_id
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 from llm_serving.planning.machine import Machine
-from llm_serving.planning.memory_plan import MemoryPlan, estimate_rank_memory
+from llm_serving.planning.memory_plan import MemoryPlan, advice, estimate_rank_memory
 from llm_serving.planning.rank_memory import format_bytes
 
 logger = logging.getLogger("agent.ascend")
@@ -20,8 +20,9 @@ def check_device_memory(config: Config, mindspore: Any, rank: int = 0) -> Memory
     """Checks that the memory plan fits into the device's free memory and into ``max_device_memory``. Returns the plan.
 
     First initialises the device. Without this, MindSpore reports 0 bytes. If the plan does not fit, raises
-    AgentStartError with the plan's table and the size of the largest KV cache that fits. If the device still reports a
-    total of 0 bytes, logs a warning and uses only the configured limit.
+    AgentStartError with the plan's table. The error also names the largest KV cache that fits, or the part that leaves
+    no memory for a KV cache. If the device still reports a total of 0 bytes, logs a warning and uses only the
+    configured limit.
     """
     device = device_id(config, rank)
     _initialise_device(mindspore)
@@ -38,8 +39,8 @@ def check_device_memory(config: Config, mindspore: Any, rank: int = 0) -> Memory
         return replace(plan, available_bytes=None)
     if not plan.fits:
         raise AgentStartError(
-            f"the memory plan needs {format_bytes(plan.total_bytes)}, of {format_bytes(free)} ({source}); the largest "
-            f"pa_config.num_blocks that fits is {plan.largest_num_blocks}\n{plan.table()}"
+            f"the memory plan needs {format_bytes(plan.total_bytes)}, of {format_bytes(free)} ({source}): "
+            f"{advice(plan)}\n{plan.table()}"
         )
     return plan
 

@@ -1,0 +1,153 @@
+"""Runs small versions of all configs with native operators on the CPU, and compares the executed graphs with Ascend's.
+
+The graph that runs must be the stored listing of the config (``tools/ascend_graph/golden``) apart from sizes. So every
+primitive of every config is executed, with the types of the config. The tokens must be those of fused operators, which
+other tests compare with transformers. A new config or variant is a new case.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from support.forked_programs import ForkedProgram
+from support.narrow_configs import narrow_config
+from tools.ascend_graph.variants import VARIANTS, deployments
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("configs_program.py")
+CONFIGS = (*deployments(), *VARIANTS)
+TIMEOUT_S = 400
+CHOSEN_EXPERTS = ("deepseek",)
+"""Beginnings of configs whose router may choose other experts after a rounding. Then any token may differ."""
+Results = dict[str, Any]
+
+
+@cache
+def listing_of(name: str) -> dict[str, tuple[str, ...]]:
+    """Returns the stored listing of each graph of a config without sizes, by the kind of the graph."""
+    stem = name.removesuffix(".yaml")
+    files = (ROOT / "tools/ascend_graph/golden").glob(f"{stem}.*.txt")
+    return {
+        file.name[len(stem) + 1 : -4]: without_sizes(file.read_text(encoding="utf-8").splitlines()) for file in files
+    }
+
+
+def without_sizes(lines: Sequence[str]) -> tuple[str, ...]:
+    """Returns a listing without sizes, numbers of values, and attributes that only a device adds.
+
+    Two things of the graph of whole prompts differ on a CPU (test_check_ascend_graph.py): the type of ``q_seq_lens``,
+    and the operators that convert it.
+    """
+    lines = [line for line in lines if "TensorToTuple(" not in line and "Cast(q_seq_lens" not in line]
+    lines = [re.sub(r"^layers? [0-9].*", "layer", line) for line in lines]
+    lines = [re.sub(r" input_is_dynamic_shape=\w+| output_is_dynamic_shape=\w+", "", line) for line in lines]
+    lines = [re.sub(r"^  q_seq_lens .*", "  q_seq_lens", line) for line in lines]
+    lines = [re.sub(r"(step|before|layer[0-9]+|output)?%[0-9]+", "%", line) for line in lines]
+    lines = [re.sub(r"(\w+\[[0-9, ]*\]) (of \S+?|from \S+ to \S+, sha256 \w+)(?=[,)])", r"\1", line) for line in lines]
+    lines = [re.sub(r"(?<![\w.])-?[0-9][0-9.e-]*", "#", line) for line in lines]
+    sections = [list(group) for _, group in groupby(lines, key=_SectionCounter())]
+    return tuple(line for section, _ in groupby(sections) for line in section)
+
+
+class _SectionCounter:
+    """Returns the number of the section that a line belongs to. The first line of a section is not indented."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __call__(self, line: str) -> int:
+        self._number += not line.startswith(" ")
+        return self._number
+
+
+@cache
+def is_swept(name: str) -> bool:
+    """Returns whether only ``make test-sweeps`` runs a config.
+
+    These are configs with the graphs of an earlier config apart from sizes, and variants, whose native primitives have
+    tests of their own (tests/lora, test_integer_cache.py).
+    """
+    return name in VARIANTS or any(listing_of(other) == listing_of(name) for other in CONFIGS[: CONFIGS.index(name)])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
+    """Returns a function that gives the results of a config. One process runs all that have one agent."""
+
+    @cache
+    def printed(names: tuple[str, ...]) -> Results:
+        folder = tmp_path_factory.mktemp("configs")
+        with ExitStack() as stack:
+            job: dict[str, str | None] = {}
+            for name in names:
+                config = narrow_config(name, "native")
+                job[name] = None
+                if config.parallel_config.group_size > 1:
+                    layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+                    exchange = ExchangeMemory.create(layout)
+                    stack.callback(exchange.close)
+                    job[name] = exchange.name
+            ranks = range(agents_of(names[0]))
+            agents = [
+                stack.enter_context(ForkedProgram(PROGRAM, str(rank), json.dumps(job), folder=folder)) for rank in ranks
+            ]
+            ended = [agent.wait(TIMEOUT_S) for agent in agents]
+        problems = [agent.stderr[-3000:] for agent in ended if agent.returncode != 0]
+        assert not problems, "\n".join(problems)
+        found: Results = json.loads(ended[0].stdout.splitlines()[-1])
+        return found
+
+    def of_config(name: str) -> Results:
+        alike = [other for other in CONFIGS if (is_swept(other), agents_of(other)) == (is_swept(name), agents_of(name))]
+        found: Results = printed(tuple(alike))[name]
+        return found
+
+    return of_config
+
+
+@cache
+def agents_of(name: str) -> int:
+    return narrow_config(name, "native").parallel_config.tensor_parallel
+
+
+CASES = [pytest.param(name, marks=[pytest.mark.sweep] if is_swept(name) else []) for name in CONFIGS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_executed_graphs_are_those_of_the_config(run: Callable[[str], Results], name: str) -> None:
+    executed = {kind: without_sizes(lines) for kind, lines in run(name)["graphs"].items()}
+    assert executed == listing_of(name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_native_tokens_are_those_of_fused_operators(run: Callable[[str], Results], name: str) -> None:
+    """A token may differ where two logits are nearly equal.
+
+    The difference is stated in units of the range of the best 32 logits, which is about 1.5 standard deviations.
+    """
+    found = run(name)
+    gaps, sampled = [], 0
+    for ours, theirs in zip(found["native"], found["fused"], strict=True):
+        sampled += ours["token"] == theirs["token"]
+        logits = theirs["logits"]
+        if ours["ids"][0] != theirs["ids"][0]:
+            place = theirs["ids"].index(ours["ids"][0])
+            gaps.append((logits[0] - logits[place]) / (logits[0] - logits[-1]))
+    total = len(found["native"])
+    widest = max(gaps, default=0)
+    print(f"{name}: {len(gaps)} of {total} best tokens differ, widest {widest:.3f}; {sampled} sampled tokens are equal")
+    assert len({each["token"] for each in found["native"]}) >= 5, "a constant text would test little"
+    if not name.startswith(CHOSEN_EXPERTS):
+        assert widest < 0.1
+    assert len(gaps) <= total // 5
+    assert sampled >= total // 2

@@ -1,0 +1,91 @@
+"""Selects a part of the cases of parametrised tests, and checks that each value of each parameter remains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+COVER = 0
+"""The interval of a function of which only as many cases run as its parameters have values."""
+
+
+def read_intervals(options: Sequence[str]) -> dict[str, int]:
+    """Returns the interval of each test function from options ``FILE::TEST=N`` or ``FILE::TEST=cover``.
+
+    Raises UsageError for another form.
+    """
+    intervals = {}
+    for option in options:
+        function, equals, number = option.partition("=")
+        if not (equals and (number == "cover" or (number.isdigit() and int(number) > 0))):
+            raise pytest.UsageError(f"--every-of {option}: must be FILE::TEST=N with an N of at least 1, or =cover")
+        intervals[function] = COVER if number == "cover" else int(number)
+    return intervals
+
+
+def select_cases(items: Sequence[pytest.Item], every: int, intervals: Mapping[str, int]) -> list[pytest.Item]:
+    """Returns every N-th case of each test function. N is the function's interval, or ``every`` if it has none.
+
+    Of a function with the interval ``COVER``, returns the cases of ``cover``.
+    """
+    covered = [function for function, interval in intervals.items() if interval == COVER]
+    kept = {id(item) for each in covered for item in cover([item for item in items if function_of(item) == each])}
+    seen, chosen = Counter[str](), []
+    for item in items:
+        function = function_of(item)
+        interval = intervals.get(function, every)
+        if id(item) in kept or (interval != COVER and seen[function] % interval == 0):
+            chosen.append(item)
+        seen[function] += 1
+    return chosen
+
+
+def cover(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Returns cases of one function that have each value of each parameter, as few as a greedy choice finds.
+
+    Chooses the case with the most values that no chosen case has. If there are several, chooses the case whose values
+    were chosen least.
+    """
+    left, used, chosen = list(items), Counter[tuple[str, str]](), list[pytest.Item]()
+    wanted = {value for item in items for value in _values_of(item)}
+    while wanted - used.keys():
+        best = max(left, key=lambda item: _preference(_values_of(item), used))
+        left.remove(best)
+        chosen.append(best)
+        used.update(_values_of(best))
+    return chosen
+
+
+def _preference(values: set[tuple[str, str]], used: Counter[tuple[str, str]]) -> tuple[int, int]:
+    """Returns the number of values that are new, and minus the number of times that the others were used."""
+    return len(values - used.keys()), -sum(used[value] for value in values)
+
+
+def check_sample(items: Sequence[pytest.Item], chosen: Sequence[pytest.Item], intervals: Mapping[str, int]) -> None:
+    """Checks that a sample covers each value of each parameter. Only functions that have an interval are checked.
+
+    If N has no common factor with the number of values, every N-th case usually covers them. Raises UsageError with the
+    values that are missing.
+    """
+    for function in intervals:
+        missing = sorted(_values(items, function) - _values(chosen, function))
+        if missing:
+            text = ", ".join(f"{name} {value}" for name, value in missing)
+            raise pytest.UsageError(f"--every-of {function}={intervals[function]} leaves out {text}; use another N")
+
+
+def function_of(item: pytest.Item) -> str:
+    """Returns ``FILE::TEST`` of a case."""
+    return item.nodeid.partition("[")[0]
+
+
+def _values(items: Sequence[pytest.Item], function: str) -> set[tuple[str, str]]:
+    """Returns the name and the value of each parameter of the function's cases among ``items``."""
+    return {value for item in items if function_of(item) == function for value in _values_of(item)}
+
+
+def _values_of(item: pytest.Item) -> set[tuple[str, str]]:
+    call = getattr(item, "callspec", None)
+    return {(name, repr(value)) for name, value in call.params.items()} if call is not None else set()

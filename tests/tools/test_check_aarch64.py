@@ -1,0 +1,67 @@
+"""Tests the selection of kernel tests that run in qemu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from support.case_samples import check_sample, read_intervals, select_cases
+from tools.check_aarch64 import INSTRUCTION_SETS, ONCE, SAMPLED, repetitions
+
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+TEST = "tests/kernels/test_a.py::test_equals"
+
+
+def cases(**parameters: int) -> list[Any]:
+    """Returns the cases of a function with two parameters. The arguments are the numbers of values; the last is inner.
+    """
+    (outer, outers), (inner, inners) = parameters.items()
+    return [
+        SimpleNamespace(nodeid=f"{TEST}[{i}-{j}]", callspec=SimpleNamespace(params={outer: i, inner: j}))
+        for i in range(outers)
+        for j in range(inners)
+    ]
+
+
+def test_a_sample_rotates_through_the_values_of_all_parameters() -> None:
+    items = [*cases(shape=5, dtype=6), SimpleNamespace(nodeid="tests/kernels/test_b.py::test_other")]
+    chosen = select_cases(items, 1, {TEST: 5})
+    assert [item.nodeid.partition("[")[2][:-1] for item in chosen[:-1]] == ["0-0", "0-5", "1-4", "2-3", "3-2", "4-1"]
+    assert chosen[-1] is items[-1], "a function without an interval keeps all cases"
+    check_sample(items, chosen, {TEST: 5})
+
+
+def test_a_sample_that_leaves_out_a_value_is_refused() -> None:
+    items = cases(shape=5, dtype=6)
+    with pytest.raises(pytest.UsageError, match=r"test_equals=3 leaves out dtype 1, dtype 2, dtype 4, dtype 5"):
+        check_sample(items, select_cases(items, 1, {TEST: 3}), {TEST: 3})
+
+
+def test_a_cover_has_all_values_with_few_cases() -> None:
+    items = cases(shape=3, dtype=5)
+    chosen = select_cases(items, 1, read_intervals([f"{TEST}=cover"]))
+    assert [item.nodeid.partition("[")[2][:-1] for item in chosen] == ["0-0", "0-3", "1-1", "1-4", "2-2"]
+    check_sample(items, chosen, {TEST: 0})
+
+
+@pytest.mark.parametrize("option", ["a", "a=", "a=x", "a=0"])
+def test_an_interval_of_another_form_is_refused(option: str) -> None:
+    with pytest.raises(pytest.UsageError, match="must be FILE::TEST=N with an N of at least 1"):
+        read_intervals([option])
+
+
+def test_all_named_tests_exist() -> None:
+    """pytest ignores an option for a test that does not exist, so a renamed test would run with all its cases."""
+    for name in (*SAMPLED, *ONCE):
+        file, _, function = name.partition("::")
+        text = (KERNELS / file).read_text(encoding="utf-8")
+        assert f"def {function}(" in text or not function, name
+
+
+def test_tests_of_all_instruction_sets_run_with_the_first_one_only() -> None:
+    first, other = (repetitions(is_first=isa == INSTRUCTION_SETS[0]) for isa in INSTRUCTION_SETS[:2])
+    assert [option for option in other if option not in first] == [f"--deselect=tests/kernels/{name}" for name in ONCE]
+    assert len(first) == len(SAMPLED)
