@@ -4,15 +4,15 @@
     python tools/check_aarch64.py --all                                    # all cases
     python tools/check_aarch64.py --isa neon_dot tests/kernels/test_linear.py -k bias
 
-qemu is slow. By default, the tool therefore leaves out repetitions. Of the longest tests it runs a part of
-the cases (``SAMPLED``), in which each value of each parameter occurs. Tests that do not depend on the instruction set run
-once (``ONCE``). Of all other tests it runs all cases. Further arguments go to pytest.
+qemu is slow. By default, the tool therefore leaves out repetitions. Of the longest tests it runs a part of the cases
+(``SAMPLED``), in which each value of each parameter occurs. Tests that do not depend on the instruction set run once
+(``ONCE``). Of all other tests it runs all cases. Further arguments go to pytest.
 
 The tool needs Linux on x86-64 with Debian 12 or a similar system, and its packages g++-aarch64-linux-gnu and
 qemu-user-static. The tool copies the sources to build/aarch64, where setup.py builds them. In the same folder it
 installs an Arm Python from Debian (apt-get, without root) and Arm wheels from PyPI (pip). The first compilation takes 5
-minutes of a processor core. @@TIMES@@ The exit code is 1 if a test
-fails. qemu shows whether results are right, but not how fast a processor is.
+minutes of a processor core (docs/lab/kernels.md has the times of the tests). The exit code is 1 if a test fails. qemu
+shows whether results are right, but not how fast a processor is.
 """
 
 from __future__ import annotations
