@@ -3,50 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from llm_serving.engine.commands import LoadAdapter, Probe, Profile
 from llm_serving.engine.core import EngineCore
 from llm_serving.engine.outputs import AdapterAnswer, ProbeAnswer, ProfileAnswer
 from llm_serving.errors import AgentError, AgentLostError
+from llm_serving.executor.vitals import LOOK_EVERY_S, SilentAgents
 from llm_serving.ipc.adapters import AdapterMemory
+
+SLOW_PROBE_S = 30.0
+"""Maximum seconds to wait longer for the replies of agents that have work to do."""
 
 
 class AgentQuestions:
-    """Sends questions to the engine thread and waits for the answers. The engine must pass each answer to ``take``.
+    """Sends questions to the engine thread and waits for the answers.
 
-    Call the methods only from the event loop.
+    The engine must pass each answer to ``take``, and call ``close`` when its thread has ended. Call the methods only
+    from the event loop.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, *, are_local: bool = True) -> None:
+        """``are_local`` is True if the agents run on this machine, so that this process can look at their processes."""
         self._core = core
+        self._are_local = are_local
+        self._is_closed = False
         self._probes: list[asyncio.Future[bool]] = []
-        self._profile: asyncio.Future[list[dict[str, object]]] | None = None
+        self._profiles: dict[int, asyncio.Future[list[dict[str, object]]]] = {}
+        self._numbers = itertools.count(1)
         self._adapter: asyncio.Future[str] | None = None
 
     async def probe(self, timeout: float) -> bool:
-        """Return True if every agent replies to a status query within ``timeout`` seconds."""
+        """Return True if every agent replies to a status query.
+
+        Returns False if agents do not reply within ``timeout`` seconds. Agents that are only slow, because they compute
+        or wait for a processor, have ``SLOW_PROBE_S`` more. Returns False if the engine has ended.
+        """
+        if self._is_closed:
+            return False
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._probes.append(answer)
         self._core.submit(Probe())
         try:
-            return await asyncio.wait_for(answer, timeout)
-        except asyncio.TimeoutError:
-            return False
+            await asyncio.wait((answer,), timeout=timeout)
+            if not answer.done():
+                await self._wait_for_slow(answer)
+            return answer.done() and answer.result()
         finally:
             if answer in self._probes:
                 self._probes.remove(answer)
+
+    async def _wait_for_slow(self, answer: asyncio.Future[bool]) -> None:
+        """Wait for the replies to a probe as long as the processes of the agents are only slow."""
+        pids = [pid for agent in self._core.status().agents if isinstance(pid := agent.get("pid"), int)]
+        silent, loop = SilentAgents(pids if self._are_local else []), asyncio.get_running_loop()
+        until = loop.time() + SLOW_PROBE_S
+        while not answer.done() and loop.time() < until and await asyncio.to_thread(silent.may_reply):
+            await asyncio.wait((answer,), timeout=LOOK_EVERY_S)
 
     async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:
         """Start a profile of all ready agents, which write files to ``folder``. If ``folder`` is None, stop the
         profile.
 
         Returns the rank, the error and the summary of each agent. An empty error means success. The result is empty if
-        no agent is ready. Raises TimeoutError after ``timeout`` seconds. Only one call may run at a time.
+        no agent is ready. Raises TimeoutError after ``timeout`` seconds, and AgentLostError if the engine has ended. If
+        another call follows before the agents' replies, the result of the earlier call has an error.
         """
-        answer: asyncio.Future[list[dict[str, object]]] = asyncio.get_running_loop().create_future()
-        self._profile = answer
-        self._core.submit(Profile(folder))
-        return await asyncio.wait_for(answer, timeout)
+        if self._is_closed:
+            raise self._ended()
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._profiles[number] = answer
+        self._core.submit(Profile(number, folder))
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        finally:
+            del self._profiles[number]
 
     async def load_adapter(self, slot: int, memory: AdapterMemory, timeout: float) -> None:
         """Load the LoRA adapter in ``memory`` into an adapter slot of all agents.
@@ -71,12 +102,27 @@ class AgentQuestions:
     def take(self, answer: ProbeAnswer | ProfileAnswer | AdapterAnswer) -> None:
         """Pass an answer of the engine thread to the call that waits for it."""
         if isinstance(answer, ProbeAnswer):
-            probes, self._probes = self._probes, []
-            for probe in probes:
-                if not probe.done():
-                    probe.set_result(True)
+            self._end_probes(is_answered=True)
         elif isinstance(answer, ProfileAnswer):
-            if self._profile is not None and not self._profile.done():
-                self._profile.set_result(answer.agents)
+            profile = self._profiles.get(answer.number)
+            if profile is not None and not profile.done():
+                profile.set_result(answer.agents)
         elif self._adapter is not None and not self._adapter.done():
             self._adapter.set_result(answer.error)
+
+    def close(self) -> None:
+        """End all questions without an answer, and all later questions, because the engine thread has ended."""
+        self._is_closed = True
+        self._end_probes(is_answered=False)
+        for profile in self._profiles.values():
+            if not profile.done():
+                profile.set_exception(self._ended())
+
+    def _end_probes(self, *, is_answered: bool) -> None:
+        probes, self._probes = self._probes, []
+        for probe in probes:
+            if not probe.done():
+                probe.set_result(is_answered)
+
+    def _ended(self) -> AgentLostError:
+        return AgentLostError(f"the agents have ended: {self._core.stop_reason or 'the engine was stopped'}")

@@ -16,6 +16,8 @@ class AgentReplies:
         self.probed: set[int] = set()
         """The replicas that have not replied to the probe."""
         self._profiling: set[int] = set()
+        """The replicas that have not replied to the newest command for profiles."""
+        self._profile_number = 0
         self._profiled: list[dict[str, object]] = []
 
     def probe(self) -> None:
@@ -32,21 +34,30 @@ class AgentReplies:
         self.probed.remove(replica)
         return [] if self.probed else [ProbeAnswer()]
 
-    def profile(self, folder: str | None) -> list[ProfileAnswer]:
+    def profile(self, number: int, folder: str | None) -> list[ProfileAnswer]:
         """Start a profile of the agents of all ready replicas, or stop it if ``folder`` is None.
 
-        If no replica is ready, returns the answer immediately.
+        Returns the answers that are already known: to this command if no replica is ready, and to an earlier command
+        that this command replaces. ``number`` is the number of the command.
         """
+        answers: list[ProfileAnswer] = []
+        for index in sorted(self._profiling):
+            answers += self.note_lost(index, "a later command for profiles came before the agents' replies")
         asked = [replica for replica in self._replicas if replica.is_ready]
-        self._profiling, self._profiled = {replica.index for replica in asked}, []
+        self._profile_number, self._profiling, self._profiled = number, {replica.index for replica in asked}, []
         for replica in asked:
-            replica.executor.profile(folder)
-        return [] if asked else [ProfileAnswer([])]
+            if not replica.executor.profile(folder):
+                answers += self.note_lost(replica.index, "the agents are not ready")
+        return answers if asked else [*answers, ProfileAnswer(number, [])]
 
     def note_profile(self, replica: int, agents: list[dict[str, object]]) -> list[ProfileAnswer]:
-        """Note the replies of a replica's agents to a command for profiles."""
+        """Note the replies of a replica's agents to the newest command for profiles."""
         if replica not in self._profiling:
             return []
         self._profiling.remove(replica)
         self._profiled += agents
-        return [] if self._profiling else [ProfileAnswer(self._profiled)]
+        return [] if self._profiling else [ProfileAnswer(self._profile_number, self._profiled)]
+
+    def note_lost(self, replica: int, reason: str) -> list[ProfileAnswer]:
+        """Note that the agents of a replica will not reply to the newest command for profiles."""
+        return self.note_profile(replica, [{"replica": replica, "error": reason}])

@@ -117,7 +117,7 @@ class AsyncEngine:
         self.observers = [] if observe is None else [observe(index) for index in range(len(executors))]
         schedulers, self._recorders = make_schedulers(config, len(executors), self.observers, record)
         self._core = self._made_core(schedulers, executors, detokenizer, log)
-        self._questions = AgentQuestions(self._core)
+        self._questions = AgentQuestions(self._core, are_local=nodes is None)
         self._requests = RequestMaker(config, clock, self._core.note_traces)
         self.canary_wanted = asyncio.Event()
         """An event that is set on the event loop when the canary must run soon."""
@@ -173,6 +173,7 @@ class AsyncEngine:
             self._core.note_end()
             with contextlib.suppress(RuntimeError):  # the event loop may be closed already, so it cannot be notified
                 assert self._loop is not None
+                self._loop.call_soon_threadsafe(self._questions.close)
                 self._loop.call_soon_threadsafe(self.ended.set)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
@@ -235,7 +236,7 @@ class AsyncEngine:
         return dataclasses.replace(self._core.status(), recorder_s=recorder_s)
 
     async def probe(self, timeout: float) -> bool:
-        """Return True if every agent replies to a status query within ``timeout`` seconds."""
+        """Return True if every agent replies to a status query in time. See ``AgentQuestions.probe``."""
         return await self._questions.probe(timeout)
 
     async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:

@@ -37,9 +37,10 @@ class Profile:
     """Command to the engine thread: start a profile of all ready agents with files in ``folder``, or stop the profile
     if ``folder`` is None.
 
-    When all agents have replied, the engine delivers a ``ProfileAnswer``.
+    When all agents have replied or were lost, the engine delivers a ``ProfileAnswer`` with the same ``number``.
     """
 
+    number: int
     folder: str | None
 
 

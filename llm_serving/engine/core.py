@@ -292,7 +292,7 @@ class EngineCore:
             elif isinstance(command, Probe):
                 self._probe()
             elif isinstance(command, Profile):
-                self._outputs += self._replies.profile(command.folder)
+                self._outputs += self._replies.profile(command.number, command.folder)
             elif isinstance(command, Distrust):
                 self._replicas[command.replica].executor.distrust("canary", command.reason)
             elif isinstance(command, LoadAdapter):
@@ -441,8 +441,7 @@ class EngineCore:
             self._note_recovering()
         if len(self._replies.probed) > 1:
             self._outputs += self._replies.note_probe(replica.index)
-        lost = [{"replica": replica.index, "error": f"the agents were lost: {event.error}"}]
-        self._outputs += self._replies.note_profile(replica.index, lost)
+        self._outputs += self._replies.note_lost(replica.index, f"the agents were lost: {event.error}")
         self._outputs += self._adapters.lose(replica.index)
 
     def _note_recovering(self) -> None:
@@ -464,8 +463,7 @@ class EngineCore:
         self._log.event("agent_released", **replica.log_fields)
         self._note_recovering()
         self._outputs += self._replies.note_probe(replica.index)
-        ended = [{"replica": replica.index, "error": "the agents' machine was given back"}]
-        self._outputs += self._replies.note_profile(replica.index, ended)
+        self._outputs += self._replies.note_lost(replica.index, "the agents' machine was given back")
         self._outputs += self._adapters.lose(replica.index)
 
     def _note_failed_check(self, replica: Replica, event: AgentLost) -> None:

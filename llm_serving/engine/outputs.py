@@ -29,6 +29,8 @@ class ProbeAnswer:
 class ProfileAnswer:
     """All agents have replied to a ``Profile`` command: with success, or with the error that occurred."""
 
+    number: int
+    """The number of the command."""
     agents: list[dict[str, object]]
     """Rank, error and summary of each agent."""
 

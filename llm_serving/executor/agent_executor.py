@@ -81,6 +81,8 @@ class AgentExecutor:
         self._steps = self._new_slots(())
         self._control_seq = 0
         self._distrusted: SelfCheckError | None = None
+        self._profile_seq = 0
+        """Number of the newest message about a profile. Replies to earlier messages are ignored."""
         self._profiled: dict[int, dict[str, object]] = {}
         self._restarts = Restarts(config.serving_config.agent_restart_limit, from_the_start=start_group is not None)
         addresses = ["{}:{}".format(*listener.getsockname()[:2]) for listener in listeners]
@@ -122,12 +124,16 @@ class AgentExecutor:
         if self._group is not None and self._group.is_ready:
             self._group.send(messages.Status(seq=self._control_number()))
 
-    def profile(self, folder: str | None) -> None:
+    def profile(self, folder: str | None) -> bool:
+        if self._group is None or not self._group.is_ready:
+            return False
         self._profiled = {}
-        if self._group is not None and self._group.is_ready:
-            seq = self._control_number()
-            start_or_stop = messages.ProfileStop(seq=seq) if folder is None else None
-            self._group.send(start_or_stop or messages.ProfileStart(seq=seq, folder=str(folder)))
+        seq = self._profile_seq = self._control_number()
+        stop_or_start = (
+            messages.ProfileStop(seq=seq) if folder is None else messages.ProfileStart(seq=seq, folder=folder)
+        )
+        self._group.send(stop_or_start)
+        return True
 
     def load_adapter(self, slot: int, memory: AdapterMemory) -> None:
         if self._group is None or not self._group.is_ready:
@@ -277,7 +283,7 @@ class AgentExecutor:
             if self._adapters.is_loading:
                 self._send_adapters()
             return answer
-        if isinstance(message, messages.ProfileReply):
+        if isinstance(message, messages.ProfileReply) and message.seq == self._profile_seq:
             self._profiled[member] = {"rank": self._ranks[member], **msgspec.to_builtins(message)}
             if len(self._profiled) == len(self._ranks):
                 return AgentProfiled([self._profiled[each] for each in sorted(self._profiled)])

@@ -72,7 +72,7 @@ class AgentStatus:
 
 @dataclass(frozen=True, slots=True)
 class AgentProfiled:
-    """Every agent replied to a ``profile``, or the agents were lost."""
+    """Every agent replied to the newest ``profile``."""
 
     agents: list[dict[str, object]]
     """Rank, error and summary of each agent."""
@@ -120,10 +120,11 @@ class Executor(Protocol):
     def request_status(self) -> None:
         """Ask every agent for its status. ``poll`` reports ``AgentStatus`` when all have replied."""
 
-    def profile(self, folder: str | None) -> None:
+    def profile(self, folder: str | None) -> bool:
         """Start a profile of every agent with files in ``folder``. If ``folder`` is None, stop the profile.
 
-        ``poll`` reports ``AgentProfiled`` when all agents have replied.
+        ``poll`` reports ``AgentProfiled`` when all agents have replied to the newest call, or ``AgentLost``. If the
+        agents are not ready, returns False, and no event follows.
         """
 
     def load_adapter(self, slot: int, memory: AdapterMemory) -> None:

@@ -18,6 +18,9 @@ ASLEEP_S = 2.0
 ASLEEP_STEPS = 5.0
 """Agents count as lost if all of them sleep for ``ASLEEP_S`` and ``ASLEEP_STEPS`` times the longest step so far."""
 
+ASLEEP_LOOKS = 4
+"""Agents do not reply to a probe if all of their threads sleep in this number of looks."""
+
 
 class Vitals:
     """Watches the processes of a group of agents while they have a step. ``pids`` are in order of rank.
@@ -57,6 +60,26 @@ class Vitals:
         if self._asleep_since is not None and now - self._asleep_since >= longest:
             return f"agents from {self._first_rank} have done nothing for {longest:.1f} s in the middle of a step"
         return None
+
+
+class SilentAgents:
+    """Watches the processes of agents that have not replied to a probe. ``pids`` are their process ids."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._num_asleep = 0
+
+    def may_reply(self) -> bool:
+        """Return False if the agents will not reply: a process is stopped or has ended, or all threads sleep.
+
+        Only ``ASLEEP_LOOKS`` calls in a row decide that the agents sleep, because a reply may wait for this process. A
+        slow machine also makes the calls rarer. Returns False if there are no ``pids``.
+        """
+        states = [_thread_states(pid) for pid in self._pids]
+        if not states or any(not found or found <= {"T", "Z"} for found in states):
+            return False
+        self._num_asleep = 0 if any(found & {"R", "D"} for found in states) else self._num_asleep + 1
+        return self._num_asleep < ASLEEP_LOOKS
 
 
 def _since(since: float | None, holds: bool, now: float) -> float | None:

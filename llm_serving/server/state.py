@@ -177,11 +177,16 @@ def _host_names(server_ip: str, allow_remote: bool, allowed: Sequence[str]) -> f
 
 @dataclass(slots=True)
 class RunningProfile:
-    """The profile of the agents. ``lock`` is held while the agents start or stop a profile."""
+    """The profile of the agents. ``lock`` is held while the agents start or stop a profile.
+
+    All versions of the models share this object.
+    """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     folder: str | None = None
-    """Folder with the files of the running profile. None if no profile runs."""
+    """Folder with the files of the running profile, which no other profile has. None if no profile runs."""
+    engine: AsyncEngine | None = None
+    """The engine whose agents are profiled. A reload of the model ends this engine, and with it the profile."""
     timer: asyncio.TimerHandle | None = None
     """Timer that stops a profile at its maximum time."""
     last: dict[str, Any] | None = None

@@ -104,7 +104,8 @@ class InstantExecutor:
 
     def request_status(self) -> None: ...
 
-    def profile(self, folder: str | None) -> None: ...
+    def profile(self, folder: str | None) -> bool:
+        return False
 
     def release(self) -> None: ...
 

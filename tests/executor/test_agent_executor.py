@@ -17,7 +17,7 @@ import pytest
 from llm_serving.errors import ConfigError
 from llm_serving.executor import vitals
 from llm_serving.executor.agent_process import bind_agent_ports
-from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus
+from llm_serving.executor.base import AgentLost, AgentProfiled, AgentReady, AgentStatus
 from llm_serving.ipc import messages
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
@@ -97,6 +97,18 @@ def test_a_waiting_step_can_be_aborted(make_executor):
         results += executor.poll(5.0)
     assert {result.seq: result.aborted for result in results} == {0: False, 1: True}
     assert executor.num_free_slots == NUM_SLOTS
+
+
+def test_only_the_newest_command_for_profiles_is_answered(make_executor, tmp_path):
+    """A start whose reply came too late must not be the answer to the stop."""
+    executor = make_executor()
+    assert not executor.profile(None), "the agents are not ready, so no event follows"
+    events_until(executor, AgentReady)
+    (tmp_path / "file").touch()
+    assert executor.profile(str(tmp_path / "file"))
+    assert executor.profile(None)
+    [profiled] = events_until(executor, AgentProfiled)
+    assert [agent["error"] for agent in profiled.agents] == ["agent 0 is not being profiled"]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class PipeExecutor:
     def drop_adapter(self, slot: int) -> None:
         raise AssertionError
 
-    def profile(self, folder: str | None) -> None:
+    def profile(self, folder: str | None) -> bool:
         raise AssertionError
 
     def agents(self) -> list[dict[str, object]]:

@@ -14,7 +14,8 @@ from llm_serving.access.control import VISIT
 from llm_serving.errors import ModelNotFoundError, ModelUnavailableError, NotPermittedError, QueueFullError
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http.protocol import RECEIVED_AT
-from llm_serving.server.models.lookup import release_lease, served
+from llm_serving.server.models.lookup import main_model, present, release_lease, served
+from llm_serving.server.operations.admin import is_ready
 from llm_serving.server.state import ServerState
 from support.fake_models import Models
 from support.model_scripts import play
@@ -105,6 +106,46 @@ def test_the_deadline_of_a_request_limits_its_wait(tmp_path: Path) -> None:
         models.starter.gate.set()
 
     play(script, tmp_path, {"a": 3})
+
+
+def test_a_command_to_the_main_model_holds_its_present_version(tmp_path: Path) -> None:
+    """A reload must not end the agents that start a profile."""
+
+    async def script(models: Models) -> None:
+        one = request()
+        assert main_model(state_of(models), one) == "main.0"  # type: ignore[comparison-overlap]
+        assert models["main"].status().requests == 1
+        release_lease(one.scope)
+        assert models["main"].status().requests == 0
+        models["main"].version.view = "main.1"
+        assert main_model(state_of(models), request()) == "main.1"  # type: ignore[comparison-overlap]
+
+    play(script, tmp_path, {})
+
+
+def test_a_probe_of_a_replaced_version_asks_the_new_version(tmp_path: Path) -> None:
+    """A reload ends the engine of the old version while its agents are asked. The model is ready all the time."""
+
+    def view(*, is_replaced: bool) -> Any:
+        async def probe(timeout_s: float) -> bool:
+            if is_replaced:
+                models.registry.main.view = new
+            return not is_replaced
+
+        status = SimpleNamespace(state="ready", last_step_age_s=None)
+        engine = SimpleNamespace(status=lambda: status, probe=probe)
+        return SimpleNamespace(engine=engine, models=models.registry, active=SimpleNamespace(stopping=False))
+
+    async def script(found: Models) -> None:
+        nonlocal models, new
+        models, new = found, None
+        new, old = view(is_replaced=False), view(is_replaced=True)
+        models.registry.main.view = old
+        assert await is_ready(lambda: present(old)) == (True, "ready")
+
+    models: Any = None
+    new: Any = None
+    play(script, tmp_path, {})
 
 
 def test_a_server_has_ended_only_if_its_main_model_has(tmp_path: Path) -> None:

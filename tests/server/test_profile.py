@@ -5,10 +5,14 @@ The cases are request bodies, conflicts, failures and the time limit.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from llm_serving.errors import AgentLostError
+from llm_serving.server.operations import profile as profile_module
 from llm_serving.server.state import RunningProfile
 from support.time_limits import time_limit
 
@@ -55,6 +59,70 @@ def test_a_new_profile_forgets_the_last_one(server, calls):
     folder = server.http.post("/profile/start").json()["folder"]
     assert server.http.post("/profile/stop").json()["folder"] == folder
     assert server.http.post("/profile/stop").status_code == 409
+
+
+def test_profiles_have_folders_of_their_own(server, calls):
+    """Two profiles of the same second must not mix their files."""
+    for _ in range(3):
+        server.http.post("/profile/start")
+        server.http.post("/profile/stop")
+    folders = [folder for folder in calls if folder]
+    assert len(set(folders)) == len(folders) == 3
+
+
+def test_the_timer_of_an_ended_profile_does_not_stop_the_next(server, calls, monkeypatch):
+    """The timer of a profile may fire while a request stops this profile and another request starts the next."""
+    late = []
+    monkeypatch.setattr(profile_module, "_stop_after", lambda state, seconds: late.append(state.profile.folder))
+    first = server.http.post("/profile/start").json()["folder"]
+    server.http.post("/profile/stop")
+    second = server.http.post("/profile/start").json()["folder"]
+    asyncio.run(profile_module._stop_late(server.app.state, late[0]))
+    assert (late, calls) == ([first, second], [first, None, second])
+    assert server.http.post("/profile/stop").json()["folder"] == second
+
+
+def test_a_start_without_a_reply_is_stopped(server, engine, calls, monkeypatch):
+    """The agents may start the profile after the time limit. Then no later profile could start."""
+    told = []
+
+    async def profile(folder, timeout):
+        told.append(folder)
+        if len(told) == 1:
+            raise asyncio.TimeoutError
+        return [dict(AGENT)]
+
+    monkeypatch.setattr(engine, "profile", profile)
+    answer = server.http.post("/profile/start")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "profile_failed")
+    deadline = time.monotonic() + time_limit(10)
+    while len(told) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert told[1] is None
+    while server.http.post("/profile/start").status_code == 409:
+        assert time.monotonic() < deadline
+    assert server.http.post("/profile/stop").status_code == 200
+
+
+def test_a_profile_ends_with_its_engine(server, engine, calls, monkeypatch):
+    """A reload of the model ends the engine. The profile then has no result, and the next profile may start."""
+    lost = SimpleNamespace(state="stopped")
+    folder = server.http.post("/profile/start").json()["folder"]
+    server.app.state.profile.engine = lost
+    again = server.http.post("/profile/start")
+    assert (again.status_code, again.json()["folder"] != folder) == (200, True)
+
+    async def ended(folder, timeout):
+        raise AgentLostError("the agents have ended")
+
+    monkeypatch.setattr(engine, "profile", ended)
+    answer = server.http.post("/profile/stop")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "profile_conflict")
+    assert "a reload of the model" in answer.json()["error"]["message"]
+    started = server.http.post("/profile/start")
+    assert started.status_code == 503
+    assert server.http.post("/profile/stop").json()["error"]["message"].startswith("No profile is running")
 
 
 @pytest.mark.parametrize("seconds", [0, 601, "60", True])

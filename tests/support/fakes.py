@@ -131,8 +131,9 @@ class FakeExecutor:
     def request_status(self) -> None:
         self.push(AgentStatus(self.agents()))
 
-    def profile(self, folder: str | None) -> None:
+    def profile(self, folder: str | None) -> bool:
         self.push(AgentProfiled([{"rank": 0, "error": "", "folder": folder or ""}]))
+        return True
 
     def release(self) -> None:
         self.releases += 1

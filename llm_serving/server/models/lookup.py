@@ -102,6 +102,24 @@ async def served(
     return lease.view
 
 
+def present(state: ServerState) -> ServerState:
+    """Return the present view of the main model, which a reload replaces."""
+    return state if state.models is None else state.models.main.view
+
+
+def main_model(state: ServerState, request: Request) -> ServerState:
+    """Return the present view of the main model. Its version stays in memory until the response.
+
+    Call this method after the body was read, because a reload may replace the version meanwhile.
+    """
+    if state.models is None:
+        return state
+    lease = state.models.main.lease()
+    release_lease(request.scope)
+    request.scope[LEASE] = lease
+    return lease.view
+
+
 def release_lease(scope: Scope) -> None:
     """Release the lease of a request, if the request has one."""
     lease: Lease[ServerState] | None = scope.pop(LEASE, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import json_response, read_request
 from llm_serving.server.http.guard import is_on_this_machine
 from llm_serving.server.limits import MAX_CHOICES, MAX_DETOKENIZE, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
-from llm_serving.server.models.lookup import served
+from llm_serving.server.models.lookup import present, served
 from llm_serving.server.operations.model_list import model_entries
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.telemetry.metrics import CONTENT_TYPE
@@ -31,7 +32,8 @@ from llm_serving.version import __version__
 RECENT_STEP_S = 0.5
 """If a step completed within this number of seconds, the agents work, and ``/health/ready`` does not probe them."""
 PROBE_TIMEOUT_S = 1.0
-"""Maximum wait in seconds for the agents' replies. With ``RECENT_STEP_S``, a health response is at most 1.5 s old."""
+"""Maximum wait in seconds for the agents' replies. Agents that are only slow get more time, see ``AsyncEngine.probe``.
+"""
 
 _PUBLIC_FACTS = frozenset(
     {"rank", "replica", "tensor_parallel_index", "pipeline_stage", "state", "restarts", "steps", "queued"}
@@ -84,10 +86,23 @@ async def _health_live(state: ServerState, request: Request) -> Response:
     return json_response({"status": "live" if is_live else "stopped"}, status=200 if is_live else 503)
 
 
-async def is_ready(state: ServerState) -> tuple[bool, str]:
-    """Return whether the server would serve a request now, and the name of its state.
+async def is_ready(find: Callable[[], ServerState]) -> tuple[bool, str]:
+    """Return whether a model would serve a request now, and the name of its state.
 
-    The server is ready if a step completed recently, or if all agents reply to a status request.
+    ``find`` returns the present view of the model. If a reload replaces the version while its agents are asked, the new
+    version is asked instead.
+    """
+    while True:
+        state = find()
+        ready, name = await _is_version_ready(state)
+        if ready or find() is state:
+            return ready, name
+
+
+async def _is_version_ready(state: ServerState) -> tuple[bool, str]:
+    """Return whether a version of a model would serve a request now, and the name of its state.
+
+    The version is ready if a step completed recently, or if all agents reply to a status request.
     """
     status = state.engine.status()
     ready = status.state == "ready" and not state.active.stopping
@@ -102,7 +117,7 @@ async def is_ready(state: ServerState) -> tuple[bool, str]:
 
 async def _health_ready(state: ServerState, request: Request) -> Response:
     """Handle ``/health/ready``. Responds with 200 if the server would serve a request now, otherwise with 503."""
-    ready, name = await is_ready(state)
+    ready, name = await is_ready(lambda: present(state))
     return json_response({"status": name, "ready": ready}, status=200 if ready else 503)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from pathlib import Path
@@ -12,12 +13,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving.errors import LLMServingError, RequestError
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import AgentLostError, LLMServingError, RequestError
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.fields.validation import StrictModel
 from llm_serving.server.http.body import json_response, read_request
 from llm_serving.server.http.guard import is_on_this_machine
-from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.models.lookup import main_model
+from llm_serving.server.state import Endpoint, RunningProfile, ServerState
 
 __all__ = ["ENDPOINTS"]
 
@@ -44,71 +47,125 @@ class ProfileConflictError(RequestError):
     code = "profile_conflict"
 
 
+class NoReplyError(UnavailableError):
+    """The agents did not reply in time to the command that starts or stops a profile."""
+
+
+_BUSY = "A profile is running or being written. POST /profile/stop ends it."
+
+
 async def _start(state: ServerState, request: Request) -> Response:
     body = ProfileRequest()
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
         body = await read_request(ProfileRequest, request, state.settings.max_body_bytes)
+    state = main_model(state, request)
     state.check_ready()
     running = state.profile
-    if running.lock.locked() or running.folder is not None:
-        raise ProfileConflictError("A profile is running or being written. POST /profile/stop ends it.")
+    if running.lock.locked() or _is_on(running):
+        raise ProfileConflictError(_BUSY)
     async with running.lock:
-        folder = str(Path(state.settings.profile_folder).absolute() / time.strftime("%Y%m%d-%H%M%S"))
-        agents = await _tell(state, folder, START_TIMEOUT_S)
-        if any(agent["error"] for agent in agents):
-            # If one agent failed, stop the profile on the agents that have started it.
-            await _tell(state, None, STOP_TIMEOUT_S)
-            reasons = "; ".join(str(agent["error"]) for agent in agents if agent["error"])
-            logger.warning("a profile could not start: %s", reasons)
-            is_local = is_on_this_machine(request)
-            raise UnavailableError(
-                reasons if is_local else "The agents could not start a profile; see the server's log.", "profile_failed"
-            )
-        running.folder, running.last, loop = folder, None, asyncio.get_running_loop()
-        running.timer = loop.call_later(body.max_seconds, lambda: loop.create_task(_stop_late(state)))
+        if _is_on(running):  # another request has begun while this one waited for the lock
+            raise ProfileConflictError(_BUSY)
+        folder = _new_folder(state)
+        running.engine, running.folder = state.engine, folder
+        agents = await _started(state, folder, is_local=is_on_this_machine(request))
+        running.last = None
+        _stop_after(state, body.max_seconds)
     state.log.event("profile_start", folder=folder, agents=len(agents), max_seconds=body.max_seconds)
     return json_response({"folder": folder, "agents": len(agents), "max_seconds": body.max_seconds})
 
 
+def _new_folder(state: ServerState) -> str:
+    """Return the path of a folder that no other profile has."""
+    now = time.time()
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now * 1000) % 1000:03d}"
+    return str(Path(state.settings.profile_folder).absolute() / name)
+
+
+async def _started(state: ServerState, folder: str, *, is_local: bool) -> list[dict[str, object]]:
+    """Start the profile in all agents. Raises UnavailableError if an agent does not start, and stops all others."""
+    running = state.profile
+    try:
+        agents = await _tell(state.engine, folder, START_TIMEOUT_S)
+    except NoReplyError:
+        _stop_after(state, 0)  # the agents may still start the profile, and then run this command
+        raise
+    except BaseException:
+        running.folder = None
+        raise
+    if any(agent["error"] for agent in agents):
+        with contextlib.suppress(UnavailableError):
+            await _tell(state.engine, None, STOP_TIMEOUT_S)
+        running.folder = None
+        reasons = "; ".join(str(agent["error"]) for agent in agents if agent["error"])
+        logger.warning("a profile could not start: %s", reasons)
+        text = reasons if is_local else "The agents could not start a profile; see the server's log."
+        raise UnavailableError(text, "profile_failed")
+    return agents
+
+
 async def _stop(state: ServerState, request: Request) -> Response:
-    if state.profile.folder is None and state.profile.last is not None:
-        last, state.profile.last = state.profile.last, None  # the timer stopped the profile and stored its result
+    running = main_model(state, request).profile
+    if running.folder is None and running.last is not None:
+        last, running.last = running.last, None  # the timer stopped the profile and stored its result
         return json_response(last)
     return json_response(await _finish(state))
 
 
-async def _finish(state: ServerState) -> dict[str, Any]:
+async def _finish(state: ServerState, folder: str | None = None) -> dict[str, Any]:
+    """Stop the running profile and return its result. If ``folder`` is given, stop only the profile of this folder."""
     running = state.profile
     async with running.lock:
-        folder, running.folder = running.folder, None
+        if running.folder is None or folder not in (None, running.folder):
+            raise ProfileConflictError("No profile is running. POST /profile/start starts one.")
+        folder, engine, running.folder, running.engine = running.folder, running.engine, None, None
         if running.timer is not None:
             running.timer.cancel()
             running.timer = None
-        if folder is None:
-            raise ProfileConflictError("No profile is running. POST /profile/start starts one.")
-        agents = await _tell(state, None, STOP_TIMEOUT_S)
+        assert engine is not None, "a running profile has an engine"
+        try:
+            agents = await _tell(engine, None, STOP_TIMEOUT_S)
+        except AgentLostError:
+            raise ProfileConflictError(
+                "The profile has no result, because its agents have ended, for example after a reload of the model."
+            ) from None
     failed = [str(agent["error"]) for agent in agents if agent["error"]]
     state.log.event("profile_stop", folder=folder, agents=len(agents), message="; ".join(failed))
     return {"folder": folder, "agents": agents}
 
 
-async def _stop_late(state: ServerState) -> None:
+def _stop_after(state: ServerState, seconds: float) -> None:
+    """Stop the running profile after this time, if it still runs."""
+    loop, folder = asyncio.get_running_loop(), state.profile.folder
+    assert folder is not None, "only a running profile is stopped"
+    state.profile.timer = loop.call_later(seconds, lambda: loop.create_task(_stop_late(state, folder)))
+
+
+async def _stop_late(state: ServerState, folder: str) -> None:
     """Stop a profile at its maximum time. The result is kept until ``POST /profile/stop`` asks for it."""
     try:
-        state.profile.last = await _finish(state)
+        state.profile.last = await _finish(state, folder)
     except LLMServingError as error:
         logger.warning("a profile could not be stopped: %s", error)
 
 
-async def _tell(state: ServerState, folder: str | None, timeout: float) -> list[dict[str, object]]:
+def _is_on(running: RunningProfile) -> bool:
+    """Return whether a profile runs, or its agents may still start it. Forgets a profile whose engine has ended."""
+    if running.engine is not None and running.engine.state == "stopped":
+        running.folder = running.engine = None
+    return running.folder is not None
+
+
+async def _tell(engine: AsyncEngine, folder: str | None, timeout: float) -> list[dict[str, object]]:
     """Start a profile of all agents with files in ``folder``. If ``folder`` is None, stop the profile.
 
-    Raises UnavailableError if the agents do not reply within ``timeout`` seconds, or if no agent is ready.
+    Raises NoReplyError if the agents do not reply within ``timeout`` seconds, UnavailableError if no agent is ready,
+    and AgentLostError if the engine has ended.
     """
     try:
-        agents = await state.engine.profile(folder, timeout)
+        agents = await engine.profile(folder, timeout)
     except asyncio.TimeoutError:
-        raise UnavailableError(
+        raise NoReplyError(
             f"The agents did not reply within {timeout:g} seconds; see their logs.", "profile_failed"
         ) from None
     if not agents:
