@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from llm_serving.kvcache.block_pool import BlockCopy
-from llm_serving.scheduler.drafts import build_verification, with_drafts
+from llm_serving.scheduler.drafts import verify_drafts
 from llm_serving.scheduler.output import ScheduledStep, StepReason
+from llm_serving.scheduler.returning import limit_history
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, build_decode, build_prefill
-from llm_serving.scheduler.swapping import limit_history
 
 MAX_PREFILL_STEPS_IN_FLIGHT = 2
 """Maximum number of prefill steps in flight. One runs and one is queued.
@@ -82,10 +82,7 @@ class StepComposer(Stateful):
         return self._send_prefill(plan, reason)
 
     def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
-        """Adds the next chunks of unfinished prompts to the plan, in order of arrival.
-
-        Leaves out the sequences in ``skip``.
-        """
+        """Adds the next chunks of unfinished prompts to the plan, in order of arrival, without those in ``skip``."""
         for sequence in self._state.running.prefilling:
             if sequence in skip:
                 continue
@@ -94,10 +91,7 @@ class StepComposer(Stateful):
             plan.add(sequence)
 
     def _note_chunks(self, plan: ChunkPlan) -> list[BlockCopy]:
-        """Updates the sequences of a plan whose step is sent.
-
-        Returns the copies of blocks that this step makes for them.
-        """
+        """Updates the sequences of a plan whose step is sent. Returns the copies of blocks that the step makes."""
         copies: list[BlockCopy] = []
         for sequence in plan.sequences:
             sequence.request.receipt.chunks += 1
@@ -124,18 +118,12 @@ class StepComposer(Stateful):
 
     def _send_decode_or_drafts(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
         """Returns the decode step of these sequences. The step verifies their drafts if entries and blocks are free."""
-        entries = with_drafts(self._state, sequences) if any(sequence.draft for sequence in sequences) else sequences
-        if len(entries) == len(sequences):
-            return self.send_decode(sequences, reason)
-        in_flight = self._state.in_flight
-        step = build_verification(in_flight.next_seq, reason, DecodeBatch.of(entries))
-        return in_flight.add(step, entries, first_chunk=len(entries))
+        has_drafts = any(sequence.draft for sequence in sequences)
+        step = verify_drafts(self._state, sequences, reason) if has_drafts else None
+        return step or self.send_decode(sequences, reason)
 
     def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
-        """Returns the columns (lists, one entry per sequence) of a decode step.
-
-        If the batch is the same as in the last decode step, returns the same columns.
-        """
+        """Returns the columns of a decode step: those of the last decode step if its batch was the same."""
         batch, changes = self._batch, self._state.running.num_changes
         if batch is None or changes != self._batch_changes or batch.sequences != sequences:
             batch = self._batch = DecodeBatch.of(sequences)
@@ -191,10 +179,7 @@ class StepComposer(Stateful):
         return ready, num_joining
 
     def _waits_for_more(self, num_ready: int, num_joining: int, now: float) -> bool:
-        """Returns True if the decode step has free places and should wait for more sequences.
-
-        In this case, also sets the wakeup.
-        """
+        """Returns True if the decode step has free places and should wait for more sequences. Then sets the wakeup."""
         limits = self._state.limits
         expected = num_joining or self._state.wakeup is not None
         if limits.decode_batch_waiting_time <= 0.0 or not expected or num_ready >= limits.decode_batch_size:

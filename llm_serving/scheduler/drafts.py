@@ -32,6 +32,15 @@ def with_drafts(state: SchedulerState, sequences: list[Sequence]) -> list[Sequen
     return entries
 
 
+def verify_drafts(state: SchedulerState, sequences: list[Sequence], reason: StepReason) -> ScheduledStep | None:
+    """Returns a decode step of the sequences that verifies their drafts, or None if no draft fits."""
+    entries, in_flight = with_drafts(state, sequences), state.in_flight
+    if len(entries) == len(sequences):
+        return None
+    step = build_verification(in_flight.next_seq, reason, DecodeBatch.of(entries))
+    return in_flight.add(step, entries, first_chunk=len(entries))
+
+
 def build_verification(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledStep:
     """Builds a decode step that verifies the drafts of its sequences.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from llm_serving.scheduler.integrity import check_integrity
 from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.state import SchedulerState
@@ -130,7 +131,7 @@ class Capacity:
             num_startable=intake.num_startable(running.num_free_rows),
             num_free_blocks=kv_cache.num_free_blocks - running.reserve(state.limits.watermark_blocks),
             num_waiting_blocks=intake.num_tokens // kv_cache.block_size + len(intake),
-            is_held_up=bool(state.swapped or running.num_preempted_leaving or _lacks_capacity(state)),
+            is_held_up=bool(state.swapped or running.has_preempted_leaving or _lacks_capacity(state)),
             is_idle=not (intake or len(running) or running.num_leaving or state.swapped),
         )
 
@@ -261,3 +262,11 @@ class SchedulerFigures:
         unknown.
         """
         return self._state.intake.order.estimate
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each block and batch row is either held or free, and the counts agree with the
+        steps in flight.
+
+        The cost is proportional to the number of held blocks. An idle scheduler holds no blocks.
+        """
+        check_integrity(self._state)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import RequestStatus
+from llm_serving.scheduler.block_mover import BlockMover
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.rates import Rate
 from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
-from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.telemetry.receipt import Phase
 
@@ -61,13 +61,13 @@ class HandOverChange:
         return self.kind is Change.READY
 
 
-class HandOvers(Stateful):
+class HandOvers(BlockMover):
     """Makes the MOVE steps to and from the hand-over pool, and knows the sequences that leave or arrive."""
 
     STATE = ("_asking", "_to_copy", "_arriving", "_prefill", "_move")
 
     def __init__(self, state: SchedulerState, supply: BlockSupply) -> None:
-        self._state = state
+        super().__init__(state)
         self._supply = supply
         self._asking: list[Sequence] = []
         """Leaving sequences that wait for blocks of the hand-over pool."""
@@ -104,7 +104,6 @@ class HandOvers(Stateful):
             return None
         sequence.drop_tokens = True
         sequence.hand_over = HandOverState.NONE
-        self._state.running.note_stays()
         return sequence
 
     def arrive(self, sequence: Sequence, blocks: list[int]) -> None:
@@ -138,11 +137,10 @@ class HandOvers(Stateful):
                 sequence.hand_over = HandOverState.LEAVING
                 running.stop(sequence)
 
-    def settle(self, sequence: Sequence) -> bool:
-        """Continues the hand-over of a LEAVING sequence that no step in flight uses.
+    def prepare(self, sequence: Sequence) -> bool:
+        return sequence.hand_over is HandOverState.ARRIVING  # the hand-over pool still has its blocks
 
-        Returns False if the sequence takes part in none any more. Its device blocks are then freed as usual.
-        """
+    def settle(self, sequence: Sequence) -> bool:
         if sequence.request.is_finished or sequence.drop_tokens:
             self.drop(sequence)
             return False
@@ -156,7 +154,6 @@ class HandOvers(Stateful):
         return False
 
     def drop(self, sequence: Sequence) -> None:
-        """Ends the hand-over of a sequence that ended, restarts or lost its agent. No MOVE step may use its blocks."""
         for waiting in (self._asking, self._to_copy):
             if sequence in waiting:
                 waiting.remove(sequence)
@@ -164,17 +161,17 @@ class HandOvers(Stateful):
             self._end(sequence, Change.DROPPED)
 
     def wait_again(self, sequence: Sequence) -> None:
-        """Prepares a sequence that will be computed again."""
         if sequence.hand_over is HandOverState.LEAVING:
             sequence.hand_over = HandOverState.WANTED
         elif sequence.hand_over is HandOverState.ARRIVING:
             sequence.hand_over = HandOverState.NONE
 
     def moved(self, flight: InFlightStep, result: StepResult, now: float) -> None:
-        """Updates the sequences whose blocks were copied by a MOVE step that has completed."""
-        if flight.step.moves[0].kind is MoveKind.HAND_OUT:
+        kind = flight.step.moves[0].kind
+        if kind is MoveKind.HAND_OUT:
             for sequence in flight.sequences:
                 sequence.num_handed = len(sequence.handed_blocks)
+        if kind is not MoveKind.HAND_IN:
             return
         (sequence,) = flight.sequences
         if sequence.state is not SequenceState.RUNNING:
@@ -185,11 +182,10 @@ class HandOvers(Stateful):
         elif sequence.num_handed == len(sequence.handed_blocks):
             self._end(sequence, Change.LOADED)
             sequence.hand_over, self._arriving = HandOverState.NONE, None
-            self._supply.arrived(sequence)
+            self._supply.computed(sequence, sequence.request.num_computed_tokens)
             self._state.running.end_prefill(sequence)
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
-        """Learns the mean times per computed token and per moved block."""
         seconds = result.graph_us / 1e6
         if result.aborted or result.error is not None or seconds <= 0.0:
             return
@@ -249,14 +245,9 @@ class HandOvers(Stateful):
         state = self._state
         if not state.swapped or state.swapped[0].hand_over is not HandOverState.ARRIVING:
             return None
-        sequence = state.swapped[0]
-        if state.must_stay_swapped(sequence):
-            return None
-        if not state.take_back(sequence):
-            return None
-        del state.swapped[0]
-        sequence.request.status = RequestStatus.RUNNING
-        sequence.notes_tokens, sequence.num_handed = True, 0
+        sequence = self._swap_in_first()
+        if sequence is not None:
+            sequence.num_handed = 0
         return sequence
 
     @property
@@ -277,9 +268,7 @@ class HandOvers(Stateful):
     def _swap(self, sequence: Sequence) -> None:
         """Puts an arriving sequence among the swapped ones."""
         sequence.num_handed = 0
-        sequence.request.status = RequestStatus.SWAPPED
-        sequence.state = SequenceState.SWAPPED
-        self._state.add_swapped(sequence)
+        self._swap_out(sequence)
 
     def _end(self, sequence: Sequence, kind: Change) -> None:
         self._report(sequence, kind)
@@ -288,11 +277,6 @@ class HandOvers(Stateful):
     def _report(self, sequence: Sequence, kind: Change) -> None:
         blocks = sequence.handed_blocks
         self._changes.append(HandOverChange(kind, sequence.request.request_id, len(blocks), blocks))
-
-    def _send(self, moves: list[BlockMove], sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
-        in_flight = self._state.in_flight
-        step = ScheduledStep(in_flight.next_seq, StepKind.MOVE, moves=moves, reason=reason)
-        return in_flight.add(step, sequences)
 
 
 def _has_blocks(sequence: Sequence) -> bool:

@@ -95,8 +95,6 @@ class Lifecycle:
         state.num_started -= 1
         if sequence.state is SequenceState.RUNNING:
             state.running.stop(sequence)
-        else:
-            state.running.finish_leaving(sequence)
         self._preemption.settle(sequence)
 
     def restart(self, sequences: Iterable[Sequence], now: float) -> None:

@@ -91,6 +91,12 @@ class History:
     token_ids: list[int]
     num_prompt_tokens: int
 
+    @classmethod
+    def of(cls, index: int, request: Request) -> History:
+        """Returns the history of a request's sequence, which has this index in the step."""
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        return cls(index, [*prompt, *output], len(prompt))
+
 
 @dataclass(slots=True)
 class ScheduledStep:

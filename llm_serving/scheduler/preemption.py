@@ -1,23 +1,21 @@
 """Preemption: takes blocks from running sequences, and lets these sequences continue later.
 
-A preempted sequence waits in the queue, and all its known tokens are computed again (recompute). With a host pool, its
-blocks may instead be copied to the host and later back, see ``swapping``.
+A preempted sequence waits in the queue, and all its known tokens are computed again (recompute). If a ``BlockMover``
+keeps its blocks in host memory, they are copied back later instead.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as SequenceOf
 
 from llm_serving.request import RequestStatus
+from llm_serving.scheduler.block_mover import BlockMover
 from llm_serving.scheduler.output import StepResult
-from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
+from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.telemetry.receipt import Phase
-
-if TYPE_CHECKING:
-    from llm_serving.scheduler.hand_overs import HandOvers
 
 
 class Preemption(Stateful):
@@ -28,35 +26,32 @@ class Preemption(Stateful):
 
     STATE = ("num_preemptions", "num_swaps")
 
-    def __init__(self, state: SchedulerState, admission: Admission, hand_overs: HandOvers | None = None) -> None:
-        """``hand_overs`` is None unless replicas have roles."""
+    def __init__(self, state: SchedulerState, admission: Admission, movers: SequenceOf[BlockMover]) -> None:
         self.num_preemptions = 0
         self.num_swaps = 0
         self._state = state
         self._admission = admission
-        self._hand_overs = hand_overs
+        self._movers = movers
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Preempts a running sequence. Its blocks become free when no step in flight uses them."""
         self.num_preemptions += 1
         sequence.request.num_preemptions += 1
-        if sequence.hand_over is HandOverState.ARRIVING:
-            self.num_swaps += 1  # the hand-over pool still has its blocks
-            sequence.request.receipt.enter(Phase.SWAPPED, now)
-        else:
-            sequence.request.receipt.enter(self._prepare(sequence), now)
+        swaps = any(mover.prepare(sequence) for mover in self._movers)
+        self.num_swaps += swaps
+        sequence.request.receipt.enter(Phase.SWAPPED if swaps else Phase.PREEMPTED, now)
         self._admission.preempted()
         self._state.running.stop(sequence)
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Frees the batch row and the blocks of a LEAVING sequence, which is then removed or waits again.
+        """Frees the batch row and the blocks of a LEAVING sequence, which is then removed, waits again or is swapped.
 
-        Does nothing while steps in flight use them.
+        Does nothing while steps in flight use them, or while a mover needs them.
         """
         if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
             return
-        if self._hand_overs is not None and self._hand_overs.settle(sequence):
+        if any(mover.settle(sequence) for mover in self._movers):
             return
         self._state.running.release(sequence)
         if sequence.request.is_finished:
@@ -80,21 +75,16 @@ class Preemption(Stateful):
 
     def moved(self, flight: InFlightStep, result: StepResult, now: float) -> None:
         """Updates the sequences whose blocks were copied by a MOVE step that has completed."""
-        if self._hand_overs is not None:
-            self._hand_overs.moved(flight, result, now)
+        for mover in self._movers:
+            mover.moved(flight, result, now)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Frees the blocks in host memory of a sequence that needs them no more."""
-        if self._hand_overs is not None:
-            self._hand_overs.drop(sequence)
-
-    def _prepare(self, sequence: Sequence) -> Phase:
-        """Prepares the preemption of a running sequence. Returns the phase that its receipt enters."""
-        return Phase.PREEMPTED
+        for mover in self._movers:
+            mover.drop(sequence)
 
     def _wait_again(self, sequence: Sequence) -> None:
-        if self._hand_overs is not None:
-            self._hand_overs.wait_again(sequence)
+        for mover in self._movers:
+            mover.wait_again(sequence)
         sequence.request.num_computed_tokens = 0
         sequence.request.status = RequestStatus.WAITING
         sequence.state = SequenceState.WAITING

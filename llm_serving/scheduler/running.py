@@ -46,24 +46,18 @@ class BlockSupply:
         """Returns which known tokens of a waiting sequence are cached. Does not change blocks."""
         return _NOTHING_CACHED
 
-    def arrived(self, sequence: Sequence) -> None:
-        """Records that the blocks of a sequence have arrived from another replica, with all its computed tokens."""
-
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         """Returns True if enough blocks are free to start the sequence and leave ``reserve`` blocks free."""
         kv_cache = self._kv_cache
         return kv_cache.blocks_for(sequence.request.num_tokens) + reserve <= kv_cache.num_free_blocks
 
     def start(self, sequence: Sequence) -> None:
-        """Gives blocks to a sequence for which ``fits`` is True.
-
-        Sets its ``num_computed_tokens`` to the number of cached tokens.
-        """
+        """Gives blocks to a sequence for which ``fits`` is True, and counts its cached tokens as computed."""
         if not self._kv_cache.grow(sequence.block_table, sequence.request.num_tokens):
             raise AssertionError(f"no blocks to start {sequence.request.request_id}")
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Records that completed steps have computed the first ``num_tokens`` known tokens of a sequence."""
+        """Records that the blocks of a sequence contain the first ``num_tokens`` known tokens."""
 
     def release(self, sequence: Sequence, *, computed: bool) -> None:
         """Takes the blocks of a sequence back. No step in flight may use them.
@@ -73,19 +67,16 @@ class BlockSupply:
         self._kv_cache.free(sequence.block_table)
 
     def lose_all(self) -> None:
-        """Forgets all cached tokens, because the device's memory was lost.
-
-        The caller must still release held blocks.
-        """
+        """Forgets all cached tokens, because the device's memory was lost. The caller still releases held blocks."""
 
 
 class RunningSet(Stateful):
-    """The running and leaving sequences. Owns the batch rows and blocks.
+    """The running and leaving sequences, with their batch rows and blocks.
 
-    ``start`` and ``grow`` give them to a sequence, ``release`` takes them back.
+    ``start`` and ``grow`` give batch rows and blocks to a sequence, ``release`` takes them back.
     """
 
-    STATE = ("_free_rows", "_running", "_leaving", "_prefilling", "_num_preempted", "num_changes")
+    STATE = ("_free_rows", "_running", "_leaving", "_prefilling", "num_changes")
 
     def __init__(self, kv_cache: KVCacheManager, supply: BlockSupply, max_num_seqs: int) -> None:
         self._kv_cache = kv_cache
@@ -94,7 +85,6 @@ class RunningSet(Stateful):
         self._running: dict[int, Sequence] = {}
         self._leaving: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}
-        self._num_preempted = 0
         self.num_changes = 0
         """Number of starts and stops of sequences since the start. While it stays the same, no batch row changes its
         sequence.
@@ -140,13 +130,9 @@ class RunningSet(Stateful):
         return len(self._free_rows)
 
     @property
-    def num_preempted_leaving(self) -> int:
-        """Number of leaving sequences that were preempted.
-
-        When their steps in flight complete, they wait again or are swapped. Sequences that leave for another replica do
-        not count.
-        """
-        return self._num_preempted
+    def has_preempted_leaving(self) -> bool:
+        """True if a leaving sequence was preempted. When its steps in flight complete, it waits again or is swapped."""
+        return any(is_preempted(sequence) for sequence in self._leaving.values())
 
     @property
     def num_leaving_blocks(self) -> int:
@@ -227,22 +213,12 @@ class RunningSet(Stateful):
         self._prefilling.pop(sequence.arrival_index, None)
         self._leaving[sequence.arrival_index] = sequence
         sequence.state = SequenceState.LEAVING
-        self._num_preempted += is_preempted(sequence)
-
-    def finish_leaving(self, sequence: Sequence) -> None:
-        """Records that a LEAVING sequence that had not ended was ended."""
-        self._num_preempted -= sequence.hand_over is not HandOverState.LEAVING
-
-    def note_stays(self) -> None:
-        """Records that a LEAVING sequence will be computed again here, and does not leave for another replica."""
-        self._num_preempted += 1
 
     def release(self, sequence: Sequence) -> None:
         """Takes the batch row and the blocks of a LEAVING sequence back. No step in flight may use them."""
         if sequence.num_inflight_steps:
             raise AssertionError(f"{sequence.num_inflight_steps} steps in flight use the blocks that would become free")
         del self._leaving[sequence.arrival_index]
-        self._num_preempted -= is_preempted(sequence)
         self._supply.release(sequence, computed=not sequence.drop_tokens)
         self._free_rows.append(sequence.request.row)
         sequence.leave_device()

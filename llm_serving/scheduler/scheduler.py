@@ -19,7 +19,6 @@ decides which sequences are in the step. The ``Starter`` and the batching mode d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
 from llm_serving.errors import AgentLostTwiceError, ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
@@ -27,9 +26,9 @@ from llm_serving.kvcache.prefix_index import IndexObserver
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.admission import make_admission
 from llm_serving.scheduler.batching import make_batching_mode
-from llm_serving.scheduler.block_supply import PrefixSupply, make_block_supply
+from llm_serving.scheduler.block_mover import next_move
 from llm_serving.scheduler.figures import SchedulerFigures
-from llm_serving.scheduler.integrity import check_integrity
+from llm_serving.scheduler.for_router import RoutedScheduler
 from llm_serving.scheduler.lifecycle import Lifecycle, void_steps
 from llm_serving.scheduler.light_keys import LightKeys
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
@@ -38,21 +37,18 @@ from llm_serving.scheduler.other_policies import DecodeFirst, Fcfs
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.policies import PrefillFirst, SchedulingPolicy
 from llm_serving.scheduler.preemption import Preemption
+from llm_serving.scheduler.prefix_supply import PrefixSupply
 from llm_serving.scheduler.quarantine import Quarantine, note_loss
-from llm_serving.scheduler.running import BlockSupply, RunningSet
-from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.slo import Slo
-from llm_serving.scheduler.snapshot import RequestCodec, Stateful
-from llm_serving.scheduler.starting import Admission, Starter
+from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
-from llm_serving.scheduler.swapping import Swapper, SwapPreemption
+from llm_serving.scheduler.supplies import make_block_supply
+from llm_serving.scheduler.swapping import Swapper
 from llm_serving.scheduler.tier_moves import SchedulerTiers, TierMoves
-from llm_serving.scheduler.whole_state import all_sequences, restore_scheduler, save_scheduler
+from llm_serving.scheduler.whole_state import SavedScheduler
 from llm_serving.waiting.intake import Intake
 from llm_serving.waiting.slo_order import make_order
-
-if TYPE_CHECKING:
-    from llm_serving.scheduler.hand_overs import HandOverChange, HandOvers
 
 _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
     Policy.PREFILL_FIRST: PrefillFirst,
@@ -63,7 +59,7 @@ _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
 }
 
 
-class Scheduler(SchedulerFigures, SchedulerTiers):
+class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedScheduler):
     """Schedules the steps of one replica, whose sequences share the blocks of a KV cache.
 
     Times (``now``) are seconds on a clock that never goes back.
@@ -86,41 +82,33 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         self._state = SchedulerState(limits, self._kv_cache, self._intake, self._running, self._in_flight)
         self._admission = make_admission(limits)
         self._swapper = Swapper(self._state) if limits.num_host_blocks else None
-        self._hand_overs = _make_hand_overs(self._state, self._supply) if limits.hands_over else None
-        self._preemption = _made_preemption(self._state, self._admission, self._swapper, self._hand_overs)
+        self._hand_overs = None
+        if limits.hands_over:
+            from llm_serving.scheduler.hand_overs import HandOvers  # needed only if replicas have roles
+
+            self._hand_overs = HandOvers(self._state, self._supply)
+        self._movers = [mover for mover in (self._hand_overs, self._swapper) if mover is not None]
+        self._preemption = Preemption(self._state, self._admission, self._movers)
         self._lifecycle = Lifecycle(self._state, self._supply, self._preemption, self._admission, self._hand_overs)
-        batching = make_batching_mode(self._state)
-        light_keys = LightKeys(self._state)
+        self._batching = make_batching_mode(self._state)
+        self._light_keys = LightKeys(self._state)
         self._tiers = None
         if limits.has_tiers:
             assert isinstance(self._supply, PrefixSupply), "SchedulerLimits refuses tiers without a prefix cache"
             self._tiers = TierMoves(self._state, self._supply)
         must_load = None if self._tiers is None else self._tiers.must_wait
-        starter = Starter(self._state, batching, self._supply, self._admission, light_keys, must_load)
-        composer = MixedComposer(
+        starter = Starter(self._state, self._batching, self._supply, self._admission, self._light_keys, must_load)
+        self._composer = MixedComposer(
             self._state,
             starter,
             self._preemption.preempt,
-            light_keys,
+            self._light_keys,
             waits_for_prefill=limits.policy is Policy.DECODE_FIRST,
         )
-        self._policy = _POLICIES[limits.policy](self._state, composer)
-        self._quarantine = Quarantine(self._state, starter, composer, self._swapper)
+        self._policy = _POLICIES[limits.policy](self._state, self._composer)
+        self._quarantine = Quarantine(self._state, starter, self._composer, self._swapper)
         self._may_have_suspects = False
         """True once a request was in flight when its agent was lost."""
-        self._parts: dict[str, Stateful] = {
-            "state": self._state,
-            "preemption": self._preemption,
-            **({"swapper": self._swapper} if self._swapper is not None else {}),
-            **({"tiers": self._tiers} if self._tiers is not None else {}),
-            **({"hand_overs": self._hand_overs} if self._hand_overs is not None else {}),
-            "admission": self._admission,
-            "light_keys": light_keys,
-            "batching": batching,
-            "composer": composer,
-            "policy": self._policy,
-            "quarantine": self._quarantine,
-        }
 
     # Requests
 
@@ -157,38 +145,11 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         return self._lifecycle.end_all(list(self._intake.sequences.values()), error, now)
 
     def take_ended(self) -> list[RequestUpdate]:
-        """Returns the last updates of requests that the scheduler has ended by itself. Each update is returned once.
+        """Returns the last updates of requests that the scheduler has ended by itself. Returns each update once.
 
-        ``schedule`` ends requests at their deadline. ``agent_lost`` ends a suspect that has lost its agent a second
-        time.
+        ``schedule`` ends requests at their deadline, and ``agent_lost`` ends suspects.
         """
         return self._intake.take_ended()
-
-    # The following two methods are for a router in front of several schedulers.
-
-    def place_request(
-        self,
-        request: Request,
-        arrival_index: int,
-        now: float,
-        *,
-        hands_over: bool = False,
-        handed: list[int] | None = None,
-    ) -> None:
-        """Adds a request that a router has placed at this scheduler. If the request has run before, it continues after
-        its known tokens.
-
-        ``arrival_index`` is the number of the request in the order of arrival at the router. The router has checked the
-        id and the admission limits. With ``hands_over``, the request leaves after its prompt, see ``hand_overs``.
-        ``handed`` are blocks of the hand-over pool with all known tokens except the last one.
-        """
-        self._lifecycle.place(request, arrival_index, now, hands_over=hands_over, handed=handed)
-        self._may_have_suspects = self._may_have_suspects or request.is_suspect
-
-    def release_requests(self, request_ids: Iterable[str]) -> None:
-        """Removes waiting requests that the router moves to another scheduler."""
-        for request_id in request_ids:
-            self._lifecycle.release(request_id)
 
     # Steps
 
@@ -227,18 +188,11 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         return self._next_step(now) or (None if tiers is None else tiers.next_store())
 
     def _next_step(self, now: float) -> ScheduledStep | None:
-        if self._hand_overs is not None:
-            hand_overs = self._hand_overs
-            return hand_overs.next_step() or self._next_own_step(now) or hand_overs.next_step()
-        return self._next_own_step(now)
-
-    def _next_own_step(self, now: float) -> ScheduledStep | None:
-        swapper = self._swapper
-        if swapper is None:
+        movers = self._movers
+        if not movers:
             return self._policy.next_step(now)
-        # The policy may have preempted a sequence that no step in flight uses. The second call lets the blocks of this
-        # sequence move immediately.
-        return swapper.next_step() or self._policy.next_step(now) or swapper.next_step()
+        # The policy may preempt a sequence that no step in flight uses. The second move copies its blocks immediately.
+        return next_move(movers) or self._policy.next_step(now) or next_move(reversed(movers))
 
     def next_wakeup(self, now: float) -> float | None:
         """Returns the time at which ``schedule`` must be called even without an event, or None.
@@ -259,12 +213,10 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         flight = self._in_flight.pop(result.seq)
         self._kv_cache.end_copies(flight.copies)
         self._policy.step_completed(flight.step, result)
-        if self._swapper is not None:
-            self._swapper.step_completed(flight.step, result)
+        for mover in self._movers:
+            mover.step_completed(flight.step, result)
         if self._tiers is not None:
             self._tiers.step_completed(flight.step, result)
-        if self._hand_overs is not None:
-            self._hand_overs.step_completed(flight.step, result)
         self._admission.step_completed()
         return self._lifecycle.take_result(flight, result, now)
 
@@ -299,74 +251,3 @@ class Scheduler(SchedulerFigures, SchedulerTiers):
         """
         self._kv_cache.prefix_index.observer = observer
 
-    # The following methods are for separate prefill and decode. ``HandOvers`` describes them.
-
-    def take_hand_overs(self) -> list[HandOverChange]:
-        """Returns what has changed about hand-overs since the last call."""
-        return [] if self._hand_overs is None else self._hand_overs.take_changes()
-
-    def grant_hand_over(self, request_id: str, blocks: Iterable[int]) -> None:
-        """Takes the router's reply to WANTED: blocks of the hand-over pool. None of them: the request stays here."""
-        assert self._hand_overs is not None, "only replicas that hand over ask for blocks"
-        refused = self._hand_overs.grant(request_id, list(blocks))
-        if refused is not None:
-            self._preemption.settle(refused)
-
-    @property
-    def hand_over_costs(self) -> tuple[float | None, float | None]:
-        """The learned seconds per token of a prefill and seconds per moved block. None before a measurement."""
-        return (None, None) if self._hand_overs is None else self._hand_overs.costs
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless each block and batch row is either held or free, and the counts agree with the
-        steps in flight.
-
-        The cost is proportional to the number of held blocks. An idle scheduler holds no blocks.
-        """
-        check_integrity(self._state)
-
-    # The following methods save and restore the state of the scheduler.
-
-    @property
-    def has_ended_updates(self) -> bool:
-        """True if ``take_ended`` has updates to return. A snapshot is not possible while this is True."""
-        return self._intake.has_ended_updates
-
-    def sequences(self) -> list[Sequence]:
-        """Returns all sequences that have not ended, and the ended ones whose blocks a step in flight still uses."""
-        return all_sequences(self._state)
-
-    def steps_in_flight(self) -> list[ScheduledStep]:
-        """Returns the steps in flight, in the order in which they were scheduled."""
-        return [flight.step for flight in self._in_flight]
-
-    def snapshot(self, codec: RequestCodec) -> dict[str, Any]:
-        """Returns the whole state as plain data: numbers, texts, bytes, lists and dicts."""
-        if self.has_ended_updates:
-            raise AssertionError("take_ended must come before a snapshot")
-        return save_scheduler(self._state, self._supply, self._parts, codec)
-
-    def restore(self, state: dict[str, Any], codec: RequestCodec) -> int:
-        """Restores the state that ``snapshot`` returned. The scheduler must be new and have the same limits.
-
-        Returns the number of cached blocks that lookups can no longer find. If this number is not 0, later decisions
-        can differ from the decisions of the saved scheduler.
-        """
-        num_lost = restore_scheduler(self._state, self._supply, self._parts, state, codec)
-        self._may_have_suspects = any(sequence.request.is_suspect for sequence in self.sequences())
-        return num_lost
-
-
-def _make_hand_overs(state: SchedulerState, supply: BlockSupply) -> HandOvers:
-    """Imports the part that only separate prefill and decode needs."""
-    from llm_serving.scheduler.hand_overs import HandOvers
-
-    return HandOvers(state, supply)
-
-
-def _made_preemption(
-    state: SchedulerState, admission: Admission, swapper: Swapper | None, hand_overs: HandOvers | None
-) -> Preemption:
-    if swapper is None:
-        return Preemption(state, admission, hand_overs)
-    return SwapPreemption(state, admission, swapper, hand_overs)

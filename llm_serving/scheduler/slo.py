@@ -49,7 +49,7 @@ from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_starts import SloStarts
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.waiting.slo_order import LATE_SHARE
+from llm_serving.waiting.slo_order import LATE_SHARE, SloOrder
 
 LONGEST_STEP = 2.0
 """Maximum time of a step while sequences decode, as a multiple of the objective for the time between tokens."""
@@ -90,6 +90,7 @@ class Slo(MixedPolicy):
         super().__init__(state, composer)
         self._model = StepCostModel()
         self._num_steps = 0
+        assert isinstance(state.intake.order, SloOrder), "``make_order`` chooses the order for this policy"
         self._starts = SloStarts(state, state.intake.order)
         self._runs_until = 0.0
         """The time at which the agent is expected to have run all steps in flight."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.waiting.queue_order import QueueOrder
+from llm_serving.waiting.slo_order import SloOrder
 
 STEPS_FOR_ONE_MORE = 32
 """Number of steps after which one more late request may run. With 8 or less, overload comes in waves."""
@@ -36,7 +36,7 @@ class SloStarts(Stateful):
 
     STATE = ("_credit", "_num_started", "_num_left", "_holds_back")
 
-    def __init__(self, state: SchedulerState, order: QueueOrder) -> None:
+    def __init__(self, state: SchedulerState, order: SloOrder) -> None:
         self._state = state
         self._order = order
         self._credit = 1.0

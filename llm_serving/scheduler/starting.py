@@ -85,9 +85,7 @@ class Admission(Stateful):
         """The scheduler calls this method when a running sequence has been preempted."""
 
     def finished(self, sequence: Sequence) -> None:
-        """The scheduler calls this method when a sequence has ended with an end token, a stop string or its maximum
-        length.
-        """
+        """The scheduler calls this method when a sequence has ended, but not with an error or an abort."""
 
 
 class Starter:
@@ -102,10 +100,7 @@ class Starter:
         light_keys: LightKeys,
         must_load: Callable[[Sequence], bool] | None = None,
     ) -> None:
-        """Create the starter.
-
-        ``must_load`` returns True if a sequence must wait for blocks from KV tiers. It is None if there are no tiers.
-        """
+        """``must_load`` returns True if a sequence must wait for blocks from KV tiers. None if there are no tiers."""
         self._state = state
         self._must_load = must_load
         self._light_keys = light_keys
@@ -152,10 +147,7 @@ class Starter:
             plan.add(sequence)
 
     def start_alone(self, sequence: Sequence, now: float) -> bool:
-        """Starts a waiting sequence that has run before, while no step is in flight.
-
-        Returns False if it lacks capacity.
-        """
+        """Starts a sequence that has run before, while no step is in flight. Returns False without enough capacity."""
         if self._missing_capacity(sequence, (0, 0)) is not None:
             return False
         self._supply.look_up(sequence)

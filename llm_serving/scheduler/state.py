@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -50,43 +49,11 @@ class SchedulerState(Stateful):
         self.no_capacity = (self.running.num_changes, self.running.num_free_rows, self.kv_cache.num_free_blocks)
 
     def goes_after_preempted(self, sequence: Sequence) -> bool:
-        """Returns True if this waiting sequence must wait until a preempted sequence has started again or come back
-        from the host.
-        """
-        if self.running.num_preempted_leaving:
+        """Returns True if a waiting sequence must wait until a preempted one has started again or come back."""
+        if self.running.has_preempted_leaving:
             return True
         is_new = sequence.request.first_scheduled_time is None
         return bool(self.swapped) and (is_new or self.swapped[0].arrival_index < sequence.arrival_index)
-
-    def must_stay_swapped(self, sequence: Sequence) -> bool:
-        """Returns True if a swapped sequence may not come back yet, because a preempted sequence has precedence.
-
-        This is a waiting preempted sequence that arrived earlier, or any preempted sequence whose blocks are still in
-        use by steps in flight.
-        """
-        if self.running.num_preempted_leaving:
-            return True
-        first = self.intake.first_preempted
-        return first is not None and first.arrival_index < sequence.arrival_index
-
-    def take_back(self, sequence: Sequence) -> bool:
-        """Gives a swapped sequence a batch row and blocks for its known tokens.
-
-        Returns False if no batch row or too few blocks are free. The sequence gets steps again when MOVE steps have
-        copied its blocks back.
-        """
-        running, kv_cache, num_tokens = self.running, self.kv_cache, sequence.request.num_tokens
-        needed = kv_cache.blocks_for(num_tokens) + running.reserve(self.limits.watermark_blocks)
-        if not running.num_free_rows or needed > kv_cache.num_free_blocks:
-            return False
-        if not kv_cache.grow(sequence.block_table, num_tokens):
-            raise AssertionError(f"no blocks for {sequence.request.request_id} to come back")
-        running.enter(sequence)
-        return True
-
-    def add_swapped(self, sequence: Sequence) -> None:
-        """Adds a sequence to the swapped sequences, because its blocks are on the host."""
-        insort(self.swapped, sequence, key=_arrival_index)
 
     def note_ended(self, sequence: Sequence) -> None:
         """Records that a request has ended while it was waiting or swapped."""
@@ -98,10 +65,6 @@ class SchedulerState(Stateful):
     def wake_at(self, deadline: float) -> None:
         """Ensures that ``schedule`` is called at ``deadline`` at the latest."""
         self.wakeup = deadline if self.wakeup is None else min(self.wakeup, deadline)
-
-
-def _arrival_index(sequence: Sequence) -> int:
-    return sequence.arrival_index
 
 
 class InFlightSteps(Stateful):

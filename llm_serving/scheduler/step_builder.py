@@ -9,6 +9,7 @@ from llm_serving.ipc.tiles import tiles_between
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import BlockMove, History, ScheduledStep, StepKind, StepReason
+from llm_serving.scheduler.returning import restart_rows
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.tile_budget import tokens_before_tiles
 
@@ -134,7 +135,7 @@ def build_decode(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledS
         reason=reason,
     )
     if True in batch.restarts:
-        _restart_rows(step, batch)
+        restart_rows(step, batch.sequences, batch.restarts)
     return step
 
 
@@ -146,7 +147,7 @@ def append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
         end = start + query_len
         samples = end == request.num_tokens
         if samples and request.sampling.has_penalties:
-            step.histories.append(_history(step.num_seqs, request))
+            step.histories.append(History.of(step.num_seqs, request))
         step.requests.append(request)
         step.rows.append(request.row)
         step.token_ids += sequence.known_tokens(start, end)
@@ -161,22 +162,3 @@ def append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
         step.moves += [BlockMove(MoveKind.COPY, copy.source, copy.destination) for copy in sequence.copies]
         sequence.restarts = False
         request.num_computed_tokens = end
-
-
-def _restart_rows(step: ScheduledStep, batch: DecodeBatch) -> None:
-    """Marks the sequences of a decode step that come back from the host, because this is their first step on a new
-    batch row.
-
-    The agent has no state for this batch row yet, so the step also sends the token history for penalties.
-    """
-    step.restarts = list(batch.restarts)
-    batch.restarts[:] = [False] * len(batch.restarts)
-    for index, (sequence, restarts) in enumerate(zip(batch.sequences, step.restarts, strict=True)):
-        if restarts:
-            sequence.restarts = False
-            if sequence.request.sampling.has_penalties:
-                step.histories.append(_history(index, sequence.request))
-
-
-def _history(index: int, request: Request) -> History:
-    return History(index, [*request.prompt_token_ids, *request.output_token_ids], len(request.prompt_token_ids))

@@ -7,22 +7,14 @@ blocks are copied. So no other step in flight uses a block that a MOVE step read
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from llm_serving.ipc.shm import MoveKind
-from llm_serving.request import RequestStatus
+from llm_serving.scheduler.block_mover import BlockMover
 from llm_serving.scheduler.limits import PreemptionKind
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.rates import Rate
 from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
-from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.telemetry.receipt import Phase
-
-if TYPE_CHECKING:
-    from llm_serving.scheduler.hand_overs import HandOvers
 
 
 class PreemptionChoice(Stateful):
@@ -64,13 +56,13 @@ class PreemptionChoice(Stateful):
             self._move.note(seconds, len(step.moves))
 
 
-class Swapper(Stateful):
+class Swapper(BlockMover):
     """Swaps sequences. Owns the host blocks: ``prepare`` gives them to a sequence, ``drop`` takes them back."""
 
     STATE = ("_choice", "_leaving_for_host")
 
     def __init__(self, state: SchedulerState) -> None:
-        self._state = state
+        super().__init__(state)
         self._choice = PreemptionChoice(state.limits.preemption, state.limits.block_size)
         self._leaving_for_host: list[Sequence] = []
         """Preempted sequences whose blocks a MOVE step must still copy to the host."""
@@ -92,16 +84,18 @@ class Swapper(Stateful):
         sequence.host_table = host_table
         return True
 
-    def send_out(self, sequence: Sequence) -> None:
-        """Asks for a MOVE step that copies the blocks of a LEAVING sequence to the host.
-
-        No step in flight may use them.
-        """
-        if sequence not in self._leaving_for_host:
+    def settle(self, sequence: Sequence) -> bool:
+        if not sequence.host_table or sequence.request.is_finished or sequence.drop_tokens:
+            self.drop(sequence)
+            return False
+        if sequence.on_host:
+            self._state.running.release(sequence)
+            self._swap_out(sequence)
+        elif sequence not in self._leaving_for_host:
             self._leaving_for_host.append(sequence)
+        return True
 
     def drop(self, sequence: Sequence) -> None:
-        """Frees the host blocks of a sequence. No MOVE step in flight may use them."""
         if sequence.host_table:
             self._state.kv_cache.host_pool.free(sequence.host_table)
             sequence.host_table = []
@@ -118,12 +112,12 @@ class Swapper(Stateful):
             return step
         return self._move_in() if self._state.swapped else None
 
-    def moved(self, kind: MoveKind, sequences: list[Sequence]) -> None:
-        """Updates the sequences whose blocks were copied by a MOVE step that has completed."""
-        for sequence in sequences:
+    def moved(self, flight: InFlightStep, result: StepResult, now: float) -> None:
+        kind = flight.step.moves[0].kind
+        for sequence in flight.sequences:
             if kind is MoveKind.SWAP_OUT:
                 sequence.on_host = True
-            elif sequence.state is SequenceState.RUNNING:
+            elif kind is MoveKind.SWAP_IN and sequence.state is SequenceState.RUNNING:
                 self.drop(sequence)
                 self._resume(sequence)
             # A sequence that was preempted again while it moved back is not RUNNING. It keeps its host blocks.
@@ -147,30 +141,21 @@ class Swapper(Stateful):
     def _move_in(self) -> ScheduledStep | None:
         """Returns a MOVE step that brings swapped sequences back, the oldest first, or None.
 
-        The step has as many sequences as there is capacity for. ``SchedulerState.add_swapped`` keeps their order.
+        The step has as many sequences as there is capacity for.
         """
         state = self._state
         sequences: list[Sequence] = []
         moves: list[BlockMove] = []
-        while state.swapped and not state.must_stay_swapped(state.swapped[0]):
-            sequence = state.swapped[0]
-            if sequence.hand_over is HandOverState.ARRIVING:
+        while state.swapped:
+            first = state.swapped[0]
+            if first.hand_over is HandOverState.ARRIVING:
                 break  # its blocks are in the hand-over pool
-            exceeds = len(moves) + len(sequence.host_table) > state.limits.max_moves
-            if exceeds or not state.take_back(sequence):
+            if len(moves) + len(first.host_table) > state.limits.max_moves or self._swap_in_first() is None:
                 break
-            del state.swapped[0]
-            sequence.request.status = RequestStatus.RUNNING
-            sequence.notes_tokens = True
-            sequences.append(sequence)
-            pairs = zip(sequence.host_table, sequence.block_table, strict=False)
+            sequences.append(first)
+            pairs = zip(first.host_table, first.block_table, strict=False)
             moves += [BlockMove(MoveKind.SWAP_IN, host, block) for host, block in pairs]
         return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
-
-    def _send(self, moves: list[BlockMove], sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
-        in_flight = self._state.in_flight
-        step = ScheduledStep(in_flight.next_seq, StepKind.MOVE, moves=moves, reason=reason)
-        return in_flight.add(step, sequences)
 
     def _resume(self, sequence: Sequence) -> None:
         """Lets a sequence whose blocks are back on the device decode, or continue its prefill."""
@@ -178,67 +163,3 @@ class Swapper(Stateful):
             self._state.running.end_prefill(sequence)
         else:
             self._state.running.start_prefill(sequence)
-
-
-class SwapPreemption(Preemption):
-    """Preempts sequences as ``Preemption`` does, and swaps those that the ``Swapper`` gives host blocks."""
-
-    def __init__(
-        self, state: SchedulerState, admission: Admission, swapper: Swapper, hand_overs: HandOvers | None = None
-    ) -> None:
-        super().__init__(state, admission, hand_overs)
-        self._swapper = swapper
-
-    def settle(self, sequence: Sequence) -> None:
-        """Frees or swaps a LEAVING sequence. Does nothing while steps in flight use its batch row and blocks.
-
-        To swap a sequence, this method first asks for a MOVE step that copies its blocks to the host. The blocks become
-        free when the MOVE step has completed.
-        """
-        if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
-            return
-        if self._hand_overs is not None and self._hand_overs.settle(sequence):
-            return
-        swaps = bool(sequence.host_table) and not sequence.request.is_finished and not sequence.drop_tokens
-        if not swaps:
-            self._swapper.drop(sequence)
-            super().settle(sequence)
-        elif not sequence.on_host:
-            self._swapper.send_out(sequence)
-        else:
-            self._state.running.release(sequence)
-            sequence.request.status = RequestStatus.SWAPPED
-            sequence.state = SequenceState.SWAPPED
-            self._state.add_swapped(sequence)
-
-    def moved(self, flight: InFlightStep, result: StepResult, now: float) -> None:
-        kind = flight.step.moves[0].kind
-        if kind is MoveKind.SWAP_OUT or kind is MoveKind.SWAP_IN:
-            self._swapper.moved(kind, flight.sequences)
-        else:
-            super().moved(flight, result, now)
-
-    def _drop(self, sequence: Sequence) -> None:
-        self._swapper.drop(sequence)
-        super()._drop(sequence)
-
-    def _prepare(self, sequence: Sequence) -> Phase:
-        swaps = self._swapper.prepare(sequence)
-        self.num_swaps += swaps
-        return Phase.SWAPPED if swaps else Phase.PREEMPTED
-
-
-def limit_history(ready: list[Sequence], capacity: int) -> list[Sequence]:
-    """Limits the token histories of a decode step to ``capacity`` tokens. Sequences that exceed it are left for later
-    steps.
-
-    Only a sequence with penalties that comes back from the host sends its history in a decode step.
-    """
-    chosen = []
-    for sequence in ready:
-        if sequence.restarts and sequence.request.sampling.has_penalties:
-            if sequence.request.num_tokens > capacity:
-                continue
-            capacity -= sequence.request.num_tokens
-        chosen.append(sequence)
-    return chosen

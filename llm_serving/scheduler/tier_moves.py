@@ -15,8 +15,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from llm_serving.ipc.shm import MoveKind
-from llm_serving.scheduler.block_supply import PrefixSupply
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
+from llm_serving.scheduler.prefix_supply import PrefixSupply
 from llm_serving.scheduler.rates import Rate
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful

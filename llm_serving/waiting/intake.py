@@ -58,7 +58,7 @@ class Intake(Stateful):
 
     def restore(self, state: Any, sequences: Sequences) -> None:
         super().restore(state, sequences)
-        for sequence in (*self._preempted, *self.order.waiting()):
+        for sequence in (*self._preempted, *self.order):
             self.shares.enter(sequence.request.tenant)
 
     # The following methods add and end requests.
@@ -128,10 +128,7 @@ class Intake(Stateful):
         return bool(self._ended)
 
     def take_ended(self) -> list[RequestUpdate]:
-        """Returns the last updates of requests that the scheduler has ended by itself, for example at their deadline.
-
-        Each update is returned once.
-        """
+        """Returns the last updates of requests that the scheduler has ended by itself. Returns each update once."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -146,7 +143,8 @@ class Intake(Stateful):
         """
         num_startable, max_requests = self.num_startable(num_free_rows), self._limits.max_waiting_requests
         waiting = len(self) - num_startable
-        if waiting >= max_requests and not self._may_exceed(tenant, waiting):
+        is_full = waiting >= max_requests
+        if is_full and not (self._limits.fairness and self.shares.may_enter(tenant, max_requests, waiting)):
             num_waiting, num_startable = len(self) - min(num_startable, 0), max(num_startable, 0)
             raise QueueFullError(
                 f"{num_waiting} requests are waiting and {num_startable} can start; the queue takes"
@@ -170,17 +168,8 @@ class Intake(Stateful):
             return error.with_traceback(None)
         return None
 
-    def _may_exceed(self, tenant: str, waiting: int) -> bool:
-        """Returns True if a tenant may add a request to the full queue, because it has fewer waiting requests than its
-        share.
-        """
-        limits = self._limits
-        return limits.fairness and self.shares.may_enter(tenant, limits.max_waiting_requests, waiting)
-
     def num_startable(self, num_free_rows: int) -> int:
-        """Returns the number of waiting requests that can start: ``num_free_rows``, but at most the limit from
-        ``limit_starts``.
-        """
+        """Returns how many waiting requests can start: ``num_free_rows``, at most the limit of ``limit_starts``."""
         return num_free_rows if self._max_starts is None else min(num_free_rows, self._max_starts)
 
     def limit_starts(self, num_starts: int) -> None:
@@ -210,10 +199,7 @@ class Intake(Stateful):
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a waiting request without a first token.
-
-        None if no waiting request has a deadline.
-        """
+        """The earliest deadline of the waiting requests without a first token, or None."""
         return self._deadlines.key(self._deadlines.first())[0] if self._deadlines else None
 
     def peek(self, now: float) -> Sequence:

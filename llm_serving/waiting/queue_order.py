@@ -86,10 +86,6 @@ class QueueOrder(Stateful):
         for its_class in self._classes.values():
             yield from its_class.by_arrival
 
-    def waiting(self) -> Iterator[Sequence]:
-        """Iterates over all waiting sequences in no particular order."""
-        return iter(self)
-
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence."""
         priority = sequence.request.priority
@@ -103,10 +99,7 @@ class QueueOrder(Stateful):
         self._update_oldest(priority, its_class)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence from the queue for another reason than its start.
-
-        Raises KeyError if it is not in the queue.
-        """
+        """Removes a sequence that does not start, for example at its end. Raises KeyError if it is not in the queue."""
         priority = sequence.request.priority
         its_class = self._classes[priority]
         its_class.by_arrival.remove(sequence)
@@ -129,17 +122,11 @@ class QueueOrder(Stateful):
     def start(self, sequence: Sequence) -> None:
         """Removes a sequence from any position of the queue because it starts, and charges its prompt to its tenant."""
         self.remove(sequence)
-        self.charge_input(sequence)
-
-    def charge_input(self, sequence: Sequence) -> None:
-        """Charges the prompt of a sequence to its tenant."""
-        if (its_class := self._find(sequence)) is not None:
-            its_class.queue.charge_input(sequence)
+        self._charge(sequence, INPUT_WEIGHT * len(sequence.request.prompt_token_ids))
 
     def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
         """Charges output tokens of a started sequence to its tenant."""
-        if (its_class := self._find(sequence)) is not None:
-            its_class.queue.charge_output(sequence, num_tokens)
+        self._charge(sequence, OUTPUT_WEIGHT * num_tokens)
 
     @property
     def num_late(self) -> int:
@@ -148,32 +135,21 @@ class QueueOrder(Stateful):
 
     @property
     def estimate(self) -> tuple[float, float]:
-        """The learned time of a prefill step as (seconds of a nearly empty step, seconds per token). (0, 0) if it is
-        unknown.
-        """
+        """The learned time of a prefill step: seconds of a nearly empty step, seconds per token. (0, 0) if unknown."""
         return 0.0, 0.0
 
     def is_late(self, sequence: Sequence) -> bool:
         """Returns True if a waiting sequence can no longer keep its objective."""
         return False
 
-    def is_spare(self, sequence: Sequence) -> bool:
-        """Returns True if ``sequence`` is late and all waiting requests are late.
-
-        Its start then delays no request on time.
-        """
-        return False
-
-    def expects_more(self, now: float) -> bool:
-        """Returns True if more requests with an objective are likely to arrive soon."""
-        return False
-
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
         """Updates ``estimate``, the learned time of a prefill step."""
 
-    def _find(self, sequence: Sequence) -> _PriorityClass | None:
+    def _charge(self, sequence: Sequence, service: int) -> None:
         priority = sequence.request.priority
-        return self._classes.get(priority) or self._idle.get(priority)
+        its_class = self._classes.get(priority) or self._idle.get(priority)
+        if its_class is not None:
+            its_class.queue.charge(sequence, service)
 
     def restore(self, state: Any, sequences: Sequences) -> None:  # replaces the empty priority classes of a new object
         for name, classes in (("_classes", self._classes), ("_idle", self._idle)):
@@ -183,9 +159,7 @@ class QueueOrder(Stateful):
         self.restore_attributes(self.STATE[2:], state, sequences)
 
     def _update_oldest(self, priority: int, its_class: _PriorityClass) -> None:
-        """Updates the position of a priority class among the classes, because its oldest sequence may have changed.
-
-        A class without sequences becomes idle.
+        """Orders the classes again if a class has another oldest sequence. A class without sequences becomes idle.
         """
         oldest = its_class.by_arrival.first() if its_class.by_arrival else None
         if oldest is its_class.known_oldest:
@@ -259,15 +233,10 @@ class FairQueue(Stateful):
         heads = [each for each in waiting if self._counters.counter(self._tenant(each.first())) <= least + LIGHT_CREDIT]
         return min(heads, key=lambda each: each.key(each.first())).first() if heads else None
 
-    def charge_input(self, sequence: Sequence) -> None:
-        """Charges the prompt of a sequence to its tenant."""
+    def charge(self, sequence: Sequence, service: int) -> None:
+        """Charges ``service``, a weighted number of tokens, to the tenant of a sequence."""
         if self._fairness:
-            self._counters.charge(self._tenant(sequence), INPUT_WEIGHT * len(sequence.request.prompt_token_ids))
-
-    def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charges ``num_tokens`` output tokens of a sequence to its tenant."""
-        if self._fairness:
-            self._counters.charge(self._tenant(sequence), OUTPUT_WEIGHT * num_tokens)
+            self._counters.charge(self._tenant(sequence), service)
 
     def restore(self, state: Any, sequences: Sequences) -> None:
         for tenant, saved in state["_tenants"]["dict"]:
@@ -305,10 +274,7 @@ class VirtualTokenCounters(Stateful):
         """The tenant that waited last. Used only while no tenant waits."""
 
     def counter(self, tenant: str) -> int:
-        """Returns a tenant's virtual token counter.
-
-        For an unknown tenant, returns the value with which its counter would start.
-        """
+        """Returns a tenant's counter. For an unknown tenant, returns the value with which its counter would start."""
         return self._counters[tenant] if tenant in self._counters else self._floor()
 
     def wait(self, tenant: str, head: Any) -> None:
@@ -343,10 +309,7 @@ class VirtualTokenCounters(Stateful):
         self._counters[tenant] = self.counter(tenant) + service
 
     def _floor(self) -> int:
-        """Returns the minimum counter with which a tenant without waiting requests begins to wait.
-
-        This minimum never decreases.
-        """
+        """Returns the minimum counter of a tenant that begins to wait. This minimum never decreases."""
         return self._counters[self.first()] if self._waiting else self._counters.get(self._last, 0)
 
     def _drop_idle(self) -> None:

@@ -80,9 +80,9 @@ class SloOrder(QueueOrder):
     def estimate(self) -> tuple[float, float]:
         return self._overhead_s, self._seconds_per_token
 
-    def waiting(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[Sequence]:
         yield from self._latest_starts
-        yield from self
+        yield from super().__iter__()
 
     def is_late(self, sequence: Sequence) -> bool:
         return sequence not in self._latest_starts
@@ -156,13 +156,11 @@ class SloOrder(QueueOrder):
             self._starts_before_late = 0
         else:
             self._starts_before_late += 1
-        self.remove(sequence)
-        self._on_time.charge_input(sequence)
-        self.charge_input(sequence)
+        super().start(sequence)
 
-    def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
-        self._on_time.charge_output(sequence, num_tokens)
-        super().charge_output(sequence, num_tokens)
+    def _charge(self, sequence: Sequence, service: int) -> None:
+        self._on_time.charge(sequence, service)
+        super()._charge(sequence, service)
 
     def _objective_s(self, request: Request) -> float:
         return self._ttft_objective_s if request.ttft_objective is None else request.ttft_objective
@@ -182,7 +180,7 @@ class SloOrder(QueueOrder):
         """
         for sequence in self._latest_starts:
             self._latest_starts.set(sequence, self.latest_start(sequence))
-        for sequence in list(self):
+        for sequence in list(super().__iter__()):
             super().remove(sequence)
             self.add(sequence)
 

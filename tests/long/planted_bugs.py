@@ -27,10 +27,10 @@ BUGS = [
         "sequence.num_inflight_steps = 0\n        if sequence.state is not SequenceState.LEAVING:",
     ),
     PlantedBug(
-        "a preempted sequence that ends while it leaves still counts as preempted",
-        SCHEDULER + "lifecycle.py",
-        "state.running.finish_leaving(sequence)",
-        "pass",
+        "a sequence that has ended counts as preempted while it leaves",
+        SCHEDULER + "running.py",
+        "return not leaving.request.is_finished and leaving.hand_over",
+        "return leaving.hand_over",
     ),
     PlantedBug(
         "the tokens of steps that never ran are kept",
@@ -55,8 +55,8 @@ BUGS = [
     PlantedBug(
         "the blocks of a step that never ran are swapped out",
         SCHEDULER + "swapping.py",
-        "swaps = bool(sequence.host_table) and not sequence.request.is_finished and not sequence.drop_tokens",
-        "swaps = bool(sequence.host_table) and not sequence.request.is_finished",
+        "if not sequence.host_table or sequence.request.is_finished or sequence.drop_tokens:",
+        "if not sequence.host_table or sequence.request.is_finished:",
     ),
     PlantedBug(
         "a sequence that is preempted while it comes back takes host blocks again",
@@ -92,10 +92,8 @@ BUGS = [
     PlantedBug(
         "a sequence that is preempted while it comes back loses its host blocks",
         SCHEDULER + "swapping.py",
-        """            elif sequence.state is SequenceState.RUNNING:
-                self.drop(sequence)""",
-        """            else:
-                self.drop(sequence)""",
+        "elif kind is MoveKind.SWAP_IN and sequence.state is SequenceState.RUNNING:",
+        "elif kind is MoveKind.SWAP_IN:",
     ),
     PlantedBug(
         "blocks of an ended sequence are moved to the host",
@@ -147,7 +145,7 @@ BUGS = [
     PlantedBug(
         "new requests start before preempted ones",
         SCHEDULER + "state.py",
-        "        if self.running.num_preempted_leaving:\n            return True\n        is_new",
+        "        if self.running.has_preempted_leaving:\n            return True\n        is_new",
         "        is_new",
     ),
     PlantedBug(
@@ -164,13 +162,13 @@ BUGS = [
     ),
     PlantedBug(
         "the last sampled token is cached before it is computed",
-        SCHEDULER + "block_supply.py",
+        SCHEDULER + "prefix_supply.py",
         "self.computed(sequence, min(request.num_computed_tokens, request.num_tokens))",
         "self.computed(sequence, request.num_tokens)",
     ),
     PlantedBug(
         "the prefixes of a lost agent stay cached",
-        SCHEDULER + "block_supply.py",
+        SCHEDULER + "prefix_supply.py",
         "        self._prefixes.drop_all()\n        self._num_changes += 1",
         "        self._num_changes += 1",
     ),
@@ -182,7 +180,7 @@ BUGS = [
     ),
     PlantedBug(
         "a sequence that comes back from the host has no history",
-        SCHEDULER + "step_builder.py",
+        SCHEDULER + "returning.py",
         "            sequence.restarts = False\n            if sequence.request.sampling.has_penalties:",
         "            sequence.restarts = False\n            if sequence.request.sampling.has_penalties and index < 0:",
     ),
@@ -206,7 +204,7 @@ BUGS = [
     ),
     PlantedBug(
         "requests of different salts share blocks",
-        SCHEDULER + "block_supply.py",
+        SCHEDULER + "prefix_supply.py",
         "sequence.known_tokens(0, request.num_tokens), request.cache_salt)",
         'sequence.known_tokens(0, request.num_tokens), b"")',
     ),

@@ -1,4 +1,9 @@
-"""With the default settings, ``Scheduler.schedule`` does not run code of optional features."""
+"""With the default settings, ``Scheduler.schedule`` does not run code of optional features.
+
+A reader of ``schedule`` needs the files of packages ``scheduler`` and ``waiting`` whose functions it calls, with the
+prefix cache on. Their number and their lines are limited. All lines of a file count: code, comments and blank lines.
+Files of other packages do not count, for example those of ``kvcache``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,11 @@ from llm_serving.scheduler.output import ScheduledStep
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation
 from support.small_configs import REPOSITORY
+
+PACKAGE = REPOSITORY / "llm_serving"
+
+MAX_FILES = 18
+MAX_LINES = 2600
 
 
 def files_of_schedule(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -52,3 +62,9 @@ def test_the_default_path_has_only_the_documented_files(monkeypatch: pytest.Monk
     simulation.add(*(make_request(f"request {number}", 9 + number, max_tokens=20) for number in range(8)))
     assert files_of_schedule(simulation, monkeypatch) == documented_files()
     assert simulation.scheduler.num_preemptions > 0
+
+
+def test_the_default_path_stays_short() -> None:
+    lines = {name: (PACKAGE / name).read_text().count("\n") for name in documented_files()}
+    assert len(lines) <= MAX_FILES
+    assert sum(lines.values()) <= MAX_LINES, f"move code of an optional feature to another file, or simplify: {lines}"

@@ -1,34 +1,14 @@
-"""Two ways to give blocks to a starting sequence: with the blocks of a cached prefix, or as one range of consecutive
-blocks.
+"""Gives a starting sequence blocks on demand, and shares the blocks of a cached prefix (``model_config.prefix_cache``).
 
-The default way is ``BlockSupply`` in ``running``, which gives blocks on demand.
+Without the prefix cache, ``BlockSupply`` in ``running`` gives blocks on demand.
 """
 
 from __future__ import annotations
 
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.kvcache.prefix_cache import PrefixMatch
-from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.running import BlockSupply, CachedPrefix
 from llm_serving.scheduler.sequence import Sequence
-
-
-class _ContiguousSupply(BlockSupply):
-    """Gives a sequence one range of blocks for its prompt and its longest output (``model_config.page_attention:
-    false``).
-
-    So no sequence is preempted because blocks are missing, but many blocks of a sequence stay empty.
-    """
-
-    def fits(self, sequence: Sequence, reserve: int) -> bool:
-        table: list[int] = []
-        found = self._kv_cache.reserve(table, sequence.max_cached_tokens)
-        self._kv_cache.free(table)
-        return found
-
-    def start(self, sequence: Sequence) -> None:
-        if not self._kv_cache.reserve(sequence.block_table, sequence.max_cached_tokens):
-            raise AssertionError(f"no range of blocks to start {sequence.request.request_id}")
 
 
 class PrefixSupply(BlockSupply):
@@ -70,13 +50,6 @@ class PrefixSupply(BlockSupply):
         self._prefixes.insert(sequence.prefix_chain, first, blocks)
         self._change(sequence)
 
-    def arrived(self, sequence: Sequence) -> None:
-        if sequence.prefix_chain is None:
-            request = sequence.request
-            tokens = sequence.known_tokens(0, request.num_computed_tokens)
-            sequence.prefix_chain = self._prefixes.new_chain(tokens, request.cache_salt)
-        self.computed(sequence, sequence.request.num_computed_tokens)
-
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         return self._kv_cache.spare_blocks(self._match(sequence), sequence.request.num_tokens) >= reserve
 
@@ -92,9 +65,13 @@ class PrefixSupply(BlockSupply):
         self._change(sequence)
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        if sequence.prefix_chain is not None:
-            self._prefixes.commit(sequence.block_table, sequence.prefix_chain, num_tokens)
-            self._num_changes += 1
+        chain = sequence.prefix_chain
+        if chain is None:
+            # The sequence never started here: its blocks come from another replica.
+            chain = self._prefixes.new_chain(sequence.known_tokens(0, num_tokens), sequence.request.cache_salt)
+            sequence.prefix_chain = chain
+        self._prefixes.commit(sequence.block_table, chain, num_tokens)
+        self._num_changes += 1
 
     def release(self, sequence: Sequence, *, computed: bool) -> None:
         chain, request = sequence.prefix_chain, sequence.request
@@ -129,10 +106,3 @@ class PrefixSupply(BlockSupply):
     def _change(self, sequence: Sequence) -> None:
         sequence.prefix_match = None
         self._num_changes += 1
-
-
-def make_block_supply(limits: SchedulerLimits, kv_cache: KVCacheManager) -> BlockSupply:
-    """Creates the block supply for the limits ``page_attention`` and ``prefix_cache``."""
-    if not limits.page_attention:
-        return _ContiguousSupply(kv_cache)
-    return PrefixSupply(kv_cache) if limits.prefix_cache else BlockSupply(kv_cache)

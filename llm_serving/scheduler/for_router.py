@@ -1,0 +1,66 @@
+"""The methods of a scheduler for a router in front of several schedulers, and for separate prefill and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from llm_serving.request import Request
+from llm_serving.scheduler.lifecycle import Lifecycle
+from llm_serving.scheduler.preemption import Preemption
+
+if TYPE_CHECKING:
+    from llm_serving.scheduler.hand_overs import HandOverChange, HandOvers
+
+
+class RoutedScheduler:
+    """Adds and removes requests that a router places, and exchanges messages about hand-overs with the router.
+
+    ``HandOvers`` describes the hand-overs. Without roles of replicas, there are none.
+    """
+
+    _lifecycle: Lifecycle
+    _preemption: Preemption
+    _hand_overs: HandOvers | None
+    _may_have_suspects: bool
+
+    def place_request(
+        self,
+        request: Request,
+        arrival_index: int,
+        now: float,
+        *,
+        hands_over: bool = False,
+        handed: list[int] | None = None,
+    ) -> None:
+        """Adds a request that a router has placed at this scheduler. If the request has run before, it continues after
+        its known tokens.
+
+        ``arrival_index`` is the number of the request in the order of arrival at the router. The router has checked the
+        id and the admission limits. With ``hands_over``, the request leaves after its prompt, see ``hand_overs``.
+        ``handed`` are blocks of the hand-over pool with all known tokens except the last one.
+        """
+        self._lifecycle.place(request, arrival_index, now, hands_over=hands_over, handed=handed)
+        self._may_have_suspects = self._may_have_suspects or request.is_suspect
+
+    def release_requests(self, request_ids: Iterable[str]) -> None:
+        """Removes waiting requests that the router moves to another scheduler."""
+        for request_id in request_ids:
+            self._lifecycle.release(request_id)
+
+    def take_hand_overs(self) -> list[HandOverChange]:
+        """Returns what has changed about hand-overs since the last call."""
+        return [] if self._hand_overs is None else self._hand_overs.take_changes()
+
+    def grant_hand_over(self, request_id: str, blocks: Iterable[int]) -> None:
+        """Takes the router's reply to WANTED: blocks of the hand-over pool. If there are none, the request stays here.
+        """
+        assert self._hand_overs is not None, "only replicas that hand over ask for blocks"
+        refused = self._hand_overs.grant(request_id, list(blocks))
+        if refused is not None:
+            self._preemption.settle(refused)
+
+    @property
+    def hand_over_costs(self) -> tuple[float | None, float | None]:
+        """The learned seconds per token of a prefill and seconds per moved block. None before a measurement."""
+        return (None, None) if self._hand_overs is None else self._hand_overs.costs
