@@ -32,7 +32,7 @@ _NOTHING_CACHED = CachedPrefix(0, False)
 
 
 class BlockSupply:
-    """Gives a starting sequence blocks for its known tokens (paged attention). Subclasses are in ``block_supply``."""
+    """Gives a starting sequence blocks for its known tokens (paged attention). ``supplies`` has variants."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
