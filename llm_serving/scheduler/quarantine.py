@@ -22,6 +22,7 @@ from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.scheduler.swapping import Swapper
 
 LOSSES_TO_STAY_ALONE = 3
@@ -73,9 +74,13 @@ class Quarantine(Stateful):
                 return True, self._composer.send_decode([suspect], StepReason.SUSPECT)
             if suspect.is_decoding:
                 return False, None  # the suspect was preempted, and its blocks move to the host first
-        if suspect.state is SequenceState.WAITING and not self._starter.start_alone(suspect, now):
-            return False, None
-        return True, self._composer.prefill_alone(suspect, StepReason.SUSPECT)
+        if suspect.state is SequenceState.WAITING:
+            if self._starter.missing_capacity(suspect) is not None:
+                return False, None
+            self._starter.start(suspect, now)
+        plan = ChunkPlan(state.limits, state.limits.max_num_batched_tokens)
+        plan.add(suspect)
+        return True, self._composer.send_prefill(plan, StepReason.SUSPECT)
 
 
 def note_loss(flights: Iterable[InFlightStep]) -> Sequence | None:

@@ -142,18 +142,8 @@ class Starter:
                 return
             if is_new and starts is not None:
                 starts.started(sequence)
-            intake.start(sequence, now)
-            self._start(sequence, now, is_new)
+            self.start(sequence, now)
             plan.add(sequence)
-
-    def start_alone(self, sequence: Sequence, now: float) -> bool:
-        """Starts a sequence that has run before, while no step is in flight. Returns False without enough capacity."""
-        if self._missing_capacity(sequence, (0, 0)) is not None:
-            return False
-        self._supply.look_up(sequence)
-        self._state.intake.start(sequence, now)
-        self._start(sequence, now, is_new=False)
-        return True
 
     def _reason_to_wait(
         self, sequence: Sequence, plan: ChunkPlan, now: float, reserve: tuple[int, int], *, whole: bool
@@ -170,7 +160,7 @@ class Starter:
         is_new = sequence.request.first_scheduled_time is None
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):
             return BlockReason.BATCH
-        reason = self._missing_capacity(sequence, reserve)
+        reason = self.missing_capacity(sequence, reserve)
         if reason is not None:
             self._batching.note_no_capacity()
             self._state.note_no_capacity()
@@ -184,7 +174,7 @@ class Starter:
         exceeds = whole and plan and num_uncomputed > plan.num_free_tokens
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
 
-    def _missing_capacity(self, sequence: Sequence, reserve: tuple[int, int]) -> BlockReason | None:
+    def missing_capacity(self, sequence: Sequence, reserve: tuple[int, int] = (0, 0)) -> BlockReason | None:
         """Returns the reason why the capacity does not suffice to start ``sequence``: batch rows, blocks or admission.
 
         Returns None if it suffices. ``reserve``: the batch rows and the blocks that must stay free for light keys.
@@ -199,14 +189,16 @@ class Starter:
             return BlockReason.ADMISSION
         return None
 
-    def _start(self, sequence: Sequence, now: float, is_new: bool) -> None:
+    def start(self, sequence: Sequence, now: float) -> None:
+        """Starts a waiting sequence for which ``missing_capacity`` is None."""
         request = sequence.request
+        self._state.intake.start(sequence, now)
         self._state.running.start(sequence)
         request.receipt.unblocked(now)
         self._state.intake.line.moved(now)
         sequence.notes_tokens = True
         request.status = RequestStatus.RUNNING
-        if is_new:
+        if request.first_scheduled_time is None:
             request.first_scheduled_time = now
             request.num_cached_tokens = request.receipt.cached_tokens = request.num_computed_tokens
             request.receipt.enter(Phase.PREFILL, now)
