@@ -2,7 +2,7 @@
 
 ``H_0 = H(root, tokens of block 0)`` and ``H_i = H(H_(i-1), tokens of block i)``, with tokens as little-endian int32.
 (vLLM's automatic prefix caching, 2023, uses this chain. RadixAttention, Zheng et al. 2023, uses a tree.) ``root`` is a
-hash of everything else that changes keys and values, and of the salt that keeps requests apart.
+hash of the model, the weights and the cache format, and of the request's salt.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 TOKEN_BYTES = 4
+"""Bytes of a packed token."""
 
 BlockHash = Callable[[bytes], bytes]
 """A function from bytes to a digest."""
@@ -31,7 +32,7 @@ def root_hash(namespace: bytes, salt: bytes, block_hash: BlockHash = blake2b_128
     """Returns the root of a chain of block hashes. Only requests with equal roots share blocks.
 
     Keys and values depend on the tokens, the model, the weights and the cache format. ``namespace`` identifies all of
-    these except the tokens. ``salt`` is a request's value that keeps its blocks apart from those of other requests.
+    these except the tokens. ``salt`` is a value of the request. Requests with different salts share no blocks.
     """
     return block_hash(len(namespace).to_bytes(4, "little") + namespace + salt)
 

@@ -136,7 +136,7 @@ class BlockPool:
 
         Reference counts do not change.
         """
-        observer, self.index.observer = self.index.observer, None  # it gets one call for all blocks
+        observer, self.index.observer = self.index.observer, None  # it gets one call for all blocks: ``cleared``
         for block, entry in enumerate(self.index.entries):
             if entry:
                 self._forget(block)
@@ -145,9 +145,9 @@ class BlockPool:
             observer.cleared()
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the reference counts and both queues of free blocks.
+        """Returns the reference counts, the free blocks that are not cached, and those that are.
 
-        The state of ``index`` is saved by the prefix cache.
+        The snapshot of the prefix cache has the state of ``index``.
         """
         return {"ref_counts": self._ref_counts.copy(), "free": self._free.copy(), "cached": list(self._free_cached)}
 
@@ -211,12 +211,13 @@ class BlockCopy:
 
 
 class BlockCopies:
-    """Holds the source blocks of all copies until the copies have completed."""
+    """The copies of blocks that steps in flight make. Holds their source blocks until the copies have completed."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._sources: Counter[int] = Counter()
         self.num_under_way = 0
+        """Number of copies that have begun and not ended."""
 
     def begin(self, source: int) -> BlockCopy:
         """Begins a copy of block ``source``. Allocates the destination block, and holds the source until ``end``.

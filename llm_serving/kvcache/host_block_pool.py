@@ -37,7 +37,7 @@ class HostBlockPool:
         self._free.extend(reversed(blocks))
 
     def snapshot(self) -> list[int]:
-        """Returns the free blocks in the order of the pool's list."""
+        """Returns the free blocks. The last block of the list is allocated next."""
         return self._free.copy()
 
     def restore(self, state: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The KV cache manager: gives blocks to sequences, on demand, with shared prefixes, or as contiguous ranges.
+"""The KV cache manager: gives blocks to sequences on demand, with shared prefixes, or as ranges of consecutive blocks.
 
 A block table is a plain list of block ids that its sequence owns. Entry ``i`` is the block with the keys and values of
 the positions ``i * block_size .. (i + 1) * block_size - 1`` (paged attention, Kwon et al. 2023).
@@ -26,7 +26,7 @@ from llm_serving.kvcache.prefix_index import PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """The result of starting a sequence on blocks from the prefix cache."""
+    """The tokens and copies that a starting sequence gets from the prefix cache."""
 
     num_tokens: int
     """Number of the sequence's first tokens whose keys and values are present once ``copies`` have run."""

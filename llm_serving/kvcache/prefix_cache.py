@@ -1,5 +1,4 @@
-"""The prefix cache: finds blocks with the first tokens of a sequence, which are computed or which steps in flight
-compute.
+"""The prefix cache: finds the blocks that have the first tokens of a sequence.
 
 A block is *announced* while a step in flight computes it, and *committed* when that step has completed. A committed
 block is cached until it is evicted, even while it is free.
@@ -26,6 +25,7 @@ class TailMatch:
 
     block: int
     entry: int
+    """The index entry of the block at the time of the lookup."""
     num_tokens: int
 
 
@@ -33,12 +33,14 @@ class TailMatch:
 class PrefixMatch:
     """The blocks that a lookup found for the first tokens of a sequence.
 
-    A match does not hold its blocks, and they may be evicted. ``KVCacheManager.adopt`` therefore checks them again.
+    A match does not hold its blocks, so they may be evicted before the sequence starts. ``KVCacheManager.adopt``
+    therefore checks them again.
     """
 
     blocks: list[int]
     """The cached full blocks of the sequence, in order from its first block."""
     entries: list[int]
+    """The index entry of each of ``blocks`` at the time of the lookup."""
     num_tokens: int
     """Tokens in ``blocks`` and ``tail``. They never include the sequence's last token, which must be computed."""
     tail: TailMatch | None
@@ -66,6 +68,7 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool, block_size: int, namespace: bytes, block_hash: BlockHash) -> None:
         self.epoch = 0
+        """Number of calls of ``drop_all``."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.fresh: list[tuple[int, int]] | None = None
@@ -77,6 +80,7 @@ class PrefixCache:
         self._namespace = namespace
         self._block_hash = block_hash
         self._announced: dict[bytes, int] = {}
+        """Number of chains that announce each block, by the hash of the block."""
 
     def new_chain(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixChain:
         """Returns a new chain of block hashes for the tokens of a sequence.
@@ -168,7 +172,7 @@ class PrefixCache:
         """Adds held full blocks, whose content was loaded from a KV tier, to the cache.
 
         They are the blocks of the chain from index ``first`` on. Adds none if a block before them is no longer cached.
-        A block whose content is cached already stays private.
+        If the content of a block is cached already, the block is not added.
         """
         self._refresh(chain)
         self._find_further(chain, first)
@@ -202,7 +206,7 @@ class PrefixCache:
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the counters and the index as plain data.
 
-        In this data, ``contents[block]`` stands for the tokens of each block, because recordings have pseudonyms.
+        The data have ``contents[block]`` instead of the tokens of a block. A flight recording has pseudonyms there.
         """
         counters = [self.epoch, self.num_query_tokens, self.num_hit_tokens]
         fresh = None if self.fresh is None else [list(pair) for pair in self.fresh]
@@ -261,7 +265,7 @@ class PrefixCache:
         return (index - first) * self._block_size
 
     def _refresh(self, chain: PrefixChain) -> None:
-        """Removes the first block whose content has changed from the chain, and all blocks after it."""
+        """Shortens the chain: removes the first block whose content has changed, and all blocks after it."""
         num_current = self._num_current(chain.blocks, chain.entries)
         del chain.blocks[num_current:], chain.entries[num_current:]
 

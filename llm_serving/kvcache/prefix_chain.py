@@ -1,4 +1,4 @@
-"""The tokens of one sequence as the prefix cache needs them: packed as bytes, with one hash for each full block."""
+"""The tokens of one sequence for lookups in the prefix cache: packed as bytes, with one hash for each full block."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class PrefixChain:
         """The entries of the cached blocks (``PrefixIndex.entries``) at the last lookup."""
         self.announce_begin = 0
         self.announce_end = 0
-        """The blocks ``announce_begin .. announce_end - 1`` are announced."""
+        """The blocks with the numbers ``announce_begin .. announce_end - 1`` in the sequence are announced."""
         self.epoch = 0
+        """The ``epoch`` of the prefix cache when the chain was made, or when its sequence last started."""
         self._packed = pack_tokens(token_ids)
         self._block_bytes = block_size * TOKEN_BYTES
         self._root = root
@@ -62,7 +63,10 @@ class PrefixChain:
         return self._packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
     def snapshot(self, tokens: bytes) -> dict[str, Any]:
-        """Returns the chain as plain data. The argument ``tokens`` replaces the packed tokens."""
+        """Returns the chain as plain data, with ``tokens`` instead of its packed tokens.
+
+        A flight recording has pseudonyms in the place of tokens.
+        """
         return {
             "tokens": tokens,
             "blocks": self.blocks.copy(),

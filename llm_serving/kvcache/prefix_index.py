@@ -22,14 +22,14 @@ Parent = int | bytes
 """Identifies the prefix before a block: the index entry of the preceding block, or the salt if there is none."""
 
 MAX_TAIL_CANDIDATES = 8
-"""Maximum number of blocks after one prefix that ``find_tail`` compares. The oldest are dropped."""
+"""Maximum number of blocks after one prefix that ``find_tail`` compares: those that were added last."""
 
 
 class IndexObserver(Protocol):
-    """Learns which full blocks are in the index. To observe the prefix cache, write a class with these methods.
+    """The methods of an observer of the prefix cache, which learns which full blocks are in the index.
 
-    The engine thread calls the methods, so they must be quick, and must not raise. They only observe: no decision may
-    depend on them.
+    The engine thread calls the methods, so they must be quick and must not raise. No decision of the scheduler may
+    depend on an observer.
     """
 
     def stored(self, entry: int, block_hash: bytes, content: bytes, parent: Parent) -> None:
@@ -136,8 +136,8 @@ class PrefixIndex:
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the entries as plain data. For each parent, the data have the blocks that follow it, in order.
 
-        The data have ``contents`` instead of the tokens of each block. Hashes can be computed from the tokens, so the
-        data only state which blocks have a hash.
+        The data have ``contents`` instead of the tokens of each block. They have no hashes, which ``restore`` computes
+        from the tokens, but state which blocks have one.
         """
         return {
             "entries": self.entries.copy(),

@@ -4,7 +4,7 @@
 
 ``none``
     Every request starts for which a batch row and blocks are free now. If the blocks do not suffice later, some
-    requests are preempted.
+    running requests are preempted.
 
 ``router``
     This mode assumes that the running requests and the candidate grow by one token per step until their expected ends.

@@ -28,8 +28,8 @@ class _StaticBatching(BatchingMode):
     """The requests that wait while nothing runs form a batch. No request joins before all of them have ended.
 
     A batch has at most ``batch_size`` requests, and fewer if too few batch rows or blocks are free. A finished request
-    returns its output immediately. Its batch row stays empty and costs no computation. (Servers whose graphs have a
-    fixed batch size also compute empty batch rows, so they are slower than this mode.)
+    returns its output immediately. Its batch row then stays empty and costs no computation. (Servers whose graphs
+    compute empty batch rows, too, are slower.)
     """
 
     STATE = ("_num_places", "_num_arrivals")

@@ -11,7 +11,7 @@ from llm_serving.scheduler.step_builder import DecodeBatch, build_decode
 def with_drafts(state: SchedulerState, sequences: list[Sequence]) -> list[Sequence]:
     """Returns the sequences, each repeated for every draft that fits the step and the sequence's blocks.
 
-    Drafts take no block that a running sequence may need next, and no sequence is preempted for them.
+    A draft gets no block that a running sequence may need for its next token. No sequence is preempted for a draft.
     """
     limits, running, kv_cache = state.limits, state.running, state.kv_cache
     num_free = min(limits.decode_batch_size, limits.max_num_seqs, limits.max_num_batched_tokens) - len(sequences)

@@ -53,8 +53,7 @@ class RoutedScheduler:
         return [] if self._hand_overs is None else self._hand_overs.take_changes()
 
     def grant_hand_over(self, request_id: str, blocks: Iterable[int]) -> None:
-        """Takes the router's reply to WANTED: blocks of the hand-over pool. If there are none, the request stays here.
-        """
+        """Receives the reply to WANTED: blocks of the hand-over pool. Without blocks, the request stays here."""
         assert self._hand_overs is not None, "only replicas that hand over ask for blocks"
         refused = self._hand_overs.grant(request_id, list(blocks))
         if refused is not None:

@@ -25,9 +25,9 @@ from llm_serving.scheduler.state import SchedulerState
 from llm_serving.telemetry.receipt import Phase
 
 PIECE_S = 0.002
-"""A step that copies arriving blocks should take at most this time. Decode steps wait for it."""
+"""Maximum seconds that a step with copies of arriving blocks should take, because decode steps wait for it."""
 FIRST_PIECE = 16
-"""Maximum number of blocks of a piece, while the time of a copy is unknown."""
+"""Maximum number of arriving blocks that one step copies while the time of a copy is unknown."""
 
 
 class Change(enum.Enum):
@@ -87,10 +87,11 @@ class HandOvers(BlockMover):
         return changes
 
     def grant(self, request_id: str, blocks: list[int]) -> Sequence | None:
-        """Takes the reply to WANTED: blocks of the hand-over pool. An empty list refuses the hand-over.
+        """Receives the router's reply to WANTED: blocks of the hand-over pool. An empty list refuses the hand-over.
 
-        A refused sequence stays and is computed again. If the sequence waits no more, reports DROPPED. Returns the
-        sequence, which the caller must settle, or None.
+        After a refusal, the sequence stays and is computed again. The method then returns the sequence, and the caller
+        must pass it to ``Preemption.settle``. In all other cases, it returns None. If the sequence no longer waits for
+        blocks, the method reports DROPPED.
         """
         sequence = next((one for one in self._asking if one.request.request_id == request_id), None)
         if sequence is None:
@@ -107,7 +108,7 @@ class HandOvers(BlockMover):
         return sequence
 
     def arrive(self, sequence: Sequence, blocks: list[int]) -> None:
-        """Takes a new sequence of this scheduler whose computed tokens are in ``blocks`` of the hand-over pool."""
+        """Adds a new sequence whose computed tokens are in ``blocks`` of the hand-over pool."""
         request = sequence.request
         sequence.hand_over, sequence.handed_blocks = HandOverState.ARRIVING, blocks
         request.num_computed_tokens = request.num_tokens - 1
@@ -128,7 +129,7 @@ class HandOvers(BlockMover):
         return self._copy_in() if self._arriving is not None or self._state.swapped else None
 
     def take_computed(self, sequences: list[Sequence]) -> None:
-        """Makes the sequences leave whose prompt is computed and whose first token is known."""
+        """Makes a sequence leave if another replica decodes it, its prompt is computed and its first token is known."""
         running = self._state.running
         for sequence in sequences:
             if sequence.hand_over is not HandOverState.WANTED or sequence.state is not SequenceState.RUNNING:
@@ -218,7 +219,7 @@ class HandOvers(BlockMover):
         while waiting and len(moves) + len(waiting[0].handed_blocks) <= max_moves:
             sequence = waiting.pop(0)
             sequences.append(sequence)
-            # the last block may have no computed tokens; it is not copied
+            # ``handed_blocks`` has no block for a last block without computed tokens, so that block is not copied.
             pairs = zip(sequence.block_table, sequence.handed_blocks, strict=False)
             moves += [BlockMove(MoveKind.HAND_OUT, block, host) for block, host in pairs]
         return self._send(moves, sequences, StepReason.HAND_OUT)

@@ -1,6 +1,4 @@
-"""The lifecycle of a request after its admission: processes the results of its steps, restarts it after failures, and
-ends it.
-"""
+"""The lifecycle of a request after its admission: results of its steps, restarts after failures, and its end."""
 
 from __future__ import annotations
 
@@ -195,7 +193,7 @@ class Lifecycle:
     def _end_not_finite(self, sequence: Sequence, now: float) -> list[RequestUpdate]:
         """Ends a request whose logits are NaN or infinite.
 
-        The request's blocks must not be cached. The prefix cache also drops all cached blocks, because they may be the
+        The request's blocks must not be cached. All blocks leave the prefix cache, because a cached block may be the
         cause.
         """
         sequence.drop_tokens = True

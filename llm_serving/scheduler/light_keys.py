@@ -31,17 +31,17 @@ from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
 LIGHT_SHARE = 16
-"""All tenants together have at least this number of times the requests of a light key."""
+"""A light key has at most ``1 / LIGHT_SHARE`` of the requests of all tenants."""
 
 LARGEST_SHARE = 4
-"""The largest tenant has at least this number of times the requests of a light key."""
+"""A light key has at most ``1 / LARGEST_SHARE`` of the requests of the tenant with the most requests."""
 
 MEMORY_S = 30.0
 """Seconds for which the reserve is kept after a light key had a request."""
 
 RESERVED_ROWS_SHARE = 16
 RESERVED_BLOCKS_SHARE = 32
-"""One of this number of batch rows, or of blocks, is reserved."""
+"""The reserve is one of ``RESERVED_ROWS_SHARE`` batch rows, and one of ``RESERVED_BLOCKS_SHARE`` blocks."""
 
 MAX_LIGHT_STREAK = 2
 """Maximum number of consecutive steps that have prompts of light keys only."""
@@ -64,7 +64,7 @@ class LightKeys(Stateful):
         """Maximum number of requests of a light key. 0 if no key is light."""
 
     def look(self, now: float) -> bool:
-        """Counts the requests of each tenant, and returns True if a light key was seen within ``MEMORY_S`` seconds."""
+        """Counts the requests of each tenant. Returns True if a light key had a request within ``MEMORY_S`` seconds."""
         state = self._state
         intake = state.intake
         if not self._is_on or not intake.has_tenants:
@@ -103,7 +103,7 @@ class LightKeys(Stateful):
     def reserve(self, sequence: Sequence, now: float) -> tuple[int, int]:
         """Returns how many batch rows and how many blocks must stay free if ``sequence`` starts.
 
-        Nothing is reserved while no sequence runs. So the others wait only for rows that will become free.
+        Nothing is reserved while no sequence runs, because no row would become free for a sequence that waits.
         """
         if not self.is_active(now) or self.is_light(sequence) or not len(self._state.running):
             return 0, 0

@@ -1,4 +1,4 @@
-"""Scheduled steps, and the results of completed steps. Scheduler and executor exchange them.
+"""Scheduled steps and their results, which the scheduler and the executor exchange.
 
 A step consists of columns (lists), because the executor writes them into NumPy arrays. Index ``i`` of every column
 describes sequence ``i`` of the step. ``block_tables[i]`` is the sequence's own list, not a copy. The executor reads it
@@ -171,8 +171,8 @@ class StepResult:
 
     seq: int
     sampled_ids: list[int] = field(default_factory=list)
-    """[S] The sampled token, -1 if ``do_sample`` was False, ``NOT_FINITE``, or ``REJECTED`` for a token that does not
-    count because a draft before it was wrong."""
+    """[S] The sampled token. -1 if ``do_sample`` was False. ``NOT_FINITE`` if the logits were NaN or infinite.
+    ``REJECTED`` for a token that does not count, because a draft before it was wrong."""
     logits: list[float] = field(default_factory=list)
     """[S] Raw logit of the sampled token."""
     logsumexps: list[float] = field(default_factory=list)
@@ -182,18 +182,23 @@ class StepResult:
     pooled: list[bytes] | None = None
     """[S] The pooled result of each sequence, float32. None if the agents sample tokens."""
     aborted: bool = False
+    """True if the step was dropped before it began."""
     error: str | None = None
+    """Why the step failed. None if it did not fail."""
     bad_moves: list[int] = field(default_factory=list)
     """Indices of the moves from the hand-over pool whose block had another header or other bytes than expected."""
     queue_us: int = 0
+    """Microseconds that the step waited in the agent's queue."""
     graph_us: int = 0
+    """Microseconds in which the agent ran the graph of the model, or copied blocks."""
     sample_us: int = 0
+    """Microseconds in which the agent chose the tokens."""
     checked_row: bool = False
-    """Whether the agents computed a sequence of the step again, with the same result."""
+    """True if the agents computed one sequence of the step again, with the same result."""
     fetched_bytes: int = 0
     """Bytes that the agents copied from their devices to choose the tokens."""
     draft_us: int = 0
-    """The part of ``sample_us`` that the draft model took."""
+    """The microseconds of ``sample_us`` in which the draft model made drafts."""
     drafts: list[list[int]] | None = None
     """[S] Drafts of the next tokens of each sequence, by the draft model. None if the step wanted none."""
 
@@ -209,7 +214,7 @@ class RequestUpdate:
     token_id: int | None = None
     """The new token. ``request.output_token_ids`` contains it already."""
     index: int = -1
-    """Index of the sequence in the StepResult, for its logits; -1 without a token."""
+    """Index of the sequence in the ``StepResult``, which has its logits. -1 if the update has no token."""
     num_later: int = 0
     """Number of later tokens of the same result. ``request.output_token_ids`` contains them already."""
     stop_token_id: int | None = None

@@ -26,7 +26,7 @@ from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.scheduler.swapping import Swapper
 
 LOSSES_TO_STAY_ALONE = 3
-"""After this number of losses, a request runs alone to its end. So one that kills agents now and then is found too."""
+"""After this number of losses, a request runs alone to its end. So a request that kills only some agents is found."""
 
 
 class Quarantine(Stateful):

@@ -1,4 +1,4 @@
-"""Mean times of computed tokens and of moved blocks, which a scheduler learns from completed steps."""
+"""The mean time of a computed token or of a moved block, which a scheduler learns from completed steps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Rate(Stateful):
         self._units = 0.0
 
     def note(self, seconds: float, units: int) -> None:
+        """Adds a step that computed or moved ``units`` units in ``seconds``."""
         self._seconds = self._seconds * _KEEP + seconds
         self._units = self._units * _KEEP + units
 

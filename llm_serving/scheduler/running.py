@@ -21,10 +21,10 @@ class CachedPrefix:
 
     num_tokens: int
     is_pending: bool
-    """True if steps in flight compute more of the sequence's tokens, and waiting for these steps is worth it.
+    """True if the sequence should wait for steps in flight that compute more of its tokens.
 
-    The steps must add a full block, or all known tokens except the last. Otherwise equal prompts that end at the end of
-    a block would wait for each other.
+    It should wait if they add at least a full block, or all its known tokens except the last. By a weaker rule, equal
+    prompts that end at the end of a block would wait for each other.
     """
 
 
@@ -39,11 +39,11 @@ class BlockSupply:
 
     @property
     def version(self) -> int:
-        """A number that increases whenever a lookup in the prefix cache may return something else than before."""
+        """A number that increases whenever the next lookup in the prefix cache may have another result."""
         return 0
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
-        """Returns which known tokens of a waiting sequence are cached. Does not change blocks."""
+        """Looks up which known tokens of a waiting sequence are cached. Does not change blocks."""
         return _NOTHING_CACHED
 
     def fits(self, sequence: Sequence, reserve: int) -> bool:
@@ -114,7 +114,7 @@ class RunningSet(Stateful):
     @property
     def holders(self) -> list[Sequence]:
         """The running and leaving sequences, as a copy. Any thread may read it."""
-        # Each part is copied in C code. A Python call between could let the engine thread change the dict meanwhile.
+        # Each part is copied in C code. During a Python call, the engine thread could change the dict.
         return [*self._running.values(), *self._leaving.values()]
 
     @property

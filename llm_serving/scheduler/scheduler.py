@@ -247,7 +247,6 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
             self._intake.note_ended([RequestUpdate(culprit.request, error=AgentLostTwiceError.TEXT)])
 
     def observe_cache(self, observer: IndexObserver) -> None:
-        """Reports each change of the prefix cache to ``observer`` from now on. Without a prefix cache, there is none.
-        """
+        """Reports each change of the prefix cache to ``observer``. Without a prefix cache, it gets no reports."""
         self._kv_cache.prefix_index.observer = observer
 

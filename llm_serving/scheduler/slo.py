@@ -137,9 +137,9 @@ class Slo(MixedPolicy):
         self._has_completed = False
 
     def _waits_for_light_keys(self, now: float) -> bool:
-        """Returns True, and sets the wakeup, if the next step would wait long at the agent while light keys are active.
+        """Returns True if light keys are active and the next step would wait long at the agent. Then sets the wakeup.
 
-        The prompt of a light key that arrives in this time would wait for the next step, too.
+        A light key's prompt that arrives while the step waits would have to wait until the step has completed.
         """
         state = self._state
         if not (state.in_flight.num_compute_steps and self._model.is_known and self._mixed.light_keys.is_active(now)):
@@ -155,7 +155,7 @@ class Slo(MixedPolicy):
         return True
 
     def _note_sent(self, step: ScheduledStep, now: float) -> None:
-        """Updates when the agent is expected to have run all steps in flight, of which ``step`` is the last."""
+        """Updates ``_runs_until`` after ``step``, the last of the steps in flight, was sent."""
         others = self._state.in_flight.num_compute_steps > 1
         self._seconds_of_step = self._seconds(step)
         self._runs_until = (max(now, self._runs_until) if others else now) + self._seconds_of_step
@@ -288,8 +288,7 @@ class Slo(MixedPolicy):
     def _due(self, sequence: Sequence) -> float:
         """Returns the time at which the next token of a sequence is due.
 
-        For the first token, the objective for the TTFT determines it. For later tokens, the objective for the time
-        between tokens does.
+        The due time follows from the objective for the time to first token, or for the time between tokens.
         """
         request = sequence.request
         if request.first_token_time is not None:

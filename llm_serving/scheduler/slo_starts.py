@@ -1,5 +1,6 @@
-"""The number of requests that may start in one step under policy ``slo``, so that it neither slows the running requests
-nor lets late requests take the place of those on time.
+"""Limits how many requests may start in one step under policy ``slo``.
+
+The limit keeps running requests fast, and keeps late requests from taking the place of those on time.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ Sequences = dict[int, Sequence]
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCE, _STEP, _TUPLE, _DICT = "sequence", "step", "tuple", "dict"
-"""Keys that mark a value which plain data cannot express: a sequence (by its arrival index), a step in flight, a tuple,
-or a dict."""
+"""Keys of the dicts that stand for other values in plain data: a sequence, a step in flight, a tuple, or a dict."""
 _SEQUENCE_STATE = (
     *("arrival_index", "max_output_tokens", "on_host", "is_decoding", "restarts", "notes_tokens", "drop_tokens"),
     *("num_inflight_steps", "num_inflight_decodes", "num_inflight_drafts", "last_chosen", "block_table", "host_table"),
@@ -70,7 +69,7 @@ class Stateful:
     def restore(self, state: Any, sequences: Sequences) -> None:
         """Restores the state that ``snapshot`` returned into a new part.
 
-        The part may keep lists and dicts of ``state`` and change them.
+        The caller must not use ``state`` afterwards, because the part may keep and change its lists and dicts.
         """
         self.restore_attributes(self.STATE, state, sequences)
 

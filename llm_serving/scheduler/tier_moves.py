@@ -25,9 +25,10 @@ from llm_serving.scheduler.state import SchedulerState
 NO_HOST_BLOCK = -1
 """Reply of the tiers for an offered block that they do not keep."""
 STORE_S = 0.002
-"""A step that copies blocks to the host should take at most this time. The next computing step waits for it."""
+"""Maximum seconds that a step with copies of blocks to the host should take. The next prefill or decode step waits
+for it."""
 FIRST_STORE = 16
-"""Maximum number of blocks of a step that copies blocks to the host, while the time of a copy is unknown."""
+"""Maximum number of blocks that one step copies to the host while the time of a copy is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class TierMoves(Stateful):
         ]
 
     def store_blocks(self, hosts: SequenceOf[int]) -> None:
-        """Takes the reply for the first ``len(hosts)`` offered blocks: the host block of each, or ``NO_HOST_BLOCK``."""
+        """Receives the reply for the first offered blocks: a host block for each, or ``NO_HOST_BLOCK``."""
         fresh = self._prefixes.fresh
         assert fresh is not None
         for (block, entry), host in zip(fresh, hosts, strict=False):
@@ -105,7 +106,7 @@ class TierMoves(Stateful):
         return wanted
 
     def load_blocks(self, request_id: str, first: int, hosts: SequenceOf[int]) -> None:
-        """Takes the reply to a question: the host blocks with the content of the sequence's blocks from ``first``.
+        """Receives the reply to a question: the host blocks with the content of the sequence's blocks from ``first``.
 
         An empty list means that the sequence must be computed.
         """
@@ -199,7 +200,7 @@ class TierMoves(Stateful):
             sequence.waits_for_load, sequence.asked_from = False, -1
 
     def _begin(self, sequence: Sequence, first: int, hosts: list[int]) -> bool:
-        """Takes blocks of the device for a load. Returns False if the sequence could not start now."""
+        """Begins a load: allocates blocks of the device for it. Returns False if the sequence could not start now."""
         state, kv_cache = self._state, self._state.kv_cache
         if not self._supply.fits(sequence, state.running.reserve(state.limits.watermark_blocks)):
             return False
@@ -234,7 +235,7 @@ class TierMoves(Stateful):
 
     @property
     def _block_s(self) -> float | None:
-        """Seconds that a loaded block saves: the time of its computation without that of its copy. None if unknown."""
+        """Seconds that the load of a block saves: the time to compute it minus the time to copy it. None if unknown."""
         token_s, move_s = self._prefill.seconds_per_unit, self._move.seconds_per_unit
         if token_s is None:
             return None
@@ -257,7 +258,7 @@ class SchedulerTiers:
         return [] if self._tiers is None else self._tiers.fresh_blocks(limit)
 
     def store_blocks(self, hosts: Iterable[int]) -> None:
-        """Takes the tiers' reply for the first offered blocks: a host block for each, or ``NO_HOST_BLOCK``."""
+        """Receives the tiers' reply for the first offered blocks: a host block for each, or ``NO_HOST_BLOCK``."""
         assert self._tiers is not None, "only tiers store blocks"
         self._tiers.store_blocks(list(hosts))
 
@@ -266,7 +267,7 @@ class SchedulerTiers:
         return [] if self._tiers is None else self._tiers.take_wanted()
 
     def load_blocks(self, request_id: str, first: int, hosts: Iterable[int]) -> None:
-        """Takes the tiers' reply to a question: the host blocks with the request's blocks from number ``first``."""
+        """Receives the tiers' reply to a question: the host blocks with the request's blocks from number ``first``."""
         assert self._tiers is not None, "only tiers load blocks"
         self._tiers.load_blocks(request_id, first, list(hosts))
 
