@@ -71,8 +71,7 @@ class PrefixIndex:
         return block if block is not None and self.holds(block, content, parent) else None
 
     def find_tail(self, parent: Parent, wanted: bytes) -> tuple[int, int] | None:
-        """Finds the block after ``parent`` that has the longest common beginning with ``wanted``, which is packed
-        tokens.
+        """Finds the block after ``parent`` that has the most first tokens of ``wanted``, which are packed tokens.
 
         Returns the block and the number of matching tokens, or None if no block has a matching first token.
         """

@@ -114,7 +114,7 @@ class Capacity:
     """Number of blocks that the tokens of all waiting requests need."""
     is_held_up: bool
     """True if no new request can start yet. Either a preempted sequence must come back first, or the first waiting
-    request found no capacity and none became free since."""
+    request lacked capacity, and no capacity has become free since then."""
     is_idle: bool
     """No request runs or waits. So each request that can ever be served can start."""
 

@@ -47,7 +47,7 @@ class Change(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class HandOverChange:
-    """A change of the hand-over of one request."""
+    """A report of the scheduler to the router: what has happened to the hand-over of one request."""
 
     kind: Change
     request_id: str
@@ -253,7 +253,7 @@ class HandOvers(BlockMover):
 
     @property
     def _piece(self) -> int:
-        """Maximum number of blocks of the next piece. If no other sequence runs, nothing waits for the copy."""
+        """Maximum number of arriving blocks of the next step. Without other running sequences, all may come at once."""
         max_moves, block_s = self._state.limits.max_moves, self._move.seconds_per_unit
         if len(self._state.running) == 1:
             return max_moves

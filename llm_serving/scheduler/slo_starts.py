@@ -11,7 +11,8 @@ from llm_serving.scheduler.state import SchedulerState
 from llm_serving.waiting.slo_order import SloOrder
 
 STEPS_FOR_ONE_MORE = 32
-"""Number of steps after which one more late request may run. With 8 or less, overload comes in waves."""
+"""After this number of steps, one more late request may start, although no request has ended. With 8 or less, late
+requests overload the server in waves."""
 
 _PLENTY = 0.5
 """Late requests start without limit while less than this fraction of blocks and batch rows is in use."""

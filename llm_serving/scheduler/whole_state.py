@@ -17,7 +17,7 @@ PARTS = (
     *("state", "preemption", "swapper", "tiers", "hand_overs", "admission", "light_keys", "batching", "composer"),
     *("policy", "quarantine"),
 )
-"""The parts of a scheduler that have state. The scheduler has each as an attribute of this name after an underscore."""
+"""The parts of a scheduler that have state. For example, ``state`` is the scheduler's attribute ``_state``."""
 
 
 class SavedScheduler:
