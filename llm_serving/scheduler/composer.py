@@ -76,7 +76,7 @@ class StepComposer(Stateful):
         return in_flight.add(step, plan.sequences, copies=self._note_chunks(plan))
 
     def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
-        """Adds the next chunks of unfinished prompts to the plan, in order of arrival, except the sequences ``skip``."""
+        """Adds the next chunks of unfinished prompts to a plan, in order of arrival, except the sequences ``skip``."""
         for sequence in self._state.running.prefilling:
             if sequence in skip:
                 continue

@@ -253,7 +253,7 @@ class HandOvers(BlockMover):
 
     @property
     def _piece(self) -> int:
-        """Maximum number of arriving blocks of the next step. Without other running sequences, all may come at once."""
+        """Maximum number of arriving blocks of the next step. If no other sequence runs, the step may copy them all."""
         max_moves, block_s = self._state.limits.max_moves, self._move.seconds_per_unit
         if len(self._state.running) == 1:
             return max_moves
