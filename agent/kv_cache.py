@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from agent.backends.base import BlockMoves, CacheLayout, OpTable
+from agent.backends.base import CacheLayout, OpTable
+from agent.backends.device import BlockMoves
 from agent.cache_pages import CachePages
 from agent.step_inputs import Int32Array
 from agent.weights.storage import STORAGE_DTYPES, Array, future_zeros

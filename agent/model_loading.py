@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.backends.base import BlockMoves, OpTable
+from agent.backends.base import OpTable
+from agent.backends.device import BlockMoves
 from agent.group.model_part import ModelPart
 from agent.kv_cache import KVCache
 from agent.lora.store import AdapterSlots

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mindspore import Tensor
 
-from agent.backends.base import DeviceHooks
+from agent.backends.device import DeviceHooks
 from agent.backends.launch import Launch, OnDevice
 from agent.compiled_graph import CompiledGraph
 from agent.device_sampling.cells import candidates_cell, rows_cell

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
-from agent.backends.base import DeviceTraits
 from agent.backends.cpu import native
 from agent.backends.cpu.native import NativeCpuHooks, NativeCpuOps
+from agent.backends.device import DeviceTraits
 from agent.backends.launch import Launch, OnDevice
 from agent.group.model_part import ModelPart
 from agent.lora.stacked import StackedSizes

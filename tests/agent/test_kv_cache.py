@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from agent import cache_pages
-from agent.backends.base import BlockMoves, CacheLayout, DeviceTraits
+from agent.backends.base import CacheLayout
 from agent.backends.cpu.blocks import HostBlockMoves
+from agent.backends.device import BlockMoves, DeviceTraits
 from agent.cache_pages import CachePages
 from agent.kv_cache import KVCache
 from agent.weights import storage

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from mindspore import Tensor
 from mindspore._c_expression import swap_cache
 
-from agent.backends.base import BlockMoves, CacheLayout
+from agent.backends.base import CacheLayout
+from agent.backends.device import BlockMoves
 from agent.layers.parameter import as_tensor
 from agent.step_inputs import Int32Array
 from agent.weights.storage import Array, zeros

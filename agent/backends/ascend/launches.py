@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from agent.backends.base import DeviceHooks
+from agent.backends.device import DeviceHooks
 from agent.backends.launch import Launch, OnDevice, as_array
 from agent.weights.storage import Array
 

@@ -12,7 +12,8 @@ from agent.backends.ascend.adapters import DeviceMatrices
 from agent.backends.ascend.blocks import DeviceBlockMoves
 from agent.backends.ascend.launches import AscendHooks
 from agent.backends.ascend.limits import check_limits
-from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, DeviceTraits, Operator
+from agent.backends.base import AttentionForm, CacheLayout, Operator
+from agent.backends.device import BlockMoves, DeviceTraits
 from agent.backends.native.ops import NativeOps
 from agent.group.model_part import ModelPart
 from agent.lora.stacked import StackedMatrices, StackedSizes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agent.backends.base import BlockMoves, CacheLayout
+from agent.backends.base import CacheLayout
+from agent.backends.device import BlockMoves
 from agent.kernels import BlockCopies
 from agent.step_inputs import Int32Array
 from agent.weights.storage import Array, zeros

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from agent.backends.base import BlockMoves, CacheLayout, DeviceHooks, DeviceTraits, Operator
+from agent.backends.base import CacheLayout, Operator
 from agent.backends.cpu.blocks import HostBlockMoves
+from agent.backends.device import BlockMoves, DeviceHooks, DeviceTraits
 from agent.backends.native.linear import is_transposed
 from agent.backends.native.ops import NativeOps
 from agent.group.model_part import ModelPart

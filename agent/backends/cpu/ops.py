@@ -19,15 +19,14 @@ import numpy.typing as npt
 
 from agent.backends.base import (
     AttentionForm,
-    BlockMoves,
     CacheLayout,
-    DeviceTraits,
     LatentForm,
     LinearParameters,
     Operator,
     OpTable,
 )
 from agent.backends.cpu.blocks import HostBlockMoves
+from agent.backends.device import BlockMoves, DeviceTraits
 from agent.group.model_part import ModelPart
 from agent.kernels import library_path
 from agent.lora.packed import PackedSlots

@@ -11,13 +11,12 @@ from mindspore.ops.auto_generate import AddRmsNorm, RmsNorm, Swiglu
 from agent.backends.base import (
     AttentionForm,
     CacheLayout,
-    DeviceHooks,
-    DeviceTraits,
     LatentForm,
     LinearParameters,
     Operator,
     OpTable,
 )
+from agent.backends.device import DeviceHooks, DeviceTraits
 from agent.backends.native import parallel
 from agent.backends.native.adapters import AddAdapters, LatentWithoutAdapters, WithoutAdapters
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
@@ -216,8 +215,7 @@ class _Linear(nn.Cell):
 
 
 class _NormLinear(nn.Cell):
-    """Applies the norm and a linear layer in the first layer of a pipeline stage, where ``residual`` equals ``hidden``.
-    """
+    """Applies the norm and a linear layer in the first layer of a pipeline stage, where ``residual`` equals ``hidden``."""
 
     def __init__(self, epsilon: float, form: LinearForm, dtype: str, *, adapted: bool = False) -> None:
         super().__init__()
