@@ -215,7 +215,8 @@ class _Linear(nn.Cell):
 
 
 class _NormLinear(nn.Cell):
-    """Applies the norm and a linear layer in the first layer of a pipeline stage, where ``residual`` equals ``hidden``."""
+    """Applies the norm and a linear layer in the first layer of a pipeline stage, where ``residual`` equals ``hidden``.
+    """
 
     def __init__(self, epsilon: float, form: LinearForm, dtype: str, *, adapted: bool = False) -> None:
         super().__init__()
