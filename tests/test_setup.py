@@ -5,17 +5,15 @@ The tests run setup.py in a tree of small source files.
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.time_limits import time_limit
+from support.forked_programs import run_forked
 
 SETUP = Path(__file__).resolve().parents[1] / "setup.py"
 LIBRARY = "libllm_kernels.so"
@@ -47,8 +45,16 @@ class Tree:
     The file ``compiler/version`` has the text that the compiler reports as its version.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, built: Path | None = None) -> None:
+        """``built`` is a copy of the folder ``root`` after an earlier build.
+
+        The recipes of the build contain paths in ``root``, so the tree must be at this place again.
+        """
         self.root = root
+        if built is not None:
+            shutil.rmtree(root)
+            shutil.copytree(built, root)
+            return
         for name, text in FILES.items():
             self.write(name, text)
         self.write("compiler/version", "g++ 1\n")
@@ -64,12 +70,16 @@ class Tree:
     def run(
         self, *options: str, in_place: bool = True, build: str = "", quiet: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "setup.py", *(["--quiet"] if quiet else []), "build_ext"]
-        environment = {**os.environ, "CXX": str(self.root / "compiler/g++-toy"), "LLM_KERNELS_BUILD": build}
-        return subprocess.run(
-            [*command, *(["--inplace"] if in_place else []), *options], cwd=self.root, env=environment,
-            timeout=time_limit(60), capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        arguments = [*(["--quiet"] if quiet else []), "build_ext", *(["--inplace"] if in_place else []), *options]
+        return run_forked(
+            self.root / "setup.py",
+            *arguments,
+            folder=self.root,
+            timeout=60,
+            preload="support.setup_preload",
+            CXX=str(self.root / "compiler/g++-toy"),
+            LLM_KERNELS_BUILD=build,
+        )
 
     def build(self, *options: str, in_place: bool = True, build: str = "") -> set[str]:
         """Runs the build. Returns the names of the files that it made."""
@@ -82,11 +92,19 @@ class Tree:
         return self.root / "agent/kernels" / LIBRARY
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Tree:
-    made = Tree(tmp_path)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tree after its first build. The folder next to it is a copy."""
+    folder = tmp_path_factory.mktemp("built")
+    made = Tree(folder / "tree")
     assert made.build() == EVERYTHING
-    return made
+    shutil.copytree(made.root, folder / "copy")
+    return made.root
+
+
+@pytest.fixture
+def tree(built: Path) -> Tree:
+    return Tree(built, built.with_name("copy"))
 
 
 def test_an_unchanged_tree_builds_nothing(tree: Tree) -> None:

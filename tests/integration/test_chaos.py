@@ -30,7 +30,10 @@ def test_faults_change_no_text_and_leak_nothing(tmp_path):
     orders.mkdir()
     # Agents read fault orders from a folder and remove them, which confinement would not permit.
     unconfined = ["serving_config.confine_agents=off"]
-    with fault_environment(CHAOS_FOLDER=str(orders)), running_server(tmp_path / "server", unconfined) as server:
+    with (
+        fault_environment(CHAOS_FOLDER=str(orders)),
+        running_server(tmp_path / "server", unconfined, forks=False) as server,
+    ):
         load = ChaosLoad(server.url, seed=1, num_clients=2)
         with load:
             rig = FaultRig(server, orders, load)

@@ -19,12 +19,17 @@ import pytest
 from llm_serving.server.error_replies import FAILURE_TEXTS
 from support.poisoned_agent import POISON
 from support.server_process import ServerProcess, running_server, shm_entries
-from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 SHORT = LONG | {"max_tokens": 20}
 SLOW = LONG | {"max_tokens": 1500}
+
+
+@pytest.fixture
+def shallow(shallow_model):
+    """The setting for the shallow model. Most tests of this file compare a text only with another one of its model."""
+    return f"model_config.model_path={shallow_model}"
 
 
 def ids_of(answer):
@@ -39,8 +44,8 @@ def wait_for(condition, timeout_s=None):
         time.sleep(0.02)
 
 
-def test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_text(tmp_path):
-    with running_server(tmp_path, forks=False) as server:
+def test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_text(tmp_path, shallow):
+    with running_server(tmp_path, [shallow]) as server:
         expected = ids_of(server.post("/v1/completions", LONG))
         assert len(expected) == 400
         [agent] = server.agents()
@@ -58,8 +63,8 @@ def test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_tex
         server.wait_until_idle()
 
 
-def test_an_agent_that_cannot_come_back_ends_requests_with_a_clear_error(tmp_path):
-    with running_server(tmp_path, ["serving_config.agent_restart_limit=0"], forks=False) as server:
+def test_an_agent_that_cannot_come_back_ends_requests_with_a_clear_error(tmp_path, shallow):
+    with running_server(tmp_path, [shallow, "serving_config.agent_restart_limit=0"]) as server:
         [agent] = server.agents()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             answer = pool.submit(server.post, "/v1/completions", LONG)
@@ -74,10 +79,9 @@ def test_an_agent_that_cannot_come_back_ends_requests_with_a_clear_error(tmp_pat
 
 
 @pytest.mark.parametrize("part", ["engine", "thread", "http"])
-def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, part, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
+def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, shallow, part):
     trigger = tmp_path / "fail"
-    server = ServerProcess(tmp_path, program=["-m", "support.faulty_server", part, str(trigger)]).wait_ready()
+    server = ServerProcess(tmp_path, [shallow], faulty=[part, str(trigger)]).wait_ready()
     with contextlib.ExitStack() as owned:
         owned.callback(server.stop)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -91,10 +95,9 @@ def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, part, m
         assert server.events("server_failed")
 
 
-def test_of_many_requests_only_the_one_that_kills_its_agent_fails(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
-    program = ["-m", "support.faulty_server", "poison", str(tmp_path / "none")]
-    server = ServerProcess(tmp_path, ["model_config.decode_batch_size=[16]"], program=program).wait_ready()
+def test_of_many_requests_only_the_one_that_kills_its_agent_fails(tmp_path, shallow):
+    settings = [shallow, "model_config.decode_batch_size=[16]"]
+    server = ServerProcess(tmp_path, settings, faulty=["poison", str(tmp_path / "none")]).wait_ready()
     with contextlib.ExitStack() as owned:
         owned.callback(server.stop)
         bodies = [LONG | {"prompt": [1, 300 + index], "max_tokens": 60} for index in range(16)]
@@ -108,9 +111,9 @@ def test_of_many_requests_only_the_one_that_kills_its_agent_fails(tmp_path, monk
         server.wait_until_idle()
 
 
-def test_a_restart_goes_on_while_agents_cannot_start(tmp_path):
+def test_a_restart_goes_on_while_agents_cannot_start(tmp_path, shallow):
     """The server keeps restarting its agents while their log file cannot be written, and serves again when it can."""
-    with running_server(tmp_path, ["scheduler_config.max_num_seqs=4"], forks=False) as server:
+    with running_server(tmp_path, [shallow, "scheduler_config.max_num_seqs=4"]) as server:
         expected = ids_of(server.post("/v1/completions", SHORT))
         log = tmp_path / "agent_0.log"
         log.unlink()
@@ -124,8 +127,8 @@ def test_a_restart_goes_on_while_agents_cannot_start(tmp_path):
         assert ids_of(server.post("/v1/completions", SHORT)) == expected
 
 
-def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_path):
-    server = ServerProcess(tmp_path, forks=False).wait_ready()
+def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_path, shallow):
+    server = ServerProcess(tmp_path, [shallow]).wait_ready()
     begin = ids_of(server.post("/v1/completions", LONG))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, "/v1/completions", SLOW)
@@ -142,8 +145,8 @@ def test_after_a_signal_new_requests_get_a_503_and_running_ones_complete(tmp_pat
     assert server.stop() == 0
 
 
-def test_a_second_signal_ends_the_server_at_once(tmp_path):
-    server = ServerProcess(tmp_path, ["serving_config.drain_timeout_s=600"], forks=False).wait_ready()
+def test_a_second_signal_ends_the_server_at_once(tmp_path, shallow):
+    server = ServerProcess(tmp_path, [shallow, "serving_config.drain_timeout_s=600"]).wait_ready()
     agents = server.agents()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, "/v1/completions", SLOW)
@@ -159,8 +162,8 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path):
     server.stop()
 
 
-def test_running_streams_end_with_an_error_event_when_the_drain_time_is_over(tmp_path):
-    server = ServerProcess(tmp_path, ["serving_config.drain_timeout_s=0"], forks=False).wait_ready()
+def test_running_streams_end_with_an_error_event_when_the_drain_time_is_over(tmp_path, shallow):
+    server = ServerProcess(tmp_path, [shallow, "serving_config.drain_timeout_s=0"]).wait_ready()
     body = json.dumps(SLOW | {"stream": True}).encode()
     request = urllib.request.Request(server.url + "/v1/completions", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=time_limit(30)) as response:
@@ -173,8 +176,8 @@ def test_running_streams_end_with_an_error_event_when_the_drain_time_is_over(tmp
     assert server.stop() == 0
 
 
-def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path):
-    server = ServerProcess(tmp_path, forks=False).wait_ready()
+def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path, shallow):
+    server = ServerProcess(tmp_path, [shallow], forks=False).wait_ready()
     [agent] = server.agents()
     os.kill(server.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs([agent], timeout=time_limit(5.0))
@@ -183,21 +186,21 @@ def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path):
     assert server.stop() == -signal.SIGKILL
 
 
-def test_the_next_start_removes_what_a_server_killed_in_its_start_has_left(tmp_path):
+def test_the_next_start_removes_what_a_server_killed_in_its_start_has_left(tmp_path, shallow):
     (tmp_path / "killed").mkdir()
-    killed = ServerProcess(tmp_path / "killed", forks=False)
+    killed = ServerProcess(tmp_path / "killed", [shallow], forks=False)
     wait_for(lambda: shm_entries(killed.pid))
     os.kill(killed.pid, signal.SIGKILL)
     assert killed.wait_end() == -signal.SIGKILL
     # A server of another test may start earlier, and then removes these segments before this server can.
-    with running_server(tmp_path, forks=False):
+    with running_server(tmp_path, [shallow]):
         assert shm_entries(killed.pid) == set()
     killed.stop()
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.sweep)])
-def test_a_signal_under_load_stops_everything(tmp_path, with_signal):
-    server = ServerProcess(tmp_path, forks=False).wait_ready()
+def test_a_signal_under_load_stops_everything(tmp_path, shallow, with_signal):
+    server = ServerProcess(tmp_path, [shallow], forks=False).wait_ready()
     port = int(server.url.rsplit(":", 1)[1])
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(2)]
@@ -212,13 +215,14 @@ def test_a_signal_under_load_stops_everything(tmp_path, with_signal):
         free.bind(("127.0.0.1", port))
 
 
-def test_a_signal_while_starting_stops_everything(tmp_path):
-    server = ServerProcess(tmp_path, forks=False)
+def test_a_signal_while_starting_stops_everything(tmp_path, shallow):
+    server = ServerProcess(tmp_path, [shallow], forks=False)
     wait_for(lambda: server.agents())
     assert server.stop(signal.SIGINT) != 0
 
 
-def test_a_client_that_goes_away_frees_its_blocks(server):
+def test_a_client_that_goes_away_frees_its_blocks(shallow_server):
+    server = shallow_server
     host, port = server.url.removeprefix("http://").split(":")
     num_before = len(server.events("request_end"))
     body = b'{"prompt": "Once", "max_tokens": 1500, "ignore_eos": true, "stream": true}'

@@ -19,29 +19,42 @@ from support.small_configs import TINY_LLAMA
 from support.sweeps import with_sweeps
 from support.time_limits import time_limit
 
-SHAPE = ModelShape.from_hf_folder(TINY_LLAMA)
-PROMPT = np.random.default_rng(3).integers(3, SHAPE.vocab_size, 40).tolist()
+VOCAB = ModelShape.from_hf_folder(TINY_LLAMA).vocab_size
+PROMPT = np.random.default_rng(3).integers(3, VOCAB, 40).tolist()
 TOKENS = 12
 NAMES = ("first", "second", "third")
 SLOTS = ["lora_config.max_adapters=3", "lora_config.max_rank=8"]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def slots(shallow_model: Path) -> list[str]:
+    """The settings for the shallow model with three adapters. Two layers have all kinds of adapted layers."""
+    return [*SLOTS, f"model_config.model_path={shallow_model}"]
+
+
+@pytest.fixture(scope="module")
+def shape(shallow_model: Path) -> ModelShape:
+    return ModelShape.from_hf_folder(shallow_model)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, shape: ModelShape) -> dict[str, Path]:
     """Adapters of different ranks and layers, by name."""
     root = tmp_path_factory.mktemp("adapters")
     return {
-        "first": random_adapter(root / "first", SHAPE, seed=1),
-        "second": random_adapter(root / "second", SHAPE, seed=2, rank=8, modules=["q_proj", "v_proj", "down_proj"]),
-        "third": random_adapter(root / "third", SHAPE, seed=3, rank=1, modules=["o_proj", "gate_proj"]),
-        "other": random_adapter(root / "other", SHAPE, seed=4),
+        "first": random_adapter(root / "first", shape, seed=1),
+        "second": random_adapter(root / "second", shape, seed=2, rank=8, modules=["q_proj", "v_proj", "down_proj"]),
+        "third": random_adapter(root / "third", shape, seed=3, rank=1, modules=["o_proj", "gate_proj"]),
+        "other": random_adapter(root / "other", shape, seed=4),
     }
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Iterator[ServerProcess]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path], slots: list[str]
+) -> Iterator[ServerProcess]:
     adapters = f"lora_config.adapters=['first={folders['first']}', 'second={folders['second']}']"
-    with running_server(tmp_path_factory.mktemp("lora"), [*SLOTS, adapters]) as running:
+    with running_server(tmp_path_factory.mktemp("lora"), [*slots, adapters]) as running:
         load(running, "third", folders["third"])
         yield running
         running.wait_until_idle()
@@ -65,10 +78,10 @@ def complete(
 
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_tokens_and_log_probabilities_equal_those_of_peft(
-    server: ServerProcess, folders: dict[str, Path], name: str | None
+    server: ServerProcess, folders: dict[str, Path], shallow_model: Path, name: str | None
 ) -> None:
     found = complete(server, name)
-    tokens, logprobs = NumpyLora(TINY_LLAMA, None if name is None else folders[name]).continuation(PROMPT, TOKENS)
+    tokens, logprobs = NumpyLora(shallow_model, None if name is None else folders[name]).continuation(PROMPT, TOKENS)
     assert found["tokens"] == tokens
     np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
     assert found["model"] == (name or server.get("/v1/models")["data"][0]["id"])
@@ -84,13 +97,15 @@ def test_the_bits_are_those_of_a_request_alone(server: ServerProcess) -> None:
     assert len({tuple(each["tokens"]) for each in alone}) > len(prompts)
 
 
-def test_chunks_and_preemption_change_no_bit_of_quantised_layers(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_chunks_and_preemption_change_no_bit_of_quantised_layers(
+    tmp_path: Path, folders: dict[str, Path], slots: list[str]
+) -> None:
     adapters = ", ".join(f"'{name}={folders[name]}'" for name in NAMES)
     pressed = ["scheduler_config.max_num_batched_tokens=24", "scheduler_config.policy=chunked",
                "pa_config.num_blocks=20", "pa_config.decode_seq_length=256", "scheduler_config.prefix_cache=False",
                "model_config.weight_format=int4", "model_config.model_dtype=bfloat16"]  # fmt: skip
     jobs = [(name, [*PROMPT * (1 + index % 3), index + 3]) for index, name in enumerate([None, *NAMES] * 3)]
-    with running_server(tmp_path / "server", [*SLOTS, f"lora_config.adapters=[{adapters}]", *pressed]) as server:
+    with running_server(tmp_path / "server", [*slots, f"lora_config.adapters=[{adapters}]", *pressed]) as server:
         alone = [complete(server, *job, tokens=60) for job in jobs]
         with ThreadPoolExecutor(len(jobs)) as pool:
             together = list(pool.map(lambda job: complete(server, *job, tokens=60), jobs))
@@ -100,12 +115,14 @@ def test_chunks_and_preemption_change_no_bit_of_quantised_layers(tmp_path: Path,
 
 
 @pytest.mark.parametrize("method", with_sweeps([("draft",), ("suffix",)], lambda method: method == "suffix"))
-def test_drafts_change_no_bit_of_requests_with_adapters(method: str, tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_drafts_change_no_bit_of_requests_with_adapters(
+    method: str, tmp_path: Path, folders: dict[str, Path], slots: list[str], shallow_model: Path
+) -> None:
     adapters = ", ".join(f"'{name}={folders[name]}'" for name in NAMES)
-    settings = [*SLOTS, f"lora_config.adapters=[{adapters}]"]
+    settings = [*slots, f"lora_config.adapters=[{adapters}]"]
     drafts = [f"speculative_config.method={method}"]
     if method == "draft":
-        drafts += [f"speculative_config.model={TINY_LLAMA}", "speculative_config.always=true"]
+        drafts += [f"speculative_config.model={shallow_model}", "speculative_config.always=true"]
     jobs = [(name, [*PROMPT[:6] * (3 + index % 3), index + 3]) for index, name in enumerate([None, *NAMES] * 3)]
     with running_server(tmp_path / "plain", [*settings, "speculative_config.method=off"]) as server:
         alone = [complete(server, *job, tokens=60) for job in jobs]
@@ -117,9 +134,11 @@ def test_drafts_change_no_bit_of_requests_with_adapters(method: str, tmp_path: P
     assert 0 < accepted < drafted
 
 
-def test_agents_that_share_a_model_give_the_same_text_in_any_batch(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_agents_that_share_a_model_give_the_same_text_in_any_batch(
+    tmp_path: Path, folders: dict[str, Path], slots: list[str], shallow_model: Path
+) -> None:
     jobs = [(name, [*PROMPT[:length], 5]) for length in (7, 30) for name in (None, *NAMES)]
-    shared = [*SLOTS, "parallel_config.tensor_parallel=2", "serving_config.agent_ports=[0]"]
+    shared = [*slots, "parallel_config.tensor_parallel=2", "serving_config.agent_ports=[0]"]
     with running_server(tmp_path / "server", shared) as server:
         for name in NAMES:
             load(server, name, folders[name])
@@ -130,7 +149,7 @@ def test_agents_that_share_a_model_give_the_same_text_in_any_batch(tmp_path: Pat
     assert together == alone
     for (name, prompt), found in zip(jobs, alone, strict=True):
         folder = None if name is None else folders[name]
-        tokens, logprobs = NumpyLora(TINY_LLAMA, folder).continuation(prompt, TOKENS)
+        tokens, logprobs = NumpyLora(shallow_model, folder).continuation(prompt, TOKENS)
         assert found["tokens"] == tokens
         np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
 
@@ -147,13 +166,13 @@ def test_a_restarted_agent_has_all_adapters(server: ServerProcess) -> None:
 
 
 def test_other_bytes_under_the_same_name_use_no_old_keys_and_values(
-    server: ServerProcess, folders: dict[str, Path]
+    server: ServerProcess, folders: dict[str, Path], shallow_model: Path
 ) -> None:
     """The prefix cache has the prompt of the earlier adapter. A reload of equal bytes finds it again."""
     before = complete(server, "third")
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "third"})["deleted"] is True
     load(server, "third", folders["other"])
-    tokens, logprobs = NumpyLora(TINY_LLAMA, folders["other"]).continuation(PROMPT, TOKENS)
+    tokens, logprobs = NumpyLora(shallow_model, folders["other"]).continuation(PROMPT, TOKENS)
     after = complete(server, "third")
     assert after["tokens"] == tokens
     np.testing.assert_allclose(after["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
@@ -179,7 +198,9 @@ def test_other_apis_name_an_adapter(server: ServerProcess) -> None:
     assert "generated_text" in server.post("/models/first/generate", {"inputs": "hi", "parameters": {}})
 
 
-def test_wrong_requests_are_refused_with_a_reason(server: ServerProcess, folders: dict[str, Path]) -> None:
+def test_wrong_requests_are_refused_with_a_reason(
+    server: ServerProcess, folders: dict[str, Path], shape: ModelShape
+) -> None:
     unknown = server.post("/v1/completions", {"prompt": "hi", "model": "missing", "max_tokens": 1})
     assert (unknown["status"], unknown["error"]["param"]) == (404, "model")
     again = load(server, "first", folders["other"])
@@ -188,7 +209,7 @@ def test_wrong_requests_are_refused_with_a_reason(server: ServerProcess, folders
     assert (missing["status"], missing["error"]["param"]) == (400, "lora_path")
     gone = server.post("/v1/unload_lora_adapter", {"lora_name": "fourth"})
     assert (gone["status"], gone["error"]["param"]) == (404, "lora_name")
-    large = load(server, "fourth", random_adapter(folders["first"].parent / "large", SHAPE, rank=9))
+    large = load(server, "fourth", random_adapter(folders["first"].parent / "large", shape, rank=9))
     assert "lora_config.max_rank" in large["error"]["message"]
     assert [each["id"] for each in server.get("/v1/models")["data"][1:]] == sorted(NAMES)
 

@@ -47,11 +47,11 @@ NATIVE = ["model_config.op_table=native", "model_config.model_dtype=bfloat16"]
         pytest.param(NATIVE, (0,), id="native, whose steps are replays", marks=pytest.mark.sweep),
     ],
 )
-def test_agents_of_a_pair_killed_under_load(tmp_path, server, settings, ranks):
-    alone = server
-    with running_server(tmp_path, [*sets(tensor_parallel=2), LIMIT, *settings]) as server:
+def test_agents_of_a_pair_killed_under_load(tmp_path, shallow_server, shallow_model, settings, ranks):
+    model = f"model_config.model_path={shallow_model}"
+    with running_server(tmp_path, [model, *sets(tensor_parallel=2), LIMIT, *settings]) as server:
         if not settings:
-            check_agents(server, alone, 2)
+            check_agents(server, shallow_server, 2)
         addresses = [agent["address"] for agent in engine_of(server)["agents"]]
         with Load(server) as load:
             kills = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from support.small_configs import TINY_LLAMA
 from support.sweeps import with_sweeps
 
 NUM_REQUESTS = 50
+TESTED_REQUESTS = 25
+"""``make test`` sends the first of the requests, and ``make test-sweeps`` all of them with other policies."""
 LIST = "one two three, one two three, one two three, one two"
 PERSON = {
     "type": "object",
@@ -57,11 +61,21 @@ def bodies() -> list[dict[str, Any]]:
     return make_bodies(11)
 
 
+def requests_of(policy: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the requests that a test sends with this policy."""
+    return bodies[:TESTED_REQUESTS] if policy == "prefill_first" else bodies
+
+
 @pytest.fixture(scope="module")
-def alone(bodies: list[dict[str, Any]], server: ServerProcess) -> list[tuple[Any, ...]]:
-    """The responses of a server without speculation to each request alone."""
+def alone(bodies: list[dict[str, Any]], server: ServerProcess) -> Callable[[int], list[tuple[Any, ...]]]:
+    """A function that returns the responses to the first requests, each alone, of a server without speculation."""
     assert server.get("/server_info")["model"]["speculation"]["method"] == "off"
-    return asyncio.run(run_alone(server.url, bodies))
+
+    @functools.cache
+    def responses(count: int) -> list[tuple[Any, ...]]:
+        return asyncio.run(run_alone(server.url, bodies[:count]))
+
+    return responses
 
 
 @pytest.mark.parametrize(
@@ -77,8 +91,13 @@ def alone(bodies: list[dict[str, Any]], server: ServerProcess) -> list[tuple[Any
     ),
 )
 def test_responses_are_those_without_drafts(
-    policy: str, overrides: tuple[str, ...], bodies: list[dict[str, Any]], alone: list[Any], tmp_path: Any
+    policy: str,
+    overrides: tuple[str, ...],
+    bodies: list[dict[str, Any]],
+    alone: Callable[[int], list[Any]],
+    tmp_path: Any,
 ) -> None:
+    bodies = requests_of(policy, bodies)
     settings = [*PRESSED, "speculative_config.method=suffix", f"scheduler_config.policy={policy}", *overrides]
     with running_server(tmp_path, settings) as server:
         together = asyncio.run(run_together(server.url, bodies, seed=4))
@@ -86,10 +105,10 @@ def test_responses_are_those_without_drafts(
         engine = server.wait_until_idle()
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
         generated = server.counter("generated_tokens")
-    for body, expected, answer in zip(bodies, alone, together, strict=True):
+    for body, expected, answer in zip(bodies, alone(len(bodies)), together, strict=True):
         if answer is not None:
             assert_same(answer, expected, body)
-    for body, expected, answer in zip(bodies, alone, one_by_one, strict=False):
+    for body, expected, answer in zip(bodies, alone(len(bodies)), one_by_one, strict=False):
         assert_same(answer, expected, body)
     assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
     assert 50 < accepted < drafted
@@ -139,9 +158,10 @@ def test_drafts_of_a_draft_model_change_no_response(
     policy: str,
     overrides: tuple[str, ...],
     bodies: list[dict[str, Any]],
-    alone: list[Any],
+    alone: Callable[[int], list[Any]],
     tmp_path: Any,
 ) -> None:
+    bodies = requests_of(policy, bodies)
     settings = [*PRESSED, *draft_settings(tmp_path, num_layers), f"scheduler_config.policy={policy}", *overrides]
     with running_server(tmp_path, settings) as server:
         together = asyncio.run(run_together(server.url, bodies, seed=4))
@@ -149,10 +169,10 @@ def test_drafts_of_a_draft_model_change_no_response(
         engine = server.wait_until_idle()
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
         seconds = server.counter("draft_model_seconds")
-    for body, expected, answer in zip(bodies, alone, together, strict=True):
+    for body, expected, answer in zip(bodies, alone(len(bodies)), together, strict=True):
         if answer is not None:
             assert_same(answer, expected, body)
-    for body, expected, answer in zip(bodies, alone, one_by_one, strict=False):
+    for body, expected, answer in zip(bodies, alone(len(bodies)), one_by_one, strict=False):
         assert_same(answer, expected, body)
     assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
     assert 50 < accepted < drafted
@@ -188,14 +208,19 @@ def head_settings(folder: Path, method: str, *, counting: bool) -> list[str]:
     ),
 )
 def test_drafts_of_an_eagle_head_change_no_response(
-    policy: str, overrides: tuple[str, ...], bodies: list[dict[str, Any]], alone: list[Any], tmp_path: Path
+    policy: str,
+    overrides: tuple[str, ...],
+    bodies: list[dict[str, Any]],
+    alone: Callable[[int], list[Any]],
+    tmp_path: Path,
 ) -> None:
+    bodies = requests_of(policy, bodies)
     head = head_settings(tmp_path, "eagle", counting=False)
     with running_server(tmp_path, [*PRESSED, *head, f"scheduler_config.policy={policy}", *overrides]) as server:
         together = asyncio.run(run_together(server.url, bodies, seed=4))
         engine = server.wait_until_idle()
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
-    for body, expected, answer in zip(bodies, alone, together, strict=True):
+    for body, expected, answer in zip(bodies, alone(len(bodies)), together, strict=True):
         if answer is not None:
             assert_same(answer, expected, body)
     assert engine["preemptions"] > 0 or policy == "chunked", "the pool was meant to be too small"
@@ -250,14 +275,14 @@ def method_settings(folder: Any, method: str) -> list[str]:
 
 @pytest.mark.parametrize("method", with_sweeps([("draft",), ("suffix",)], lambda method: method == "draft"))
 def test_two_replicas_give_the_same_responses_with_drafts(
-    method: str, bodies: list[dict[str, Any]], alone: list[Any], tmp_path: Any
+    method: str, bodies: list[dict[str, Any]], alone: Callable[[int], list[Any]], tmp_path: Any
 ) -> None:
     settings = [*method_settings(tmp_path, method), "parallel_config.data_parallel=2"]
     with running_server(tmp_path, settings) as server:
-        together = asyncio.run(run_together(server.url, bodies[:25], seed=8))
+        together = asyncio.run(run_together(server.url, bodies[:TESTED_REQUESTS], seed=8))
         replicas = {event["replica"] for event in server.events("request_end")}
         accepted = server.counter("accepted_draft_tokens")
-    for body, expected, answer in zip(bodies, alone, together, strict=False):
+    for body, expected, answer in zip(bodies, alone(TESTED_REQUESTS), together, strict=False):
         if answer is not None:
             assert_same(answer, expected, body)
     assert replicas == {0, 1}

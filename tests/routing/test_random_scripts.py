@@ -18,7 +18,7 @@ from support.sweeps import with_sweeps
 
 
 @pytest.mark.parametrize(
-    ("num_replicas", "num_scripts"), with_sweeps([(2, 50), (3, 50), (2, 120), (3, 120)], lambda _, count: count > 50)
+    ("num_replicas", "num_scripts"), with_sweeps([(2, 20), (3, 35), (2, 120), (3, 120)], lambda _, count: count > 35)
 )
 def test_texts_do_not_depend_on_replicas(num_replicas: int, num_scripts: int) -> None:
     seen: Counter[str] = Counter()
@@ -42,5 +42,5 @@ EXPECTED = (
 
 @pytest.mark.parametrize("routing", [Routing.LEAST_LOADED, Routing.ROUND_ROBIN])
 def test_texts_with_every_routing_rule(routing: Routing) -> None:
-    for seed in range(30):
+    for seed in range(12):
         play_routed(draw_script(500 + seed), 3, seed, routing)

@@ -1,4 +1,6 @@
-"""A server with one failing part: ``python -m support.faulty_server PART FILE [arguments of the server]``.
+"""A server with one failing part: ``python -m support.faulty_server SOCKET PART FILE [arguments of the server]``.
+
+Its agents are from the fork server at ``SOCKET``.
 
 The part fails as soon as the file exists. PART is one of these:
 
@@ -21,6 +23,7 @@ from llm_serving.executor import agent_executor
 from llm_serving.executor.agent_process import AgentProgram
 from llm_serving.launcher import main
 from llm_serving.server import run
+from support.forks import forked_program
 
 
 def failing(method: Callable[..., Any], file: Path, error: type[BaseException]) -> Callable[..., Any]:
@@ -35,13 +38,14 @@ def failing(method: Callable[..., Any], file: Path, error: type[BaseException]) 
 
 
 if __name__ == "__main__":
-    part, trigger = sys.argv[1], Path(sys.argv[2])
+    agents, part, trigger = forked_program(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     if part == "http":
         run._Server.on_tick = failing(run._Server.on_tick, trigger, OSError)  # type: ignore[method-assign]
     elif part == "poison":
-        executor = partial(agent_executor.AgentExecutor, program=AgentProgram("support.poisoned_agent"))
-        agent_executor.AgentExecutor = executor  # type: ignore[assignment, misc]
+        agents = AgentProgram("support.poisoned_agent", agents.launch)
     else:
         kind = SystemExit if part == "thread" else MemoryError
         EngineCore.step = failing(EngineCore.step, trigger, kind)  # type: ignore[method-assign]
-    sys.exit(main(sys.argv[3:]))
+    executor = partial(agent_executor.AgentExecutor, program=agents)
+    agent_executor.AgentExecutor = executor  # type: ignore[assignment, misc]
+    sys.exit(main(sys.argv[4:]))

@@ -20,15 +20,25 @@ from support.time_limits import time_limit
 class ForkedProgram:
     """A program in a forked process, with ``folder`` as its working directory. The end of a ``with`` block kills it."""
 
-    def __init__(self, program: Path, *arguments: str, folder: Path | None = None, **variables: str | None) -> None:
-        """``variables`` change environment variables of the program. None removes a variable."""
+    def __init__(
+        self,
+        program: Path,
+        *arguments: str,
+        folder: Path | None = None,
+        preload: str = "support.agent_preload",
+        **variables: str | None,
+    ) -> None:
+        """``variables`` change environment variables of the program. None removes a variable.
+
+        The process is forked from one that has imported the module ``preload``.
+        """
         self._command = [str(program), *arguments]
         self._outputs = tempfile.TemporaryDirectory(prefix="forked-program-")
         self._out, self._err = (Path(self._outputs.name) / name for name in ("out", "err"))
         environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = ForkedProcess(
-                fork_server("support.agent_preload"),
+                fork_server(preload),
                 "support.run_file",
                 self._command,
                 {1: out.fileno(), 2: err.fileno()},
@@ -66,8 +76,13 @@ class ForkedProgram:
 
 
 def run_forked(
-    program: Path, *arguments: str, folder: Path, timeout: float = 120, **variables: str | None
+    program: Path,
+    *arguments: str,
+    folder: Path,
+    timeout: float = 120,
+    preload: str = "support.agent_preload",
+    **variables: str | None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, as ``json_program.run_program`` does."""
-    with ForkedProgram(program, *arguments, folder=folder, **variables) as started:
+    with ForkedProgram(program, *arguments, folder=folder, preload=preload, **variables) as started:
         return started.wait(timeout)

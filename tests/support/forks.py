@@ -256,17 +256,38 @@ def _run(request: dict[str, Any], descriptors: list[int], variables: Mapping[str
         _take(request, descriptors)
         os.environ.clear()
         os.environ.update({**variables, **request["environment"]})
+        _search(os.environ.get("PYTHONPATH", ""))
         sys.argv = [request["module"], *request["arguments"]]
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = _exit_code(end.code)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # a usual exit would run the fork server's code
+
+
+def _exit_code(code: object) -> int:
+    """Returns the exit code of a SystemExit with this argument. Prints a message as Python does."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _search(folders: str) -> None:
+    """Adds the folders of PYTHONPATH to the search path. Imports their ``sitecustomize``, as Python does at its start.
+
+    The fork server has imported modules before. A ``sitecustomize`` that patches modules must patch these, too.
+    """
+    new = [folder for folder in folders.split(os.pathsep) if folder and folder not in sys.path]
+    sys.path[:0] = new
+    if any(Path(folder, "sitecustomize.py").is_file() for folder in new):
+        sys.modules.pop("sitecustomize", None)  # Python's own one
+        importlib.import_module("sitecustomize")
 
 
 def _take(request: dict[str, Any], descriptors: list[int]) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -45,12 +46,13 @@ class ServerProcess:
         program: Sequence[str] = (),
         *,
         forks: bool = True,
+        faulty: Sequence[str] = (),
     ) -> None:
         """``program`` are the arguments of Python before those of the server, for example the path of start_server.py.
 
         Without ``program``, server and agents are forked from processes that have imported their modules
-        (``support.forks``). With ``forks=False``, or if PYTHONPATH is set, start_server.py starts the server, which
-        starts its agents itself.
+        (``support.forks``). With ``forks=False``, start_server.py starts the server, which starts its agents itself.
+        ``faulty`` are the arguments PART and FILE of ``support.faulty_server``. The forked server is then that one.
         """
         self.folder = folder
         self.log = folder / "server.log"
@@ -58,8 +60,8 @@ class ServerProcess:
         sets = [part for override in small_overrides(folder, overrides) for part in ("--set", override)]
         arguments = ["--config", config, *sets]
         self._process: ForkedProcess | subprocess.Popen[bytes]
-        if forks and not program and "PYTHONPATH" not in os.environ:
-            self._process, self._stdout = _forked_server(arguments, self._stderr)
+        if forks and not program:
+            self._process, self._stdout = _forked_server(faulty, arguments, self._stderr)
         else:
             self._process = subprocess.Popen(
                 [sys.executable, *(program or (str(REPOSITORY / "start_server.py"),)), *arguments],
@@ -160,20 +162,28 @@ class ServerProcess:
         return []
 
 
-def _forked_server(arguments: Sequence[str], errors: IO[bytes]) -> tuple[ForkedProcess, IO[bytes]]:
+def _forked_server(
+    faulty: Sequence[str], arguments: Sequence[str], errors: IO[bytes]
+) -> tuple[ForkedProcess, IO[bytes]]:
     """Starts a forked server whose agents are forked, too. Returns its process and its standard output."""
     read_end, write_end = os.pipe()
     try:
-        process = ForkedProcess(
-            fork_server("support.server_preload"),
-            "support.forked_server",
-            [fork_server("support.agent_preload"), *arguments],
-            {1: write_end, 2: errors.fileno()},
-            os.environ,
-        )
+        process = _fork("support.faulty_server" if faulty else "support.forked_server", [*faulty, *arguments],
+                        write_end, errors.fileno())  # fmt: skip
     finally:
         os.close(write_end)
     return process, os.fdopen(read_end, "rb")
+
+
+def _fork(module: str, arguments: Sequence[str], output: int, errors: int) -> ForkedProcess:
+    """Forks a server that gets the address of the fork server of agents as its first argument."""
+    return ForkedProcess(
+        fork_server("support.server_preload"),
+        module,
+        [fork_server("support.agent_preload"), *arguments],
+        {1: output, 2: errors},
+        os.environ,
+    )
 
 
 @contextlib.contextmanager
@@ -190,8 +200,28 @@ def running_server(
             server.stop()
 
 
-def run_start_server(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run ``start_server.py`` to its end and check that it leaves no shared memory."""
+def run_start_server(*arguments: str, timeout_s: float = 60.0, forks: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a server to its end and check that it leaves no shared memory. For ``forks`` see ServerProcess."""
+    return _run_forked(arguments, timeout_s) if forks else _run_program(arguments, timeout_s)
+
+
+def _run_forked(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = _fork("support.forked_server", arguments, output.fileno(), errors.fileno())
+        try:
+            code = process.wait(time_limit(timeout_s))
+        except BaseException:
+            process.kill()
+            raise
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode())
+    assert shm_entries(process.pid) == set()
+    return subprocess.CompletedProcess(["start_server.py", *arguments], code, *texts)
+
+
+def _run_program(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     with subprocess.Popen(
         [sys.executable, str(REPOSITORY / "start_server.py"), *arguments],
         stdout=subprocess.PIPE,

@@ -12,7 +12,7 @@ from tools.reliability.registry import REPOSITORY
 def calls(package: str, names: set[str]) -> Iterator[str]:
     """Yield ``file:line name`` of each call of one of the dotted ``names`` in a package."""
     last = {name.rpartition(".")[2] for name in names}
-    for path, tree in _trees(package):
+    for path, tree in _trees(package, last):
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or _last_name(node.func) not in last:
                 continue
@@ -27,7 +27,7 @@ def _last_name(called: ast.expr) -> str | None:
 
 def imports(package: str, modules: set[str]) -> Iterator[str]:
     """Yield ``file:line module`` of each import of one of the ``modules`` in a package."""
-    for path, tree in _trees(package):
+    for path, tree in _trees(package, modules):
         for node in ast.walk(tree):
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -38,7 +38,7 @@ def imports(package: str, modules: set[str]) -> Iterator[str]:
 
 def keywords(package: str, keyword: str, value: object) -> Iterator[str]:
     """Yield ``file:line`` of each call with the argument ``keyword=value`` in a package."""
-    for path, tree in _trees(package):
+    for path, tree in _trees(package, {keyword}):
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 for each in node.keywords:
@@ -46,6 +46,9 @@ def keywords(package: str, keyword: str, value: object) -> Iterator[str]:
                         yield f"{path}:{node.lineno} {keyword}={value}"
 
 
-def _trees(package: str) -> Iterator[tuple[Path, ast.Module]]:
+def _trees(package: str, words: set[str]) -> Iterator[tuple[Path, ast.Module]]:
+    """Yield the syntax tree of each file that contains one of the words. Parsing all files would take seconds."""
     for path in sorted((REPOSITORY / package).rglob("*.py")):
-        yield path.relative_to(REPOSITORY), ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if any(word in text for word in words):
+            yield path.relative_to(REPOSITORY), ast.parse(text)

@@ -37,8 +37,12 @@ class _Patches(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert self._loader is not None
         self._loader.exec_module(module)
-        graph = getattr(module, GRAPHS[module.__name__])
-        graph.run = _faulty(graph.run)
+        _patch(module)
+
+
+def _patch(module: ModuleType) -> None:
+    graph = getattr(module, GRAPHS[module.__name__])
+    graph.run = _faulty(graph.run)
 
 
 def _faulty(run: Any) -> Any:
@@ -79,3 +83,5 @@ def _change_rows(scores: Any) -> None:
 
 if any("agent" in argument for argument in sys.orig_argv):
     sys.meta_path.insert(0, _Patches())
+    for name in GRAPHS.keys() & sys.modules.keys():  # of a forked agent
+        _patch(sys.modules[name])
