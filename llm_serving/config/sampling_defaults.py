@@ -1,4 +1,4 @@
-"""Reads the sampling parameters that a model recommends, from ``generation_config.json`` of its folder."""
+"""Reads recommended sampling parameters from ``generation_config.json`` of a model's folder, or from another file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.sampling_params import PARAMETERS
 
 FILE = "generation_config.json"
+FROM_MODEL, NO_DEFAULTS = "model", "none"
+"""Values of ``serving_config.generation_config`` that are no path."""
 MAX_BYTES = 1024 * 1024
 _REMEDY = "correct the file, or set serving_config.generation_config: none"
 
@@ -36,12 +38,13 @@ class SamplingDefaults:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Return the sampling parameters that a model folder recommends. All are None if the folder lacks the file.
+def read_sampling_defaults(path: Path) -> SamplingDefaults:
+    """Return the sampling parameters that a model folder or a JSON file recommends.
 
-    Raises CheckpointError for a value that the API would also refuse.
+    All are None if a folder has no ``generation_config.json``, and for a GGUF file. Raises CheckpointError for a value
+    that the API would also refuse.
     """
-    file = folder / FILE
+    file = path if path.suffix == ".json" else path / FILE
     if not file.is_file():
         return SamplingDefaults()
     found = TypedFields(str(file), read_json_object(file, MAX_BYTES, CheckpointError), CheckpointError)

@@ -114,8 +114,8 @@ class ServingConfig:
         "model",
         "Sampling parameters of requests to OpenAI's endpoints that set none. `model`: those in the model's "
         "`generation_config.json` (`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`). `none`: those of "
-        "OpenAI's API, as temperature 1.",
-        choices=("model", "none"),
+        "OpenAI's API, as temperature 1. Otherwise the path of another JSON file with these keys. If the command line "
+        "names another model, a path in the YAML counts as `model`.",
     )
     trusted_proxies: tuple[str, ...] | None = own(
         ("127.0.0.1", "::1"),

@@ -10,7 +10,8 @@ from pathlib import Path
 from llm_serving.errors import ConfigError
 from llm_serving.formats.typed_fields import short_repr
 
-COMMAND_LINE = "--set"
+COMMAND_LINE = "command line"
+OVERRIDE = "--set"
 
 
 @dataclass(frozen=True, slots=True)

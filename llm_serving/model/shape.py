@@ -255,7 +255,8 @@ class ModelShape:
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such model folder")
+            problem = "is a file, but no model: name a folder or a *.gguf file" if folder.exists() else "no such folder"
+            raise CheckpointError(f"{folder}: {problem}")
         values = read_json_object(folder / "config.json", MAX_CONFIG_JSON_BYTES, CheckpointError)
         generation_file = folder / "generation_config.json"
         generation: dict[str, object] = {}

@@ -174,4 +174,4 @@ def test_a_mistake_is_reported_within_two_seconds_without_numpy_or_mindspore() -
     assert time.monotonic() - start < 2.0
     assert done.returncode == 2
     assert done.stdout == "[]\n"
-    assert done.stderr == "error: --set: pa_config.num_blocks = 'none': must be an integer or auto, not text\n"
+    assert done.stderr == "error: command line: pa_config.num_blocks = 'none': must be an integer or auto, not text\n"

@@ -67,7 +67,7 @@ def test_automatic_blocks_leave_memory_for_the_draft_models_cache(tmp_path: Path
     ("overrides", "draft", "message"),
     [
         (["speculative_config.model=null"], {}, "method draft needs the folder or the GGUF file of a draft model"),
-        (["speculative_config.model=/nowhere"], {}, "no such path"),
+        (["speculative_config.model=/nowhere"], {}, "no such file or folder"),
         (["speculative_config.method=auto"], {}, "has an effect only with speculative_config.method: draft or eagle"),
         ([], {"vocab_size": 3000}, "has a vocabulary of 3000 tokens, and the model has 300; a draft model needs the"),
         ([], {"max_position_embeddings": 512}, "has contexts of 512 tokens, and sequences may have 2048; set"),

@@ -248,7 +248,7 @@ class TestDevice:
 
     def test_named(self, folder: Path) -> None:
         assert self.load(folder, True, "model_config.device_target=CPU").device == "CPU"
-        with pytest.raises(ConfigError, match=r"^--set: model_config.device_target = 'Ascend': there is no Ascend"):
+        with pytest.raises(ConfigError, match=r"^command line: model_config.device_target = 'Ascend': there is no"):
             self.load(folder, False, "model_config.device_target=Ascend")
 
     def test_null_takes_the_mindformers_target(self, folder: Path, tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_an_invalid_config_json_is_refused(tmp_path: Path, content: bytes, messa
 
 
 def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such model folder"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         ModelShape.from_hf_folder(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"config.json: cannot be read: No such file"):
         ModelShape.from_hf_folder(tmp_path)

@@ -231,7 +231,7 @@ def test_impossible_splits_are_refused(
     folder = write_model_folder(tmp_path / "model", **changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as caught:
         load(folder, *[f"parallel_config.{each}" for each in settings])
-    assert f"--set: parallel_config.{message}" in str(caught.value)
+    assert f"command line: parallel_config.{message}" in str(caught.value)
 
 
 def test_groups_of_a_scale_are_not_divided(tmp_path: Path) -> None:

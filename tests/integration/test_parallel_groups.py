@@ -102,5 +102,5 @@ def test_impossible_splits_are_refused(tmp_path, settings, phrases):
     overrides = small_overrides(tmp_path, named)
     run = run_start_server("--config", "llama_tiny_cpu.yaml", *[part for each in overrides for part in ("--set", each)])
     assert run.returncode == 2
-    assert run.stderr.startswith("error: --set: ")
+    assert run.stderr.startswith("error: command line: ")
     assert all(phrase in run.stderr for phrase in phrases), run.stderr

@@ -273,7 +273,7 @@ CASES = [
     Case(
         "wrong type on the command line",
         MODEL,
-        "--set: pa_config.num_blocks = 'x': must be an integer or auto, not text",
+        "command line: pa_config.num_blocks = 'x': must be an integer or auto, not text",
         ("pa_config.num_blocks=x",),
     ),
     # Values that are unknown or out of range.
@@ -477,7 +477,7 @@ CASES = [
     Case(
         "step smaller than a decode",
         MODEL,
-        "--set: scheduler_config.max_num_batched_tokens = 64: must be at least "
+        "command line: scheduler_config.max_num_batched_tokens = 64: must be at least "
         "128, a token for each sequence of a decode step",
         ("scheduler_config.max_num_batched_tokens=64",),
     ),
@@ -485,7 +485,7 @@ CASES = [
     Case(
         "no such folder",
         "model_config: {model_path: /no/such/folder}",
-        f"{FILE}: model_config.model_path = '/no/such/folder': no such path",
+        f"{FILE}: model_config.model_path = '/no/such/folder': no such file or folder",
     ),
     Case(
         "no model at all",
@@ -505,7 +505,7 @@ CASES = [
     Case(
         "vocabulary on the command line",
         MODEL,
-        "--set: model_config.vocab_size = 5: <model>/config.json has vocab_size 300",
+        "command line: model_config.vocab_size = 5: <model>/config.json has vocab_size 300",
         ("model_config.vocab_size=5", "model_config.model_path=<model>"),
     ),
     Case(
@@ -527,7 +527,7 @@ CASES = [
     Case(
         "tokenizer file that is not there",
         with_section("tokenizer: {vocab_file: ./gone/tokenizer.model}"),
-        f"{FILE}: tokenizer.vocab_file = './gone/tokenizer.model': no such path",
+        f"{FILE}: tokenizer.vocab_file = './gone/tokenizer.model': no such file or folder",
     ),
     Case(
         "pickles only",

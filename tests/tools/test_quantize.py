@@ -247,7 +247,7 @@ def refusals(models: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     mha, out = str(models / "mha"), str(tmp_path / "out")
     gptq_of = ["--format", "int4", "--group", "32", "--method", "gptq", "--calibration"]
     return {
-        "no model": ([str(tmp_path / "none"), out, "--format", "int8"], "none: no such model folder"),
+        "no model": ([str(tmp_path / "none"), out, "--format", "int8"], "none: no such folder"),
         "group": (
             [mha, out, "--format", "int4", "--group", "64"],
             "down_proj.weight has shape [128, 352], whose inputs",
