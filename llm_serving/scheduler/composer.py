@@ -67,13 +67,19 @@ class StepComposer(Stateful):
         plan = ChunkPlan(state.limits, state.limits.max_num_batched_tokens)
         self._continue_prompts(plan)
         self._starter.fill(plan, now, whole=True)
-        return self.send_prefill(plan, reason) if plan else None
+        return self._send_prefill(plan, reason) if plan else None
 
-    def send_prefill(self, plan: ChunkPlan, reason: StepReason) -> ScheduledStep:
+    def _send_prefill(self, plan: ChunkPlan, reason: StepReason) -> ScheduledStep:
         """Returns the prefill step for the chunks of ``plan``, which must not be empty."""
         in_flight = self._state.in_flight
         step = build_prefill(in_flight.next_seq, reason, plan)
         return in_flight.add(step, plan.sequences, copies=self._note_chunks(plan))
+
+    def prefill_alone(self, sequence: Sequence, reason: StepReason) -> ScheduledStep:
+        """Returns a prefill step with only this sequence, which must have a batch row and blocks."""
+        plan = ChunkPlan(self._state.limits, self._state.limits.max_num_batched_tokens)
+        plan.add(sequence)
+        return self._send_prefill(plan, reason)
 
     def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
         """Adds the next chunks of unfinished prompts to a plan, in order of arrival, except the sequences ``skip``."""

@@ -71,13 +71,13 @@ class MixedComposer(StepComposer):
             self._num_without_prompts = 0
             plan = self._mixed_plan([], budget, now, starts, late)
             if plan:
-                return self.send_prefill(plan, StepReason.PROMPT_OVERDUE)
+                return self._send_prefill(plan, StepReason.PROMPT_OVERDUE)
         decoding = self._decoding_sequences(now)
         plan = self._mixed_plan(decoding, budget, now, starts, late)
         if not plan:
             return self._send_decode_or_drafts(decoding, StepReason.ROWS_READY) if decoding else None
         if not decoding:
-            return self.send_prefill(plan, StepReason.PROMPT_READY)
+            return self._send_prefill(plan, StepReason.PROMPT_READY)
         in_flight = self._state.in_flight
         step = _build(in_flight.next_seq, reason, self._columns(decoding), plan)
         sequences = [*decoding, *plan.sequences]
@@ -96,7 +96,7 @@ class MixedComposer(StepComposer):
         self._continue_prompts(plan, skip=frozenset(others))
         self._starter.fill(plan, now, whole=False, only_light=True)
         self._light_streak += bool(plan)
-        return self.send_prefill(plan, StepReason.PROMPT_READY) if plan else None
+        return self._send_prefill(plan, StepReason.PROMPT_READY) if plan else None
 
     def _mixed_plan(
         self, decoding: list[Sequence], budget: int, now: float, starts: SloStarts | None, late: frozenset[Sequence]

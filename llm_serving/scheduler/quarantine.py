@@ -22,7 +22,6 @@ from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.scheduler.swapping import Swapper
 
 LOSSES_TO_STAY_ALONE = 3
@@ -78,9 +77,7 @@ class Quarantine(Stateful):
             if self._starter.missing_capacity(suspect) is not None:
                 return False, None
             self._starter.start(suspect, now)
-        plan = ChunkPlan(state.limits, state.limits.max_num_batched_tokens)
-        plan.add(suspect)
-        return True, self._composer.send_prefill(plan, StepReason.SUSPECT)
+        return True, self._composer.prefill_alone(suspect, StepReason.SUSPECT)
 
 
 def note_loss(flights: Iterable[InFlightStep]) -> Sequence | None:
