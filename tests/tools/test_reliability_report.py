@@ -160,6 +160,13 @@ def test_the_page_has_a_row_for_every_check():
     assert rows == Counter(check.id for check in CHECKS)
 
 
+def test_the_rows_of_the_page_are_about_the_present_checks():
+    """A figure for an earlier promise or limit must not stand for the present check."""
+    text = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([A-F]\d+) \| (.+?) \| .+? \| (.+?) \| ", text, re.M)
+    assert rows == [(check.id, check.promise, check.limit) for check in CHECKS]
+
+
 def test_the_program_prints_a_line_for_each_check(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["reliability_report.py", "--only", "C15,E1"])
     assert reliability_report.main() == 0
