@@ -8,10 +8,14 @@ devices, ``steps.json`` has a line for each of the first ``MAX_STEPS`` steps.
 from __future__ import annotations
 
 import csv
+import ctypes
 import json
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ MAX_STEPS = 100_000
 """Maximum number of steps in ``steps.json``. Later steps are only counted."""
 MAX_OPERATORS = 20
 """Maximum number of operators in the reply. The files have all operators."""
+_PR_SET_PDEATHSIG = 1
 _ASCEND_HINT = 'python -c "from mindspore.profiler.profiler import analyse; analyse(FOLDER)" writes the tables'
 
 
@@ -111,12 +116,33 @@ def _start_mindspore_profile(device: str, folder: Path) -> Any:
     """Starts MindSpore's profiler and returns it. On an Ascend, the profiler does not analyse its data."""
     from mindspore.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
+    end_children_with_this_process()
     on_ascend = device == "Ascend"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.NPU] if on_ascend else [])]
     handler = tensorboard_trace_handler(str(folder), analyse_flag=not on_ascend)
     profiler = profile(activities=activities, on_trace_ready=handler)
     profiler.start()
     return profiler
+
+
+@cache
+def end_children_with_this_process() -> None:
+    """Lets the kernel kill the processes that this process forks from now on, when this process ends.
+
+    MindSpore analyses a profile in forked processes. One of them would wait for ever if the agent was killed meanwhile.
+    """
+    control, parent = ctypes.CDLL(None).prctl, 0
+
+    def note_parent() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
+    def end_with_parent() -> None:
+        control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the call
+            os._exit(1)
+
+    os.register_at_fork(before=note_parent, after_in_child=end_with_parent)
 
 
 def _operator_times(folder: Path) -> list[OperatorTime]:

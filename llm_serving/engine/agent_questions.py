@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import TypeVar
 
 from llm_serving.engine.commands import LoadAdapter, Probe, Profile
 from llm_serving.engine.core import EngineCore
@@ -12,8 +13,12 @@ from llm_serving.errors import AgentError, AgentLostError
 from llm_serving.executor.vitals import LOOK_EVERY_S, SilentAgents
 from llm_serving.ipc.adapters import AdapterMemory
 
+T = TypeVar("T")
+
 SLOW_PROBE_S = 30.0
-"""Maximum seconds to wait longer for the replies of agents that have work to do."""
+"""Maximum seconds to wait longer for the replies of slow agents to a probe."""
+SLOW_PROFILE_S = 600.0
+"""The same for a command for profiles. The first profile of an agent imports MindSpore."""
 
 
 class AgentQuestions:
@@ -45,19 +50,20 @@ class AgentQuestions:
         self._probes.append(answer)
         self._core.submit(Probe())
         try:
-            await asyncio.wait((answer,), timeout=timeout)
-            if not answer.done():
-                await self._wait_for_slow(answer)
+            await self._wait(answer, timeout, SLOW_PROBE_S)
             return answer.done() and answer.result()
         finally:
             if answer in self._probes:
                 self._probes.remove(answer)
 
-    async def _wait_for_slow(self, answer: asyncio.Future[bool]) -> None:
-        """Wait for the replies to a probe as long as the processes of the agents are only slow."""
+    async def _wait(self, answer: asyncio.Future[T], timeout: float, slow_s: float) -> None:
+        """Wait ``timeout`` seconds for an answer, and up to ``slow_s`` longer while the agents are only slow."""
+        await asyncio.wait((answer,), timeout=timeout)
+        if answer.done():
+            return
         pids = [pid for agent in self._core.status().agents if isinstance(pid := agent.get("pid"), int)]
         silent, loop = SilentAgents(pids if self._are_local else []), asyncio.get_running_loop()
-        until = loop.time() + SLOW_PROBE_S
+        until = loop.time() + slow_s
         while not answer.done() and loop.time() < until and await asyncio.to_thread(silent.may_reply):
             await asyncio.wait((answer,), timeout=LOOK_EVERY_S)
 
@@ -66,16 +72,21 @@ class AgentQuestions:
         profile.
 
         Returns the rank, the error and the summary of each agent. An empty error means success. The result is empty if
-        no agent is ready. Raises TimeoutError after ``timeout`` seconds, and AgentLostError if the engine has ended. If
-        another call follows before the agents' replies, the result of the earlier call has an error.
+        no agent is ready. If another call follows before the agents' replies, the result of the earlier call has an
+        error. Raises AgentLostError if the engine has ended. Raises TimeoutError after ``timeout`` seconds. Agents that
+        are only slow have ``SLOW_PROFILE_S`` more.
         """
         if self._is_closed:
             raise self._ended()
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[dict[str, object]]] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
         self._profiles[number] = answer
         self._core.submit(Profile(number, folder))
         try:
-            return await asyncio.wait_for(answer, timeout)
+            await self._wait(answer, timeout, SLOW_PROFILE_S)
+            if not answer.done():
+                raise asyncio.TimeoutError
+            return answer.result()
         finally:
             del self._profiles[number]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Awaitable
@@ -109,25 +110,36 @@ def test_an_answer_after_the_time_limit_is_not_that_of_the_next_command() -> Non
     asyncio.run(asyncio.wait_for(run(), time_limit(60.0)))
 
 
-def test_a_slow_agent_is_not_a_dead_one() -> None:
-    """The agent computes, as this process does, so it may still reply. A sleeping agent may not."""
+@pytest.mark.parametrize("is_profile", [False, True])
+def test_a_slow_agent_is_not_a_dead_one(is_profile: bool) -> None:
+    """The agent computes, as this process does, so it may still reply. An agent without a process may not."""
 
     async def run() -> None:
         async with served() as serving:
             without_replies(serving)
-            busy, asleep = threading.Event(), [{"rank": 0, "state": "ready"}]
-            computing = threading.Thread(target=_compute_until, args=(busy,))
+            end = threading.Event()
+            computing = threading.Thread(target=_compute_until, args=(end,))
             computing.start()
-            serving.executor.agents = lambda: [{**asleep[0], "pid": threading.main_thread().native_id}]  # type: ignore
-            late = threading.Timer(0.6, lambda: serving.executor.push(AgentStatus([])))
-            late.start()
-            assert await soon(serving.engine.probe(0.01)) is True
-            serving.executor.agents = lambda: asleep  # type: ignore[method-assign]
-            assert await soon(serving.engine.probe(0.01)) is False
-            busy.set()
+            serving.executor.agents = lambda: [{"rank": 0, "pid": os.getpid()}]  # type: ignore[method-assign]
+            threading.Timer(0.6, lambda: reply(serving) if is_profile else _reply_status(serving)).start()
+            if is_profile:
+                assert await soon(serving.engine.profile("folder", 0.01)) == [{"rank": 0, "error": ""}]
+            else:
+                assert await soon(serving.engine.probe(0.01)) is True
+            serving.executor.agents = lambda: [{"rank": 0}]  # type: ignore[method-assign]
+            if is_profile:
+                with pytest.raises(asyncio.TimeoutError):
+                    await soon(serving.engine.profile("folder", 0.01))
+            else:
+                assert await soon(serving.engine.probe(0.01)) is False
+            end.set()
             computing.join()
 
     asyncio.run(asyncio.wait_for(run(), time_limit(60.0)))
+
+
+def _reply_status(serving: Served) -> None:
+    serving.executor.push(AgentStatus([]))
 
 
 def _compute_until(end: threading.Event) -> None:

@@ -25,8 +25,9 @@ from llm_serving.server.state import Endpoint, RunningProfile, ServerState
 __all__ = ["ENDPOINTS"]
 
 START_TIMEOUT_S = 60.0
+"""Maximum seconds to start a profile. Slow agents have more time, see ``AgentQuestions.profile``."""
 STOP_TIMEOUT_S = 300.0
-"""Maximum seconds to stop a profile. The agents write its files then, which takes longer with more operators."""
+"""The same to stop a profile. The agents write its files then, which takes longer with more operators."""
 MAX_PROFILE_S = 600
 
 logger = logging.getLogger("llm_serving.server.operations.profile")
@@ -166,7 +167,7 @@ async def _tell(engine: AsyncEngine, folder: str | None, timeout: float) -> list
         agents = await engine.profile(folder, timeout)
     except asyncio.TimeoutError:
         raise NoReplyError(
-            f"The agents did not reply within {timeout:g} seconds; see their logs.", "profile_failed"
+            "The agents did not reply in time; see their logs.", "profile_failed"
         ) from None
     if not agents:
         raise UnavailableError("No agent is ready, so nothing can be profiled.", "profile_failed")
