@@ -1,4 +1,7 @@
-"""Confines the process of an agent, according to ``serving_config.confine_agents``."""
+"""Restricts the files and the system calls of an agent's process with Landlock and seccomp.
+
+``serving_config.confine_agents`` states whether an agent is restricted.
+"""
 
 from __future__ import annotations
 

@@ -84,8 +84,10 @@ def _grouped_projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[We
 
 
 def _groups(name: str, letters: str, sizes: tuple[int, ...], delta: GatedDelta, hidden: int) -> Iterator[WeightPart]:
-    """Yields the parts of a tensor that has one group of rows for each key head. ``sizes`` has the number of rows of
-    each part in a group.
+    """Yields the parts of a tensor that has one group of rows for each key head.
+
+    ``letters`` names the parts in their order within a group, one letter for each part. ``sizes`` has the number of
+    rows of each part in a group.
     """
     group, begin = sum(sizes), 0
     for letter, size in zip(letters, sizes, strict=True):

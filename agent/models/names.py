@@ -227,7 +227,11 @@ def _stacked(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[We
 
 
 def _stacked_rows(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[WeightPart, ...]:
-    """Returns the weights of ``count`` experts with their places in Qwen3.5's tensors (``ExpertNames.is_stacked``)."""
+    """Returns the weights of ``count`` experts with their places in Qwen3.5's tensors (``ExpertNames.is_stacked``).
+
+    One tensor has the gates and ups of all experts. In it, the rows of an expert's gate come before the rows of its up.
+    Another tensor has the downs of all experts. In both tensors, the inputs are the last dimension.
+    """
     joined, name = _stacked_name(parts, theirs, count)
     return tuple(
         replace(
@@ -293,9 +297,7 @@ def _rows_of(name: str, parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]
     return tuple(replace(part, rows_of=RowsOf(name, whole, rows.start)) for part, rows in rows_of(parts))
 
 
-def _without_gates(
-    parts: tuple[WeightPart, ...], shape: ModelShape
-) -> tuple[tuple[WeightPart, ...], WeightPart]:
+def _without_gates(parts: tuple[WeightPart, ...], shape: ModelShape) -> tuple[tuple[WeightPart, ...], WeightPart]:
     """Returns the weights of queries, keys and values, and the weight of the output gates.
 
     In the checkpoint's query weight, the rows of each query head are followed by the rows of its gate.

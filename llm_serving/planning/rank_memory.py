@@ -99,7 +99,9 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def _state_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
-    """Return the item of the states of linear attention. Each sequence has two: a step reads one and writes the other.
+    """Returns the item of the states of linear attention.
+
+    Every layer has two states for each sequence: a step reads the first state and writes the second one.
     """
     if shape.state_bytes == 0:
         return ()

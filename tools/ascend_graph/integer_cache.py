@@ -154,10 +154,17 @@ class IntegerCacheRules:
             yield f"{name} is {source.type}; it must be {self._caches[name]}"
 
     def _behind(self, operand: Operand, primitive: str) -> Node | None:
-        """Returns the node that computes an operand. Follows the first operand through nodes of ``primitive``."""
+        """Returns the node that computes ``operand``, but skips nodes of the type ``primitive``.
+
+        The search continues at the first operand of a skipped node. Returns None if it ends at a parameter, an input
+        or a constant.
+        """
         return self._wiring.node_of(self._last_before(operand, primitive))
 
     def _last_before(self, operand: Operand, primitive: str) -> Operand:
+        """Returns the operand at which ``_behind`` ends: ``operand`` itself, or the first operand of the last skipped
+        node of the type ``primitive``.
+        """
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive == primitive:
             operand = node.operands[0]

@@ -138,8 +138,10 @@ LLMK_INLINE void store_lower(void* out, int64_t stride) {
   store_tile<3>(static_cast<char*>(out) + 64, stride);
 }
 
-// Stores the sums of the tiles as rows, which are `stride` floats apart. If `lower`, a row has two vectors of sums, and
-// the rows of tiles 2 and 3 follow the rows of tiles 0 and 1. Otherwise a row has `columns` vectors.
+// Stores the sums of the tiles as rows, which are `stride` floats apart. Tiles 0 and 1 are the first two vectors of the
+// rows 0 to kAmxRows - 1. If `lower`, tiles 2 and 3 are the first two vectors of the next kAmxRows rows. Otherwise,
+// tiles 2 and 3 are the third and fourth vectors of the first rows, if `columns` is 4. If `columns` is 2, they are not
+// stored. restore_sums() loads the tiles from the same places.
 LLMK_INLINE void store_sums(float* out, int64_t stride, bool lower, int64_t columns) {
   store_upper(out, stride * 4);
   if (lower || columns > 2) store_lower(lower ? out + kAmxRows * stride : out + 2 * kLanes, stride * 4);

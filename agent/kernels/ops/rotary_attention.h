@@ -63,7 +63,8 @@ struct RotaryAttentionArgs {
   bool int8_cache;    // false: the cache has elements of dtype
   // True if a sequence may read a block that another sequence writes in this step. check_rotary_attention() sets it.
   bool write_first;
-  // True: only the attention runs. qkv has rotated queries, and the keys and values are stored (see above).
+  // True: only the attention runs. The caller has already rotated the queries in qkv and stored the keys and values, as
+  // the paragraph "With `ready`" of the file comment describes.
   bool ready;
   // Only used with `ready`. True: cache blocks have the layout of this operator. False: the layout of the primitives.
   bool laid_out;

@@ -230,7 +230,10 @@ class WeightCache(ArrayCache):
 
     @contextlib.contextmanager
     def keeping(self, size: int | None = None) -> Iterator[Callable[[str, Array], None]]:
-        """Writes the file as ``ArrayCache.keeping`` does. If ``size`` is None, the memory plan estimates the bytes."""
+        """Writes the file and yields the function that adds an array, as ``ArrayCache.keeping`` does.
+
+        ``size`` is the expected number of bytes. If it is None, the memory plan's estimate for weights is used.
+        """
         if size is None:
             size = estimate_rank_memory(self._config, self._rank, Machine(0, "")).bytes_of(WEIGHTS)
         with super().keeping(size) as keep:
