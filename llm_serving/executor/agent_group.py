@@ -48,6 +48,9 @@ class AgentGroup:
         self.is_ready = False
         """True if every agent of the group is ready."""
         self._vitals: Vitals | None = None
+        self._num_profiling = 0
+        """Number of replies to commands for profiles that are missing. An agent sleeps while MindSpore analyses its
+        profile in another process. Steps wait until then."""
         self._first_rank, self._may_sleep = ranks.start, config.device != "CPU"
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
         self.memory = GroupMemory.create(config, ranks)
@@ -94,8 +97,8 @@ class AgentGroup:
         """Return each agent's connection and the descriptor that becomes readable at its exit."""
         sources: list[Source] = []
         for member, link in enumerate(self.links):
-            sources.append((link.channel, partial(_receive, member, link)))
-            sources.append((link.process.exit_descriptor, partial(_take_exit, member, link)))
+            sources.append((link.channel, partial(self._receive, member, link)))
+            sources.append((link.process.exit_descriptor, partial(self._take_exit, member, link)))
         return sources
 
     @property
@@ -118,12 +121,16 @@ class AgentGroup:
 
     def look(self, now: float, last_result: float, longest_step_s: float) -> None:
         """Raise AgentLostError if the agents will never complete their step, see ``Vitals``."""
-        reason = None if self._vitals is None else self._vitals.look(now, last_result, longest_step_s)
+        if self._vitals is None:
+            return
+        reason = self._vitals.look(now, last_result, longest_step_s, may_sleep=self._num_profiling > 0)
         if reason is not None:
             raise AgentLostError(reason)
 
     def send(self, message: ServerMessage) -> None:
         """Send a message to every agent. A broken connection is ignored, because ``receive`` reports it."""
+        if isinstance(message, messages.ProfileStart | messages.ProfileStop):
+            self._num_profiling += len(self.links)
         payload = messages.encode(message)
         for link in self.links:
             with contextlib.suppress(OSError):
@@ -172,13 +179,13 @@ class AgentGroup:
             link.process.stop(max(0.0, until - time.monotonic()))
         self.close()
 
+    def _receive(self, member: int, link: AgentLink) -> Received:
+        received: Received = [(member, message) for message in link.receive()]
+        self._num_profiling -= sum(isinstance(message, messages.ProfileReply) for _, message in received)
+        return received
 
-def _receive(member: int, link: AgentLink) -> Received:
-    return [(member, message) for message in link.receive()]
-
-
-def _take_exit(member: int, link: AgentLink) -> Received:
-    # Read the last messages first, because they usually contain the reason for the exit.
-    received = _receive(member, link)
-    link.check_alive()
-    return received
+    def _take_exit(self, member: int, link: AgentLink) -> Received:
+        # Read the last messages first, because they usually contain the reason for the exit.
+        received = self._receive(member, link)
+        link.check_alive()
+        return received

@@ -44,8 +44,11 @@ class Vitals:
         """
         return max(self._looked_at, last_result) + LOOK_EVERY_S
 
-    def look(self, now: float, last_result: float, longest_step_s: float) -> str | None:
-        """Return the reason why the agents will never complete their step, or None if they may still complete it."""
+    def look(self, now: float, last_result: float, longest_step_s: float, *, may_sleep: bool = False) -> str | None:
+        """Return the reason why the agents will never complete their step, or None if they may still complete it.
+
+        ``may_sleep`` is True while agents may sleep for a known reason.
+        """
         if last_result >= self._looked_at:
             self._stopped_since = self._asleep_since = None
         self._looked_at = now
@@ -54,7 +57,7 @@ class Vitals:
         self._stopped_since = _since(self._stopped_since, bool(stopped), now)
         if self._stopped_since is not None and now - self._stopped_since >= STOPPED_S:
             return f"agent {', '.join(map(str, stopped))} was stopped (SIGSTOP) in the middle of a step"
-        is_asleep = not self._may_sleep and all(found and not found & {"R", "D"} for found in states)
+        is_asleep = not (self._may_sleep or may_sleep) and all(found and not found & {"R", "D"} for found in states)
         self._asleep_since = _since(self._asleep_since, is_asleep, now)
         longest = ASLEEP_S + ASLEEP_STEPS * longest_step_s
         if self._asleep_since is not None and now - self._asleep_since >= longest:

@@ -203,6 +203,22 @@ def test_a_step_that_hangs_is_found_long_before_its_timeout(make_executor):
     assert "have done nothing for 2.0 s in the middle of a step" in lost.error
 
 
+def test_an_agent_that_sleeps_for_a_profile_is_not_lost(make_executor, monkeypatch):
+    """MindSpore analyses a profile in another process. Steps wait, and all threads of the agent sleep."""
+    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(vitals, "ASLEEP_S", 0.1)
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    executor.profile(None)
+    executor.submit(prefill(0, 5))
+    profiled, result = events_until(executor, StepResult)
+    assert isinstance(profiled, AgentProfiled)
+    assert result.sampled_ids == [stub_token(1, 0)]
+    executor.submit(prefill(1, HANG))
+    [lost] = events_until(executor, AgentLost)
+    assert "have done nothing" in lost.error, "after the reply, an agent must not sleep in a step any more"
+
+
 def test_an_agent_that_gets_little_of_the_processor_is_not_lost(make_executor, monkeypatch):
     monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(vitals, "ASLEEP_S", 0.1)

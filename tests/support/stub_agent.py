@@ -19,6 +19,7 @@ from agent.profiling import Profiling
 from agent.step_cost import StepCost
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
+from llm_serving.ipc.messages import ProfileReply
 from llm_serving.ipc.shm import StepSlot
 from llm_serving.model.parallel import answering_rank, group_ranks
 
@@ -30,8 +31,19 @@ the last, it computes for 0.5 s of processor time.
 """
 
 
+STOP_S = 0.5
+"""Seconds that an agent sleeps when it stops a profile."""
+
+
 def stub_token(context_len: int, row: int) -> int:
     return (context_len * 31 + row * 7) % 251
+
+
+class StubProfiling(Profiling):
+    def stop(self, seq: int) -> ProfileReply:
+        """Sleeps for ``STOP_S``, as an agent does while another process analyses its profile."""
+        time.sleep(STOP_S)
+        return super().stop(seq)
 
 
 class StubRunner:
@@ -39,7 +51,7 @@ class StubRunner:
         self._config = config
         self._report = report
         self.ahead = None
-        self.profiling = Profiling("stub", rank, lambda replaying: None)
+        self.profiling = StubProfiling("stub", rank, lambda replaying: None)
         parallel, replica = config.parallel_config, rank // config.parallel_config.group_size
         self._member = rank - group_ranks(replica, parallel).start
         self._answers = rank == answering_rank(replica, parallel)
