@@ -81,12 +81,13 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> Iterator[Cluster]:
     """The tests of this file share it and run in order."""
     folder = tmp_path_factory.mktemp("cluster")
     key = new_key(folder)
     nodes = [NodeProcess(folder / f"node{number}", key) for number in range(2)]
     settings = [
+        f"model_config.model_path={shallow_model}",
         *("parallel_config.executor=nodes", "parallel_config.data_parallel=2"),
         f"parallel_config.cluster_key_file={key}",
         *(f"parallel_config.nodes={json.dumps([node.address for node in nodes])}", "model_config.cpu_threads=1"),
@@ -104,13 +105,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: ServerProcess) -> dict[int, list[list[int]]]:
+def expected(shallow_server: ServerProcess) -> dict[int, list[list[int]]]:
     """The output tokens of each prompt with a local agent, by ``max_tokens``."""
-    return {length: [ids_of(server.post("/v1/completions", body(p, length))) for p in PROMPTS] for length in (60, 400)}
+    ask = shallow_server.post
+    return {length: [ids_of(ask("/v1/completions", body(p, length))) for p in PROMPTS] for length in (60, 400)}
 
 
 def test_texts_are_those_of_local_agents(
-    cluster: Cluster, server: ServerProcess, expected: dict[int, list[list[int]]]
+    cluster: Cluster, shallow_server: ServerProcess, expected: dict[int, list[list[int]]]
 ) -> None:
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(pool.map(lambda prompt: cluster.server.post("/v1/completions", body(prompt)), PROMPTS))
@@ -120,7 +122,7 @@ def test_texts_are_those_of_local_agents(
     wanted = {"structured_outputs": {"choice": ["yes", "no"]}, "logprobs": 2, "logit_bias": {"5": 1.0}}
     answers = [
         each.post("/v1/completions", {"prompt": "yes or no?", "max_tokens": 8, "seed": 3, **wanted})
-        for each in (cluster.server, server)
+        for each in (cluster.server, shallow_server)
     ]
     assert answers[0]["choices"][0]["text"] in ("yes", "no"), answers[0]
     assert answers[0]["choices"] == answers[1]["choices"]

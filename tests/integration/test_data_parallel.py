@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,15 +45,17 @@ def wait_for(condition: Any, timeout_s: float = 30.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(server: ServerProcess) -> dict[int, list[list[int]]]:
+def expected(shallow_server: ServerProcess) -> dict[int, list[list[int]]]:
     """Returns the output tokens of each prompt on one replica, by ``max_tokens``."""
-    return {length: [ids_of(server.post("/v1/completions", body(p, length))) for p in PROMPTS] for length in (40, 200)}
+    ask = shallow_server.post
+    return {length: [ids_of(ask("/v1/completions", body(p, length))) for p in PROMPTS] for length in (40, 200)}
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def replicas(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> Iterator[ServerProcess]:
     """A server with two replicas. The tests of this file share it and run in order, and the last test stops it."""
-    with running_server(tmp_path_factory.mktemp("replicas"), REPLICAS) as server:
+    settings = [*REPLICAS, f"model_config.model_path={shallow_model}"]
+    with running_server(tmp_path_factory.mktemp("replicas"), settings) as server:
         yield server
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.server_process import running_server
 from support.static_model import StaticLlama
 from support.sweeps import with_sweeps
 
+MODEL = VARIANTS["mha"]
 PROMPT = list(range(20, 60))
 TOKENS = 24
 TIE = 0.02
@@ -25,14 +27,15 @@ NATIVE_TIE = 0.6
 @pytest.mark.parametrize(
     ("agents", "norm_biases", "op_table"),
     with_sweeps(
-        [(1, False, "fused"), (2, True, "fused"), (2, True, "native")],
-        lambda agents, norm_biases, op_table: agents == 1,
+        [(1, False, "fused"), (2, True, "fused"), (1, True, "native"), (2, True, "native")],
+        # The fused agents of a pair cover how layers are divided, and the single native agent the native operators.
+        lambda agents, norm_biases, op_table: (agents == 2) != (op_table == "fused"),
     ),
 )
 def test_static_layers_generate_the_tokens_of_the_scheme(
     tmp_path: Path, agents: int, norm_biases: bool, op_table: str
 ) -> None:
-    write_model(VARIANTS["mha"], tmp_path / "floats")
+    write_model(replace(MODEL, config=MODEL.config | {"num_hidden_layers": 2}), tmp_path / "floats")
     model = StaticLlama(tmp_path / "floats", PROMPT, norm_biases=norm_biases)
     model.write(tmp_path / "static", tmp_path / "floats")
     overrides = [

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from support.server_process import ServerProcess, running_server
-from support.small_configs import REPOSITORY, TINY_LLAMA
+from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
 BAD_TOKEN = 300
@@ -38,13 +38,13 @@ def metric(server: ServerProcess, name: str) -> float:
     )
 
 
-def folder_with_nan(folder: Path) -> Path:
-    """Makes a copy of the tiny model that has a NaN in the embedding of ``BAD_TOKEN``.
+def folder_with_nan(folder: Path, model: Path) -> Path:
+    """Makes a copy of ``model``, a tiny model, that has a NaN in the embedding of ``BAD_TOKEN``.
 
     Only sequences with this token get logits that are NaN. The tiny model's output layer is its embedding, so the copy
     has a separate, correct output layer.
     """
-    shutil.copytree(TINY_LLAMA, folder)
+    shutil.copytree(model, folder)
     file = folder / "model.safetensors"
     content = file.read_bytes()
     start = 8 + struct.unpack("<Q", content[:8])[0]
@@ -70,12 +70,12 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_logits_that_are_not_finite_end_their_request_only(table: str, tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_end_their_request_only(table: str, tmp_path: Path, shallow_model: Path) -> None:
     """Two requests get logits that are NaN, one after the other, while four other requests run.
 
     A step with both of them and no other request would restart the agent, as the next test checks.
     """
-    model = folder_with_nan(tmp_path / "model")
+    model = folder_with_nan(tmp_path / "model", shallow_model)
     overrides = [f"model_config.model_path={model}", "scheduler_config.prefix_cache=true", *TABLES[table]]
     with running_server(tmp_path / "server", overrides) as server:
         expected = text_of(server.post("/v1/completions", GOOD))
@@ -103,12 +103,12 @@ def test_logits_that_are_not_finite_end_their_request_only(table: str, tmp_path:
         assert server.get("/server_info")["engine"]["agents"][0]["restarts"] == 0
 
 
-def test_agents_without_finite_logits_are_restarted(tmp_path: Path) -> None:
+def test_agents_without_finite_logits_are_restarted(tmp_path: Path, shallow_model: Path) -> None:
     """Two sequences of one request usually run in one step, and both get logits that are not finite.
 
     Sometimes the second sequence arrives too late for this step. Then the test sends the request again.
     """
-    model = folder_with_nan(tmp_path / "model")
+    model = folder_with_nan(tmp_path / "model", shallow_model)
     with running_server(tmp_path / "server", [f"model_config.model_path={model}"]) as server:
 
         def has_failed_together() -> bool:
@@ -138,7 +138,7 @@ def test_agents_without_finite_logits_are_restarted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overrides", [*TABLES.values(), ["parallel_config.tensor_parallel=2"]], ids=str)
 def test_a_row_with_other_bits_alone_restarts_the_agents(
-    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], tmp_path: Path, shallow_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The row check computes a sequence of a batch again, alone. If its bits differ, the agents are restarted.
 
@@ -149,7 +149,7 @@ def test_a_row_with_other_bits_alone_restarts_the_agents(
     settings = [
         "serving_config.row_check_interval=5", "serving_config.agent_ports=[0]",
         "speculative_config.method=off",  # so that a text has a step for each token
-        *overrides,
+        f"model_config.model_path={shallow_model}", *overrides,
     ]  # fmt: skip
     with running_server(tmp_path / "server", settings) as server, ThreadPoolExecutor(3) as pool:
         prompts = [GOOD | {"prompt": [1, 310, number], "max_tokens": 150} for number in (300, 301, 302)]
@@ -172,7 +172,9 @@ def test_a_row_with_other_bits_alone_restarts_the_agents(
         assert json.dumps(server.get("/server_info")["engine"]["agents"][0]["restarts"]) != "0"
 
 
-def test_the_canary_runs_at_the_start_and_finds_wrong_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_canary_runs_at_the_start_and_finds_wrong_tokens(
+    tmp_path: Path, shallow_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The agent begins to compute wrong logits after its start.
 
     The next run of the canary detects them and restarts the agent. The run after the restart passes.
@@ -181,6 +183,7 @@ def test_the_canary_runs_at_the_start_and_finds_wrong_tokens(tmp_path: Path, mon
     monkeypatch.setenv("FAULTY_AGENT_FILE", str(tmp_path / "fault"))
     monkeypatch.setenv("FAULTY_AGENT", "other_tokens")
     settings = ["serving_config.canary_interval_s=1", "serving_config.row_check_interval=0"]
+    settings += [f"model_config.model_path={shallow_model}"]
     with running_server(tmp_path / "server", settings) as server:
         passed = 'llm_serving_self_checks_total{check="canary",result="passed"}'
         wait_for(lambda: metric(server, passed) >= 2, "the first runs")

@@ -240,8 +240,9 @@ def test_bad_words_do_not_occur(plain: ServerProcess) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with running_server(tmp_path_factory.mktemp("plain"), ["serving_config.agent_ports=[0]"]) as server:
+def plain(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> Iterator[ServerProcess]:
+    settings = ["serving_config.agent_ports=[0]", f"model_config.model_path={shallow_model}"]
+    with running_server(tmp_path_factory.mktemp("plain"), settings) as server:
         yield server
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.lazy_module import LazyModule
 from support.server_process import ServerProcess, running_server
-from support.small_configs import TINY_LLAMA
+from support.sweeps import with_sweeps
 
 openai = LazyModule("openai")
 
@@ -32,11 +32,13 @@ TOOLS: list[Any] = [
 ]  # fmt: skip
 NAMED = {"type": "function", "function": {"name": "weather"}}
 FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "gpt_oss")
+TESTED_FORMATS = ("hermes", "gpt_oss")
+"""The formats of ``make test``. ``tests/constraints/test_calls.py`` compiles the grammar of every format."""
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with running_server(tmp_path_factory.mktemp("plain")) as server:
+def plain(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> Iterator[ServerProcess]:
+    with running_server(tmp_path_factory.mktemp("plain"), [f"model_config.model_path={shallow_model}"]) as server:
         yield server
 
 
@@ -115,7 +117,7 @@ def test_required_calls_and_results(plain: ServerProcess) -> None:
     assert answer["message"]["role"] == "assistant"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", with_sweeps([(name,) for name in FORMATS], lambda name: name not in TESTED_FORMATS))
 def test_each_format_forces_a_call(tmp_path: Path, name: str) -> None:
     with running_server(tmp_path, [f"serving_config.tool_format={name}"]) as server:
         for seed in range(3):
@@ -123,12 +125,12 @@ def test_each_format_forces_a_call(tmp_path: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Provides the embedded model with a template whose prompts end within the reasoning."""
+def thinking(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> Iterator[ServerProcess]:
+    """Provides the shallow model with a template whose prompts end within the reasoning."""
     folder = tmp_path_factory.mktemp("model")
-    for file in TINY_LLAMA.iterdir():
+    for file in shallow_model.iterdir():
         (folder / file.name).symlink_to(file)
-    settings = json.loads((TINY_LLAMA / "tokenizer_config.json").read_text())
+    settings = json.loads((shallow_model / "tokenizer_config.json").read_text())
     settings["chat_template"] += "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

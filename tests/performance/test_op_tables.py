@@ -1,4 +1,4 @@
-"""Tests the benchmark that compares native and fused operators. It runs real agents with the embedded model."""
+"""Tests the benchmark that compares native and fused operators. It runs real agents with a small model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from performance.bench import op_tables_main
 from performance.bench.op_tables_main import main
+from support.draft_models import write_shorter_model
 from support.some_machine import CEILINGS
 
 SMALL = ["--batch", "2", "--prompt", "8", "--new", "4", "--prefill", "16", "--repeats", "1"]
@@ -23,6 +24,7 @@ def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_has_both_tables_and_their_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--config", "llama_tiny_cpu.yaml", "--set", "model_config.model_dtype=bfloat16", "--weights", "int8"]
+    settings += ["--set", f"model_config.model_path={write_shorter_model(tmp_path / 'model', 1)}"]
     file = tmp_path / "rows.json"
     assert main([*settings, *SMALL, "--limit", "1000", "--json", str(file)]) == 0
     shown = capsys.readouterr().out

@@ -7,14 +7,13 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import psutil
 
 from llm_serving.cluster.key import make_key
+from support.forks import ForkedProcess, fork_server, forked_agents
 from support.server_process import shm_entries
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
@@ -27,24 +26,32 @@ def new_key(folder: Path, name: str = "cluster.key") -> Path:
 
 
 class NodeProcess:
-    """A node on the loopback address. ``stop`` checks that no process or shared memory is left."""
+    """A node on the loopback address. ``stop`` checks that no process or shared memory is left.
+
+    The node and its agents are forked from processes that have imported their modules (``support.forks``).
+    """
 
     def __init__(self, folder: Path, key: Path, *options: str, listen: str = "127.0.0.1:0") -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self._stderr = (folder / "stderr.txt").open("ab")
-        path = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"
-        command = [sys.executable, "-m", "llm_serving.agent_host", "--key-file", str(key), "--listen", listen]
-        self._process = subprocess.Popen(
-            [*command, "--log-folder", str(folder), "--with-stdin", *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().decode()
+        agents = "support.node_preload" if "--agent-module" in options else "support.agent_preload"
+        arguments = ["--key-file", str(key), "--listen", listen, "--log-folder", str(folder), "--with-stdin", *options]
+        read_end, standard_input = os.pipe()
+        output, write_end = os.pipe()
+        self._stdin, self._stdout = os.fdopen(standard_input, "wb"), os.fdopen(output, "rb")
+        try:
+            self._process = ForkedProcess(
+                fork_server("support.node_preload"),
+                "support.forked_node",
+                [fork_server(agents), *arguments],
+                {0: read_end, 1: write_end, 2: self._stderr.fileno()},
+                {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"},
+            )
+        finally:
+            os.close(read_end)
+            os.close(write_end)
+        line = self._stdout.readline().decode()
         assert line.startswith("ready "), self.stderr()
         self.address = line.split()[1]
         self._family: set[psutil.Process] = set()
@@ -63,7 +70,7 @@ class NodeProcess:
     def agents(self) -> list[psutil.Process]:
         """Returns the agents that run now, and remembers them for ``stop``."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._family.update(psutil.Process(self.pid).children(recursive=True))
+            self._family.update(psutil.Process(self.pid).children(recursive=True), forked_agents(self.pid))
         return [process for process in self._family if process.is_running()]
 
     def send_signal(self, number: int) -> None:
@@ -77,10 +84,8 @@ class NodeProcess:
             self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(signal.SIGTERM)
         self._process.wait(timeout=time_limit(20.0))
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        self._stdin.close()
+        self._stdout.close()
         self._stderr.close()
         _, alive = psutil.wait_procs(list(self._family), timeout=time_limit(5.0))
         for process in alive:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import psutil
 
 from support.cluster import LinkProxy, NodeProcess, new_key
+from support.forks import forked_agents
 from support.ray_cluster import RayNode
 from support.server_process import ServerProcess
 
@@ -32,6 +33,7 @@ class Rig(Protocol):
 def signal_agents(node: dict[str, Any], number: int) -> Restore:
     """Sends a signal to the agents of a node, which is an entry of ``/v1/cluster``."""
     agents = [each for each in psutil.Process(node["pid"]).children(recursive=True) if "agent" in each.cmdline()]
+    agents += forked_agents(node["pid"])
     assert agents, node
     for agent in agents:
         agent.send_signal(number)

@@ -77,16 +77,18 @@ def nearest(weight: np.ndarray, settings: Settings, dtype: str) -> np.ndarray:
     """
     out = np.empty_like(weight)
     group = settings.group or weight.shape[1]
-    for row in range(weight.shape[0]):
-        for begin in range(0, weight.shape[1], group):
-            part = weight[row, begin : begin + group]
-            low, high = min(part.min(), np.float32(0)), max(part.max(), np.float32(0))
-            steps = np.float32(15 if settings.asymmetric else 2 ** (settings.bits - 1) - 1)
-            scale = (high - low) / steps if settings.asymmetric else np.abs(part).max() / steps
-            scale = to_float32(from_float32(np.array([scale], np.float32), dtype), dtype)[0]
-            zero = np.clip(np.rint(-low / scale), 0, 15) if settings.asymmetric else np.float32(0)
-            lowest, highest = (0, 15) if settings.asymmetric else (-steps, steps)
-            out[row, begin : begin + group] = (np.clip(np.rint(part / scale) + zero, lowest, highest) - zero) * scale
+    for begin in range(0, weight.shape[1], group):
+        part = weight[:, begin : begin + group]
+        low, high = (
+            np.minimum(part.min(axis=1, keepdims=True), np.float32(0)),
+            np.maximum(part.max(axis=1, keepdims=True), np.float32(0)),
+        )
+        steps = np.float32(15 if settings.asymmetric else 2 ** (settings.bits - 1) - 1)
+        scale = (high - low) / steps if settings.asymmetric else np.abs(part).max(axis=1, keepdims=True) / steps
+        scale = to_float32(from_float32(scale, dtype), dtype)
+        zero = np.clip(np.rint(-low / scale), 0, 15) if settings.asymmetric else np.float32(0)
+        lowest, highest = (0, 15) if settings.asymmetric else (-steps, steps)
+        out[:, begin : begin + group] = (np.clip(np.rint(part / scale) + zero, lowest, highest) - zero) * scale
     return out
 
 
@@ -180,7 +182,7 @@ def gptq_by_definition(weight: np.ndarray, hessian: np.ndarray, settings: Settin
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 0), (8, 0)])
 def test_gptq_matches_its_definition(bits: int, group: int) -> None:
     rng, settings = np.random.default_rng(0), Settings(bits, group, False, "float32")
-    weight, inputs = rng.standard_normal((24, 160)).astype(np.float32), correlated(rng, 600, 160)
+    weight, inputs = rng.standard_normal((24, 96)).astype(np.float32), correlated(rng, 600, 96)
     hessian = inputs.astype(np.float64).T @ inputs
     result = gptq(weight, hessian, settings)
     expected = gptq_by_definition(weight, hessian, settings, result.scales)
