@@ -27,7 +27,7 @@ DIE, RAISE, REFUSE, HANG, SLOW, BUSY = 201, 202, 203, 204, 205, 206
 """Token ids that make the agent misbehave.
 
 In this order: it is killed, raises an unforeseen error, refuses the step, never returns, or returns after 0.2 s. With
-the last, it computes for 0.5 s of processor time.
+the last, it computes for 0.1 s of processor time.
 """
 
 
@@ -93,7 +93,7 @@ class StubRunner:
         if HANG in tokens:
             time.sleep(600)
         if BUSY in tokens:
-            end = time.process_time() + 0.5
+            end = time.process_time() + 0.1
             while time.process_time() < end:
                 pass
         if SLOW in tokens:
