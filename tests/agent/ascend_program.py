@@ -2,16 +2,20 @@
 
 test_ascend_on_cpu.py starts it in a separate process.
 
-python tests/agent/ascend_program.py moves|refusals|sharing|padded|capture|own_memory
+python tests/agent/ascend_program.py [moves] [refusals] [sharing] [padded] [capture] [own_memory]
+
+All parts run in one process, in the given order. The weights are written to the working directory.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -20,10 +24,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "agent")]
 
 from agent.backends.runtime import start_runtime  # noqa: E402
 from llm_serving.errors import AgentError  # noqa: E402
+from performance.models.folders import write_model  # noqa: E402
+from performance.models.variants import VARIANTS  # noqa: E402
 from support.cache_blocks import COPY, HOST_BLOCKS, IN, OUT, Arrays, after_moves, bits, make_caches, random_moves  # noqa: E402
 from support.step_config import make_config  # noqa: E402
 
-FOLDER = ROOT / "models" / "tiny_llama"
+MODEL = "llama3_rope"
+"""A model of two layers, because MindSpore compiles its graphs several times."""
+FOLDER = Path.cwd() / MODEL
 TAIL = (2, 16, 36)
 
 
@@ -95,8 +103,8 @@ def run_refusals() -> dict[str, Any]:
         if is_device_to_host or cache is not caches[-1]:
             real(host, cache, mapping, is_device_to_host)
 
-    blocks.swap_cache = loses_the_last
-    errors["lost"] = _error_of(lambda: blocks.DeviceBlockMoves(caches, layout, pinned=False).run(random_moves(3)))
+    with mock.patch.object(blocks, "swap_cache", loses_the_last):
+        errors["lost"] = _error_of(lambda: blocks.DeviceBlockMoves(caches, layout, pinned=False).run(random_moves(3)))
     return {"errors": errors, "unharmed": bits(device) == before, "calls": len(calls)}
 
 
@@ -108,23 +116,31 @@ def _error_of(run: Callable[[], None]) -> str:
     return "no error"
 
 
-def run_sharing() -> dict[str, Any]:
-    """Runs ``run_block_sharing``, in which blocks are shared, copied and swapped, with the block moves of an Ascend."""
-    from block_sharing import run_block_sharing
+@functools.cache
+def moving_driver() -> Any:
+    """Returns the driver of a model with the block moves of an Ascend. Several parts share it."""
     from step_driver import StepDriver
 
     from agent.backends.ascend.blocks import DeviceBlockMoves
     from agent.backends.cpu.native import NativeCpuOps
-    from support.golden_files import golden_of
 
     def block_moves(
         self: NativeCpuOps, arrays: Any, parameters: Any, host: Any, pool: Any = None
     ) -> DeviceBlockMoves:
         return DeviceBlockMoves(parameters, host, pool, pinned=False)
 
-    NativeCpuOps.block_moves = block_moves  # type: ignore[method-assign]
-    driver = StepDriver(make_config(FOLDER, "bfloat16", "native"))
-    return {"sharing": run_block_sharing(driver, golden_of("tiny_llama")), "summary": driver.runner.summary()}
+    with mock.patch.object(NativeCpuOps, "block_moves", block_moves):
+        return StepDriver(make_config(FOLDER, "bfloat16", "native"))
+
+
+def run_sharing() -> dict[str, Any]:
+    """Runs ``run_block_sharing``, in which blocks are shared, copied and swapped, with the block moves of an Ascend."""
+    from block_sharing import run_block_sharing
+
+    from support.golden_files import golden_of
+
+    driver = moving_driver()
+    return {"sharing": run_block_sharing(driver, golden_of(MODEL)), "summary": driver.runner.summary()}
 
 
 def run_padded() -> dict[str, Any]:
@@ -132,11 +148,11 @@ def run_padded() -> dict[str, Any]:
 
     The same steps run first as they are, and then padded to the sizes of captured graphs.
     """
-    from step_driver import Part, StepDriver, blocks_for
+    from step_driver import Part, blocks_for
 
     from agent.step_graph.making import make_step_graph
 
-    driver = StepDriver(make_config(FOLDER, "bfloat16", "native"))
+    driver = moving_driver()
     runner, limits = driver.runner, driver.config.slot_limits()
 
     def decode() -> list[list[str]]:
@@ -240,5 +256,6 @@ PARTS: dict[str, Callable[[], Any]] = {
 }
 
 if __name__ == "__main__":
+    write_model(VARIANTS[MODEL], FOLDER)
     start_runtime(make_config(FOLDER, "bfloat16", "native"))
-    print(json.dumps(PARTS[sys.argv[1]]()))
+    print(json.dumps({part: PARTS[part]() for part in sys.argv[1:]}))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from llm_serving.ipc.shm import NO_DRAFT
-from support.json_program import printed_json, run_program
+from support.forked_programs import run_forked
+from support.json_program import printed_json
 from support.sweeps import with_sweeps
 
 PROGRAM = Path(__file__).with_name("drafting_program.py")
@@ -22,7 +23,7 @@ PROGRAM = Path(__file__).with_name("drafting_program.py")
     ),
 )
 def test_drafts_are_the_next_tokens(dtype: str, op_table: str, cache: str, tmp_path: Path) -> None:
-    found: dict[str, dict[str, Any]] = printed_json(run_program(PROGRAM, dtype, op_table, cache, folder=tmp_path))
+    found: dict[str, dict[str, Any]] = printed_json(run_forked(PROGRAM, dtype, op_table, cache, folder=tmp_path))
     assert found["late"]["output"][:30] == found["always"]["output"][:30]
     for name in ("late", "always", "behind a prefix", "behind a copy"):
         output, drafts = found[name]["output"], found[name]["drafts"]

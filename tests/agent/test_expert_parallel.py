@@ -5,6 +5,7 @@ The agents divide the heads, and either whole experts or the columns of each exp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ CASES = (
     (COLUMNS, "gpt_oss"),
 )
 NATIVE_CASES = ((NATIVE, "deepseek_v2_lite"), (NATIVE, "qwen3_moe"))
+SWEPT_CASES = (NATIVE_CASES[1],)
+"""These run in ``make test-sweeps`` only. The other native model has the same products of experts."""
 SETUPS = {"experts": WHOLE_EXPERTS, "columns": COLUMNS, "native": NATIVE}
 NAMES = {id(setup): name for name, setup in SETUPS.items()}
 MOST_TIES = 0.08
@@ -43,22 +46,36 @@ MOST_TIES = 0.08
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Returns a function that runs a setup and returns the results of the agent that samples.
 
-    Each setup runs once, as a group that runs all its models.
+    Each setup runs once, as a group that runs all its models of ``make test``, or its other models.
     """
     scratch = tmp_path_factory.mktemp("expert-parallel")
 
     @cache
-    def run(name: str) -> dict[str, Any]:
+    def run(name: str, is_swept: bool) -> dict[str, Any]:
         setup = SETUPS[name]
-        folders = {model: scratch / name / model for each, model in CASES + NATIVE_CASES if each is setup}
+        cases = [case for case in CASES + NATIVE_CASES if case[0] is setup and (case in SWEPT_CASES) == is_swept]
+        folders = {model: scratch / name / model for _, model in cases}
         for model, folder in folders.items():
             write_model(FAMILY_VARIANTS[model], folder)
         return run_group(setup, folders)[0]
 
-    return lambda setup, model: run(NAMES[id(setup)])[model]
+    return lambda setup, model: run(NAMES[id(setup)], (setup, model) in SWEPT_CASES)[model]
 
 
-@pytest.mark.parametrize(("setup", "model"), CASES, ids=lambda each: NAMES.get(id(each), each))
+def params(cases: Sequence[tuple[Setup, str]]) -> list[Any]:
+    """Returns the test parameters of the cases."""
+    return [
+        pytest.param(
+            setup,
+            model,
+            id=f"{NAMES[id(setup)]}-{model}",
+            marks=[pytest.mark.sweep] if (setup, model) in SWEPT_CASES else [],
+        )
+        for setup, model in cases
+    ]
+
+
+@pytest.mark.parametrize(("setup", "model"), params(CASES))
 def test_float32_gives_the_oracles_tokens_exactly(results: Any, setup: Setup, model: str) -> None:
     expected = [case["tokens"] for case in golden_of(model)["cases"]]
     found = results(setup, model)
@@ -66,12 +83,12 @@ def test_float32_gives_the_oracles_tokens_exactly(results: Any, setup: Setup, mo
     assert found["forced"] == expected
 
 
-@pytest.mark.parametrize(("setup", "model"), NATIVE_CASES, ids=lambda each: NAMES.get(id(each), each))
+@pytest.mark.parametrize(("setup", "model"), params(NATIVE_CASES))
 def test_native_operators_differ_from_the_oracle_only_at_ties(results: Any, setup: Setup, model: str) -> None:
     check_forced(golden_of(model)["cases"], results(setup, model)["forced"], "float16", MOST_TIES, f"{model} native")
 
 
-@pytest.mark.parametrize(("setup", "model"), CASES + NATIVE_CASES, ids=lambda each: NAMES.get(id(each), each))
+@pytest.mark.parametrize(("setup", "model"), params(CASES + NATIVE_CASES))
 def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, setup: Setup, model: str) -> None:
     check_position_bits(results(setup, model)["invariance"])
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from llm_serving.ipc.shm import NO_DRAFT
+from support.forked_programs import run_forked
 from support.golden_files import golden_of
 from support.head_models import STEP
-from support.json_program import printed_json, run_program
+from support.json_program import printed_json
 from support.sweeps import with_sweeps
 
 PROGRAM = Path(__file__).with_name("heads_program.py")
@@ -32,7 +33,7 @@ LEAST_EQUAL = 0.9
 )
 def test_drafts_are_the_oracles_guesses(method: str, dtype: str, op_table: str, tmp_path: Path) -> None:
     found: dict[str, dict[str, Any]] = printed_json(
-        run_program(PROGRAM, method, dtype, op_table, str(tmp_path), folder=tmp_path)
+        run_forked(PROGRAM, method, dtype, op_table, str(tmp_path), folder=tmp_path)
     )
     golden = golden_of(f"heads/{method}")
     compared = equal = 0

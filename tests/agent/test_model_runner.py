@@ -72,6 +72,9 @@ MOST_FUSED_ERROR = 1.0
 Measured: 0.89 to 0.97."""
 ALL_SETUPS = (*SETUPS, *QUANTISED_SETUPS)
 ONE_MODEL = {
+    ("bfloat16", "native", "auto", "auto"): "gqa_tied",
+    ("bfloat16", "fused", "int8", "auto"): "gqa_tied",
+    ("float16", "fused", "int8_weight_only", "int8"): "gqa_tied",
     ("bfloat16", "native", "int8", "auto"): "gqa_tied",
     ("bfloat16", "native", "int4", "auto"): "tiny_llama",
     ("float16", "native", "int8_weight_only", "int8"): "gqa_tied",
@@ -94,8 +97,8 @@ def is_swept(setup: Setup, model: str = "gqa_tied") -> bool:
     """Returns whether only ``make test-sweeps`` runs a case, because the cases of ``make test`` cover it.
 
     With native operators, bfloat16 also covers float16, and int4 also covers int8 with float activations. All models
-    run in float32, and two or three in each other setup. The trained model covers native int4, and a model with
-    random weights covers native int8.
+    run in float32, and one to three in each other setup. The trained model covers native int4, and a model with
+    random weights covers native floats and native int8.
     """
     if setup in (("float16", "native", "auto", "auto"), WEIGHT_ONLY, FUSED_PARTNERS[WEIGHT_ONLY]):
         return True

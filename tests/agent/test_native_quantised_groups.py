@@ -53,15 +53,15 @@ SWEPT_CASES = [
 ]
 """These run in ``make test-sweeps`` only: a tied output layer, a shared key-value head, and repetitions."""
 STORED = {"int8 stored": Settings(8, 0, False, "float32"), "int4 stored": Settings(4, 32, True, "float32")}
-LARGER = {
-    "gqa_tied": ("int8", replace(PAIRS["int8"], tensor_parallel=3)),
-    "llama3_rope": ("int4", replace(PAIRS["int4"], tensor_parallel=4)),
-}
-"""Setups with uneven heads.
+LARGER = [("int8", "gqa_tied", 4), ("int8", "gqa_tied", 3), ("int4", "llama3_rope", 4)]
+"""Setups with uneven heads, and their numbers of agents.
 
-Three agents have 2, 1 and 3 of 6 query heads, and two of them share a key-value head. Each of four agents has one head
-of 128, and pairs of them share a key-value head.
+Four agents have 2, 1, 2 and 1 of 6 query heads, and pairs of them share a key-value head. Three agents have 2, 1 and 3
+query heads, and two of them share a key-value head. Each of four agents of ``llama3_rope`` has one head of 128, and
+pairs of them share a key-value head.
 """
+SWEPT_LARGER = LARGER[1:]
+"""These run in ``make test-sweeps`` only. The first setup has uneven and shared heads, and ``CASES`` has int4."""
 
 WITH_EXPERTS = ("qwen3_moe", "mixtral")
 ROUTE_MARGIN = 0.6
@@ -197,12 +197,13 @@ def test_int4_is_as_close_to_floats_as_with_fused_operators(runs: Runs, name: st
     assert same["native"] > same["fused"] - 0.06
 
 
-@pytest.mark.parametrize("model", LARGER)
-def test_shared_and_uneven_heads(runs: Runs, model: str) -> None:
-    name, setup = LARGER[model]
-    found = runs(setup, name, model)[0]
+@pytest.mark.parametrize(
+    ("name", "model", "agents"), with_sweeps(LARGER, lambda *larger: larger in SWEPT_LARGER)
+)
+def test_shared_and_uneven_heads(runs: Runs, name: str, model: str, agents: int) -> None:
+    found = runs(replace(PAIRS[name], tensor_parallel=agents), name, model)[0]
     wanted = runs(replace(PAIRS[name], tensor_parallel=1), name, model)[0]
-    label = f"{model} {name}, {setup.tensor_parallel} agents and one"
+    label = f"{model} {name}, {agents} agents and one"
     check_ties(found, wanted, model, margin=MARGIN[name], most=MOST_TIES[name], label=label)
 
 

@@ -19,16 +19,18 @@ SETUPS = {
     "one agent, int4": Setup(1, 1, "float16", "native", "int4"),
     "one agent, int8": Setup(1, 1, "bfloat16", "native", "int8"),
     "2 share layers": Setup(2, 1, "bfloat16", "native"),
+    "2 share layers, int8": Setup(2, 1, "bfloat16", "native", "int8"),
     "2 stages": Setup(1, 2, "float16", "native"),
     "2 stages of 2": Setup(2, 2, "bfloat16", "native"),
 }
 CASES = [
-    ("one agent, int8", "qwen3_moe"),
-    ("2 share layers", "qwen3_moe"),
+    ("2 share layers, int8", "qwen3_moe"),
     ("2 stages", "gqa_tied"),
 ]
 """A model with experts, whose graphs use more than the inference primitives, and two stages."""
 SWEPT_CASES = [
+    ("one agent, int8", "qwen3_moe"),
+    ("2 share layers", "qwen3_moe"),
     ("one agent", "qwen2_tied"),
     ("one agent", "mixtral"),
     ("2 share layers", "gqa_tied"),
@@ -74,7 +76,7 @@ def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str)
 
 
 @pytest.mark.parametrize("plant", REASONS)
-@pytest.mark.parametrize(("name", "model"), params("2 share layers"))
+@pytest.mark.parametrize(("name", "model"), params("2 share layers", "2 share layers, int8"))
 def test_if_one_agent_cannot_replay_no_agent_does(results: Any, name: str, model: str, plant: str) -> None:
     """Each step still gives the same bits as the graph, because the graph runs again after a wrong replay."""
     first, second = results(name, model)

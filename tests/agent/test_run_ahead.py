@@ -24,8 +24,8 @@ FAILED = 8
 """The step that the mode ``failing`` of the program spoils."""
 
 
-TOGETHER = ("greedy", "mixed", "captured")
-"""The parts that one process runs with one pair of models. The part ``failing`` has its own."""
+TOGETHER = ("greedy", "mixed", "failing", "captured")
+"""The parts that one process runs with one pair of models. The last one replaces the graphs of the models."""
 Run = Callable[[str], dict[str, Any]]
 
 
