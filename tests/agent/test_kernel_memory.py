@@ -21,7 +21,11 @@ SETUPS = (
     ("float16", "native", "int4", "2", "int8 cache"),
     ("bfloat16", "native", "int8", "3", "experts"),
 )
-REPEATED = (("float32", "fused", "int8", "2", "experts"), ("float32", "fused", "int8", "1", "latent"))
+REPEATED = (
+    ("float32", "fused", "int8", "2", "experts"),
+    ("bfloat16", "fused", "auto", "2", "latent"),
+    ("float32", "fused", "int8", "1", "latent"),
+)
 """Only ``make test-sweeps`` runs these, because native setups have experts and latent attention, too."""
 LOOSEST = 4
 """Maximum ratio of plan to real memory. The plan assumes the instruction set and the step that need most."""

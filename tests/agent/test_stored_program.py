@@ -5,10 +5,6 @@ If the file is damaged or belongs to other settings, the agent ignores it and co
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,8 @@ import pytest
 
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
-from support.small_configs import REPOSITORY
-from support.time_limits import time_limit
+from support.forked_programs import ForkedProgram
+from support.json_program import printed_json, run_program
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -33,30 +29,25 @@ REFUSED = {
 """A part of the log line for each fault that the worker plants."""
 
 
-def begin(phase: str, folder: Path) -> subprocess.Popen[str]:
-    worker = REPOSITORY / "tests" / "agent" / "stored_program_worker.py"
-    command = [sys.executable, str(worker), phase, str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
-
-
-def result_of(process: subprocess.Popen[str]) -> Any:
-    out, problems = process.communicate(timeout=time_limit(300))
-    assert process.returncode == 0, problems[-3000:]
-    return json.loads(out.splitlines()[-1])
+WORKER = Path(__file__).with_name("stored_program_worker.py")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Returns the results of two agents that start for the first time together, and of a later process.
 
-    The later process starts agents several times.
+    The later process starts agents several times. It is not forked, because it must not have imported MindSpore.
     """
     folder = tmp_path_factory.mktemp("stored")
     for model in MODELS:
         write_model({**VARIANTS, **FAMILY_VARIANTS}[model], folder / model)
-    both = [begin("first", folder) for _ in range(2)]
-    first, other = map(result_of, both)
-    return {"first": first, "at the same time": other, "later": result_of(begin("later", folder))}
+    with (
+        ForkedProgram(WORKER, "first", str(folder), folder=folder) as one,
+        ForkedProgram(WORKER, "first", str(folder), folder=folder) as two,
+    ):
+        first, other = (printed_json(agent.wait(300)) for agent in (one, two))
+    later = printed_json(run_program(WORKER, "later", str(folder), folder=folder, timeout=300))
+    return {"first": first, "at the same time": other, "later": later}
 
 
 @pytest.mark.parametrize("model", MODELS)

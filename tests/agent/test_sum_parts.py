@@ -20,9 +20,11 @@ MODELS = ("gqa_tied", "llama_yarn_bias", "qwen3_tied")
 """Models with uneven heads, with a bias of the attention output, and with norms of heads."""
 SWEPT_MODELS = ("mha", "qwen2_tied", "tiny_llama")
 """These run in ``make test-sweeps`` only, because the other cases test the same code."""
+STAGED, STAGED_MODELS = "float32, 2 stages", MODELS[:1]
+"""The setup with stages, and its model in ``make test``. The setup ``int8`` runs all ``MODELS``."""
 SETUPS = {
     "bfloat16": Setup(2, 1, "bfloat16", "fused"),
-    "float32, 2 stages": Setup(2, 2, "float32", "fused"),
+    STAGED: Setup(2, 2, "float32", "fused"),
     "int8": Setup(2, 1, "bfloat16", "fused", "int8", "int8"),
     "int4": Setup(2, 1, "bfloat16", "fused", "int4", "int8"),
     "int4_weight_only": Setup(2, 1, "bfloat16", "fused", "int4_weight_only"),
@@ -49,8 +51,13 @@ def answers(setup: Setup, folders: dict[str, Path]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "models"),
     with_sweeps(
-        [(name, models) for name in SETUPS for models in (MODELS, SWEPT_MODELS)],
-        lambda name, models: name in SWEPT_SETUPS or models is SWEPT_MODELS,
+        [
+            (STAGED, STAGED_MODELS),
+            (STAGED, MODELS[1:]),
+            *((name, MODELS) for name in SETUPS if name != STAGED),
+            *((name, SWEPT_MODELS) for name in SETUPS),
+        ],
+        lambda name, models: name in SWEPT_SETUPS or models not in (MODELS, STAGED_MODELS),
     ),
 )
 def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(

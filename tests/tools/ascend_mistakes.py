@@ -829,7 +829,10 @@ def plain_graph(kind: str) -> Any:
 
 TOGETHER = (
     ("key-value heads", "pairs for halves", "best tokens by another primitive", "kernels, no list of disabled ones"),
-    ("scale", "slot mapping type", "no wait for the cache", "kernels, graph kernel level"),
+    ("scale", "slot mapping type", "no wait for the cache", "outputs", "kernels, graph kernel level"),
+    ("keys for values", "transposed weight that fits"),
+    ("sums of an agent's part", "best tokens of one agent"),
+    ("adapters, other input", "adapters, ranks of one layer"),
     ("mask of ones in float16", "kernels, sparse mode of a band"),
     ("candidates, too few", "candidates, rounded logits"),
     ("static, offsets of integers", "static, no sum offsets"),
@@ -905,10 +908,10 @@ def turned_listing() -> list[str]:
 
 
 KINDS = ("prefill", "chunked", "decode")
-ALONE = (CONFIG, SQUARE, MISTRAL, INT8, INT4, STATIC_QWEN2)
+ALONE = (CONFIG, MISTRAL, INT8, INT4, STATIC_QWEN2)
 SHARED = (PAIR, STAGES)
-EXPERTS = (INT8_MOE, INT4_MOE, DEEPSEEK_PAIR)
-SEPARATE = (QWEN2, QWEN3, STATIC, MOE, INT8_WEIGHTS)
+EXPERTS = (INT4_MOE, DEEPSEEK_PAIR)
+SEPARATE = (SQUARE, QWEN2, QWEN3, STATIC, MOE, INT8_MOE, DEEPSEEK, INT8_WEIGHTS)
 """Settings that a config above combines. Only ``make test-sweeps`` compiles them without a mistake."""
 COMBINED = (
     *(INT8_CACHE_PAIR, INT8_PAIR, INT4_PAIR, STATIC_PAIR, BFLOAT16_MOE),
@@ -937,10 +940,10 @@ def main() -> None:
             + right(KINDS, (INT8_CACHE,))
             + right(("candidates", "rows"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
-            + right(KINDS[1:], (DEEPSEEK,))
+            + right(("chunked",), (DEEPSEEK,))
         ),
         "right, more": lambda: (
-            right(KINDS[:2], (*ALONE[1:], *SHARED, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
+            right(KINDS[:2], (*ALONE[1:], *SHARED, SQUARE, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
             + right(KINDS[:2], (INT8_PAIR, INT4_PAIR, STATIC_PAIR))
             + right(("decode",), (*SEPARATE, *COMBINED, ADAPTED_QWEN2))
             + right(("chunked",), (INT8_DEEPSEEK,))
