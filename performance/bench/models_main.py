@@ -14,8 +14,6 @@ empty at the beginning. The program prints:
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import os
 import statistics
 import tempfile
@@ -28,7 +26,7 @@ import psutil
 
 from performance.load.endpoint import Endpoint
 from performance.load.server_process import configured_server
-from performance.program import LoadTestError, exits_with_errors, write_json
+from performance.program import exits_with_errors, write_json
 
 START_TIMEOUT_S = 600.0
 MAIN, NAME = "llama_tiny", "measured"
@@ -94,25 +92,14 @@ def _print(figures: dict[str, Any]) -> None:
 def _command(server: Endpoint, command: str) -> float:
     """Sends a command for the measured model. Returns the seconds until its response."""
     began = time.perf_counter()
-    _post(server, f"/v1/models/{NAME}/{command}", {})
+    server.post(f"/v1/models/{NAME}/{command}", {}, START_TIMEOUT_S)
     return time.perf_counter() - began
 
 
 def _answer(server: Endpoint, model: str) -> None:
     """Makes a model generate tokens, so that its memory is in use when it is measured."""
-    _post(server, "/v1/completions", {"model": model, "prompt": "Once upon a time", "max_tokens": 64, "temperature": 0})
-
-
-def _post(server: Endpoint, path: str, body: dict[str, Any]) -> None:
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=START_TIMEOUT_S)
-    try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read()
-        if response.status != 200:
-            raise LoadTestError(f"{path} returned {response.status}: {text.decode(errors='replace')}")
-    finally:
-        connection.close()
+    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
+    server.post("/v1/completions", body, START_TIMEOUT_S)
 
 
 def _memory() -> dict[str, int]:

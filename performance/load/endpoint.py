@@ -5,9 +5,12 @@ from __future__ import annotations
 import http.client
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
-from performance.program import UsageError
+import orjson
+
+from performance.program import LoadTestError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,26 @@ class Endpoint:
 
     def get(self, path: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> tuple[int, str, bytes]:
         """Sends a GET request. Returns status, content type and body. Raises OSError or http.client.HTTPException."""
+        return self._send("GET", path, timeout_s, headers or {})
+
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> bytes:
+        """Sends a POST request with a JSON body. Returns the body of the response.
+
+        Raises LoadTestError if the status is not 200. Raises OSError or http.client.HTTPException without a response.
+        """
+        content, headers = orjson.dumps(body), {"Content-Type": "application/json"}
+        status, _, text = self._send("POST", path, timeout_s, headers, content)
+        if status != 200:
+            raise LoadTestError(f"{path} returned {status}: {text.decode(errors='replace')}")
+        return text
+
+    def _send(
+        self, method: str, path: str, timeout_s: float, headers: Mapping[str, str], content: bytes | None = None
+    ) -> tuple[int, str, bytes]:
         kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=timeout_s)
         try:
-            connection.request("GET", f"{self.prefix}{path}", headers=dict(headers or {}))
+            connection.request(method, f"{self.prefix}{path}", content, dict(headers))
             response = connection.getresponse()
             return response.status, response.getheader("Content-Type", ""), response.read()
         finally:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import psutil
 
@@ -17,14 +18,16 @@ __all__ = ["children_mib", "fetch_metrics", "fraction_of_others", "processor_sec
 MIB = 1 << 20
 TIMEOUT_S = 5.0
 
+Value = TypeVar("Value")
+
 
 @contextmanager
-def sampled(interval_s: float, sample: Callable[[], float | None]) -> Iterator[list[float]]:
+def sampled(interval_s: float, sample: Callable[[], Value | None]) -> Iterator[list[Value]]:
     """Starts a thread that calls ``sample`` every ``interval_s`` seconds. Yields the list to which it adds the values.
 
     The list does not contain None.
     """
-    values: list[float] = []
+    values: list[Value] = []
     stop = threading.Event()
 
     def run() -> None:

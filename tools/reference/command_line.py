@@ -74,6 +74,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/bench_lora.py",
         "performance/bench_kv_tiers.py",
         "performance/bench_kv_transfer.py",
+        "performance/bench_memory.py",
         "performance/bench_models.py",
         "performance/bench_remote_agent.py",
         "performance/bench_recorder.py",
