@@ -94,6 +94,7 @@ REPETITIONS = (
     "tests/integration/test_self_checks.py::test_a_row_with_other_bits_alone_restarts_the_agents[['parallel_config",
     "tests/integration/test_self_checks.py::test_logits_that_are_not_finite_end_their_request_only[native]",
     f"{_STRUCTURED}::test_a_bias_comes_before_penalties_and_mask_and_changes_no_log_probability[two agents]",
+    f"{_STRUCTURED}::test_beams_follow_a_grammar_and_are_the_most_likely_texts[native]",
     f"{_STRUCTURED}::test_beams_follow_a_grammar_and_are_the_most_likely_texts[two agents]",
     f"{_STRUCTURED}::test_rules_about_tokens_hold_alone_and_together[two agents]",
 )
