@@ -228,8 +228,8 @@ def test_an_agent_that_gets_little_of_the_processor_is_not_lost(make_executor, m
     monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(vitals, "ASLEEP_S", 0.1)
     monkeypatch.setattr(vitals, "STOPPED_S", 0.1)
-    looks, look = [], vitals.Vitals.look
-    monkeypatch.setattr(vitals.Vitals, "look", lambda self, *given: looks.append(look(self, *given)) or looks[-1])
+    looks, thread_states = [], vitals._thread_states
+    monkeypatch.setattr(vitals, "_thread_states", lambda pid: looks.append(thread_states(pid)) or looks[-1])
     executor = make_executor()
     events_until(executor, AgentReady)
     agent, core = psutil.Process(pid_of(executor)), min(os.sched_getaffinity(0))
