@@ -117,9 +117,6 @@ def test_a_slow_agent_is_not_a_dead_one(is_profile: bool) -> None:
     async def run() -> None:
         async with served() as serving:
             without_replies(serving)
-            end = threading.Event()
-            computing = threading.Thread(target=_compute_until, args=(end,))
-            computing.start()
             serving.executor.agents = lambda: [{"rank": 0, "pid": os.getpid()}]  # type: ignore[method-assign]
             threading.Timer(0.6, lambda: reply(serving) if is_profile else _reply_status(serving)).start()
             if is_profile:
@@ -132,10 +129,15 @@ def test_a_slow_agent_is_not_a_dead_one(is_profile: bool) -> None:
                     await soon(serving.engine.profile("folder", 0.01))
             else:
                 assert await soon(serving.engine.probe(0.01)) is False
-            end.set()
-            computing.join()
 
-    asyncio.run(asyncio.wait_for(run(), time_limit(60.0)))
+    end = threading.Event()
+    computing = threading.Thread(target=_compute_until, args=(end,))
+    computing.start()
+    try:
+        asyncio.run(asyncio.wait_for(run(), time_limit(60.0)))
+    finally:
+        end.set()
+        computing.join()
 
 
 def _reply_status(serving: Served) -> None:
