@@ -4,7 +4,7 @@
 
 namespace llmk {
 
-constexpr int kMaxTopLogits = 32;
+constexpr int kMaxTopLogits = 32;  // equal to MAX_TOP_LOGITS in llm_serving/sampling_params.py
 
 // The sampled id of a row whose logits cannot be used: one is NaN or +infinity, or none is finite.
 constexpr int32_t kNotFinite = -2;
