@@ -163,7 +163,7 @@ class Request:
     """The batch row of the sequence: its place in the agent's state (last token, token history). -1 if it has none."""
     num_preemptions: int = 0
     num_losses: int = 0
-    """Number of times that the agent was lost while it computed a step with this request."""
+    """Number of times that the agent was lost while a step with this request was in flight."""
     alone_until: int = 0
     """The request is a suspect until it has this number of output tokens, see ``llm_serving.scheduler.quarantine``."""
     finish_reason: FinishReason | None = None

@@ -35,7 +35,7 @@ class Standby:
         self._began: float | None = None
         """The time at which the present start began. None while no start is in progress."""
         self._retry_at = -math.inf
-        """The time until which the client of the last refused request is expected to send it again."""
+        """The time at which the client of the last refused request is expected to send it again."""
         self._wakers: list[Callable[[], None]] = []
 
     def on_change(self, wake: Callable[[], None]) -> None:

@@ -96,8 +96,8 @@ class Config:
     """Whether ``pa_config.decode_seq_length`` was ``auto``. ``load_config`` then sets the largest length that the model
     and the blocks permit, and ``llm_serving.planning.auto_blocks`` the largest that fits the machine."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """Sampling parameters that the model folder recommends. Requests without these parameters use them. Empty if the
-    config ignores them."""
+    """Sampling parameters from the model folder, or from the file in ``serving_config.generation_config``. Requests
+    without these parameters use them. Empty if the config ignores them."""
     pooling: Pooling | None = None
     """How embeddings or scores are computed. None if the server generates text."""
     processing: ImageProcessing | None = None

@@ -173,9 +173,9 @@ class FileTier(ABC):
         self.mover.submit(self._distrust)
 
     def close(self) -> None:
-        """Ends the mover. Blocks that still wait for the disk are lost,
+        """Ends the mover.
 
-        unless the caller first calls ``mover.end`` and waits.
+        Blocks that still wait for the disk are lost, unless the caller first calls ``mover.end`` and waits.
         """
         self.mover.close()
         if self._last is not None and not self.mover.is_busy:  # a job may hang, because the disk does not respond

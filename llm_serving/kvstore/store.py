@@ -170,7 +170,7 @@ class BlockStore:
     @property
     def next_due(self) -> float | None:
         """The time of the engine's clock at which ``exchange`` must be called without another reason. None if no
-        request waits for a read.
+        read is in progress. Infinity if reads are in progress, but no request waits for them any more.
         """
         return min((one.due for one in self._waiting), default=None)
 
@@ -334,8 +334,11 @@ class BlockStore:
     # The following methods find blocks for waiting requests and load them.
 
     def _look_up(self, source: TierSource, wanted: WantedBlocks, now: float) -> bool:
-        """Finds the blocks that the scheduler wants. If all are in host memory, replies and returns True. Otherwise
-        starts a read and returns False.
+        """Finds the blocks that the scheduler wants. Returns True if this method has replied.
+
+        It replies at once with the leading blocks that it found, unless one of these must be read from the disk. Then
+        it starts the read and returns False. A block is not read if the read takes longer than computing the block, or
+        if no host block is free.
         """
         hosts: list[int] = []
         transfer = Transfer([], [], [], [])

@@ -101,7 +101,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 def _state_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
     """Returns the item of the states of linear attention.
 
-    Every layer has two states for each sequence: a step reads the first state and writes the second one.
+    Each layer with linear attention has two states for each sequence. A step reads one of them and writes the other.
     """
     if shape.state_bytes == 0:
         return ()

@@ -51,9 +51,10 @@ class Placed(enum.Enum):
     """The reason why the router chose a replica, for logs and metrics."""
 
     PREFIX = "prefix"
-    """The replica has more tokens of the prompt in its cache than the others."""
+    """The replica has more tokens of the prompt in its cache than at least one other replica."""
     LOAD = "load"
-    """The replica has the least load, and the caches of the replicas make no difference."""
+    """The replica has the least load. No cached prefix decided: no replica has one, or the replica that has it is
+    overloaded or cannot start the request."""
     TURN = "turn"
     """The replica was next in round-robin order."""
     PROMPT = "prompt"

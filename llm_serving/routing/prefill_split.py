@@ -63,7 +63,10 @@ class PrefillSplit:
         return [replica for replica in live if replica.role is not Role.PREFILL] or live
 
     def least_loaded(self, live: list[RoutedReplica]) -> RoutedReplica:
-        """Returns the decode replica with the least load, for a request with handed blocks."""
+        """Returns the replica with the least load of those that decode, for a request with handed blocks.
+
+        If no ready replica decodes, the choice is among all ready replicas.
+        """
         return min(self.decoders(live), key=lambda replica: (replica.survey().load, replica.index))
 
     def for_prompt(self, entry: Entry, num_uncached: int, live: list[RoutedReplica]) -> list[RoutedReplica]:

@@ -17,7 +17,7 @@ class BlockMover(Stateful, ABC):
     """Keeps the computed tokens of sequences in host memory while they have no blocks on the device.
 
     ``Swapper`` moves preempted sequences to the host pool and back. ``HandOvers`` moves computed prompts to other
-    replicas. To add a mover, add a subclass and create it in ``Scheduler.__init__``.
+    replicas. To add a mover, add a subclass, create it in ``Scheduler.__init__``, and name it in ``whole_state.PARTS``.
     """
 
     def __init__(self, state: SchedulerState) -> None:

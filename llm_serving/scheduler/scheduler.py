@@ -147,7 +147,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
     def take_ended(self) -> list[RequestUpdate]:
         """Returns the last updates of requests that the scheduler has ended by itself. Returns each update once.
 
-        ``schedule`` ends requests at their deadline, and ``agent_lost`` ends suspects.
+        ``schedule`` ends requests at their deadline. ``agent_lost`` ends a suspect that lost its agent when alone.
         """
         return self._intake.take_ended()
 

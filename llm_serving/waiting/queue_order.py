@@ -130,7 +130,7 @@ class QueueOrder(Stateful):
 
     @property
     def num_late(self) -> int:
-        """Number of waiting requests that can no longer keep their objective."""
+        """Number of waiting requests that the order has recorded as late: they can no longer keep their objective."""
         return 0
 
     @property

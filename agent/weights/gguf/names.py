@@ -44,7 +44,8 @@ class Place:
     expert: int | None = None
     """Index of the expert, if the file's tensor holds the weights of all experts. Otherwise None."""
     recipe: Recipe | None = None
-    """Describes how to make the tensor from the file's tensors. None if the file stores it in the same form."""
+    """Describes how to make the tensor from the file's tensors. None if one tensor of the file has all its
+    values. ``GGUFFile`` then undoes only llama.cpp's row order of queries and keys, and the 1 that it adds to norms."""
     half: int | None = None
     """0 for the gate and 1 for the up, if the file's tensor has both for each expert. Otherwise None."""
 
