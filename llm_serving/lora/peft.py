@@ -74,12 +74,17 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
     if not folder.is_dir():
         raise AdapterError(f"{folder} is not a folder on the server's machine.")
     config = read_peft_config(folder)
+    targets = lora_targets(shape)
+    if config.names_all_layers:
+        # The error about the size of the file would hide the reason, if the ranks were checked later.
+        for name in targets:
+            if config.is_target(name):
+                _checked_rank(config, name, max_rank)
     content = _read_file(folder, _HEADER_ROOM + 4 * largest_adapter(shape, max_rank))
     try:
         start, tensors = read_index(folder / WEIGHTS_FILE, content, len(content))
     except CheckpointError as problem:
         raise AdapterError(f"{problem}.") from None
-    targets = lora_targets(shape)
     pairs = _pairs(tensors, targets)
     _check_targets(config, pairs, targets)
     reader = _Reader(content, start, config, max_rank, dtype)
@@ -155,6 +160,14 @@ def _check_targets(config: PeftConfig, pairs: dict[str, Any], targets: dict[str,
             raise AdapterError(f"target_modules names {name!r}, but {WEIGHTS_FILE} has no adapter of it.")
 
 
+def _checked_rank(config: PeftConfig, name: str, max_rank: int) -> int:
+    """Return the rank of the adapter of layer ``name``. Raises AdapterError if it is above ``max_rank``."""
+    rank = config.rank_of(name)
+    if rank > max_rank:
+        raise AdapterError(f"The rank of {name!r} is {rank}; lora_config.max_rank of this server is {max_rank}.")
+    return rank
+
+
 class _Reader:
     """Reads the matrices of an adapter from the bytes of its file."""
 
@@ -167,11 +180,7 @@ class _Reader:
 
     def module(self, target: Target, a: TensorInfo, b: TensorInfo) -> LoraModule:
         """Return the adapter of one layer. Raises AdapterError for a wrong rank, shape, type or value."""
-        rank = self._config.rank_of(target.name)
-        if rank > self._max_rank:
-            raise AdapterError(
-                f"The rank of {target.name!r} is {rank}; lora_config.max_rank of this server is {self._max_rank}."
-            )
+        rank = _checked_rank(self._config, target.name, self._max_rank)
         for info, shape in ((a, (rank, target.inputs)), (b, (target.outputs, rank))):
             if info.shape != shape:
                 raise AdapterError(

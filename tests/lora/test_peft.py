@@ -55,6 +55,12 @@ def test_the_scale_follows_peft(tmp_path: Path, values: dict[str, Any], scale: f
     assert math.isclose(first.scale, scale)
 
 
+def test_a_rank_above_the_limit_is_named_although_the_file_is_too_large(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, adapter_config(rank=512), adapter_tensors(SHAPE, rank=512))
+    with pytest.raises(AdapterError, match=r"rank of .* is 512; lora_config.max_rank of this server is 2\."):
+        read(folder, max_rank=2)
+
+
 def test_a_rank_pattern_changes_rank_and_scale(tmp_path: Path) -> None:
     tensors = adapter_tensors(SHAPE, rank=4, modules=["k_proj"]) | adapter_tensors(SHAPE, rank=8, modules=["q_proj"])
     config = adapter_config(rank=4, modules=["q_proj", "k_proj"], rank_pattern={"q_proj": 8})
