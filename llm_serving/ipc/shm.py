@@ -108,8 +108,8 @@ class SlotLimits:
 
     @property
     def max_history(self) -> int:
-        """Maximum number of tokens of all histories in a step together. A history has the tokens that penalties
-        count.
+        """Maximum total number of tokens of the histories in a step. A history lists the tokens of a sequence that
+        penalties count. A single history may be as long as the context.
         """
         return max(self.max_tokens, self.max_context)
 

@@ -39,7 +39,8 @@ class Windows:
     """The parts of Qwen2.5-VL's encoder: windows of attention, rotary embedding in two dimensions, RMSNorm, SwiGLU."""
 
     size: int
-    """Width and height of a window, in rows of a tile. A patch attends to the patches of its window only."""
+    """Width and height of a window, in squares of ``row_edge`` pixels. The encoder makes one embedding of each
+    square. A patch attends to the patches of its window only."""
     full_layers: tuple[int, ...]
     """Numbers of the layers in which each patch attends to all patches."""
     frames: int

@@ -48,6 +48,7 @@ MAX_FRAMING_RATIO = 8
 """Maximum bytes of chunk framing for each byte of a chunked body. A chunk with one byte of content has five bytes of
 framing."""
 KEEP_ALIVE_S = 75.0
+"""Maximum seconds that a connection may stay open without a request."""
 
 INLINE_ITEMS = 2048
 """Maximum number of tokens or log-probabilities that the event loop's thread converts in one call. Another thread

@@ -291,10 +291,10 @@ class Metrics:
         self._refused_access.labels(reason).inc()
 
     def event_loop_stall(self, seconds: float, busy_seconds: float) -> None:
-        """Set two maxima since the last scrape, in seconds.
+        """Set the longest stall of the event loop since the last scrape.
 
-        ``seconds`` is the longest time for which the event loop was blocked. ``busy_seconds`` is the maximum processor
-        time that this process used during one of these times.
+        ``seconds`` is the longest time for which the loop was blocked. ``busy_seconds`` is the most processor time that
+        this process used during a single stall.
         """
         self._stall.set(seconds)
         self._busy_stall.set(busy_seconds)

@@ -37,7 +37,7 @@ WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The cost of the flight recorder with one number of clients. Times are microseconds."""
+    """The cost of the flight recorder in a run with ``clients`` clients. Times are microseconds."""
 
     clients: int
     steps: float

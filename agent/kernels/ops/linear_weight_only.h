@@ -83,8 +83,8 @@ struct NibbleWeights {
 #endif
 };
 
-// Distance in bytes between consecutive steps of a vector. If tiles have 16 steps, the steps of a tile are adjacent. If
-// tiles have one step, tiles of two vectors alternate.
+// Distance in bytes between two consecutive loads of the weights of one vector of 16 columns (layout: linear.h). If
+// tiles have 16 steps, the loads of a vector are adjacent. If tiles have one step, the tiles of two vectors alternate.
 constexpr int64_t kStepStride = kTileSteps == 1 ? 128 : 64;
 
 // Prefetches the step that is kFetchAhead bytes after `from`. Int4 weights go into the L1 cache, because unpacking them

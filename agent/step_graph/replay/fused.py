@@ -28,8 +28,8 @@ from agent.weights.storage import Array
 logger = logging.getLogger("agent.step_graph.replay.fused")
 
 MAX_COMPARED_TOKENS = 64
-"""Maximum number of tokens of a step that runs both the graph and the replay. Until two small steps have run, larger
-steps run only the graph.
+"""Maximum number of tokens of a step that runs both the graph and the replay, to compare their results. After two
+equal comparisons all steps are replays. Until then, larger steps run only the graph, because running both is slow.
 """
 _SPOILED = 0xFF
 """The value of every byte of the results before a run. These bytes make every float a NaN."""
