@@ -249,7 +249,7 @@ def test_every_file_in_the_architecture_exists():
 
 
 def test_places_for_changes_exist():
-    """Each row of docs/where_to_change.md has the form "to change X, open file Y, look for Z". Both Y and Z must exist."""
+    """Each row of the page has the form "to change X, open file Y, look for Z". Both Y and Z must exist."""
     page = (REPOSITORY / "docs/where_to_change.md").read_text()
     rows = [row.split("|")[2:4] for row in page.splitlines() if "`" in row and row[0] == "|"]
     places = [(file, look.strip(" `")) for files, look in rows for file in re.findall(r"`([^`]+)`", files)]
