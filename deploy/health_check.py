@@ -12,15 +12,17 @@ import sys
 from pathlib import Path
 
 SOCKET = "/run/llm-serving/server.sock"
-TIMEOUT_S = 2.0
+LIVE_TIMEOUT_S = 2.0
+READY_TIMEOUT_S = 35.0
+"""Maximum seconds for the answer whether the server is ready. The server waits up to 31 s for slow agents."""
 
 
-def is_ok(path: str, route: str, headers: dict[str, str]) -> bool:
-    """Returns whether a GET of ``route`` through the UNIX socket ``path`` has status 200."""
-    connection = http.client.HTTPConnection("localhost", timeout=TIMEOUT_S)
+def is_ok(path: str, route: str, headers: dict[str, str], timeout_s: float) -> bool:
+    """Returns whether a GET of ``route`` through the UNIX socket ``path`` has status 200 within ``timeout_s``."""
+    connection = http.client.HTTPConnection("localhost", timeout=timeout_s)
     try:
         connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.settimeout(TIMEOUT_S)
+        connection.sock.settimeout(timeout_s)
         connection.sock.connect(path)
         connection.request("GET", route, headers=headers)
         return connection.getresponse().status == 200
@@ -33,9 +35,9 @@ def is_ok(path: str, route: str, headers: dict[str, str]) -> bool:
 def main(path: str = SOCKET, key_file: str | None = None) -> int:
     """Returns the exit code."""
     if key_file is None:
-        return 0 if is_ok(path, "/health/live", {}) else 1
+        return 0 if is_ok(path, "/health/live", {}, LIVE_TIMEOUT_S) else 1
     key = Path(key_file).read_text().strip()
-    return 0 if is_ok(path, "/health/ready", {"Authorization": f"Bearer {key}"}) else 1
+    return 0 if is_ok(path, "/health/ready", {"Authorization": f"Bearer {key}"}, READY_TIMEOUT_S) else 1
 
 
 if __name__ == "__main__":

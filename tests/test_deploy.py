@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import yaml
 
 from llm_serving.config.loader import parse_override
 from llm_serving.config.serving_section import DEFAULT_SERVER_PORT, ServingConfig
+from llm_serving.engine.agent_questions import SLOW_PROBE_S
+from llm_serving.server.operations.admin import PROBE_TIMEOUT_S
 from llm_serving.version import __version__
 from support.access_keys import secret_of, write_keys
 from support.server_process import running_server
@@ -46,6 +49,13 @@ def test_there_is_more_time_to_stop_than_to_drain():
     compose = int(COMPOSE["stop_grace_period"].removesuffix("s"))
     chart = yaml.safe_load((CHART / "values.yaml").read_text())["terminationGraceSeconds"]
     assert min(int(unit), compose, chart, POD["terminationGracePeriodSeconds"]) >= drain + 10
+
+
+def test_a_probe_waits_longer_than_the_server_waits_for_slow_agents():
+    check = runpy.run_path(str(DEPLOY / "health_check.py"))
+    chart = (CHART / "templates" / "statefulset.yaml").read_text()
+    [probe] = re.findall(r"readinessProbe:\n(?: {12}.*\n)*? {12}timeoutSeconds: (\d+)", chart)
+    assert PROBE_TIMEOUT_S + SLOW_PROBE_S < check["READY_TIMEOUT_S"] < int(probe)
 
 
 def test_the_chart_has_the_version_and_a_configuration_of_the_server():

@@ -48,9 +48,6 @@ class AgentGroup:
         self.is_ready = False
         """True if every agent of the group is ready."""
         self._vitals: Vitals | None = None
-        self._num_profiling = 0
-        """Number of replies to commands for profiles that are missing. An agent sleeps while MindSpore analyses its
-        profile in another process. Steps wait until then."""
         self._first_rank, self._may_sleep = ranks.start, config.device != "CPU"
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
         self.memory = GroupMemory.create(config, ranks)
@@ -123,14 +120,12 @@ class AgentGroup:
         """Raise AgentLostError if the agents will never complete their step, see ``Vitals``."""
         if self._vitals is None:
             return
-        reason = self._vitals.look(now, last_result, longest_step_s, may_sleep=self._num_profiling > 0)
+        reason = self._vitals.look(now, last_result, longest_step_s)
         if reason is not None:
             raise AgentLostError(reason)
 
     def send(self, message: ServerMessage) -> None:
         """Send a message to every agent. A broken connection is ignored, because ``receive`` reports it."""
-        if isinstance(message, messages.ProfileStart | messages.ProfileStop):
-            self._num_profiling += len(self.links)
         payload = messages.encode(message)
         for link in self.links:
             with contextlib.suppress(OSError):
@@ -180,9 +175,7 @@ class AgentGroup:
         self.close()
 
     def _receive(self, member: int, link: AgentLink) -> Received:
-        received: Received = [(member, message) for message in link.receive()]
-        self._num_profiling -= sum(isinstance(message, messages.ProfileReply) for _, message in received)
-        return received
+        return [(member, message) for message in link.receive()]
 
     def _take_exit(self, member: int, link: AgentLink) -> Received:
         # Read the last messages first, because they usually contain the reason for the exit.

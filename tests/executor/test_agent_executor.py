@@ -219,6 +219,21 @@ def test_an_agent_that_sleeps_for_a_profile_is_not_lost(make_executor, monkeypat
     assert "have done nothing" in lost.error, "after the reply, an agent must not sleep in a step any more"
 
 
+def test_a_step_that_hangs_is_found_while_a_profile_command_waits_for_it(make_executor, monkeypatch):
+    monkeypatch.setattr(vitals, "ASLEEP_S", 3600.0)
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    executor.submit(prefill(0, HANG))
+    num_steps = 0
+    while num_steps == 0:  # the agent must have taken the step, or the profile command overtakes it
+        executor.request_status()
+        num_steps = events_until(executor, AgentStatus)[-1].agents[0]["steps"]
+    executor.profile(None)
+    monkeypatch.setattr(vitals, "ASLEEP_S", 0.1)
+    [lost] = events_until(executor, AgentLost)
+    assert "have done nothing" in lost.error
+
+
 def test_an_agent_that_gets_little_of_the_processor_is_not_lost(make_executor, monkeypatch):
     """The agent needs 0.1 s of one core, which a busy process of higher priority shares.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from llm_serving.executor.vitals import ASLEEP_LOOKS, SilentAgents, _thread_states
+from llm_serving.executor.vitals import ASLEEP_LOOKS, SilentAgents, _descendants, _thread_states
 from support.time_limits import time_limit
 
 
@@ -24,8 +25,12 @@ def asleep() -> Iterator[int]:
 
 
 def _wait_for_state(pid: int, state: str) -> None:
+    _wait_until(lambda: _thread_states(pid) == {state})
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + time_limit(10.0)
-    while _thread_states(pid) != {state}:
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -51,3 +56,22 @@ def test_an_agent_without_a_process_does_not_reply() -> None:
         process.wait()
     assert not SilentAgents([os.getpid(), process.pid]).may_reply()
     assert not SilentAgents([]).may_reply()
+
+
+@pytest.mark.parametrize(("program", "works"), [("while :; do :; done", True), ("sleep 600", False)])
+def test_an_agent_whose_child_works_may_reply(program: str, works: bool) -> None:
+    """All threads of the agent and of its child sleep. The child's child works or sleeps."""
+    family = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    nested = [sys.executable, "-I", "-S", "-c", family] * 2 + ["sh", "-c", f"echo; {program}; true"]
+    with subprocess.Popen(nested, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.read(1)
+            _wait_for_state(process.pid, "S")
+            if not works:  # three descendants: the last one is the program "sleep"
+                _wait_until(lambda: [_thread_states(pid) for pid in _descendants([process.pid])] == [{"S"}] * 3)
+            agents = SilentAgents([process.pid])
+            expected = [True] * (ASLEEP_LOOKS + 1) if works else [True] * (ASLEEP_LOOKS - 1) + [False] * 2
+            assert [agents.may_reply() for _ in range(ASLEEP_LOOKS + 1)] == expected
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

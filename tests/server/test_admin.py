@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import socket
+import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,6 +21,7 @@ from support.fake_engine import MODEL_NAME, FakeEngine, Submitted, make_status
 from support.http_server import running
 from support.small_configs import small_config
 from support.small_tokenizers import open_tokenizer, write_byte_level_folder
+from support.time_limits import time_limit
 
 
 def test_live_responds_while_the_engine_runs(server, engine):
@@ -46,6 +49,27 @@ def test_ready_reports_whether_requests_are_served(server, engine, state, age, p
     response = server.http.get("/health/ready")
     assert (response.status_code, response.json()) == (status, {"status": name, "ready": status == 200})
     assert engine.num_probes == probes
+
+
+@pytest.mark.parametrize("path", ["/health/ready", "/v2/health/ready", f"/v2/models/{MODEL_NAME}/ready"])
+def test_the_wait_for_slow_agents_ends_if_the_client_leaves(server, engine, monkeypatch, path):
+    asked, left = threading.Event(), threading.Event()
+
+    async def probe(timeout_s):
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    engine.current = make_status(state="ready", last_step_age_s=60.0)
+    monkeypatch.setattr(engine, "probe", probe)
+    url = server.http.base_url
+    with socket.create_connection((url.host, url.port)) as client:
+        client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert asked.wait(time_limit(20))
+        assert not left.is_set()
+    assert left.wait(time_limit(20))
 
 
 @pytest.mark.parametrize("state", ["starting", "recovering", "stopped"])

@@ -31,18 +31,31 @@ the last, it computes for 0.1 s of processor time.
 """
 
 
-STOP_S = 0.5
-"""Seconds that an agent sleeps when it stops a profile."""
+ANALYSIS_S = 0.2
+"""Seconds of processor time of the process that analyses a profile."""
 
 
 def stub_token(context_len: int, row: int) -> int:
     return (context_len * 31 + row * 7) % 251
 
 
+def compute(seconds: float) -> None:
+    """Uses this number of seconds of processor time."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
 class StubProfiling(Profiling):
     def stop(self, seq: int) -> ProfileReply:
-        """Sleeps for ``STOP_S``, as an agent does while another process analyses its profile."""
-        time.sleep(STOP_S)
+        """Sleeps while a child of a child analyses the profile, as with MindSpore."""
+        if not (child := os.fork()):
+            if analysis := os.fork():
+                os.waitpid(analysis, 0)
+            else:
+                compute(ANALYSIS_S)
+            os._exit(0)
+        os.waitpid(child, 0)
         return super().stop(seq)
 
 
@@ -93,9 +106,7 @@ class StubRunner:
         if HANG in tokens:
             time.sleep(600)
         if BUSY in tokens:
-            end = time.process_time() + 0.1
-            while time.process_time() < end:
-                pass
+            compute(0.1)
         if SLOW in tokens:
             time.sleep(0.2)
 

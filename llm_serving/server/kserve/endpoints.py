@@ -31,7 +31,7 @@ from llm_serving.server.kserve.fields import (
 )
 from llm_serving.server.models.lookup import present, served
 from llm_serving.server.openai.completions import CompletionRequest, start_completion
-from llm_serving.server.operations.admin import is_ready
+from llm_serving.server.operations.admin import is_ready_for
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 from llm_serving.version import __version__
 
@@ -49,26 +49,26 @@ async def _live(state: ServerState, request: Request) -> Response:
 
 
 async def _ready(state: ServerState, request: Request) -> Response:
-    ready, _ = await is_ready(lambda: present(state))
+    ready, _ = await is_ready_for(request, lambda: present(state))
     return json_response({"ready": ready}, status=200 if ready else 503)
 
 
 async def _model_ready(state: ServerState, request: Request) -> Response:
     name = request.path_params["name"]
     state.check_model(name)
-    ready = await _is_model_ready(state, name)
+    ready = await _is_model_ready(state, request, name)
     return json_response({"name": name, "ready": ready}, status=200 if ready else 503)
 
 
-async def _is_model_ready(state: ServerState, name: str) -> bool:
+async def _is_model_ready(state: ServerState, request: Request, name: str) -> bool:
     """Return whether a model serves requests now. The call does not start a model that is not in memory."""
     model = None if state.models is None else state.models.find(name)
     if model is None:
-        return (await is_ready(lambda: present(state)))[0]
+        return (await is_ready_for(request, lambda: present(state)))[0]
     if model.version is None or not model.status().is_serving:
         return False
     view = model.version.view
-    return (await is_ready(lambda: view if model.version is None else model.version.view))[0]
+    return (await is_ready_for(request, lambda: view if model.version is None else model.version.view))[0]
 
 
 async def _model(state: ServerState, request: Request) -> Response:

@@ -22,6 +22,7 @@ from llm_serving.server.generation.scheduling import visit_of
 from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import json_response, read_request
 from llm_serving.server.http.guard import is_on_this_machine
+from llm_serving.server.http.lifecycle import ActiveRequests, run_while_connected
 from llm_serving.server.limits import MAX_CHOICES, MAX_DETOKENIZE, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
 from llm_serving.server.models.lookup import present, served
 from llm_serving.server.operations.model_list import model_entries
@@ -99,6 +100,14 @@ async def is_ready(find: Callable[[], ServerState]) -> tuple[bool, str]:
             return ready, name
 
 
+async def is_ready_for(request: Request, find: Callable[[], ServerState]) -> tuple[bool, str]:
+    """Return the same as ``is_ready``. Raises ClientGoneError if the client of ``request`` leaves before.
+
+    The request is not one of the server's active requests, because a stop of the server must not wait for slow agents.
+    """
+    return await run_while_connected(ActiveRequests(), request.receive, is_ready(find))
+
+
 async def _is_version_ready(state: ServerState) -> tuple[bool, str]:
     """Return whether a version of a model would serve a request now, and the name of its state.
 
@@ -117,7 +126,7 @@ async def _is_version_ready(state: ServerState) -> tuple[bool, str]:
 
 async def _health_ready(state: ServerState, request: Request) -> Response:
     """Handle ``/health/ready``. Responds with 200 if the server would serve a request now, otherwise with 503."""
-    ready, name = await is_ready(lambda: present(state))
+    ready, name = await is_ready_for(request, lambda: present(state))
     return json_response({"status": name, "ready": ready}, status=200 if ready else 503)
 
 
