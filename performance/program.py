@@ -111,7 +111,7 @@ def new_parser(
     parser = argparse.ArgumentParser(
         description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     if config is not None:
         add, repeated = parser.add_argument, "override a setting of the config (can be repeated)"
         add("--config", default=config, help="file name in configs/, or path (default %(default)s)")

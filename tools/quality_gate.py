@@ -287,7 +287,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--formats", default="", help="comma-separated rows of the table (default: all)")
     parser.add_argument("--texts", type=int, default=60, help="number of texts (default 60)")
     parser.add_argument("--length", type=int, default=160, help="maximum tokens of a text (default 160)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON to this file, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON to this file")
     return parser.parse_args(arguments)
 
 

@@ -148,7 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     result = parser.add_argument_group("result")
     result.add_argument("-O", "--output-dir", type=Path, default=Path(), help="folder for JSON and PNG (default .)")
-    result.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file, too")
+    result.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON to this file")
     result.add_argument("--no-plot", action="store_true", help="write no PNG")
     add_objective_options(result)
     return parser

@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_config_options(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to this file")
     return parser
 
 
@@ -162,5 +162,5 @@ def _explain_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("things", nargs="+", metavar="CODE_OR_FILE", help="a code, a log, a folder of logs, or -")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     return parser
