@@ -507,7 +507,7 @@ class ModelRunner:
             entry = inputs.token_ids if self._images is None else self._images.embedded(inputs)
             again = self._graph.run(inputs, entry)
         if isinstance(again, DeviceScores):
-            again.wait()  # agents that do not compare fetch nothing
+            again.wait()  # an agent that compares would wait in its fetch; the other agents fetch nothing
         if again is not None:
             check.compare(again)
 

@@ -105,7 +105,7 @@ def listen_unix(path: str, mode: int, *, backlog: int) -> Iterator[socket.socket
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                if os.stat(path).st_ino == made:  # false if another server has replaced the file
+                if os.stat(path).st_ino == made:  # another number: another server has replaced the file
                     os.unlink(path)
 
 

@@ -172,9 +172,9 @@ class Session:
             raise ProtocolError("the server sent a message to agents that are not ready")
         message = messages.decode_server_message(bytes(carried.payload))
         if not isinstance(message, _FORWARDED):
-            raise ProtocolError(f"the server sent {type(message).__name__}, which a node sends itself")
+            raise ProtocolError(f"the server sent {type(message).__name__}, which only a node may send to its agents")
         if isinstance(message, messages.Masks) and not self._is_in_flight(message):
-            return  # the agents have dropped the step, and the server did not know it yet
+            return  # the agents dropped the step before the server knew it
         if isinstance(message, messages.Step | messages.Masks):
             self._write(message, carried.contents)
         elif len(carried.contents):

@@ -65,7 +65,7 @@ class SecureChannel:
             try:
                 sent = self._socket.send(self._unsent[0])
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                return  # OpenSSL must get the same bytes again, so they stay the first of the queue
+                return  # OpenSSL must get the same bytes again, so they stay first in the queue
             if sent == len(self._unsent[0]):
                 self._unsent.popleft()
             else:

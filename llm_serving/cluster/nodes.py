@@ -290,7 +290,8 @@ class NodePool:
                 self._sleep(node, REFUSED_RETRY_S)
                 continue
             except (OSError, ProtocolError, NodeBusyError) as error:
-                if wait_s > RETRY_S or not isinstance(error, NodeBusyError):  # the node may still end a link
+                # A node may be busy at first because it still ends its old link. It is then not reported as down.
+                if wait_s > RETRY_S or not isinstance(error, NodeBusyError):
                     self._note(node, NodeState.DOWN, str(error))
                 num_failures += 1
                 if num_failures == FAILURES_OF_A_LOSS:
@@ -329,7 +330,7 @@ class NodePool:
             if node.state is NodeState.DRAINED or node.is_removed or self._is_closed:
                 channel.close()
                 return
-            poller = select.poll()  # select.select does not take descriptors from 1024 on
+            poller = select.poll()  # select.select() refuses descriptors of 1024 and above
             poller.register(channel, select.POLLIN)
             node.channel, node.welcome, node.reason = channel, welcome, ""
             node.state = NodeState.FREE

@@ -187,7 +187,7 @@ class AsyncEngine:
             # threads.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.ended.wait(), timeout_s)
-                self._thread.join(timeout_s)  # only the thread's last statement is left
+                self._thread.join(timeout_s)  # a short wait, because ``ended`` is set by the thread's last statement
         if not self._thread.is_alive():
             for recorder in self._recorders:
                 recorder.close()

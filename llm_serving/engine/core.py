@@ -147,7 +147,7 @@ class EngineCore:
         command = UseStores(work)
         self.submit(command)
         if self.ended:
-            with contextlib.suppress(ValueError, IndexError):  # the engine thread may take the command, too
+            with contextlib.suppress(ValueError, IndexError):  # the ending engine thread may have removed the command
                 self._commands.remove(command)
                 work(())
 
@@ -230,7 +230,8 @@ class EngineCore:
             self._hand_over()
         self._send_steps(replicas, now)
         if self._waits_for_agents and self._router is not None:
-            self._router.expire(now)  # no replica is asked for a step, which would do it
+            # Usually a request for a step ends expired requests. But while no agent is ready, no step is requested.
+            self._router.expire(now)
         self._outputs += self._texts.outputs(self._front.take_ended(), None, now)
         for replica in replicas:
             replica.note_host_overhead(now, self._clock)

@@ -136,7 +136,8 @@ class BlockPool:
 
         Reference counts do not change.
         """
-        observer, self.index.observer = self.index.observer, None  # it gets one call for all blocks: ``cleared``
+        # The observer gets one call of ``cleared`` instead of a call for each block.
+        observer, self.index.observer = self.index.observer, None
         for block, entry in enumerate(self.index.entries):
             if entry:
                 self._forget(block)

@@ -112,7 +112,8 @@ class ReplicaObserver:
     def begin(self) -> None:
         """Publishes a clear of the earlier engine's blocks, and then the changes of this engine."""
         self._queue.put(self.replica, None)
-        self.is_current = True  # only now, because the engine thread may store a block at any time
+        # Set after ``put``, because the engine thread may publish a block as soon as this is true.
+        self.is_current = True
 
     def stored(self, entry: int, block_hash: bytes, content: bytes, parent: Parent) -> None:
         if not self.is_current:

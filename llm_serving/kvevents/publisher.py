@@ -137,7 +137,8 @@ class EventPublisher:
                 self._send(batch, replica)
                 batch = []
             if taken is None:
-                self._sequence += 1  # subscribers then notice that events are missing, and no replay has them
+                # The gap in the sequence numbers shows subscribers that events are lost. A replay has no lost events.
+                self._sequence += 1
                 continue
             replica = taken[0]
             batch.append(taken[1])

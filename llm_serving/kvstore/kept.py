@@ -55,7 +55,8 @@ class KeptBlocks:
                 continue
             self._until[each] = until
             heapq.heappush(self._ends, (until, each))
-        if len(self._ends) > 2 * len(self._until) + _SPARE_ENDS:  # a longer time leaves its old entry
+        # If the time of a block grows, its old entry stays in the heap. A heap with many old entries is made again.
+        if len(self._ends) > 2 * len(self._until) + _SPARE_ENDS:
             self._ends = [(end, each) for each, end in self._until.items()]
             heapq.heapify(self._ends)
         return new
@@ -66,7 +67,7 @@ class KeptBlocks:
         while self._ends and self._ends[0][0] <= now:
             end, each = heapq.heappop(self._ends)
             if self._until.get(each) != end:
-                continue  # a later time has replaced this one
+                continue  # the block was given a later time, or is not kept any more
             del self._until[each]
             owner = self._owners.pop(each)
             self._counts[owner] -= 1

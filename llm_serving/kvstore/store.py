@@ -434,7 +434,7 @@ class BlockStore:
         for host in one.hosts[len(useful) :]:
             self._hosts.release(host)
         if one.due == _NEVER:
-            return  # the request has had its reply, and is computed
+            return  # the request stopped waiting earlier, and its prompt is computed
         tiers = {host: place.tier for host, place in zip(one.transfer.hosts, one.transfer.places, strict=True)}
         for host in useful:
             self.figures.hits[tiers.get(host, "host")] += 1

@@ -125,7 +125,7 @@ class AdapterRegistry:
         """Counts a request that begins to use an adapter. Raises ModelNotFoundError if the adapter was removed."""
         if self._named.get(adapter.name) is not adapter:
             raise ModelNotFoundError(f"The adapter {adapter.name!r} was unloaded.", param="model")
-        self._named[adapter.name] = self._named.pop(adapter.name)  # now the most recently used
+        self._named[adapter.name] = self._named.pop(adapter.name)  # makes it the most recently used adapter
         self._uses[adapter.slot].num_requests += 1
 
     def release(self, adapter: Adapter) -> None:

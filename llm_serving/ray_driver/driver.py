@@ -122,7 +122,7 @@ class RayDriver:
         return payloads is not None
 
     def _send(self, message: ray_messages.RayMessage) -> None:
-        with contextlib.suppress(OSError):  # the next read reports it
+        with contextlib.suppress(OSError):  # the next read reports the broken connection
             self._channel.set_timeout(None)
             self._channel.send(ray_messages.encode(message))
             self._channel.set_timeout(0.0)

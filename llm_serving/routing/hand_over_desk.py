@@ -133,7 +133,7 @@ class HandOverDesk:
             entry, replica, asked_at = self._wanted[0]
             request = entry.request
             if self._entries.get(request.request_id) is not entry or entry.replica is not replica:
-                self._wanted.popleft()  # it ended
+                self._wanted.popleft()  # the request has ended or left the replica
                 continue
             blocks: list[int] = []
             if any(one.is_live and one.role is not Role.PREFILL for one in self._replicas):

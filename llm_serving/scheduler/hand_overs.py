@@ -176,7 +176,7 @@ class HandOvers(BlockMover):
             return
         (sequence,) = flight.sequences
         if sequence.state is not SequenceState.RUNNING:
-            return  # it ended or was preempted
+            return  # the sequence ended or was preempted
         sequence.num_handed += len(flight.step.moves)
         if result.bad_moves:
             self._miss(sequence, now)

@@ -236,7 +236,7 @@ def void_steps(in_flight: InFlightSteps) -> list[int]:
     kept: set[Sequence] = set()
     for flight in reversed(list(in_flight)):
         if not flight.sequences:
-            continue  # a step that copies blocks to KV tiers or from them
+            continue  # the step only copies blocks to KV tiers or from them
         if all(sequence.request.is_finished and sequence not in kept for sequence in flight.sequences):
             void.append(flight.step.seq)
         else:

@@ -81,7 +81,8 @@ class SessionExport:
             yield await loop.run_in_executor(None, partial(_encoded, manifest, keys, contents))
             done += len(contents)
             batch = max(1, PIECE_BYTES // len(contents[0]))
-        await self._read([])  # the last blocks may have become doubtful
+        # Reads no block. Raises an error if the last blocks became invalid, because the agents were lost.
+        await self._read([])
         yield encode_end(manifest, done)
 
     async def _read(self, keys: list[BlockKey]) -> list[bytes]:

@@ -48,7 +48,8 @@ class DraftLengths:
         if step.num_wanted:
             self._num_plain = 0
             self._num_trials_left = max(0, self._num_trials_left - 1)
-            if self._wanted_before:  # else the time includes tokens of earlier steps
+            # After steps without drafts, the draft model first computes the tokens of these steps, which takes longer.
+            if self._wanted_before:
                 pass_s = result.draft_us / 1e6 / step.num_wanted
                 self._passes.note(step.num_seqs - step.num_drafts, pass_s, pass_s)
         else:

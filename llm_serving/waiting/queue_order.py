@@ -151,7 +151,8 @@ class QueueOrder(Stateful):
         if its_class is not None:
             its_class.queue.charge(sequence, service)
 
-    def restore(self, state: Any, sequences: Sequences) -> None:  # replaces the empty priority classes of a new object
+    def restore(self, state: Any, sequences: Sequences) -> None:
+        """Restores the saved state. A new object has no priority classes, so this method makes them."""
         for name, classes in (("_classes", self._classes), ("_idle", self._idle)):
             for priority, saved in state[name]["dict"]:
                 classes[priority] = _PriorityClass(self._fairness)

@@ -188,7 +188,7 @@ class VirtualServer:
         """
         due = self._source.next_due()
         if due is not None and not self._has_interrupted and min(self._other_events(), default=due) >= due:
-            self._interrupt(due)  # the request is the next event, so it is known which steps run at this time
+            self._interrupt(due)  # no earlier event can change which steps run when the request arrives
         times = [] if due is None else [due + self._host.accept_s]
         return min([*times, *self._other_events()], default=None)
 

@@ -221,7 +221,7 @@ LLMK_INLINE void multiply_step(const uint8_t* const (&at)[C], const typename Ste
 template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_in_order(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
                               int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
-  constexpr bool kOneStep = kTile == 1;  // true: the steps of a vector are equally far apart
+  constexpr bool kOneStep = kTile == 1;  // true: a tile is one step, so the steps of a vector are equally far apart
   constexpr int64_t kStride = kOneStep ? 2 * Step::kVectorBytes : Step::kVectorBytes;
   const int64_t run = kOneStep ? steps : kTile;
   for (int64_t first = 0; first < steps; first += run) {

@@ -42,7 +42,8 @@ static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma,
   }
 }
 
-constexpr int64_t kLoadAhead = 8;  // tokens
+// Number of tokens between the token that is processed and the token whose row is prefetched.
+constexpr int64_t kLoadAhead = 8;
 
 // Prefetches head `head` of a token's row of qkv. The rows are too far apart for the hardware prefetchers.
 LLMK_INLINE void prefetch_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
