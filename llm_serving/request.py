@@ -213,6 +213,12 @@ class Request:
         """Number of known tokens: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    def tile_cost_after(self, position: int) -> int:
+        """Return the number of tokens that encoding the tiles counts as, for tiles that end after ``position``."""
+        if not self.tiles or self.tiles[-1].end <= position:
+            return 0
+        return sum(tile.cost for tile in self.tiles if tile.end > position)
+
     def end_tiles(self) -> None:
         """Releases the places of the tiles. Called when the request has ended and no step in flight reads them."""
         if self.tile_hold is not None:

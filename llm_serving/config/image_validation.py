@@ -18,9 +18,6 @@ def check_vision(raw: RawConfig, config: Config) -> None:
     if config.model_config.model_type == "mindformers":
         problem = f"the classes of MindFormers have no {architecture}; use model_type dyn"
         raise raw.error("model_config.model_type", config.model_config.model_type, problem)
-    if parallel.data_parallel > 1:
-        problem = f"{architecture} reads images, which needs one replica of the model; set 1"
-        raise raw.error("parallel_config.data_parallel", parallel.data_parallel, problem)
     if parallel.is_remote:
         problem = f"agents on other machines cannot read the images of {architecture} yet; use local"
         raise raw.error("parallel_config.executor", parallel.executor, problem)

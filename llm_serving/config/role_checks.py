@@ -54,7 +54,6 @@ def _obstacle(config: Config) -> str | None:
         "the server computes embeddings or scores, which have nothing to decode; use no roles": (
             config.pooling is not None
         ),
-        "the tiles of images are not handed over yet; use no roles": config.shape.vision is not None,
         "sequences need blocks on demand; set model_config.page_attention: true": (
             not config.model_config.page_attention
         ),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder
     from llm_serving.images.pool import TilePool
+    from llm_serving.ipc.tile_memory import TileMemory
     from llm_serving.kvstore.setup import KvTiers
     from llm_serving.request import Request
     from llm_serving.scheduler.scheduler import Scheduler
@@ -53,11 +54,13 @@ def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list
     settings, parallel = config.serving_config, config.parallel_config
     listeners = owned.enter_context(bind_agent_ports(settings.agent_ip, settings.agent_ports))
     log_folder, executors = Path(config.log_config.path).parent, []
-    names = _hand_over_names(config, owned)
+    names, tiles = _hand_over_names(config, owned), _tile_memory(config, owned)
     for replica in range(parallel.data_parallel):
         ranks = group_ranks(replica, parallel)
         ports = listeners[ranks.start : ranks.stop]
-        executors.append(AgentExecutor(config, ports, log_folder, note, replica=replica, hand_over_names=names))
+        executors.append(
+            AgentExecutor(config, ports, log_folder, note, replica=replica, hand_over_names=names, tiles=tiles)
+        )
         owned.callback(executors[-1].close)
     return executors
 
@@ -86,6 +89,28 @@ def _hand_over_names(config: Config, owned: ExitStack) -> list[str]:
             f" blocks: {error.strerror}; give it more, or lower parallel_config.hand_over_blocks"
         ) from error
     return names
+
+
+def _tile_memory(config: Config, owned: ExitStack) -> TileMemory | None:
+    """Create the memory with the tiles of images, which all replicas share. ``owned`` removes it.
+
+    So a request can go from one replica to another without a copy of its tiles. Returns None if the model reads no
+    images. Raises AgentStartError if /dev/shm is too small.
+    """
+    from llm_serving.ipc.tile_memory import TileLayout, TileMemory
+
+    layout = TileLayout.of(config)
+    if layout is None:
+        return None
+    try:
+        memory = TileMemory.create(layout)
+    except OSError as error:
+        raise AgentStartError(
+            f"/dev/shm has no room for {layout.num_bytes} bytes of tiles of images: {error.strerror}; give it more, or"
+            " lower image_config.max_tiles"
+        ) from error
+    owned.callback(memory.close)
+    return memory
 
 
 def make_engine(
@@ -134,7 +159,7 @@ def make_engine(
 def _image_places(executors: Sequence[AgentExecutor]) -> TilePool | None:
     """Return the pool of places for the tiles of images. None if the model reads only text.
 
-    A model that reads images has only one executor.
+    All replicas read the same places.
     """
     memory = executors[0].tiles
     if memory is None:

@@ -33,9 +33,8 @@ from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.messages import AgentMessage
-from llm_serving.ipc.segment import SHM_DIRECTORY
 from llm_serving.ipc.shm import StepSlot
-from llm_serving.ipc.tile_memory import TileLayout, TileMemory
+from llm_serving.ipc.tile_memory import TileMemory
 from llm_serving.model.parallel import group_ranks
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
@@ -46,7 +45,8 @@ class AgentExecutor:
     ``listeners`` has the listening socket of each of the replica's agents, in order of rank. Each agent writes its log
     to ``agent_RANK.log`` in ``log_folder``. If ``start_group`` is given, it starts agents on other machines, and
     ``listeners`` are not used. ``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. They
-    are empty if replicas have no roles.
+    are empty if replicas have no roles. ``tiles`` is the memory with the tiles of images, which all replicas share. The
+    caller closes it. It is None if the model reads no images.
     """
 
     def __init__(
@@ -59,14 +59,15 @@ class AgentExecutor:
         replica: int = 0,
         start_group: StartGroup | None = None,
         hand_over_names: Sequence[str] = (),
+        tiles: TileMemory | None = None,
     ) -> None:
         self._config = config
         self._ranks = group_ranks(replica, config.parallel_config)
         self._log_folder = log_folder
         local = (config, replica, listeners, log_folder, report or (lambda *progress: None), program or AgentProgram())
-        self.tiles = _tile_memory(config)
+        self.tiles = tiles
         """The tiles of images, which restarted agents map again. None if the model reads no images."""
-        tiles_name = "" if self.tiles is None else self.tiles.name
+        tiles_name = "" if tiles is None else tiles.name
         self.start_group: StartGroup = start_group or partial(
             AgentGroup, *local, tiles_name=tiles_name, hand_over_names=hand_over_names
         )
@@ -213,8 +214,6 @@ class AgentExecutor:
             self._group = None
         self._steps = self._new_slots(())
         self._end_last_group()
-        if self.tiles is not None:
-            self.tiles.close()
         self._selector.close()
         os.close(self._wake)
         self._wake = -1
@@ -400,20 +399,6 @@ class AgentExecutor:
                 f"{_agents(late)} did not answer step {seq} within {settings.step_timeout_s:g} s "
                 "(serving_config.step_timeout_s)"
             )
-
-
-def _tile_memory(config: Config) -> TileMemory | None:
-    """Return the memory of tiles, or None if the model reads no images. Raises AgentStartError if it is too small."""
-    layout = TileLayout.of(config)
-    if layout is None:
-        return None
-    try:
-        return TileMemory.create(layout)
-    except OSError as error:
-        raise AgentStartError(
-            f"{SHM_DIRECTORY} has no room for {layout.num_bytes} bytes of tiles of images: {error.strerror}; give it "
-            "more, or lower image_config.max_tiles"
-        ) from error
 
 
 def _agents(ranks: Sequence[int]) -> str:

@@ -41,9 +41,12 @@ class Entry:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Number of tokens that must still be computed if the output reaches its maximum length."""
+        """Number of tokens that must still be computed if the output reaches its maximum length.
+
+        Includes the tokens that encoding the images counts as.
+        """
         computed = self.request.num_computed_tokens or self.cached_tokens
-        return max(self.sequence.max_cached_tokens - computed, 0)
+        return max(self.sequence.max_cached_tokens - computed, 0) + self.request.tile_cost_after(computed)
 
     def block_hashes(self, limits: SchedulerLimits) -> list[bytes]:
         """Returns the chained hashes of the request's full blocks, for lookups in prefix caches.

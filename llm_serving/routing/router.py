@@ -171,6 +171,7 @@ class Router:
         """Ends the requests in the router's queue whose deadline has passed. ``schedule`` also calls this method."""
         for sequence in self._intake.expire(now):
             del self._entries[sequence.request.request_id]
+            sequence.request.end_tiles()
 
     def schedule(self, replica: RoutedReplica, now: float) -> ScheduledStep | None:
         """Places waiting requests at replicas that can start them, then returns the next step of ``replica``."""
@@ -246,6 +247,7 @@ class Router:
             self._desk.free(entry)
         self._intake.remove(entry.sequence)
         self._intake.end(entry.sequence, reason, now)
+        entry.request.end_tiles()
 
     def _forget(self, entry: Entry) -> None:
         """Removes a request that was placed at a replica and has ended."""

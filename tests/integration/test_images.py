@@ -139,6 +139,25 @@ def test_a_restarted_agent_reads_the_images_of_open_requests(
         assert later.result() == expected
 
 
+def test_replicas_with_roles_have_the_bits_of_one_replica(
+    server: ServerProcess, folder: Path, cases: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """One replica computes the prompts and hands them over. The replica that decodes has so few blocks that it preempts
+    sequences and computes their images again, from the same memory of tiles.
+    """
+    bodies = [body_of(case, max_tokens=96) for case in cases]
+    alone = [answered(server, body) for body in bodies]
+    roles = ("parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]", "pa_config.num_blocks=31",
+             "parallel_config.prefill_threshold=16", "pa_config.decode_seq_length=480",
+             "scheduler_config.prefix_cache=false")  # fmt: skip
+    with running_server(tmp_path, settings_of(folder, *roles)) as other, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda body: answered(other, body), bodies * 2))
+        engine = other.wait_until_idle()
+    assert found == alone * 2
+    assert engine["hand_overs"]["completed"] == len(found)
+    assert engine["preemptions"] > 0
+
+
 def test_groups_of_agents_have_the_bits_of_one_agent(tmp_path: Path) -> None:
     """Agents that share layers equal a single agent that adds in their order, which two stages of a pipeline do here.
 

@@ -9,6 +9,7 @@ from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import StepKind
 from support.fakes import make_limits, make_request
+from support.routed_simulation import RoutedSimulation
 from support.simulation import Simulation
 
 ROWS = 4
@@ -89,3 +90,31 @@ def test_the_places_stay_until_no_step_in_flight_reads_them() -> None:
     simulation.add(waiting)
     simulation.end("b")
     assert its_hold.has_ended
+
+
+def test_a_router_counts_the_encoding_of_tiles_as_load() -> None:
+    simulation = RoutedSimulation(make_limits(), 2)
+    requests = [with_tiles("image", 8, 0, cost=50)[0], make_request("text", 20, 2), make_request("next", 5, 2)]
+    simulation.add(*requests)
+    simulation.schedule()
+    assert [request.replica for request in requests] == [0, 1, 1]
+    assert requests[0].tile_cost_after(3) == 50
+    assert requests[0].tile_cost_after(4) == 0, "the tile has been computed"
+    simulation.finish()
+
+
+@pytest.mark.parametrize("expires", [True, False])
+def test_the_places_of_a_request_that_ends_at_the_router_are_free(expires: bool) -> None:
+    simulation = RoutedSimulation(make_limits(max_num_seqs=1), 2)
+    running = [make_request(name, 5, 8) for name in "ab"]
+    waiting, hold = with_tiles("c", 8, 0)
+    waiting.deadline = 1.0 if expires else None
+    simulation.add(*running, waiting)
+    simulation.schedule()
+    assert waiting.replica is None
+    assert not hold.has_ended
+    if expires:
+        simulation.router.expire(2.0)
+    else:
+        simulation.router.finish_request("c", FinishReason.ABORT, 0.0)
+    assert hold.has_ended
