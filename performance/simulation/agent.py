@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llm_serving.scheduler.output import ScheduledStep, StepResult
@@ -48,6 +48,7 @@ class _Queued:
     """Time at which the step reaches the agent's queue."""
     step: ScheduledStep
     seconds: float
+    bad_moves: Sequence[int] = ()
 
 
 class VirtualAgent:
@@ -85,7 +86,8 @@ class VirtualAgent:
         self.num_steps: dict[str, int] = {}
         self.kind_s: dict[str, float] = {}
 
-    def submit(self, step: ScheduledStep, ready: float) -> None:
+    def submit(self, step: ScheduledStep, ready: float, bad_moves: Sequence[int] = ()) -> None:
+        """Adds a step that reaches the queue at ``ready``. ``bad_moves``: indices of the moves whose block is lost."""
         seconds = self._device.seconds(step)
         if self._draws is not None:
             begin = max(ready, self._free_at)  # approximately: steps in the queue may delay this step
@@ -93,7 +95,7 @@ class VirtualAgent:
             self._noise_s += (ratio - 1.0) * seconds
             seconds *= ratio
         kind = step.kind.value
-        self._queue.append(_Queued((self._order[kind], step.seq), ready, step, seconds))
+        self._queue.append(_Queued((self._order[kind], step.seq), ready, step, seconds, bad_moves))
         self.busy_s += seconds
         self.num_steps[kind] = self.num_steps.get(kind, 0) + 1
         self.kind_s[kind] = self.kind_s.get(kind, 0.0) + seconds
@@ -174,7 +176,9 @@ class VirtualAgent:
         step, zeros = ran.step, [0.0] * len(ran.step.rows)
         queued_s = self._free_at - ran.seconds - ran.ready
         queue_us, graph_us = round(queued_s * 1e6), round(ran.seconds * 1e6)
-        return StepResult(step.seq, self._sample(step), zeros, zeros, queue_us=queue_us, graph_us=graph_us)
+        result = StepResult(step.seq, self._sample(step), zeros, zeros, queue_us=queue_us, graph_us=graph_us)
+        result.bad_moves = list(ran.bad_moves)
+        return result
 
 
 def _rank(queued: _Queued) -> tuple[int, int]:

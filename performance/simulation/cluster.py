@@ -1,4 +1,4 @@
-"""Simulates a server whose replicas are on several nodes: links, losses of nodes, KV tiers in host memory.
+"""Simulates a server whose replicas are on several nodes: links, losses of nodes, roles, KV tiers in host memory.
 
 ``VirtualServer`` checks every replica in each loop iteration. ``VirtualCluster`` keeps the replicas' next events in a
 heap instead, so that it can simulate a thousand replicas. The time of the engine thread comes from ``HostModel``. With
@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.kvstore.store import BlockStore
 from llm_serving.routing.placement import Routing
+from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from performance.simulation.agent import VirtualAgent
 from performance.simulation.device import CostModel
 from performance.simulation.host import HostModel
+from performance.simulation.roles import HandedBlocks
 from performance.simulation.server import Outcome, VirtualServer
 from performance.simulation.spread import Spread
 from performance.simulation.workload import SimulatedRequest, Source
@@ -62,6 +64,8 @@ class ClusterModel:
     restart_s: float = 10.0
     tier_blocks: int = 0
     """Number of blocks that each replica's KV tier has in host memory. 0 means that there is no KV tier."""
+    block_bytes: float = 0.0
+    """Bytes of a block of the KV cache, for blocks that a replica hands to a replica on another node."""
     measures: bool = False
     """True if a call of router or scheduler takes as long in virtual time as the measured processor time of the call.
 
@@ -90,6 +94,8 @@ class ClusterOutcome(Outcome):
     Empty unless ``ClusterModel.measures`` is True.
     """
     link_bytes: int = 0
+    handed_bytes: int = 0
+    """Bytes of blocks that went from one node to another."""
     losses: int = 0
     tier_hit_blocks: int = 0
     tier_stored_blocks: int = 0
@@ -106,6 +112,7 @@ class ClusterOutcome(Outcome):
             "engine_busy_share": self.engine_share,
             "engine_calls": calls,
             "link_bytes": self.link_bytes,
+            "handed_bytes": self.handed_bytes,
             "lost_nodes": self.losses,
             "tier_hit_blocks": self.tier_hit_blocks,
             "tier_stored_blocks": self.tier_stored_blocks,
@@ -120,6 +127,8 @@ class ClusterOutcome(Outcome):
             + (f": {', '.join(costs)} (processor time per call)" if costs else ""),
             f"links    {rate:.1f} MB/s to all nodes together; {self.losses} nodes were lost",
         ]
+        if self.handed_bytes:
+            lines.append(f"handed   {self.handed_bytes / 1e6:.1f} MB of computed blocks went from node to node")
         if self.tier_stored_blocks:
             lines.append(f"tiers    {self.tier_stored_blocks} blocks stored, {self.tier_hit_blocks} loaded")
         return lines
@@ -153,13 +162,14 @@ class VirtualCluster(VirtualServer):
         spread: Spread | None = None,
         seed: int = 0,
         routing: Routing = Routing.PREFIX,
+        split: PrefillSplit | None = None,
     ) -> None:
         host = host or HostModel()
         base = replace(host, from_agent_s=host.from_agent_s + cluster.latency_s)
         if cluster.measures:
             names = ("answer_s", "answer_seq_s", "send_s", "send_seq_s", "request_s")
             base = replace(base, **{name: getattr(REST, name) for name in names})
-        super().__init__(limits, device, source, base, spread, seed, max(cluster.num_replicas, 2), routing)
+        super().__init__(limits, device, source, base, spread, seed, max(cluster.num_replicas, 2), routing, split)
         assert self._router is not None
         self._model = cluster
         self._new_agent: Callable[[int], VirtualAgent] = lambda index: VirtualAgent(
@@ -169,6 +179,10 @@ class VirtualCluster(VirtualServer):
         self._events: list[tuple[float, int]] = []
         """A heap of (time, replica index): when a replica may have a result or wake up. Entries may be outdated."""
         self._free_links = [0.0] * cluster.num_nodes
+        """For each node, when its link can transmit the next message to it."""
+        self._free_uplinks = [0.0] * cluster.num_nodes
+        """The same for messages that the node sends."""
+        self._handed = HandedBlocks(cluster.block_bytes)
         self._dead: set[int] = set()
         """Replicas whose node has stopped, until their agents are ready again."""
         self._changes: list[tuple[float, int, str]] = sorted(
@@ -190,6 +204,7 @@ class VirtualCluster(VirtualServer):
         super()._finish()
         outcome = self._outcome
         outcome.end_s = self._now
+        outcome.handed_bytes = round(self._handed.sent_bytes)
         for store in self._stores:
             if store is not None:
                 outcome.tier_hit_blocks += store.figures.hits["host"]
@@ -253,6 +268,7 @@ class VirtualCluster(VirtualServer):
             if kind == "stop":
                 self._outcome.losses += 1
                 self._dead.update(own)
+                self._handed.lose(node)
                 heapq.heappush(self._changes, (moment + model.notice_s, node, "noticed"))
                 continue
             noticed = True
@@ -336,7 +352,8 @@ class VirtualCluster(VirtualServer):
                 break
             clock += host.send_s + host.send_seq_s * len(step.rows)
             replica.num_in_flight += 1
-            replica.agent.submit(step, self._arrival(index, step, clock + host.to_agent_s))
+            arrival = self._arrival(index, step, clock + host.to_agent_s)
+            replica.agent.submit(step, arrival, self._handed.missing(step))
             if step.kind is StepKind.DECODE:
                 self._measure_waste(step)
         self._wakeups.pop(index, None)
@@ -357,4 +374,14 @@ class VirtualCluster(VirtualServer):
         self._outcome.link_bytes += num_bytes
         begin = max(sent, self._free_links[node])
         self._free_links[node] = begin + num_bytes / self._model.bytes_per_s
-        return self._free_links[node] + self._model.latency_s
+        arrival = self._free_links[node] + self._model.latency_s
+        for source, handed in self._handed.sent(step, node).items():
+            arrival = max(arrival, self._handed_arrival(source, node, handed, sent))
+        return arrival
+
+    def _handed_arrival(self, source: int, node: int, num_bytes: float, asked: float) -> float:
+        """Returns when handed blocks arrive at ``node``. The links of both nodes transmit them at the same time."""
+        begin = max(asked + self._model.latency_s, self._free_uplinks[source], self._free_links[node])
+        end = begin + num_bytes / self._model.bytes_per_s
+        self._free_uplinks[source] = self._free_links[node] = end
+        return end + self._model.latency_s

@@ -9,6 +9,7 @@ from performance.load.report import COLUMNS, figure_tables, goodput_text, object
 from performance.simulation.cluster import ClusterOutcome
 from performance.simulation.options import SimulationOptions
 from performance.simulation.runs import SimulatedRun
+from performance.simulation.server import Outcome
 from performance.terminal import format_number, format_table
 
 __all__ = ["comparison_table", "result_json", "run_text", "run_title"]
@@ -47,6 +48,7 @@ def run_text(simulated: SimulatedRun) -> str:
         f"cache    {outcome.preemptions} preemptions ({outcome.swaps} by swap); {outcome.prefix_hit_tokens} prompt "
         f"tokens found; {100 * outcome.kv_waste:.1f} % of the running sequences' token positions "
         f"were empty; maximum {outcome.peak_running} running, {outcome.peak_waiting} waiting",
+        *_hand_over_lines(outcome),
         *(outcome.lines() if isinstance(outcome, ClusterOutcome) else ()),
         *(
             f"replica {index}: {sum(placed.values())} requests placed ("
@@ -62,6 +64,20 @@ def run_text(simulated: SimulatedRun) -> str:
         "\n".join(f"  {line}" for line in lines),
     ]
     return "\n\n".join(parts)
+
+
+def _hand_over_lines(outcome: Outcome) -> list[str]:
+    """Returns a line about hand-overs between replicas. [] without roles."""
+    figures = outcome.hand_overs
+    if not figures:
+        return []
+    completed, threshold = figures["completed"], figures["threshold_tokens"]
+    mean = 1000 * figures["seconds"] / completed if completed else 0.0
+    learned = "they do not pay" if threshold < 0 else f"threshold {threshold:.0f} tokens"
+    return [
+        f"roles    {completed:.0f} hand-overs of {figures['blocks']:.0f} blocks, {mean:.1f} ms on average; "
+        f"{figures['misses']:.0f} missed, {figures['reloads']:.0f} loaded again; {learned}"
+    ]
 
 
 def comparison_table(runs: Sequence[SimulatedRun]) -> str:

@@ -13,6 +13,7 @@ from performance.load.options import LoadOptions
 from performance.load.report import report_json
 from performance.load.statistics import LoadFigures, measure
 from performance.simulation.cluster import ClusterModel, ClusterOutcome, VirtualCluster
+from performance.simulation.roles import simulated_split
 from performance.simulation.server import Outcome, VirtualServer
 from performance.simulation.setup import Setup
 from performance.simulation.workload import Source
@@ -61,6 +62,7 @@ class SimulatedRun:
             "device_busy_share": self.device_share,
             "steps": outcome.steps,
             "step_seconds": outcome.step_s,
+            "hand_overs": outcome.hand_overs,
             "simulation_cpu_s": self.cpu_s,
             **(outcome.as_json() if isinstance(outcome, ClusterOutcome) else {}),
         }
@@ -78,13 +80,16 @@ def simulate(
 
 
 def _server(setup: Setup, source: Source, options: LoadOptions, cluster: ClusterModel | None) -> VirtualServer:
-    parallel, routing = setup.config.parallel_config, Routing(setup.config.parallel_config.routing)
-    common = setup.limits, setup.device, source
+    config, limits = setup.config, setup.limits
+    routing, common = Routing(config.parallel_config.routing), (limits, setup.device, source)
+    num_replicas = (0 if cluster is None else cluster.num_replicas) or config.parallel_config.data_parallel
+    split = simulated_split(config, limits, num_replicas)
     if cluster is None:
-        return VirtualServer(*common, setup.host, setup.spread, options.seed, parallel.data_parallel, routing)
+        return VirtualServer(*common, setup.host, setup.spread, options.seed, num_replicas, routing, split)
     cluster = replace(
         cluster,
-        num_replicas=cluster.num_replicas or parallel.data_parallel,
-        tier_blocks=setup.config.kv_tier_config.host_blocks,
+        num_replicas=num_replicas,
+        tier_blocks=config.kv_tier_config.host_blocks,
+        block_bytes=config.kv_bytes_per_token * config.pa_config.block_size,
     )
-    return VirtualCluster(*common, cluster, setup.host, setup.spread, options.seed, routing)
+    return VirtualCluster(*common, cluster, setup.host, setup.spread, options.seed, routing, split)

@@ -18,6 +18,7 @@ from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.request import FinishReason, Request
 from llm_serving.routing.placement import Routing
+from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import RequestFront, StepSource, replica_sources
 from llm_serving.sampling_params import SamplingParams
@@ -71,6 +72,8 @@ class Outcome:
     """Number of steps by kind of step."""
     step_s: dict[str, float] = field(default_factory=dict)
     """Seconds on the device by kind of step."""
+    hand_overs: dict[str, float] = field(default_factory=dict)
+    """Figures of hand-overs between replicas with roles. Empty without roles."""
 
     @property
     def prefix_hit_share(self) -> float:
@@ -100,9 +103,10 @@ class VirtualServer:
         seed: int = 0,
         num_replicas: int = 1,
         routing: Routing = Routing.PREFIX,
+        split: PrefillSplit | None = None,
     ) -> None:
         schedulers = self._schedulers = [Scheduler(limits) for _ in range(num_replicas)]
-        self._router = Router(schedulers, routing) if num_replicas > 1 else None
+        self._router = Router(schedulers, routing, split) if num_replicas > 1 else None
         self.scheduler: RequestFront = self._router or schedulers[0]
         self._limits = limits
         self._source = source
@@ -179,6 +183,8 @@ class VirtualServer:
                 {why.value: number for why, number in replica.num_placed.items() if number}
                 for replica in self._router.replicas
             ]
+            if self._router.split is not None:
+                outcome.hand_overs = self._router.split.as_json()
         return outcome
 
     def _next_event(self) -> float | None:

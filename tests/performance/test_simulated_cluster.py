@@ -1,4 +1,4 @@
-"""Tests the simulated cluster: its links, the loss of nodes, KV tiers, and the measured engine thread."""
+"""Tests the simulated cluster: its links, the loss of nodes, roles, KV tiers, and the measured engine thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from llm_serving.handover.pool import HandOverPool
+from llm_serving.handover.threshold import PromptThreshold
+from llm_serving.routing.placement import Role, Routing
+from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import ScheduledStep
 from performance.program import UsageError
@@ -91,6 +95,51 @@ def test_blocks_come_back_from_the_tier_in_host_memory() -> None:
     assert tiers.prefix_hit_tokens > without.prefix_hit_tokens
 
 
+ROLES = (Role.PREFILL, Role.DECODE)
+POOL_BLOCKS = 60
+
+
+def with_roles(cluster: ClusterModel, count: int = 40) -> ClusterOutcome:
+    """Runs ``count`` requests on replicas of which one half computes the prompts and the other half decodes."""
+    limits = make_limits(
+        policy=Policy.CHUNKED, num_blocks=200, max_num_seqs=8, decode_batch_size=8, hands_over=True, prefix_cache=True
+    )
+    roles = ROLES * (cluster.num_replicas // 2)
+    pool = HandOverPool(POOL_BLOCKS, limits.cache_namespace)
+    split = PrefillSplit(roles, pool, PromptThreshold(limits.block_size, 1), limits.block_size)
+    texts = [[2 + (7 * place + 3 * each) % 40 for place in range(24)] for each in range(count)]
+    source = OpenLoop([SimulatedRequest(text, 16) for text in texts], [0.002 * each for each in range(count)])
+    server = VirtualCluster(limits, SteadyDevice(), source, cluster, routing=Routing.PREFIX, split=split)
+    outcome = server.run()
+    assert isinstance(outcome, ClusterOutcome)
+    assert all(record.output_tokens == 16 for record in outcome.records)
+    assert pool.num_free == POOL_BLOCKS
+    return outcome
+
+
+def test_prefill_and_decode_are_on_different_nodes() -> None:
+    outcome = with_roles(ClusterModel(2, 2, block_bytes=1000.0))
+    assert outcome.hand_overs["completed"] == 40
+    assert outcome.handed_bytes == 1000 * outcome.hand_overs["blocks"]
+    assert [set(placed) for placed in outcome.placed] == [{"prompt"}, {"handed"}]
+    on_one_node = with_roles(ClusterModel(1, 2, block_bytes=1000.0))
+    assert (on_one_node.hand_overs["completed"], on_one_node.handed_bytes) == (40, 0)
+
+
+def test_handed_blocks_take_the_bandwidth_of_the_links() -> None:
+    near, far = (with_roles(ClusterModel(nodes, 2, block_bytes=40_000.0, bytes_per_s=1e6)) for nodes in (1, 2))
+    transmission_s = far.handed_bytes / 1e6
+    assert max(ends(far)) > transmission_s > max(ends(near))
+
+
+def test_a_lost_node_loses_the_blocks_that_it_has_computed() -> None:
+    """The link is slow, so blocks of the prefill node are still needed when the node stops."""
+    narrow = {"block_bytes": 4000.0, "bytes_per_s": 1e6, "notice_s": 0.2, "restart_s": 0.3}
+    outcome = with_roles(ClusterModel(4, 4, losses=(Loss(0, 0.08),), **narrow))
+    assert outcome.hand_overs["misses"] > 0
+    assert all(record.failure is None for record in outcome.records)
+
+
 def test_the_engine_thread_takes_the_measured_time() -> None:
     outcome = simulated(ClusterModel(2, 4, measures=True))
     assert set(outcome.calls) == {"accept a request", "schedule a step", "process a result"}
@@ -112,6 +161,23 @@ def test_the_program_reports_nodes_and_links(tmp_path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "1 nodes were lost" in text
     assert "the engine thread worked" in text
+
+
+ON_A_CPU = [
+    *("--config", "smollm2_135m_cpu.yaml", "-X", "10", "-T", "1", "--prompt-len", "300:600", "--output-len", "4:8"),
+    *("--set", "parallel_config.data_parallel=2", "--set", "parallel_config.roles=[prefill, decode]"),
+]
+
+
+def test_the_program_repeats_the_roles_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "roles.json"
+    assert main([*ON_A_CPU, "--nodes", "2", "--replicas", "4", "--json", str(path)]) == 0
+    [run] = json.loads(path.read_text())["policies"].values()
+    assert run["hand_overs"]["completed"] > 0
+    assert [set(placed) - {"load", "prefix"} for placed in run["replicas"]] == [{"prompt"}, {"handed"}] * 2
+    assert "hand-overs of" in capsys.readouterr().out
+    assert main([*ON_A_CPU, "--nodes", "2", "--replicas", "3"]) == 2
+    assert "use a multiple of 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
