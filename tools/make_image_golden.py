@@ -3,13 +3,14 @@
 It needs the environment of ``tools/make_golden.py``, and the Pillow of ``pyproject.toml``, because other versions round
 some pixels of a resized image differently:
 
-    /tmp/oracle/bin/pip install pillow==12.3.0
+    /tmp/oracle/bin/pip install pillow==12.3.0 peft
     /tmp/oracle/bin/python tools/make_image_golden.py
 
 The model is ``performance.models.vision``, in float32. For each image, the file has the number of rows and columns of
 tiles. For each tile, it has a digest of the pixels and some input values of the encoder. For the first image, it has
 the encoder's rows. For each prompt, it has the token ids (including those of the images) and the greedy tokens. For
-each greedy token, it has the logits of the two best tokens, so that a test can distinguish a tie from an error.
+each greedy token, it has the logits of the two best tokens, so that a test can distinguish a tie from an error. The
+last prompts also have the tokens of the text model with a LoRA adapter of the library PEFT.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from performance.models.vision import (  # noqa: E402
     sample_image,
     write_vision_model,
 )
+from tools.make_lora_golden import fill, saved  # noqa: E402
 
 NUM_TOKENS = 32
 SAMPLED = 97
@@ -139,6 +141,28 @@ def case_of(model: Any, tokenizer: Any, before: str, numbers: Sequence[int], aft
     return {"parts": [before, list(numbers), after], "prompt": ids, "tokens": chosen, "top": tops}
 
 
+def adapted_tables(model: Any, case_of: Callable[[Any], dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the tables of a LoRA adapter of the text model: its settings and the shapes of its tensors, and a case.
+
+    ``case_of`` computes the case with the adapted model. The given model has the adapter afterwards.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=6,
+        lora_alpha=12,
+        use_rslora=True,
+        rank_pattern={"o_proj": 3, "layers.1.mlp.down_proj": 2},
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        exclude_modules=r".*(vision_model|visual)\..*",
+        task_type="CAUSAL_LM",
+    )
+    adapter = get_peft_model(model, config).eval()
+    settings, shapes = saved(adapter)
+    fill(adapter, shapes)
+    return {"adapters": [{"config": settings, "shapes": shapes}], "adapted": [case_of(adapter.base_model.model)]}
+
+
 def write_golden(path: Path, oracle: str, tables: dict[str, list[dict[str, Any]]]) -> None:
     """Writes the file with one line for each image and each case."""
     lines = [f' "oracle": {json.dumps(oracle)}']
@@ -168,8 +192,9 @@ def main() -> None:
 
     cases = [case_of(model, tokenizer, before, numbers, after) for before, numbers, after in PROMPTS]
     images = [image_of(number, encode) for number in range(4)]
+    adapted = adapted_tables(model, lambda other: case_of(other, tokenizer, *PROMPTS[2]))
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, Pillow {PIL.__version__}"
-    write_golden(arguments.out, f"{versions}, float32, eager attention", {"images": images, "cases": cases})
+    write_golden(arguments.out, f"{versions}, float32, eager attention", {"images": images, "cases": cases, **adapted})
 
 
 if __name__ == "__main__":

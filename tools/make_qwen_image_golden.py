@@ -1,21 +1,22 @@
 """Writes what transformers computes for images with the small Qwen2.5-VL: ``tests/golden/qwen_images.json``.
 
-    python -m venv /tmp/oracle && /tmp/oracle/bin/pip install transformers torch pillow \\
+    python -m venv /tmp/oracle && /tmp/oracle/bin/pip install transformers torch pillow peft \\
         --extra-index-url https://download.pytorch.org/whl/cpu
     OMP_NUM_THREADS=1 PYTHONPATH=. /tmp/oracle/bin/python tools/make_qwen_image_golden.py
 
 The model is ``performance.models.qwen_vision`` in float32. For each image, the file has height, width and digest of the
 pixels and some input values of the encoder. For one image, it has the rows of the encoder. For each prompt, it has the
 token ids (including those of the images) and the greedy tokens. For each greedy token, it has the logits of the two
-best tokens, so that a test can distinguish a tie from an error.
+best tokens, so that a test can distinguish a tie from an error. The last prompt also has the tokens of the text model
+with a LoRA adapter of the library PEFT.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from performance.models.qwen_vision import (  # noqa: E402
     write_qwen_vision_model,
 )
 from performance.models.vision import sample_image  # noqa: E402
+from tools.make_image_golden import adapted_tables, write_golden  # noqa: E402
 
 NUM_TOKENS = 32
 SAMPLED = 97
@@ -126,8 +128,8 @@ def main() -> None:
 
     template = jinja2.Environment().from_string(CHAT_TEMPLATE)  # noqa: S701 - makes no HTML
     joined = int(VISION["spatial_merge_size"]) ** 2
-    cases = []
-    for before, numbers, after in PROMPTS:
+
+    def case_of(model: Any, before: str, numbers: Sequence[int], after: str) -> dict[str, Any]:
         parts = [{"type": "text", "text": before}] if before else []
         parts += [{"type": "image"} for _ in numbers]
         parts += [{"type": "text", "text": after}] if after else []
@@ -139,14 +141,13 @@ def main() -> None:
         chosen, tops = greedy(model, ids, made)
         margins = [float(top[0][1] - top[1][1]) for top in tops]
         print(f"{len(ids)} tokens, smallest margin {min(margins):.4f}: {chosen}")
-        cases.append({"parts": [before, list(numbers), after], "prompt": ids, "tokens": chosen, "top": tops})
+        return {"parts": [before, list(numbers), after], "prompt": ids, "tokens": chosen, "top": tops}
+
+    tables = {"images": [image_of(number, encode) for number in range(4)],
+              "cases": [case_of(model, *prompt) for prompt in PROMPTS]}  # fmt: skip
+    tables |= adapted_tables(model, lambda other: case_of(other, *PROMPTS[2]))
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, Pillow {PIL.__version__}"
-    lines = [f' "oracle": {json.dumps(f"{versions}, float32, eager attention")}']
-    for name, found in (("images", [image_of(number, encode) for number in range(4)]), ("cases", cases)):
-        each = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in found)
-        lines.append(f' "{name}": [\n{each}\n ]')
-    arguments.out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    print(f"{arguments.out}: {arguments.out.stat().st_size} bytes")
+    write_golden(arguments.out, f"{versions}, float32, eager attention", tables)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from agent.models.delta_names import ENCODER, beside_encoder, delta_specs, prediction_names
-from agent.vision.names import text_prefix, vision_tensors
+from agent.vision.names import vision_tensors
 from agent.weights import WeightPart, WeightSpec
 from agent.weights.layout import HeadRows, RowsOf, StackedIn, rows_of
 from llm_serving.model.families import FAMILIES, Experts
@@ -63,7 +63,7 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     output = WeightPart("model.embed_tokens.weight" if tied else "lm_head.weight", (vocab, hidden))
     specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=tied))
     if shape.vision is not None:
-        return [_of_text_model(spec, text_prefix(shape.vision)) for spec in specs]
+        return [_of_text_model(spec, shape.vision.text_prefix) for spec in specs]
     return [beside_encoder(spec) for spec in specs] if shape.beside_encoder else specs
 
 

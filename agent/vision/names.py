@@ -13,12 +13,6 @@ from llm_serving.model.vision import VisionShape
 _MODEL = "model.vision_model"
 
 
-def text_prefix(vision: VisionShape) -> str:
-    """Returns the prefix of the names of the text model's tensors. In checkpoints without an encoder, it is ``model.``.
-    """
-    return "model.text_model." if vision.windows is None else "model."
-
-
 def vision_specs(vision: VisionShape, text_hidden: int) -> list[WeightSpec]:
     """Returns all parameters of the encoder and its connector. ``text_hidden`` is the text model's hidden size."""
     return _siglip_specs(vision, text_hidden) if vision.windows is None else _qwen_specs(vision, text_hidden)

@@ -85,10 +85,13 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
         start, tensors = read_index(folder / WEIGHTS_FILE, content, len(content))
     except CheckpointError as problem:
         raise AdapterError(f"{problem}.") from None
+    if shape.vision is not None and not any(shape.vision.text_module in name for name in tensors):
+        # Before version 4.52 of transformers, the modules of Qwen2.5-VL had the names of the checkpoint.
+        targets = {target.name: target for target in targets.values()}
     pairs = _pairs(tensors, targets)
     _check_targets(config, pairs, targets)
     reader = _Reader(content, start, config, max_rank, dtype)
-    modules = tuple(reader.module(target, *pairs[name]) for name, target in targets.items() if name in pairs)
+    modules = tuple(reader.module(name, target, *pairs[name]) for name, target in targets.items() if name in pairs)
     digest = hashlib.blake2b(len(config.content).to_bytes(8, "little") + config.content, digest_size=32)
     digest.update(content)
     return LoraAdapter(digest.digest(), modules)
@@ -145,6 +148,8 @@ def _pairs(tensors: dict[str, TensorInfo], targets: dict[str, Target]) -> dict[s
 def _why_no_target(layer: str) -> str:
     if "experts" in layer or "block_sparse_moe" in layer or layer.endswith((".mlp.gate", ".mlp.router")):
         return "adapters of experts and their routers are not supported"
+    if "visual." in layer or "vision_model." in layer or "connector." in layer:
+        return "adapters of the vision encoder are not supported; train it with target_modules of the text model only"
     if layer.endswith(("lm_head", "embed_tokens")):
         return "adapters of the embedding and of the output layer are not supported"
     return "the served model has no such layer that may have an adapter; was it trained for another model?"
@@ -178,18 +183,21 @@ class _Reader:
         self._max_rank = max_rank
         self._dtype = dtype
 
-    def module(self, target: Target, a: TensorInfo, b: TensorInfo) -> LoraModule:
-        """Return the adapter of one layer. Raises AdapterError for a wrong rank, shape, type or value."""
-        rank = _checked_rank(self._config, target.name, self._max_rank)
+    def module(self, name: str, target: Target, a: TensorInfo, b: TensorInfo) -> LoraModule:
+        """Return the adapter of one layer. ``name`` is the name of the layer's module, which the settings match.
+
+        Raises AdapterError for a wrong rank, shape, type or value.
+        """
+        rank = _checked_rank(self._config, name, self._max_rank)
         for info, shape in ((a, (rank, target.inputs)), (b, (target.outputs, rank))):
             if info.shape != shape:
                 raise AdapterError(
                     f"The tensor {info.name!r} has the shape {list(info.shape)}; the model and the rank need "
                     f"{list(shape)}."
                 )
-        scale = self._config.scale_of(target.name)
+        scale = self._config.scale_of(name)
         if not math.isfinite(scale):
-            raise AdapterError(f"The scale of {target.name!r} is {scale}; lora_alpha must be finite.")
+            raise AdapterError(f"The scale of {name!r} is {scale}; lora_alpha must be finite.")
         return LoraModule(target.name, scale, self._matrix(a), self._matrix(b))
 
     def _matrix(self, info: TensorInfo) -> Array:

@@ -11,7 +11,8 @@ ADAPTED_FAMILIES = frozenset(
     {
         *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
         *("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM"),
-        *("Gemma3ForCausalLM", "GptOssForCausalLM"),
+        *("Gemma3ForCausalLM", "GptOssForCausalLM", "Idefics3ForConditionalGeneration"),
+        *("SmolVLMForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     }
 )
 """Architectures that support LoRA. To add a family, its linear layers must apply adapters."""
@@ -31,13 +32,17 @@ class Target:
 
 
 def lora_targets(shape: ModelShape) -> dict[str, Target]:
-    """Return the layers that may have adapters, by name, in the order of the model.
+    """Return the layers that may have adapters, by the names of their modules in transformers, in the order of the
+    model. If the model reads images, a module and its tensor in a checkpoint may have different names.
 
     These are the linear layers of attention and the dense MLPs. Two kinds of layers cannot have adapters: the matrices
     of latent attention that are multiplied head by head, and experts.
     """
-    targets = [each for layer in range(shape.num_layers) for each in _of_layer(shape, f"model.layers.{layer}", layer)]
-    return {target.name: target for target in targets}
+    vision = shape.vision
+    prefix, module = ("model.", "model.") if vision is None else (vision.text_prefix, vision.text_module)
+    layers = range(shape.num_layers)
+    targets = [each for layer in layers for each in _of_layer(shape, f"{prefix}layers.{layer}", layer)]
+    return {module + target.name.removeprefix(prefix): target for target in targets}
 
 
 def largest_adapter(shape: ModelShape, max_rank: int) -> int:

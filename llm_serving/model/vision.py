@@ -71,6 +71,16 @@ class VisionShape:
     """The parts of Qwen2.5-VL's encoder. None: the encoder is SigLIP."""
 
     @property
+    def text_prefix(self) -> str:
+        """Prefix of the names of the text model's tensors. In checkpoints without an encoder, it is ``model.``."""
+        return "model.text_model." if self.windows is None else "model."
+
+    @property
+    def text_module(self) -> str:
+        """Prefix of the text model's modules in transformers, which the tensors of PEFT's adapters have, too."""
+        return "model.text_model." if self.windows is None else "model.language_model."
+
+    @property
     def patches_per_side(self) -> int:
         return self.image_size // self.patch_size
 

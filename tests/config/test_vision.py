@@ -107,7 +107,6 @@ def test_newer_folders_have_the_preparation_in_another_file(tmp_path: Path, mode
     [
         ("model_config.op_table=native", "the native operators have no vision encoder"),
         ("image_config.max_tiles=9", "an image of this model may have 10 tiles; set at least 10"),
-        ("lora_config.max_adapters=1", "has no adapters yet"),
         ("parallel_config.executor=nodes", "whose pixels are not sent to other machines yet"),
     ],
 )

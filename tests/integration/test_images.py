@@ -13,19 +13,22 @@ from typing import Any
 
 import pytest
 
+from performance.models.adapter import seeded_tensors
 from performance.models.qwen_vision import write_qwen_vision_model
 from performance.models.vision import write_vision_model
 from support.chat_images import sample_part
+from support.lora_folders import write_adapter
 from support.server_process import ServerProcess, running_server
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
 FAMILIES = {"smolvlm": ("images.json", write_vision_model), "qwen": ("qwen_images.json", write_qwen_vision_model)}
-CASES: dict[str, list[dict[str, Any]]] = {
-    name: json.loads((REPOSITORY / "tests" / "golden" / golden).read_text())["cases"]
-    for name, (golden, _) in FAMILIES.items()
+GOLDEN: dict[str, dict[str, Any]] = {
+    name: json.loads((REPOSITORY / "tests" / "golden" / golden).read_text()) for name, (golden, _) in FAMILIES.items()
 }
+CASES: dict[str, list[dict[str, Any]]] = {name: golden["cases"] for name, golden in GOLDEN.items()}
 TOKENS = len(CASES["smolvlm"][0]["tokens"])
+SLOTS = ("lora_config.max_adapters=1", "lora_config.max_rank=8")
 TIE = 1e-3
 """Two logits closer than this are a tie: sums in another order may exchange their tokens."""
 
@@ -48,8 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
+    [made] = GOLDEN[family]["adapters"]
+    return write_adapter(tmp_path_factory.mktemp("adapter"), made["config"], seeded_tensors(made["shapes"]))
+
+
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[ServerProcess]:
-    with running_server(tmp_path_factory.mktemp("images"), settings_of(folder)) as running:
+    # The other servers of this file have no adapter slots. Tests that compare them show that slots change no bit.
+    with running_server(tmp_path_factory.mktemp("images"), settings_of(folder, *SLOTS)) as running:
         yield running
         running.wait_until_idle()
 
@@ -77,6 +87,18 @@ def answered(server: ServerProcess, body: dict[str, Any]) -> tuple[list[int], li
     return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
 
 
+def load(server: ServerProcess, adapter: Path) -> None:
+    server.post("/v1/load_lora_adapter", {"lora_name": "small", "lora_path": str(adapter)})
+
+
+def check_tokens(found: list[int], case: dict[str, Any]) -> None:
+    """Compares tokens with those of transformers. The first difference must be at a tie."""
+    different = [i for i, (ours, theirs) in enumerate(zip(found, case["tokens"], strict=True)) if ours != theirs]
+    if different:
+        (_, best), (_, second) = case["top"][different[0]]
+        assert best - second < TIE, (different[0], case["top"][different[0]])
+
+
 @pytest.mark.parametrize("number", range(len(CASES["smolvlm"])))
 def test_prompt_and_tokens_equal_those_of_transformers(
     server: ServerProcess, cases: list[dict[str, Any]], number: int
@@ -85,11 +107,7 @@ def test_prompt_and_tokens_equal_those_of_transformers(
     answer = server.post("/v1/chat/completions", body_of(case))
     assert answer["prompt_token_ids"] == case["prompt"]
     assert answer["usage"]["prompt_tokens"] == len(case["prompt"])
-    found = answer["choices"][0]["token_ids"]
-    different = [i for i, (ours, theirs) in enumerate(zip(found, case["tokens"], strict=True)) if ours != theirs]
-    if different:
-        (_, best), (_, second) = case["top"][different[0]]
-        assert best - second < TIE, (different[0], case["top"][different[0]])
+    check_tokens(answer["choices"][0]["token_ids"], case)
 
 
 def test_the_bits_do_not_depend_on_chunks_batch_cache_or_preemption(
@@ -122,6 +140,25 @@ def test_the_prefix_cache_knows_images_by_their_content(server: ServerProcess) -
     assert cached(4) > 32
 
 
+def test_an_adapter_of_the_text_model_has_the_tokens_of_peft(
+    server: ServerProcess, family: str, cases: list[dict[str, Any]], adapter: Path
+) -> None:
+    [case] = GOLDEN[family]["adapted"]
+    body = body_of(case)
+    plain = answered(server, body)
+    load(server, adapter)
+    answer = server.post("/v1/chat/completions", body | {"model": "small"})
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "blocks of the model without the adapter"
+    found = answered(server, body | {"model": "small"})
+    check_tokens(found[0], case)
+    assert found[0] != plain[0]
+    others = [body_of(other) for other in cases]
+    expected = [plain, found, *(answered(server, other) for other in others)]
+    with ThreadPoolExecutor(8) as pool:
+        mixed = list(pool.map(lambda each: answered(server, each), [body, body | {"model": "small"}, *others]))
+    assert mixed == expected
+
+
 def test_a_restarted_agent_reads_the_images_of_open_requests(
     server: ServerProcess, cases: list[dict[str, Any]]
 ) -> None:
@@ -140,20 +177,22 @@ def test_a_restarted_agent_reads_the_images_of_open_requests(
 
 
 def test_replicas_with_roles_have_the_bits_of_one_replica(
-    server: ServerProcess, folder: Path, cases: list[dict[str, Any]], tmp_path: Path
+    server: ServerProcess, folder: Path, cases: list[dict[str, Any]], adapter: Path, tmp_path: Path
 ) -> None:
     """One replica computes the prompts and hands them over. The replica that decodes has so few blocks that it preempts
     sequences and computes their images again, from the same memory of tiles.
     """
-    bodies = [body_of(case, max_tokens=96) for case in cases]
+    load(server, adapter)
+    bodies = [body_of(case, max_tokens=96, **model) for case in cases for model in ({}, {"model": "small"})]
     alone = [answered(server, body) for body in bodies]
     roles = ("parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]", "pa_config.num_blocks=31",
              "parallel_config.prefill_threshold=16", "pa_config.decode_seq_length=480",
              "scheduler_config.prefix_cache=false")  # fmt: skip
-    with running_server(tmp_path, settings_of(folder, *roles)) as other, ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda body: answered(other, body), bodies * 2))
+    with running_server(tmp_path, settings_of(folder, *SLOTS, *roles)) as other, ThreadPoolExecutor(8) as pool:
+        load(other, adapter)
+        found = list(pool.map(lambda body: answered(other, body), bodies))
         engine = other.wait_until_idle()
-    assert found == alone * 2
+    assert found == alone
     assert engine["hand_overs"]["completed"] == len(found)
     assert engine["preemptions"] > 0
 
@@ -176,7 +215,4 @@ def test_groups_of_agents_have_the_bits_of_one_agent(tmp_path: Path) -> None:
             found.append(list(pool.map(lambda body: answered(server, body), bodies)))
     assert found[0] == found[1]
     for case, (tokens, _) in zip(CASES["qwen"], found[0], strict=True):
-        different = [i for i, (ours, theirs) in enumerate(zip(tokens, case["tokens"], strict=True)) if ours != theirs]
-        if different:
-            (_, best), (_, second) = case["top"][different[0]]
-            assert best - second < TIE, (different[0], case["top"][different[0]])
+        check_tokens(tokens, case)

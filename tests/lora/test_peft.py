@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from llm_serving.errors import AdapterError
 from llm_serving.lora.peft import LoraAdapter, read_adapter
 from llm_serving.lora.targets import lora_targets
 from llm_serving.model.shape import ModelShape
+from performance.models.qwen_vision import write_qwen_vision_model
+from performance.models.vision import write_vision_model
 from support.lora_folders import adapter_config, adapter_tensors, random_adapter, write_adapter
 from support.small_configs import TINY_LLAMA
 
@@ -208,3 +211,30 @@ def test_layers_of_latent_attention_and_experts() -> None:
     names = list(lora_targets(replace(SHAPE, num_layers=1)))
     assert names[0] == FIRST
     assert len(names) == 7
+
+
+VISION_NAMES = {
+    "smolvlm": (write_vision_model, "model.text_model.", "model.vision_model.encoder.layers.0.self_attn.q_proj"),
+    "qwen": (write_qwen_vision_model, "model.language_model.", "model.visual.blocks.0.mlp.gate_proj"),
+    "older qwen": (write_qwen_vision_model, "model.", "visual.blocks.0.mlp.gate_proj"),
+}
+
+
+@pytest.mark.parametrize("kind", VISION_NAMES)
+def test_an_adapter_of_a_model_that_reads_images_has_the_names_of_transformers(tmp_path: Path, kind: str) -> None:
+    write, prefix, of_encoder = VISION_NAMES[kind]
+    write(tmp_path / "model")
+    shape = ModelShape.from_hf_folder(tmp_path / "model")
+    assert shape.vision is not None
+    tensors = {
+        f"base_model.model.{prefix}layers.1.self_attn.q_proj.lora_{matrix}.weight": np.zeros(size, np.float32)
+        for matrix, size in (("A", (4, 96)), ("B", (96, 4)))
+    }
+    pattern = rf"{re.escape(prefix)}layers\.1\.self_attn\.q_proj"
+    config = adapter_config(target_modules=pattern, alpha_pattern={pattern: 20})
+    folder = write_adapter(tmp_path / "adapter", config, tensors)
+    [module] = read_adapter(folder, shape, max_rank=8, dtype="float32").modules
+    assert (module.name, module.scale) == (f"{shape.vision.text_prefix}layers.1.self_attn.q_proj", 5.0)
+    tensors[f"base_model.model.{of_encoder}.lora_A.weight"] = np.zeros((4, 64), np.float32)
+    with pytest.raises(AdapterError, match="adapters of the vision encoder are not supported"):
+        read_adapter(write_adapter(folder, config, tensors), shape, max_rank=8, dtype="float32")

@@ -24,9 +24,9 @@ def adapter_tensors(
 ) -> Tensors:
     """Returns random matrices A and B for the layers whose names end with one of ``modules``, by their PEFT names."""
     random, ends, found = np.random.default_rng(seed), tuple(modules), {}
-    for target in lora_targets(shape).values():
-        if target.name.endswith(ends):
-            name = f"base_model.model.{target.name}"
+    for module, target in lora_targets(shape).items():
+        if module.endswith(ends):
+            name = f"base_model.model.{module}"
             a, b = random.standard_normal((rank, target.inputs)), random.standard_normal((target.outputs, rank))
             found[f"{name}.lora_A.weight"] = (a * size).astype(np.float32)
             found[f"{name}.lora_B.weight"] = (b * size).astype(np.float32)
