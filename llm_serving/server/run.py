@@ -84,7 +84,7 @@ async def serve(
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=math.ceil(CLOSE_S + 0.5),  # then uvicorn ends the connections that are left
     )
-    state.loop_watch.start(lambda: len(state.active) > 0)
+    state.loop_watch.start(lambda: len(state.active) > 0, state.log)
     for watch in watches:
         watch.start()
     batches = None if state.batches is None else BatchRunner(app, state.batches, BATCH_ENDPOINTS)

@@ -260,6 +260,17 @@ EVENTS: Mapping[str, LogEvent] = {
         {"request_id": "id of the request; absent if its body was not read", "code": "error code", "message": "reason"},
         max_per_s=20,
     ),
+    "event_loop_blocked": LogEvent(
+        "The event loop served no client for a time in which the server's process was busy. At most 5 lines per "
+        "second are written.",
+        {
+            "seconds": "time for which the loop was blocked",
+            "cpu_seconds": "processor time of the server's process in this time",
+            "loop_cpu_seconds": "part of it that the thread of the event loop used",
+            "functions": "functions on the stack of the event loop, innermost first; empty if none was seen",
+        },
+        max_per_s=5,
+    ),
     "first_token": LogEvent(
         "The first piece of a stream was written to its socket.",
         {"request_id": "id of the response", "ttft_ms": "time since the first byte of the request"},

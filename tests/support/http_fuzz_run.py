@@ -22,6 +22,8 @@ STALL_REPEATS = 2
 """A batch that stalls the event loop is sent again. The stall of a request repeats, that of a busy machine does not."""
 BATCH = 200
 """Requests between two looks at the metrics."""
+MAX_BLOCKS = 5
+"""Maximum number of blocks of the event loop in the figures."""
 _CHECK = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "return_token_ids": True}
 
 
@@ -39,6 +41,8 @@ class HttpFindings:
     """The delay of a process that only slept during this period. It shows that the machine was busy with other work."""
     stalls: list[str] = field(default_factory=list)
     """Periods in which the event loop stalled for longer than the limit, and the machine did not."""
+    blocks: list[str] = field(default_factory=list)
+    """The longest blocks of the event loop that the server has logged, with the functions on the loop's stack."""
     growth_mib: float = 0.0
     text_is_equal: bool = False
 
@@ -58,6 +62,7 @@ class HttpFindings:
             "longest_stall_ms": round(self.longest_stall_s * 1000, 1),
             "machine_stall_ms": round(self.machine_stall_s * 1000, 1),
             "stalls": self.stalls,
+            "blocks": self.blocks,
             "growth_mib": round(self.growth_mib, 1),
             "text_is_equal": self.text_is_equal,
             "pass": self.is_good,
@@ -104,8 +109,17 @@ def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6)
     found.growth_mib = max(0, process.memory_info().rss - at_warm_up) / 2**20
     server.post("/profile/stop", {})
     server.wait_until_idle()
+    found.blocks = _longest_blocks(server)
     found.text_is_equal = server.post("/v1/completions", _CHECK)["choices"] == expected
     return found
+
+
+def _longest_blocks(server: ServerProcess) -> list[str]:
+    events = sorted(server.events("event_loop_blocked"), key=lambda event: -float(event["loop_cpu_seconds"]))
+    return [
+        f"{each['seconds']} s, loop {each['loop_cpu_seconds']} s, process {each['cpu_seconds']} s: {each['functions']}"
+        for each in events[:MAX_BLOCKS]
+    ]
 
 
 def _note_stall(found: HttpFindings, stall: Stall, numbers: range) -> None:

@@ -6,11 +6,17 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from llm_serving.server.http.loop_stacks import LoopStacks
+from llm_serving.telemetry.log import EventLog
+
 PERIOD_S = 0.01
 """Seconds between two measurements. The measured time of a block may be too short by at most this time."""
 
 AWAKE_S = 1.0
 """Seconds for which the loop is measured after a client has sent data. Then the timer stops, which saves energy."""
+
+REPORTED_S = 0.05
+"""A block is logged if it, and the processor time of this process during it, are at least this long."""
 
 
 class LoopWatch:
@@ -18,24 +24,27 @@ class LoopWatch:
 
     A busy machine also delays the timer. Therefore, the processor time of the server process during each delay is
     measured, too. It is an upper bound of the time for which the loop itself worked. The timer runs only while clients
-    send data or requests are active.
+    send data or requests are active. Long blocks are logged with the functions that ran on the loop.
     """
 
     def __init__(self) -> None:
         self._longest = 0.0
         self._longest_busy = 0.0
         self._due = 0.0
-        self._cpu = 0.0
+        self._cpu = self._loop_cpu = 0.0
         self._awake_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_busy: Callable[[], bool] | None = None
+        self._log: EventLog | None = None
+        self._stacks: LoopStacks | None = None
 
-    def start(self, is_busy: Callable[[], bool]) -> None:
-        """Start to measure on the running event loop. ``stop`` ends the measurement.
+    def start(self, is_busy: Callable[[], bool], log: EventLog) -> None:
+        """Start to measure on the running event loop, whose thread must call this method. ``stop`` ends the
+        measurement.
 
         ``is_busy`` returns True while a request is active.
         """
-        self._is_busy = is_busy
+        self._is_busy, self._log, self._stacks = is_busy, log, LoopStacks()
         self.wake()
 
     def wake(self) -> None:
@@ -50,6 +59,9 @@ class LoopWatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._stacks is not None:
+            self._stacks.stop()
+            self._stacks = None
 
     def take_longest(self) -> tuple[float, float]:
         """Return two maxima since the last call, in seconds.
@@ -63,13 +75,30 @@ class LoopWatch:
 
     def _schedule(self) -> None:
         self._due = time.monotonic() + PERIOD_S
-        self._cpu = time.process_time()
+        self._cpu, self._loop_cpu = time.process_time(), time.thread_time()
+        if self._stacks is not None:
+            self._stacks.iterated()
         self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._measure)
 
     def _measure(self) -> None:
         delay = time.monotonic() - self._due
+        busy = min(delay, time.process_time() - self._cpu)
         self._longest = max(self._longest, delay)
-        self._longest_busy = max(self._longest_busy, min(delay, time.process_time() - self._cpu))
+        self._longest_busy = max(self._longest_busy, busy)
         self._timer = None
+        if busy >= REPORTED_S:
+            self._report(delay, busy)
         if self._is_busy is not None and (time.monotonic() < self._awake_until or self._is_busy()):
             self._schedule()
+        elif self._stacks is not None:
+            self._stacks.pause()
+
+    def _report(self, delay: float, busy: float) -> None:
+        if self._log is not None and self._stacks is not None:
+            self._log.event(
+                "event_loop_blocked",
+                seconds=round(delay, 3),
+                cpu_seconds=round(busy, 3),
+                loop_cpu_seconds=round(min(delay, time.thread_time() - self._loop_cpu), 3),
+                functions=self._stacks.found(),
+            )

@@ -1,0 +1,84 @@
+"""Finds out which function blocks the event loop."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+PROJECT = Path(__file__).resolve().parents[3]
+LOOK_EVERY_S = 0.03
+"""Seconds between two looks at the event loop, and the shortest block that is noticed."""
+_MAX_FRAMES = 12
+"""Maximum number of functions in a description. The innermost functions are kept."""
+
+
+class LoopStacks:
+    """A thread that notes the functions on the event loop's stack if a loop iteration takes too long.
+
+    The loop calls ``iterated`` every few milliseconds while it is watched. Otherwise the thread sleeps.
+
+    If a function in C keeps the interpreter lock, this thread waits for the lock, too. It then gets the lock when the
+    function returns, before the caller's next instruction, so the description still names the caller.
+    """
+
+    def __init__(self) -> None:
+        self._iterated_at: float | None = None
+        """Time of the last call of ``iterated``. None if the loop is not watched."""
+        self._found = ""
+        self._is_awake = threading.Event()
+        self._has_ended = False
+        self._loop_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="loop-stacks", daemon=True)
+        self._thread.start()
+
+    def iterated(self) -> None:
+        """Note that the loop runs, and forget the functions of the iteration before."""
+        self._iterated_at, self._found = time.monotonic(), ""
+        if not self._is_awake.is_set():
+            self._is_awake.set()
+
+    def found(self) -> str:
+        """Return the functions that blocked the loop since the last call of ``iterated``, innermost first.
+
+        The text is empty if the loop was not blocked for ``LOOK_EVERY_S``.
+        """
+        return self._found
+
+    def pause(self) -> None:
+        """Let the thread sleep until the next call of ``iterated``."""
+        self._iterated_at = None
+        self._is_awake.clear()
+
+    def stop(self) -> None:
+        self._has_ended = True
+        self._is_awake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._has_ended:
+            self._is_awake.wait()
+            time.sleep(LOOK_EVERY_S)
+            iterated_at = self._iterated_at
+            if iterated_at is not None and not self._found and time.monotonic() - iterated_at >= LOOK_EVERY_S:
+                found = described(sys._current_frames().get(self._loop_thread))
+                if self._iterated_at == iterated_at:
+                    self._found = found
+
+
+def described(frame: FrameType | None) -> str:
+    """Return the functions of a stack as ``FILE:LINE FUNCTION``, separated by `` < ``, innermost first."""
+    return " < ".join(_functions(frame))
+
+
+def _functions(frame: FrameType | None) -> Iterator[str]:
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return
+        path = Path(frame.f_code.co_filename)
+        name = path.relative_to(PROJECT) if path.is_relative_to(PROJECT) else Path(*path.parts[-2:])
+        yield f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
