@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import html
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
 
+import orjson
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,7 +21,6 @@ from llm_serving.server import openapi_errors
 from llm_serving.server.error_replies import has_anthropic_errors, has_kserve_errors
 from llm_serving.server.fields.validation import clip
 from llm_serving.server.generation.scheduling import SCHEDULING_HEADERS, SchedulingFields
-from llm_serving.server.http.body import json_response
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.version import __version__
 from llm_serving.web.files import POLICY, static_files
@@ -50,17 +52,21 @@ td{{border-top:1px solid #8884;padding:.3rem .6rem .3rem 0;vertical-align:top}}
 """
 
 _REF = "#/components/schemas/"
+_T = TypeVar("_T")
 
 
 async def _openapi(state: ServerState, request: Request) -> Response:
-    return json_response(_document(state))
+    data = await _off_the_loop(_document_bytes, tuple(state.endpoints), _has_keys(state))
+    return Response(data, media_type="application/json")
 
 
 async def _docs(state: ServerState, request: Request) -> Response:
-    document = _document(state)
-    body = _docs_body(document, state.endpoints, str(request.base_url).rstrip("/"))
-    page = _DOCS.format(version=__version__, body=body)
-    return _html(page, content_security_policy(page))
+    return await _off_the_loop(_docs_response, state, str(request.base_url).rstrip("/"))
+
+
+async def _off_the_loop(make: Callable[..., _T], *arguments: object) -> _T:
+    """Call a function in a thread, because the document takes tens of milliseconds."""
+    return await asyncio.get_running_loop().run_in_executor(None, make, *arguments)
 
 
 async def _chat_page(state: ServerState, request: Request) -> Response:
@@ -113,9 +119,25 @@ def _html(page: str, policy: str) -> Response:
     return Response(page, headers={**_HEADERS, "Content-Security-Policy": policy}, media_type="text/html")
 
 
-def _document(state: ServerState) -> dict[str, Any]:
-    has_keys = state.access is not None and state.access.keys is not None
-    return openapi_document(state.endpoints, __version__, has_keys=has_keys)
+def _has_keys(state: ServerState) -> bool:
+    return state.access is not None and state.access.keys is not None
+
+
+@lru_cache(maxsize=4)
+def _document(endpoints: tuple[Endpoint, ...], has_keys: bool) -> dict[str, Any]:
+    return openapi_document(endpoints, __version__, has_keys=has_keys)
+
+
+@lru_cache(maxsize=4)
+def _document_bytes(endpoints: tuple[Endpoint, ...], has_keys: bool) -> bytes:
+    return orjson.dumps(_document(endpoints, has_keys))
+
+
+def _docs_response(state: ServerState, base_url: str) -> Response:
+    endpoints = tuple(state.endpoints)
+    body = _docs_body(_document(endpoints, _has_keys(state)), endpoints, base_url)
+    page = _DOCS.format(version=__version__, body=body)
+    return _html(page, content_security_policy(page))
 
 
 def openapi_document(endpoints: Sequence[Endpoint], version: str, *, has_keys: bool = False) -> dict[str, Any]:

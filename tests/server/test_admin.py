@@ -13,6 +13,7 @@ from llm_serving.errors import AgentLostError, ContextLengthError, EngineFailedE
 from llm_serving.request import Blocked, FinishReason, RequestOutput, RequestTimings
 from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+from llm_serving.server import pages
 from llm_serving.server.generation.sampling import choice_seed
 from llm_serving.server.state import ServerSettings
 from llm_serving.telemetry.metrics import Metrics
@@ -350,6 +351,20 @@ def test_the_docs_list_every_endpoint(server):
     assert "max_completion_tokens" in schemas["ChatRequest"]["properties"]
     assert schemas["CompletionRequest"]["required"] == ["prompt"]
     assert "prefix_text" in page
+
+
+def test_the_openapi_document_is_made_once_and_not_on_the_event_loop(server, monkeypatch):
+    running, make = [], pages.openapi_document
+    monkeypatch.setattr(
+        pages, "openapi_document", lambda *a, **b: running.append(asyncio._get_running_loop()) or make(*a, **b)
+    )
+    pages._document.cache_clear()
+    pages._document_bytes.cache_clear()
+    first = server.http.get("/openapi.json")
+    assert first.headers["content-type"] == "application/json"
+    assert server.http.get("/openapi.json").content == first.content
+    assert server.http.get("/docs").status_code == 200
+    assert running == [None], "the thread has no event loop"
 
 
 def test_the_fake_engine_and_the_contract_agree(tokenizer):
