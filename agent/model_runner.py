@@ -429,6 +429,7 @@ class ModelRunner:
             return AgentError(text)
         if self._config.captured_batch_sizes:
             return GroupBrokenError(text)
+        self._report("compile", 0, 1)  # the server must not take the long step for a hanging one
         try:
             self._graph = self._made_graph()
         except RuntimeError:

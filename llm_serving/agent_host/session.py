@@ -60,7 +60,6 @@ class Session:
         self._in_flight: dict[int, int] = {}
         """For each step slot in use: the number of agents that have not replied to its step yet."""
         self._last_result = 0.0
-        self._longest_s = 0.0
         self._next_beat = 0.0
 
     def run(self, stop_descriptor: int) -> None:
@@ -95,7 +94,7 @@ class Session:
         if silent_s > NODE_PATIENCE_S and not self._selector.select(0):
             raise LinkEndedError(f"the server sent no sign of life for {silent_s:.1f} s")
         if (look := self._next_look()) is not None and now >= look and self._group is not None:
-            self._group.look(now, self._last_result, self._longest_s)
+            self._group.look(now, self._last_result, self._in_flight)
 
     def _next_look(self) -> float | None:
         return None if self._group is None or not self._in_flight else self._group.next_look(self._last_result)
@@ -233,8 +232,7 @@ class Session:
         if isinstance(message, _ANSWERS):
             if message.slot not in self._in_flight:
                 raise ProtocolError(f"agent {member} answered for slot {message.slot}, which has no step")
-            now = time.monotonic()
-            self._longest_s, self._last_result = max(self._longest_s, now - self._last_result), now
+            self._last_result = time.monotonic()
             assert self._group is not None
             if isinstance(message, StepDone) and not message.aborted and self._group.answers(member):
                 contents = self._contents[message.slot].results()

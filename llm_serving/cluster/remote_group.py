@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llm_serving.cluster import messages as link
@@ -127,7 +127,7 @@ class RemoteGroup:
         due = min(self._next_beat, self._channel.last_received + SERVER_PATIENCE_S)
         return due if self._node.leave_at is None else min(due, self._node.leave_at)
 
-    def look(self, now: float, last_result: float, longest_step_s: float) -> None:
+    def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
         """Sends a sign of life if one is due, and checks the node.
 
         Raises NodeDrainedError if the time of a drain is over, and AgentLostError if the node has sent no sign of life

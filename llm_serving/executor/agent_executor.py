@@ -379,7 +379,7 @@ class AgentExecutor:
             self._start_group()
         elif deadline[1] == "look":
             assert self._group is not None
-            self._group.look(now, self._steps.last_result, self._steps.longest_s)
+            self._group.look(now, self._steps.last_result, self._steps.slot_of.values())
         elif deadline[1] == "join":
             assert join is not None
             join.check_overdue(now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from llm_serving.executor.agent_link import AgentLink, GroupMemory, ProgressRepo
 from llm_serving.executor.agent_process import STOP_GRACE_S, AgentProgram
 from llm_serving.executor.group import Received, Source
 from llm_serving.executor.hccl_cluster import HcclCluster
+from llm_serving.executor.step_forecast import OtherWork, StepForecast
 from llm_serving.executor.vitals import Vitals
 from llm_serving.ipc import messages
 from llm_serving.ipc.host_pool import HostPoolMemory
-from llm_serving.ipc.messages import ServerMessage
+from llm_serving.ipc.messages import AgentMessage, ServerMessage, StepDone
 from llm_serving.ipc.shm import StepSlot
 from llm_serving.model.parallel import answering_rank, group_ranks
 
@@ -48,6 +49,8 @@ class AgentGroup:
         self.is_ready = False
         """True if every agent of the group is ready."""
         self._vitals: Vitals | None = None
+        self._forecast = StepForecast()
+        self._other_work = OtherWork(len(ranks))
         self._first_rank, self._may_sleep = ranks.start, config.device != "CPU"
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
         self.memory = GroupMemory.create(config, ranks)
@@ -116,17 +119,21 @@ class AgentGroup:
     def next_look(self, last_result: float | None) -> float | None:
         return None if last_result is None or self._vitals is None else self._vitals.next_look(last_result)
 
-    def look(self, now: float, last_result: float, longest_step_s: float) -> None:
+    def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
         """Raise AgentLostError if the agents will never complete their step, see ``Vitals``."""
         if self._vitals is None:
             return
-        reason = self._vitals.look(now, last_result, longest_step_s)
+        own = self.slots
+        forecast_s = None if self._other_work.is_possible else self._forecast.seconds(own[slot] for slot in slots)
+        reason = self._vitals.look(now, last_result, forecast_s)
         if reason is not None:
             raise AgentLostError(reason)
 
     def send(self, message: ServerMessage) -> None:
         """Send a message to every agent. A broken connection is ignored, because ``receive`` reports it."""
         payload = messages.encode(message)
+        if not isinstance(message, messages.Step):
+            self._other_work.sent(message)
         for link in self.links:
             with contextlib.suppress(OSError):
                 link.channel.send(payload)
@@ -175,7 +182,14 @@ class AgentGroup:
         self.close()
 
     def _receive(self, member: int, link: AgentLink) -> Received:
-        return [(member, message) for message in link.receive()]
+        received: list[tuple[int, AgentMessage]] = []
+        for message in link.receive():
+            self._other_work.received(message)
+            if isinstance(message, StepDone) and member == self._answering and message.slot < len(self.slots):
+                self._forecast.learn(self.slots[message.slot], message)
+            if not isinstance(message, messages.Progress):
+                received.append((member, message))
+        return received
 
     def _take_exit(self, member: int, link: AgentLink) -> Received:
         # Read the last messages first, because they usually contain the reason for the exit.

@@ -176,7 +176,7 @@ class AgentLink:
             self.is_connected = True
         elif not self.is_connected:
             raise ProtocolError(f"agent {self.rank} sent {type(message).__name__} before it had proved itself")
-        elif isinstance(message, messages.Progress):
+        elif isinstance(message, messages.Progress) and not self.is_ready:
             self._report(self.rank, message.stage, message.done, message.total)
         elif isinstance(message, messages.Ready):
             self.is_ready = True

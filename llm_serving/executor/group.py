@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from llm_serving.errors import AgentError
@@ -98,10 +98,10 @@ class Group(Protocol):
         ``last_result`` is the time of the last result, or None if no step is in flight.
         """
 
-    def look(self, now: float, last_result: float, longest_step_s: float) -> None:
+    def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
         """Check that the agents can still complete their step. Raises AgentError if they cannot.
 
-        ``longest_step_s`` is the longest time without a result so far while steps were in flight.
+        ``slots`` are the numbers of the slots of the steps in flight.
         """
 
     def describe_loss(self, noticed: AgentError) -> AgentError:

@@ -80,8 +80,6 @@ class StepSlots:
         """The slot of each step in flight, by the number of the step."""
         self.last_result = 0.0
         """Time of the last result, or of the first step after an idle period, by ``time.monotonic``."""
-        self.longest_s = 0.0
-        """Longest time for which the agents were busy without a result, so far."""
         self.join = StepJoin(len(ranks), ranks.start) if len(ranks) > 1 else None
         """Joins the results of several agents. None for a single agent."""
         self._ranks = ranks
@@ -168,9 +166,7 @@ class StepSlots:
             result = _read_result(self._slots[reply.slot], reply)
         del self.slot_of[reply.seq]
         self.free_slots.append(reply.slot)
-        now = time.monotonic()
-        self.longest_s = max(self.longest_s, now - self.last_result)
-        self.last_result = now
+        self.last_result = time.monotonic()
         return result
 
     def _fill(self, step: ScheduledStep, slot: StepSlot) -> None:

@@ -1,29 +1,34 @@
-"""Finds agents that do not work on their step: their process is stopped, or all of its threads sleep.
+"""Finds agents that will never complete their step: their process is stopped, all of their threads sleep, or a thread
+computes without end.
 
 An agent also works while one of its child processes does. MindSpore analyses a profile in child processes, and all
 threads of the agent sleep meanwhile.
 
-This module reads the states of threads from the kernel. A time limit would not work: on a busy machine, a step takes
-many times its usual time. But then its thread is ready to run (state R) or waits for the disk (state D). So a slow
-agent is never mistaken for a hanging one.
+This module reads the states and the processor times of threads from the kernel. A limit of the time by the clock would
+not work: on a busy machine, a step takes many times its usual time. But then its thread is ready to run (state R) or
+waits for the disk (state D), and gets little processor time. So a slow agent is never mistaken for a hanging one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 LOOK_EVERY_S = 0.25
 """Seconds between two checks of the agents' processes. The first check comes after this time without a result."""
 STOPPED_S = 1.5
 """Seconds for which one agent must be stopped (SIGSTOP) before the agents count as lost."""
-ASLEEP_S = 2.0
-ASLEEP_STEPS = 5.0
-"""Agents count as lost if all of them sleep for ``ASLEEP_S`` and ``ASLEEP_STEPS`` times the longest step so far."""
+GRACE_S = 2.0
+GRACE_STEPS = 5.0
+"""Patience with a step: ``GRACE_S`` and ``GRACE_STEPS`` times its predicted time. Agents count as lost if all of them
+sleep for longer, or if one thread uses more processor time.
+"""
 
 ASLEEP_LOOKS = 4
 """Agents do not reply to a probe if all threads of them and of their children sleep in this number of looks."""
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+"""Seconds of the kernel's unit of processor time."""
 _WORKING = frozenset("RD")
 """States of a thread that runs, or waits for a processor or the disk."""
 
@@ -42,6 +47,8 @@ class Vitals:
         self._looked_at = 0.0
         self._stopped_since: float | None = None
         self._asleep_since: float | None = None
+        self._seconds_before: dict[int, float] = {}
+        """Processor time of each thread when it was first seen during the step, by the thread's id."""
 
     def next_look(self, last_result: float) -> float:
         """Return the time of the next call of ``look``.
@@ -50,22 +57,49 @@ class Vitals:
         """
         return max(self._looked_at, last_result) + LOOK_EVERY_S
 
-    def look(self, now: float, last_result: float, longest_step_s: float) -> str | None:
-        """Return the reason why the agents will never complete their step, or None if they may still complete it."""
+    def look(self, now: float, last_result: float, forecast_s: float | None) -> str | None:
+        """Return the reason why the agents will never complete their step, or None if they may still complete it.
+
+        ``forecast_s`` is the predicted time of the step. None means that it is unknown, for example because the agents
+        compile a graph. Then a thread may compute for any time.
+        """
         if last_result >= self._looked_at:
             self._stopped_since = self._asleep_since = None
+            self._seconds_before = {}
         self._looked_at = now
-        states = [_thread_states(pid) for pid in self._pids]
+        threads = [_threads(pid) for pid in self._pids]
+        states = [{state for state, _ in each.values()} for each in threads]
         stopped = [self._first_rank + member for member, found in enumerate(states) if found == {"T"}]
         self._stopped_since = _since(self._stopped_since, bool(stopped), now)
         if self._stopped_since is not None and now - self._stopped_since >= STOPPED_S:
             return f"agent {', '.join(map(str, stopped))} was stopped (SIGSTOP) in the middle of a step"
-        is_asleep = not self._may_sleep and all(states) and not _any_works(self._pids, states)
+        if self._may_sleep:
+            return None
+        patience_s = GRACE_S + GRACE_STEPS * (forecast_s or 0.0)
+        is_asleep = all(states) and not _any_works(self._pids, states)
         self._asleep_since = _since(self._asleep_since, is_asleep, now)
-        longest = ASLEEP_S + ASLEEP_STEPS * longest_step_s
-        if self._asleep_since is not None and now - self._asleep_since >= longest:
-            return f"agents from {self._first_rank} have done nothing for {longest:.1f} s in the middle of a step"
-        return None
+        if self._asleep_since is not None and now - self._asleep_since >= patience_s:
+            return f"agents from {self._first_rank} have done nothing for {patience_s:.1f} s in the middle of a step"
+        if forecast_s is None:
+            self._seconds_before = {}
+            return None
+        if now - last_result >= patience_s:  # children are only read now, because this takes milliseconds
+            threads += [_threads(pid) for pid in _descendants(self._pids)]
+        used_s = self._longest_computation(threads)
+        if used_s < patience_s:
+            return None
+        return (
+            f"a thread of the agents from {self._first_rank} has computed for {used_s:.1f} s in the middle of a step, "
+            f"which should take {forecast_s:.3f} s"
+        )
+
+    def _longest_computation(self, threads: Sequence[Mapping[int, tuple[str, float]]]) -> float:
+        """Return the most processor time of one thread since it was first seen during the step."""
+        longest = 0.0
+        for each in threads:
+            for thread, (_, seconds) in each.items():
+                longest = max(longest, seconds - self._seconds_before.setdefault(thread, seconds))
+        return longest
 
 
 class SilentAgents:
@@ -92,16 +126,25 @@ def _since(since: float | None, holds: bool, now: float) -> float | None:
     return None if not holds else now if since is None else since
 
 
-def _thread_states(pid: int) -> set[str]:
-    """Return the states of a process's threads, as in ``man proc_pid_stat``. Empty if unknown."""
-    states = set()
+def _threads(pid: int) -> dict[int, tuple[str, float]]:
+    """Return the state of each thread of a process, as in ``man proc_pid_stat``, and its processor time in seconds.
+
+    The keys are the ids of the threads. The result is empty if the process is unknown.
+    """
+    threads = {}
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
-                states.add(file.read().rpartition(b")")[2].split()[0].decode())
+                fields = file.read().rpartition(b")")[2].split()
+                threads[int(thread)] = fields[0].decode(), (int(fields[11]) + int(fields[12])) * _TICK_S
     except OSError:  # the process or one of its threads has just ended, or this process can open no more files
-        return set()
-    return states
+        return {}
+    return threads
+
+
+def _thread_states(pid: int) -> set[str]:
+    """Return the states of a process's threads. Empty if unknown."""
+    return {state for state, _ in _threads(pid).values()}
 
 
 def _any_works(pids: Sequence[int], states: Sequence[set[str]]) -> bool:

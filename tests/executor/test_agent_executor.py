@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import struct
@@ -22,7 +23,7 @@ from llm_serving.ipc import messages
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
 from support.executor_steps import events_until, prefill, results, shm_entries, submit_decode_before_prefill
-from support.stub_agent import BUSY, DIE, HANG, RAISE, REFUSE, SLOW, stub_token
+from support.stub_agent import BUSY, COMPILE, DIE, HANG, RAISE, REFUSE, SLOW, SPIN, SPIN_CHILD, stub_token
 
 
 def pid_of(executor):
@@ -203,10 +204,49 @@ def test_a_step_that_hangs_is_found_long_before_its_timeout(make_executor):
     assert "have done nothing for 2.0 s in the middle of a step" in lost.error
 
 
+@pytest.fixture
+def familiar(make_executor, monkeypatch):
+    """Provides an executor whose agent has run enough steps for a prediction, with a short patience."""
+    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(vitals, "GRACE_S", 0.3)
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    for seq in range(8):
+        executor.submit(prefill(seq, 5))
+        results(executor, 1)
+    return executor
+
+
+@pytest.mark.parametrize("token", [SPIN, SPIN_CHILD])
+def test_a_step_that_computes_without_end_is_found_by_its_prediction(familiar, token):
+    familiar.submit(prefill(8, token))
+    [lost] = events_until(familiar, AgentLost)
+    assert re.search(r"computed for 0\.[3-9] s in the middle of a step, which should take 0\.000 s", lost.error)
+
+
+def test_an_agent_that_compiles_in_a_step_is_not_lost(familiar):
+    familiar.submit(prefill(8, COMPILE))
+    [result] = results(familiar, 1, 60.0)
+    assert result.sampled_ids == [stub_token(1, 0)]
+    familiar.submit(prefill(9, SPIN))
+    [lost] = events_until(familiar, AgentLost)
+    assert "in the middle of a step, which should take" in lost.error, "the result has ended the compilation"
+
+
+def test_a_first_step_may_compute_for_any_time(make_executor, monkeypatch):
+    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(vitals, "GRACE_S", 0.01)
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    executor.submit(prefill(0, BUSY))
+    [result] = results(executor, 1, 60.0)
+    assert result.sampled_ids == [stub_token(1, 0)]
+
+
 def test_an_agent_that_sleeps_for_a_profile_is_not_lost(make_executor, monkeypatch):
     """MindSpore analyses a profile in another process. Steps wait, and all threads of the agent sleep."""
     monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(vitals, "ASLEEP_S", 0.1)
+    monkeypatch.setattr(vitals, "GRACE_S", 0.1)
     executor = make_executor()
     events_until(executor, AgentReady)
     executor.profile(None)
@@ -220,7 +260,7 @@ def test_an_agent_that_sleeps_for_a_profile_is_not_lost(make_executor, monkeypat
 
 
 def test_a_step_that_hangs_is_found_while_a_profile_command_waits_for_it(make_executor, monkeypatch):
-    monkeypatch.setattr(vitals, "ASLEEP_S", 3600.0)
+    monkeypatch.setattr(vitals, "GRACE_S", 3600.0)
     executor = make_executor()
     events_until(executor, AgentReady)
     executor.submit(prefill(0, HANG))
@@ -229,7 +269,7 @@ def test_a_step_that_hangs_is_found_while_a_profile_command_waits_for_it(make_ex
         executor.request_status()
         num_steps = events_until(executor, AgentStatus)[-1].agents[0]["steps"]
     executor.profile(None)
-    monkeypatch.setattr(vitals, "ASLEEP_S", 0.1)
+    monkeypatch.setattr(vitals, "GRACE_S", 0.1)
     [lost] = events_until(executor, AgentLost)
     assert "have done nothing" in lost.error
 
@@ -241,10 +281,10 @@ def test_an_agent_that_gets_little_of_the_processor_is_not_lost(make_executor, m
     second. With the lowest priority, it would get a seventieth. Then the step takes minutes beside other tests.
     """
     monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(vitals, "ASLEEP_S", 0.1)
+    monkeypatch.setattr(vitals, "GRACE_S", 0.1)
     monkeypatch.setattr(vitals, "STOPPED_S", 0.1)
-    looks, thread_states = [], vitals._thread_states
-    monkeypatch.setattr(vitals, "_thread_states", lambda pid: looks.append(thread_states(pid)) or looks[-1])
+    looks, threads = [], vitals._threads
+    monkeypatch.setattr(vitals, "_threads", lambda pid: looks.append(threads(pid)) or looks[-1])
     executor = make_executor()
     events_until(executor, AgentReady)
     agent, core = psutil.Process(pid_of(executor)), min(os.sched_getaffinity(0))

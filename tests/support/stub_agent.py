@@ -8,6 +8,7 @@ last agent fails in these ways.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -23,12 +24,14 @@ from llm_serving.ipc.messages import ProfileReply
 from llm_serving.ipc.shm import StepSlot
 from llm_serving.model.parallel import answering_rank, group_ranks
 
-DIE, RAISE, REFUSE, HANG, SLOW, BUSY = 201, 202, 203, 204, 205, 206
+DIE, RAISE, REFUSE, HANG, SLOW, BUSY, SPIN, SPIN_CHILD, COMPILE = range(201, 210)
 """Token ids that make the agent misbehave.
 
-In this order: it is killed, raises an unforeseen error, refuses the step, never returns, or returns after 0.2 s. With
-the last, it computes for 0.1 s of processor time.
+In this order: it is killed, raises an unforeseen error, refuses the step, never returns, or returns after 0.2 s. Then:
+it computes for 0.1 s of processor time, or without end. The last two: it waits for a child process that computes
+without end, or reports that it compiles and computes for ``COMPILE_S`` of processor time.
 """
+COMPILE_S = 1.0
 
 
 ANALYSIS_S = 0.2
@@ -44,6 +47,11 @@ def compute(seconds: float) -> None:
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass
+
+
+def end_with_parent() -> None:
+    """Lets the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class StubProfiling(Profiling):
@@ -107,6 +115,17 @@ class StubRunner:
             time.sleep(600)
         if BUSY in tokens:
             compute(0.1)
+        if SPIN in tokens:
+            compute(600.0)
+        if SPIN_CHILD in tokens:
+            if not (child := os.fork()):
+                end_with_parent()
+                compute(600.0)
+                os._exit(0)
+            os.waitpid(child, 0)
+        if COMPILE in tokens:
+            self._report("compile", 0, 1)
+            compute(COMPILE_S)
         if SLOW in tokens:
             time.sleep(0.2)
 

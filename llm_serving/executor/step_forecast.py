@@ -1,0 +1,115 @@
+"""Predicts how long the agents of a group may take for the steps in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from llm_serving.ipc import messages
+from llm_serving.ipc.messages import AgentMessage, ServerMessage, StepDone
+from llm_serving.ipc.shm import StepSlot
+from llm_serving.scheduler.cost_model import StepCostModel, StepCounts
+
+LEARNT_AT_FIRST = 64
+LEARN_EVERY = 16
+"""The first ``LEARNT_AT_FIRST`` steps are learnt, then one in ``LEARN_EVERY``, because learning costs server time."""
+FAMILIAR = 2.0
+"""A step is familiar if each of its sizes is at most this multiple of the largest size among the learnt steps."""
+
+_Sizes = tuple[float, ...]
+"""Four numbers: decoding sequences, their context tokens, prompt tokens, and pairs of a prompt token and a token that
+it reads.
+"""
+
+
+class StepForecast:
+    """Learns the time of steps from their slots and results, and predicts it. Times are seconds of the agents.
+
+    There is no prediction for a step of unusual size, and for steps that also move blocks or encode images.
+    """
+
+    def __init__(self) -> None:
+        self._model = StepCostModel()
+        self._num_results = 0
+        self._largest: _Sizes = (0.0, 0.0, 0.0, 0.0)
+
+    def learn(self, slot: StepSlot, done: StepDone) -> None:
+        """Learn from the result of the step in ``slot``, which must still hold the step's inputs."""
+        self._num_results += 1
+        if self._num_results > LEARNT_AT_FIRST and self._num_results % LEARN_EVERY:
+            return
+        seconds = (done.graph_us + done.sample_us) / 1e6
+        if done.aborted or seconds <= 0.0 or _is_special(slot):
+            return
+        counts, sizes = _measured(slot)
+        self._model.note(counts, seconds)
+        self._largest = tuple(map(max, self._largest, sizes))
+
+    def seconds(self, slots: Iterable[StepSlot]) -> float | None:
+        """Return the predicted time of the longest step in ``slots``, or None if one of them cannot be predicted."""
+        longest = 0.0
+        for slot in slots:
+            if not self._model.is_known or _is_special(slot):
+                return None
+            counts, sizes = _measured(slot)
+            if any(size > FAMILIAR * largest for size, largest in zip(sizes, self._largest, strict=True)):
+                return None
+            longest = max(longest, self._model.seconds(int(counts[1]), int(counts[2]), int(counts[3])))
+        return longest
+
+
+class OtherWork:
+    """Tracks other work of agents than steps: making profiles, loading adapters, and compiling a graph again.
+
+    A step may then take much longer than predicted.
+    """
+
+    def __init__(self, num_agents: int) -> None:
+        self._num_agents = num_agents
+        self._num_open = 0
+        """Number of replies to commands that agents still owe."""
+        self._is_profiling = False
+        self._is_stopping = False
+        self._is_compiling = False
+
+    @property
+    def is_possible(self) -> bool:
+        """True if an agent may do other work than a step now."""
+        return self._num_open > 0 or self._is_profiling or self._is_compiling
+
+    def sent(self, message: ServerMessage) -> None:
+        """Note a message to all agents that announces no step."""
+        if isinstance(message, messages.AdapterLoad | messages.ProfileStart | messages.ProfileStop):
+            self._num_open += self._num_agents
+        if isinstance(message, messages.ProfileStart):
+            self._is_profiling, self._is_stopping = True, False
+        elif isinstance(message, messages.ProfileStop):
+            self._is_stopping = True
+
+    def received(self, message: AgentMessage) -> None:
+        """Note a message of an agent. A ``Progress`` says that it compiles; the next result ends this."""
+        if isinstance(message, messages.Progress):
+            self._is_compiling = True
+        elif isinstance(message, messages.StepDone | messages.StepFailed):
+            self._is_compiling = False
+        elif isinstance(message, messages.AdapterLoaded | messages.ProfileReply):
+            self._num_open = max(0, self._num_open - 1)
+            if self._is_stopping and not self._num_open:
+                self._is_profiling = self._is_stopping = False
+
+
+def _is_special(slot: StepSlot) -> bool:
+    return slot.num_seqs == 0 or slot.num_moves > 0 or slot.num_tiles > 0
+
+
+def _measured(slot: StepSlot) -> tuple[StepCounts, _Sizes]:
+    """Return the inputs of the cost model and the sizes of the step in a slot."""
+    lens = slot.query_lens[: slot.num_seqs].astype(np.int64)
+    ends = slot.context_lens[: slot.num_seqs].astype(np.int64)
+    is_decoding = lens == 1
+    num_decoding = float(np.count_nonzero(is_decoding))
+    context = float((ends - lens)[is_decoding].sum())
+    prompt_tokens = float(lens.sum()) - num_decoding
+    pairs = float((lens * ends)[~is_decoding].sum())
+    return (1.0, num_decoding, context, prompt_tokens), (num_decoding, context, prompt_tokens, pairs)
