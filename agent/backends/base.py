@@ -107,6 +107,8 @@ class OpTable(ABC):
         """True if the model reads images. Then the first input of the graph is embeddings and rows of images instead of
         token ids.
         """
+        self.rows: Array | None = None
+        """[tokens, hidden_size]: the memory of this first input, if the graph reads fixed memory. Otherwise None."""
         self.rotary_rows: tuple[Array, Array] | None = None
         """[tokens, rotary width] each: the cosines and sines of a step's tokens, if the agent gathers them itself.
         Otherwise None.

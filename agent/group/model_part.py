@@ -56,9 +56,9 @@ class ModelPart:
         """True if a step of this agent may be launched before the host has the tokens of the previous step.
 
         False for the stages of a pipeline, because their activations pass through host memory. False for agents that
-        pool, because they sample no tokens.
+        pool, because they sample no tokens. False for a model that reads images, because the host embeds the tokens.
         """
-        return self.parallel.pipeline_parallel == 1 and not self.pools
+        return self.parallel.pipeline_parallel == 1 and not self.pools and self.whole.vision is None
 
     @property
     def member(self) -> int:

@@ -272,4 +272,4 @@ def _padded_decode(
     )
     if inserted is not None:
         inserted = replace(inserted, places=longer(inserted.places, 0), mask=longer(inserted.mask, 0))
-    return padded, longer(entry, 0), inserted
+    return padded, np.pad(entry, ((0, rows), *((0, 0),) * (entry.ndim - 1))), inserted

@@ -62,7 +62,7 @@ def dynamic_step(
     if kind == GraphKind.PREFILL and ops.traits.pads_whole_prompts:
         query_lens = Tensor(shape=(max_whole_prompts,), dtype=ms.int64)
     entry = vector
-    if ops.part is not None and not ops.is_first_stage:
+    if ops.part is not None and not ops.embeds:
         entry = Tensor(shape=(None, ops.part.whole.hidden_size), dtype=MINDSPORE_DTYPES[ops.dtype])
     inserted = (vector, vector, vector) if ops.inserts_ids else ()
     blocks = (vector,) if gathers else ()
@@ -82,7 +82,8 @@ class _DynamicStep(nn.Cell):
     MindSpore can capture the launches of graphs whose phase is ``increment``. It finds captured launches by the shapes
     of the inputs alone. Therefore only one graph may be named ``increment`` if MindSpore captures launches.
 
-    In a later pipeline stage, ``token_ids`` is the residual stream of the previous stage.
+    In a later pipeline stage, ``token_ids`` is the residual stream of the previous stage. If the model reads images, it
+    is the embeddings of the tokens and the rows of the images.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class FusedStepGraph(StepGraph):
         # These are memoryviews instead of arrays. With cold caches, NumPy takes tens of microseconds to read or write a
         # single number of an array.
         self._counts, self._done = buffers.counts.data, ops.best_ids.data
-        self._entry: Array = ops.rows if ops.takes_rows else buffers.token_ids
+        self._entry: Array = buffers.token_ids if ops.rows is None else ops.rows
         self._copies_entry = not (ops.is_first_stage or ops.takes_rows)
         if self._copies_entry:
             self._entry = empty_entry(ops, buffers.token_ids.size)

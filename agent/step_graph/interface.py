@@ -106,6 +106,6 @@ def empty_entry(ops: OpTable, tokens: int) -> Array:
 
     ``tokens`` is the number of tokens of the step.
     """
-    if ops.part is None or ops.is_first_stage:
+    if ops.part is None or ops.embeds:
         return np.zeros(tokens, np.int32)
     return np.zeros((tokens, ops.part.whole.hidden_size), STORAGE_DTYPES[ops.dtype])

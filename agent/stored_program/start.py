@@ -130,7 +130,7 @@ def _memory(model: LoadedModel, ops: FusedCpuOps, buffers: StepBuffers) -> dict[
         **{f"weight/{name}": array for name, array in model.weights.items()},
         **{f"cache/{name}": array for name, array in model.kv_cache.arrays.items()},
         **({} if ops.states is None else {"step/runs": ops.states.runs}),
-        **({"step/rows": ops.rows} if ops.takes_rows else {}),
+        **({} if ops.rows is None else {"step/rows": ops.rows}),
         "result/logits": ops.logits,
         "result/best_ids": ops.best_ids,
     }

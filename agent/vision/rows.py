@@ -18,7 +18,7 @@ from agent.vision.qwen_encoder import QwenEncoder
 from agent.vision.rotary_rows import RotaryRows
 from agent.weights import Packing, load_weights, open_weights
 from agent.weights.layout import WeightSpec
-from agent.weights.storage import Array
+from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError, ProtocolError
 from llm_serving.ipc.shm import StepSlot
@@ -44,7 +44,7 @@ class ImageRows:
     ) -> None:
         """``table`` [vocabulary, hidden size] has the embeddings of the tokens.
 
-        ``out`` [tokens of the largest step, hidden size] is the memory of the graph's first input. ``rotary`` fills the
+        ``out`` [tokens of the largest step, hidden size] gets the first input of the graph. ``rotary`` fills the
         rows of cosines and sines if positions have three dimensions.
         """
         vision, processing = config.shape.vision, config.processing
@@ -71,11 +71,9 @@ class ImageRows:
 
         ``tiles`` is the shared memory with the pixels.
         """
-        from agent.backends.cpu.ops import FusedCpuOps
-
         vision, processing = config.shape.vision, config.processing
-        if vision is None or processing is None or tiles is None or not isinstance(model.ops, FusedCpuOps):
-            raise AgentStartError("a model that reads images needs fused operators and the shared memory of tiles")
+        if vision is None or processing is None or tiles is None:
+            raise AgentStartError("a model that reads images needs the shared memory of tiles")
         hidden, dtype = config.shape.hidden_size, config.model_config.model_dtype
         weights = _loaded(config, vision_specs(vision, hidden))
         table = model.weights["embedding.weight"]
@@ -87,7 +85,10 @@ class ImageRows:
         encoder_class = Encoder if vision.windows is None else QwenEncoder
         encoder = encoder_class(vision, processing, hidden, dtype, weights)
         rotary = None if model.ops.rotary_rows is None else RotaryRows(config, model.ops.rotary_rows)
-        return cls(config, encoder, table, model.ops.rows, tiles, rotary)
+        out = model.ops.rows
+        if out is None:
+            out = allocate((config.max_num_batched_tokens, hidden), dtype)
+        return cls(config, encoder, table, out, tiles, rotary)
 
     def warm_up(self) -> None:
         """Encodes a tile of the smallest size, so that all code has run once.

@@ -13,8 +13,11 @@ def check_vision(raw: RawConfig, config: Config) -> None:
     if vision is None:
         return
     architecture = config.shape.architecture
-    if config.op_table != "fused":
-        refuse_native(raw, config, "vision encoder")
+    if config.device != "CPU":
+        problem = f"the encoder of {architecture} has not been run beside a device; use CPU"
+        raise raw.error("model_config.device_target", config.model_config.device_target, problem)
+    if config.op_table == "native" and config.shape.rotary_sections:
+        refuse_native(raw, config, "positions with three dimensions")
     if config.model_config.model_type == "mindformers":
         problem = f"the classes of MindFormers have no {architecture}; use model_type dyn"
         raise raw.error("model_config.model_type", config.model_config.model_type, problem)

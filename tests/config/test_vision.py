@@ -105,7 +105,7 @@ def test_newer_folders_have_the_preparation_in_another_file(tmp_path: Path, mode
 @pytest.mark.parametrize(
     ("override", "phrase"),
     [
-        ("model_config.op_table=native", "the native operators have no vision encoder"),
+        ("model_config.device_target=Ascend", "has not been run beside a device; use CPU"),
         ("image_config.max_tiles=9", "an image of this model may have 10 tiles; set at least 10"),
         ("parallel_config.executor=nodes", "whose pixels are not sent to other machines yet"),
     ],
@@ -113,10 +113,10 @@ def test_newer_folders_have_the_preparation_in_another_file(tmp_path: Path, mode
 def test_settings_that_do_not_work_with_images_are_refused(
     tmp_path: Path, model: Path, override: str, phrase: str
 ) -> None:
-    dtype = "float16" if "native" in override else "float32"
+    dtype = "float16" if "Ascend" in override else "float32"
     settings = [f"model_config.model_path={model}", f"model_config.model_dtype={dtype}", *LENGTHS, override]
     with pytest.raises(ConfigError) as refused:
-        load_config("llama_tiny_cpu.yaml", small_overrides(tmp_path, settings))
+        load_config("llama_tiny_cpu.yaml", small_overrides(tmp_path, settings), ascend="Ascend" in override)
     assert phrase in str(refused.value)
 
 
@@ -231,3 +231,12 @@ def test_each_agent_of_the_first_stage_has_an_encoder(tmp_path: Path, qwen: Path
     whole_embedding, pixels = 320 * 96 * 4, 128 * 12_800 * 3
     assert sizes(shared, 0) == [encoder + whole_embedding, tiles, decoding]
     assert sizes(shared, 1) == [encoder + whole_embedding, tiles - pixels, 0]
+
+
+def test_native_operators_need_positions_with_one_dimension(tmp_path: Path, model: Path, qwen: Path) -> None:
+    native = ("model_config.op_table=native", "model_config.model_dtype=float16", *LENGTHS)
+    assert load_config(
+        "llama_tiny_cpu.yaml", small_overrides(tmp_path, [f"model_config.model_path={model}", *native])
+    ).processing
+    with pytest.raises(ConfigError, match="native operators have no positions with three dimensions"):
+        load_config("llama_tiny_cpu.yaml", small_overrides(tmp_path, [f"model_config.model_path={qwen}", *native]))

@@ -65,7 +65,7 @@ class FusedCpuOps(OpTable):
         self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
         self.states = None if config.shape.delta is None else SequenceStates(self._max_seqs)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
-        self.rows: Array = allocate((self._max_tokens * self.takes_rows, self._hidden_size), self.dtype)
+        self.rows = allocate((self._max_tokens, self._hidden_size), self.dtype) if self.takes_rows else None
         is_gathered, width = bool(config.shape.rotary_sections), config.shape.rotary_width
         if is_gathered:
             shape = (self._max_tokens, width)

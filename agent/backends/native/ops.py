@@ -57,6 +57,7 @@ class NativeOps(OpTable):
         the matrices of LoRA adapters. Raises ConfigError if the primitives of ``forms`` do not support ``dtype``.
         """
         super().__init__(dtype, part, hooks)
+        self.takes_rows = part is not None and part.whole.vision is not None and self.is_first_stage
         self.forms = forms or LinearForms()
         self.forms.check_type(dtype)
         self._max_positions = max_positions
