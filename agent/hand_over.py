@@ -37,10 +37,14 @@ class HandedBlocks:
         moves = moves_of(slot)
         kinds = set(moves[:, 0].tolist())
         if not kinds <= set(_KINDS):
-            raise ProtocolError(f"a step of hand-overs has moves of the kinds {sorted(kinds)}")
+            raise ProtocolError(
+                f"a step of hand-overs has moves of the kinds {sorted(kinds)}; only {sorted(_KINDS)} are hand-overs"
+            )
         device_blocks = moves[:, 1] if MoveKind.HAND_OUT in kinds else moves[:, 2]
         if len(kinds) != 1 or (device_blocks == 0).any():
-            raise ProtocolError("a step of hand-overs has moves of both kinds, or one with the cache's null block")
+            raise ProtocolError(
+                "all moves of a step of hand-overs must have the same kind, and none may name the cache's null block 0"
+            )
         count = moves.shape[0]
         self._copies.run(moves, slot.move_headers[: count * HEADER_WORDS], slot.move_faults[:count])
 

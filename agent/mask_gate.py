@@ -74,5 +74,7 @@ class MaskGate:
                 )
             missing = [row for row in message.biased_rows if row not in self._biases]
             if missing:
-                raise ProtocolError(f"step {seq} has a logit bias for row {missing[0]}, which the agent has not got")
+                raise ProtocolError(
+                    f"step {seq} has a logit bias for row {missing[0]}, which the agent did not receive"
+                )
             return {row: self._biases[row] for row in message.biased_rows}

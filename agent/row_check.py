@@ -32,5 +32,6 @@ class RowCheck:
         """Raises RowCheckError unless ``again``, the scores of the sequence alone, have the same bits."""
         if self._first is not None and self._first != score_bits(again, 0, whole=self._whole):
             raise RowCheckError(
-                f"sequence {self._index} of {self._slot.num_seqs} has other logits in step {self._slot.seq} than alone"
+                f"sequence {self._index} of {self._slot.num_seqs} has other logits in step {self._slot.seq} than if it "
+                "is computed alone"
             )

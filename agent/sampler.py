@@ -74,7 +74,10 @@ class RowTable:
         drafted = np.flatnonzero(num_before)
         places = self.history_len[rows[drafted]] + num_before[drafted] - 1
         if (places >= self.history.shape[1] - 1).any():
-            raise ProtocolError("a step has more drafts than fit the longest context")
+            raise ProtocolError(
+                f"a step has drafts up to position {places.max()} of a sequence; the last possible position is "
+                f"{self.history.shape[1] - 2}"
+            )
         self.history[rows[drafted], places] = token_ids[drafted]
 
     def take_last(self, slot: StepSlot) -> None:
@@ -175,7 +178,7 @@ class Sampler:
         """
         highest = int(slot.mask_number[: slot.num_seqs].max())
         if highest != slot.num_masks:
-            raise ProtocolError(f"a step has {slot.num_masks} masks, and its sequences use {highest}")
+            raise ProtocolError(f"a step has {slot.num_masks} masks, and its sequences use {highest} of them")
         if highest:
             if self._wait_for_masks is None:
                 raise ProtocolError(f"a step has {highest} masks, but this sampler takes none")

@@ -78,7 +78,7 @@ def _runs_of(inputs: StepInputs) -> tuple[npt.NDArray[np.int64], ...]:
     is_first[1:] = rows[1:] != rows[:-1]
     starts = np.flatnonzero(is_first)
     if np.unique(rows).size != starts.size:
-        raise ProtocolError("a step has a batch row twice, with another one between")
+        raise ProtocolError("the entries of a batch row are not next to each other in a step")
     if starts.size == rows.size:
         return rows, lens, begins, firsts
     joins = ~is_first[1:]

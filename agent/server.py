@@ -107,7 +107,10 @@ class AgentServer:
             raise ProtocolError("the server sent connect twice")
         messages.check_proof(self._secret, "server", self._nonce, message.proof)
         if message.version != messages.PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol version {message.version}; this agent speaks {messages.PROTOCOL_VERSION}")
+            raise ProtocolError(
+                f"the server has protocol version {message.version}, this agent {messages.PROTOCOL_VERSION}; install "
+                "the same release for both"
+            )
         self.memory = SlotMemory.attach(message.shm_name, self._limits, message.num_slots)
         self.exchange = self._attach_exchange(message)
         if self._pool_layout is not None:

@@ -208,7 +208,10 @@ class StepReader:
             asking = np.repeat(slot.rows[:seqs], query_lens)[slot.token_ids[:tokens] == LAST_TOKEN]
             for row in asking[self._row_last_tokens[asking] < 0].tolist():
                 raise no_last_token(row)
-        raise ProtocolError(f"{tokens} tokens, {seqs} sequences and table width {width} do not fit a slot")
+        raise ProtocolError(
+            f"a step has {tokens} tokens, {seqs} sequences and block tables of {width} columns; these sizes are "
+            "invalid or exceed the limits of a slot"
+        )
 
 
 def moves_of(slot: StepSlot) -> Int32Array:

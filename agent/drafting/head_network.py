@@ -152,7 +152,7 @@ class HeadNetwork(DraftNetwork):
             tokens = found[0].astype(np.int64) + np.arange(count)
             if tokens.min() < 0 or tokens.max() >= self._vocab_size:
                 raise CheckpointError(
-                    f"{where}: tensor {_OFFSETS} leads to token {tokens.max()}; there are {self._vocab_size} tokens"
+                    f"{where}: tensor {_OFFSETS} refers to token {tokens.max()}; the model has {self._vocab_size}"
                 )
             return prefix, tokens.astype(np.int32)
         finally:

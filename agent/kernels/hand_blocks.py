@@ -69,7 +69,10 @@ class BlockHandOvers:
         if moves.dtype != np.int32 or moves.shape != (count, _MOVE_WIDTH) or not moves.flags.c_contiguous:
             raise ValueError(f"moves are {moves.dtype} {moves.shape}; they must be contiguous int32 [moves, 3]")
         if expected.nbytes < count * _HEADER_BYTES or faults.dtype != np.int32 or faults.size < count:
-            raise ValueError(f"{count} moves have {expected.nbytes} bytes of headers and {faults.size} faults")
+            raise ValueError(
+                f"{count} moves need {count * _HEADER_BYTES} bytes of headers and {count} int32 faults; there are "
+                f"{expected.nbytes} bytes and {faults.size} {faults.dtype}"
+            )
         self._args.moves, self._args.num_moves = moves.ctypes.data, count
         self._args.expected, self._args.faults = expected.ctypes.data, faults.ctypes.data
         code = self._function(ctypes.byref(self._args))

@@ -124,8 +124,8 @@ class StackedSlots:
             end = rank + module.a.shape[0]
             if end > ranks or module.a.shape[1] != inputs:
                 raise AgentError(
-                    f"the adapter of {layer} needs {end} ranks of {module.a.shape[1]} inputs; there are {ranks} of "
-                    f"{inputs}"
+                    f"the adapter of {layer} has {module.a.shape[1]} inputs and needs {end} ranks; the layer has "
+                    f"{inputs} inputs and an adapter slot has {ranks} ranks"
                 )
             a[:, rank:end] = module.a.T
             b[rank:end, module.rows] = self._scaled(layer, module).T

@@ -86,7 +86,10 @@ class AdapterStore:
             if place is None:
                 continue
             if (place.outputs, place.inputs) != (module.outputs, module.inputs):
-                raise AgentError(f"the adapter of {module.name} has other sizes than the layer")
+                raise AgentError(
+                    f"the adapter of {module.name} has {module.outputs} outputs and {module.inputs} inputs; the layer "
+                    f"has {place.outputs} and {place.inputs}"
+                )
             specs[place.spec.parameter] = place.spec
             own = ModuleAdapter(place.rows, module.scale, *place.matrices(a, b))
             modules.setdefault(place.spec.parameter, []).append(own)

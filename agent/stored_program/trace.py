@@ -76,7 +76,11 @@ def stored_launches(traced: Sequence[TracedLaunch], memory: Mapping[str, Array])
             )
         name = names.get(argument.data_ptr())
         if name is None or memory[name].shape != tuple(argument.shape):
-            raise ProgramError(f"{operator} reads {name or 'memory without a name'} as {list(argument.shape)}")
+            raise ProgramError(
+                f"{operator} reads memory without a name, of shape {list(argument.shape)}"
+                if name is None
+                else f"{operator} reads {name} of shape {list(memory[name].shape)} as {list(argument.shape)}"
+            )
         return StoredArgument(type_name(argument.dtype), memory=name)
 
     return tuple(

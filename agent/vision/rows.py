@@ -149,7 +149,7 @@ class ImageRows:
         ):
             check_range(name, value, low, high)
         if (inputs.token_ids[tile.token : tile.token + tile.rows] != self._vision.image_token_id).any():
-            raise ProtocolError(f"the tile at token {tile.token} of a step replaces a token that is no image token")
+            raise ProtocolError(f"the tile at token {tile.token} of a step replaces a token that is not an image token")
 
     def _rows(self, tile: StepTile) -> Array:
         key = (tile.digest, tile.height, tile.width)

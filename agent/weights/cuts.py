@@ -43,7 +43,9 @@ class TensorCut:
         """
         groups = slice(None) if self.columns is None else self.groups(tensor.scheme)
         if self.columns is not None and tensor.group_of_input is not None:
-            raise CheckpointError("groups of inputs are not consecutive (desc_act), so agents cannot share it")
+            raise CheckpointError(
+                "its groups of inputs are not consecutive (desc_act), so agents cannot share the tensor"
+            )
         return replace(
             tensor,
             values=np.ascontiguousarray(self.of(tensor.values)),
@@ -73,7 +75,9 @@ class TensorCut:
             return slice(None)
         start, stop = self.columns.start, self.columns.stop
         if start % scheme.group or (stop % scheme.group and stop != self.whole[1]):
-            raise CheckpointError(f"columns {start} to {stop} divide a group of {scheme.group} inputs")
+            raise CheckpointError(
+                f"the part from input {start} to {stop} begins or ends inside a group of {scheme.group} inputs"
+            )
         return slice(start // scheme.group, -(-stop // scheme.group))
 
 

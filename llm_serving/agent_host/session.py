@@ -185,13 +185,16 @@ class Session:
         exist.
         """
         if self._group is None or masks.slot >= len(self._contents):
-            raise ProtocolError(f"Masks names slot {masks.slot} of {len(self._contents)}")
+            raise ProtocolError(f"Masks names slot {masks.slot}; there are {len(self._contents)} slots")
         return masks.slot in self._in_flight and self._group.slots[masks.slot].seq == masks.seq
 
     def _write(self, message: messages.Step | messages.Masks, contents: memoryview) -> None:
         slot = message.slot
         if slot >= len(self._contents) or (slot in self._in_flight) == isinstance(message, messages.Step):
-            raise ProtocolError(f"{type(message).__name__} names slot {slot}, in use: {slot in self._in_flight}")
+            raise ProtocolError(
+                f"{type(message).__name__} names slot {slot} of {len(self._contents)}, which does not exist or is "
+                f"{'in use' if slot in self._in_flight else 'not in use'}"
+            )
         if isinstance(message, messages.Masks):
             self._contents[slot].write_masks(contents)
             return

@@ -120,7 +120,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
         try:
             yield json.loads(data)
         except ValueError as reason:
-            raise ChatError(f"the server sent an event that is no JSON: {data[:80]!r}") from reason
+            raise ChatError(f"the server sent an event that is not JSON: {data[:80]!r}") from reason
     raise ChatError("the server closed the connection before the end of the answer")
 
 

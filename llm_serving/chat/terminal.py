@@ -59,7 +59,7 @@ class Terminal:
         name, _, rest = line.partition(" ")
         command = self._commands.get(name)
         if command is None:
-            print_line(f"{name} is no command; /help lists them")
+            print_line(f"{name} is not a command; /help lists the commands")
         else:
             command(rest.strip())
 

@@ -55,7 +55,7 @@ class SecureChannel:
         does not read.
         """
         if len(self._unsent) >= MAX_UNSENT_FRAMES:
-            raise ConnectionError(f"the peer has not read {len(self._unsent)} frames")
+            raise ConnectionError(f"the peer has not read the last {len(self._unsent)} frames; more are not kept")
         self._unsent.append(frame(payload, self._max_bytes))
         self.flush()
 

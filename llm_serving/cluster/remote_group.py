@@ -214,11 +214,17 @@ class RemoteGroup:
         message into their step slot.
         """
         if carried.member >= len(self.members) or not self.is_ready:
-            raise ProtocolError(f"a message of agent {carried.member} of {len(self.members)}, ready: {self.is_ready}")
+            raise ProtocolError(
+                f"agent {carried.member} sent a message"
+                + (f"; there are {len(self.members)} agents" if self.is_ready else " before the agents were ready")
+            )
         message = messages.decode_agent_message(bytes(carried.payload))
         if len(carried.contents):
             if not isinstance(message, StepDone) or message.slot >= NUM_SLOTS:
-                raise ProtocolError(f"{type(message).__name__} has contents of a slot, or names a wrong one")
+                raise ProtocolError(
+                    f"a {type(message).__name__} message has contents of a slot; only StepDone may have them, for the "
+                    f"slots 0 to {NUM_SLOTS - 1}"
+                )
             self._contents[message.slot].write_results(carried.contents)
         return carried.member, message
 
@@ -233,11 +239,13 @@ class RemoteGroup:
             self._refusal = message.reason
             raise AgentStartError(f"node {self._node.name} refused the model: {message.reason}")
         elif not isinstance(message, link.Beat):
-            raise ProtocolError(f"the node sent {type(message).__name__} to a server that uses it")
+            raise ProtocolError(f"the node sent {type(message).__name__}, although this server uses it already")
 
     def _note_ready(self, message: GroupReady) -> None:
         if len(message.summaries) != len(self.members) or len(message.pids) != len(self.members):
-            raise ProtocolError(f"the node has {len(message.summaries)} agents; {len(self.members)} were wanted")
+            raise ProtocolError(
+                f"the node has {len(message.summaries)} agents; the server asked for {len(self.members)}"
+            )
         for member, summary, pid in zip(self.members, message.summaries, message.pids, strict=True):
             member.is_ready, member.summary, member.pid = True, summary, pid
         arithmetic = str(message.summaries[self._answering].get("arithmetic", ""))

@@ -24,7 +24,11 @@ def check_events(raw: RawConfig, config: Config) -> None:
         _check_endpoint(raw, f"kv_events_config.{name}", getattr(events, name), events.allow_remote)
     port = events.endpoint.rpartition(":")[2]
     if events.endpoint == events.replay_endpoint and port != "0":
-        raise raw.error("kv_events_config.replay_endpoint", events.endpoint, "is endpoint, too; choose another one")
+        raise raw.error(
+            "kv_events_config.replay_endpoint",
+            events.endpoint,
+            "is also kv_events_config.endpoint; choose another address",
+        )
 
 
 def _check_endpoint(raw: RawConfig, key: str, endpoint: str | None, allow_remote: bool) -> None:

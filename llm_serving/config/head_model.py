@@ -66,7 +66,7 @@ def read_mtp_layer(raw: RawConfig, folder: Path | None, shape: ModelShape, *, ha
         problem = "needs MTP layers, and config.json of the model states none (num_nextn_predict_layers); set auto"
         raise raw.error(_METHOD, MTP, problem)
     if folder is not None and find_gguf(folder) is not None:
-        raise raw.error(_METHOD, MTP, "not with a GGUF file; use a Hugging Face folder, or set auto")
+        raise raw.error(_METHOD, MTP, "cannot be used with a GGUF file; use a Hugging Face folder, or set auto")
     experts = None if shape.experts is None else replace(shape.experts, dense_layers=())
     own = replace(shape, num_layers=1, num_extra_layers=0, experts=experts, tie_word_embeddings=False)
     layers = (shape.num_layers,)
@@ -78,7 +78,7 @@ def read_mtp_layer(raw: RawConfig, folder: Path | None, shape: ModelShape, *, ha
 
 def _check_target(raw: RawConfig, shape: ModelShape, method: str) -> None:
     if shape.gemma is not None:
-        raise raw.error(_METHOD, method, f"not with a {shape.architecture}; set auto or off")
+        raise raw.error(_METHOD, method, f"cannot be used with a {shape.architecture}; set auto or off")
 
 
 def _check_sizes(fields: TypedFields, shape: ModelShape) -> None:

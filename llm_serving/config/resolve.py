@@ -212,7 +212,7 @@ class Resolver:
         path = self._find(key, section.model)
         if path is None:
             needed = "folder or the GGUF file of a draft model" if section.method == "draft" else "folder of a head"
-            raise self._raw.error(key, None, f"method {section.method} needs the {needed}")
+            raise self._raw.error(key, None, f"speculative_config.method: {section.method} needs the {needed}")
         read = read_draft_model if section.method == "draft" else read_eagle_head
         return read(self._raw, path, shape, has_weights=has_weights)
 

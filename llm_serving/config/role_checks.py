@@ -33,7 +33,7 @@ def _problem_of(roles: tuple[str, ...], num_replicas: int) -> str | None:
     """Return the reason why these roles cannot serve every request, or None if they can."""
     unknown = set(roles) - {PREFILL, DECODE, BOTH}
     if unknown:
-        return f"{', '.join(sorted(unknown))} is no role; roles are prefill, decode and both"
+        return f"{', '.join(sorted(unknown))} is not a role; the roles are prefill, decode and both"
     if len(roles) != num_replicas:
         return f"has {len(roles)} roles for {num_replicas} replicas (data_parallel); state one for each"
     if set(roles) == {PREFILL}:

@@ -36,14 +36,20 @@ def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConf
     ports = [port for port in serving.agent_ports if port != 0]
     key, value = "serving_config.agent_ports", list(serving.agent_ports)
     if len(set(ports)) != len(ports):
-        raise raw.error(key, value, "a port appears twice")
+        raise raw.error(key, value, "a port appears twice; each agent needs its own port")
     if len(value) != parallel.world_size and value != [0] and not parallel.is_remote:
         raise raw.error(key, value, _ports_problem(len(value), parallel))
     for name in ("server_port", "admin_port"):
         if getattr(serving, name) in ports:
-            raise raw.error(f"serving_config.{name}", getattr(serving, name), "is the port of an agent too")
+            raise raw.error(
+                f"serving_config.{name}",
+                getattr(serving, name),
+                "is also in serving_config.agent_ports; choose another port",
+            )
     if serving.admin_port and serving.admin_port == serving.server_port:
-        raise raw.error("serving_config.admin_port", serving.admin_port, "is server_port, too; choose another port")
+        raise raw.error(
+            "serving_config.admin_port", serving.admin_port, "is also serving_config.server_port; choose another port"
+        )
     if not _is_loopback(raw, "serving_config.agent_ip", serving.agent_ip):
         raise raw.error("serving_config.agent_ip", serving.agent_ip, "agents listen on a loopback address only")
     for name in ("server_ip", "admin_ip"):
@@ -95,7 +101,11 @@ def agents_of_graphs(raw: RawConfig, sections: Mapping[str, Any]) -> int | None:
     )
     key = "model_path.prefill_model"
     if graphs and decode and len(graphs) != len(decode):
-        raise raw.error(key, list(graphs), f"has {len(graphs)} graphs, and decode_model has {len(decode)}")
+        raise raw.error(
+            key,
+            list(graphs),
+            f"has {len(graphs)} graphs, and model_path.decode_model has {len(decode)}; they must agree",
+        )
     if raw.sections.get("parallel_config") or len(graphs) <= 1:
         return None
     if ports != (0,) and len(ports) != len(graphs):

@@ -46,7 +46,7 @@ def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend
             "the primitives ApplyRotaryPosEmb, ReshapeAndCache and PagedAttention take float16 and bfloat16 only; "
             "use op_table fused (CPU), or model_dtype float16 or bfloat16"
         )
-        raise raw.error("model_config.op_table", op_table, f"not with model_dtype float32: {problem}")
+        raise raw.error("model_config.op_table", op_table, f"cannot be used with model_dtype float32: {problem}")
 
 
 def check_formats(raw: RawConfig, model: ModelConfig) -> None:
@@ -258,7 +258,7 @@ def check_ascend_options(raw: RawConfig, config: Config) -> None:
     }
     for obstacle, is_there in obstacles.items():
         if is_there:
-            raise raw.error("model_config.capture_launches", True, f"not with {obstacle}; use False")
+            raise raw.error("model_config.capture_launches", True, f"cannot be used with {obstacle}; use False")
 
 
 def _check_ascend_only(raw: RawConfig, config: Config, key: str, value: object, instead: str) -> None:
@@ -295,7 +295,7 @@ def _check_draft_model(raw: RawConfig, config: Config) -> None:
     }
     for obstacle, is_there in obstacles.items():
         if is_there:
-            raise raw.error("speculative_config.method", method, f"not with {obstacle}; set auto or off")
+            raise raw.error("speculative_config.method", method, f"cannot be used with {obstacle}; set auto or off")
     assert draft is not None, "the resolver reads the draft model"
     if draft.head is None and draft.shape.max_positions < config.max_model_len:
         problem = (

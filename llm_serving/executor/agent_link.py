@@ -175,7 +175,9 @@ class AgentLink:
             messages.check_proof(self.process.secret, "agent", self._nonce, message.proof)
             self.is_connected = True
         elif not self.is_connected:
-            raise ProtocolError(f"agent {self.rank} sent {type(message).__name__} before it had proved itself")
+            raise ProtocolError(
+                f"agent {self.rank} sent {type(message).__name__} before it had proved that it knows the launch secret"
+            )
         elif isinstance(message, messages.Progress) and not self.is_ready:
             self._report(self.rank, message.stage, message.done, message.total)
         elif isinstance(message, messages.Ready):

@@ -222,7 +222,12 @@ def tokenizer_json(vocabulary: Vocabulary) -> bytes:
 def _unique(vocabulary: Vocabulary) -> dict[str, int]:
     vocab = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     if len(vocab) != len(vocabulary.tokens):
-        raise _error(vocabulary.header, "tokens", f"{len(vocabulary.tokens)} tokens", f"{len(vocab)} texts differ")
+        raise _error(
+            vocabulary.header,
+            "tokens",
+            f"{len(vocabulary.tokens)} tokens",
+            f"only {len(vocab)} of them have different texts",
+        )
     return vocab
 
 

@@ -48,7 +48,7 @@ def decode(data: bytes, settings: ImageConfig, param: str) -> Image.Image:
         except ImageError:
             raise
         except UnidentifiedImageError:
-            problem = f"'{param}' is no image of a kind that this server reads: {', '.join(KINDS)}."
+            problem = f"'{param}' is not an image of a kind that this server reads: {', '.join(KINDS)}."
             raise ImageError(problem, param=param) from None
         except Image.DecompressionBombError as problem:
             raise ImageError(f"'{param}': {problem}", param=param, code="image_too_large") from None

@@ -108,7 +108,7 @@ def _read_file(url: str, settings: ImageConfig, param: str) -> bytes:
         parts = urlsplit(url)
         path = os.path.realpath(os.fsdecode(unquote_to_bytes(parts.path)))
     except ValueError as problem:  # the URL has a zero byte or a single bracket, for example
-        raise ImageError(f"'{param}' is no valid file: URL: {problem}.", param=param) from None
+        raise ImageError(f"'{param}' is not a valid file: URL: {problem}.", param=param) from None
     allowed = [os.path.realpath(folder) for folder in folders]
     if parts.netloc not in ("", "localhost") or not any(Path(path).is_relative_to(folder) for folder in allowed):
         raise ImageError(

@@ -71,7 +71,7 @@ class SlotContents:
         """
         num_bytes = len(self._header)
         if len(contents) < num_bytes:
-            raise ProtocolError(f"the contents of a slot have {len(contents)} bytes; its header has {num_bytes}")
+            raise ProtocolError(f"the contents of a slot have {len(contents)} bytes; the header alone has {num_bytes}")
         self._header[:] = contents[:num_bytes]
         self._slot.check_header(seq)
         _fill(self._input_parts(), contents[num_bytes:], f"the inputs of step {seq}")

@@ -138,7 +138,7 @@ def read_routing(fields: TypedFields, experts: int, per_token: int, *, corrected
         raise fields.fail("n_group", f"must divide the number of experts, n_routed_experts = {experts}")
     if corrected and experts // groups < 2:
         raise fields.fail(
-            "n_group", f"leaves a group {experts // groups} experts; the router adds the two best of each"
+            "n_group", f"makes groups of {experts // groups} experts; the router needs at least 2 in each"
         )
     if chosen * (experts // groups) < per_token:
         problem = f"{chosen} groups have {chosen * (experts // groups)} experts; a token needs {per_token}"

@@ -258,11 +258,11 @@ def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[i
     is_on = family.window == "always" or (family.window == "switched" and fields.boolean("use_sliding_window", False))
     types = () if family.hybrid else fields.names("layer_types")
     if types and (len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}):
-        raise fields.fail("layer_types", f"must be {num_layers} times {_FULL} or {_SLIDING}")
+        raise fields.fail("layer_types", f"must be a list of {num_layers} entries, each {_FULL} or {_SLIDING}")
     window = fields.integer("sliding_window", 0, 0, MAX_WINDOW) if is_on else 0
     if window == 0:
         if _SLIDING in types:
-            raise fields.fail("layer_types", "there is no sliding_window to go with it")
+            raise fields.fail("layer_types", f"has {_SLIDING}, but sliding_window is missing or off")
         return 0, ()
     if types:
         full = tuple(index for index, kind in enumerate(types) if kind == _FULL)
@@ -280,7 +280,7 @@ def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Expert
         for key in ("num_local_experts", "num_experts", "n_routed_experts"):
             if fields.integer(key, 0, 0, 1 << 20) > 1:
                 known = " and ".join(name for name, each in FAMILIES.items() if each.experts is not None)
-                raise fields.fail(key, f"{family.architecture} has no experts; {known} have")
+                raise fields.fail(key, f"must not be above 1: {family.architecture} has no experts; {known} have")
         return None
     if family.deepseek:
         return _read_deepseek_experts(fields, family, num_layers)

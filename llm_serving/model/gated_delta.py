@@ -114,7 +114,7 @@ def _full_layers(fields: TypedFields, num_layers: int) -> tuple[int, ...]:
         each = fields.integer("full_attention_interval", 4, 1, 1 << 20)
         types = tuple(_LINEAR if (layer + 1) % each else _FULL for layer in range(num_layers))
     if len(types) != num_layers or not set(types) <= {_FULL, _LINEAR}:
-        raise fields.fail("layer_types", f"must be {num_layers} times {_FULL} or {_LINEAR}")
+        raise fields.fail("layer_types", f"must be a list of {num_layers} entries, each {_FULL} or {_LINEAR}")
     full = tuple(layer for layer, kind in enumerate(types) if kind == _FULL)
     if not full or len(full) == num_layers:
         raise fields.fail("layer_types", f"must have layers of both kinds, {_FULL} and {_LINEAR}")

@@ -161,7 +161,7 @@ def read_classifier(folder: Path | None) -> Pooling:
     Raises CheckpointError if the model has no classes, or if ``config.json`` describes them wrongly.
     """
     if folder is None or not is_classifier(folder):
-        raise CheckpointError(f"{folder}: is no model *{CLASSIFIER}, which model_config.task: classify needs")
+        raise CheckpointError(f"{folder}: is not a model *{CLASSIFIER}, which model_config.task: classify needs")
     file = folder / "config.json"
     values = read_json_object(file, MAX_FILE_BYTES, CheckpointError)
     labels = _labels(values, file)
@@ -199,7 +199,9 @@ def _of_modules(folder: Path, hidden_size: int) -> Pooling:
         if kinds and kinds[-1] == "Normalize":
             raise CheckpointError(f"{place}: {kind} follows Normalize; only Normalize as the last module is supported")
         if (kind == "Transformer") != (not kinds):
-            raise CheckpointError(f"{place}: module {len(kinds)} is {kind}; Transformer must be the first, and only it")
+            raise CheckpointError(
+                f"{place}: module {len(kinds)} is {kind}; the first module must be the only Transformer"
+            )
         if kind == "Transformer":
             if path not in ("", "."):
                 raise CheckpointError(f"{place}: Transformer is in {path!r}; it must be in the model folder itself")

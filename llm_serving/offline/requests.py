@@ -77,7 +77,7 @@ def fields_of(sampling: Sampling | None, *, is_chat: bool) -> dict[str, Any]:
     for name in _OWN:
         if name in sampling:
             raise RequestError(
-                f"'{name}' is no sampling parameter of an LLM in a program; leave it out.",
+                f"'{name}' is not a sampling parameter of an LLM in a program; leave it out.",
                 param=name,
                 code="unknown_parameter",
             )
@@ -105,7 +105,7 @@ def _json(body: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(body)
     except TypeError as error:
-        raise RequestError(f"The request is no JSON: {error}.", code="invalid_type") from None
+        raise RequestError(f"The request is not JSON: {error}.", code="invalid_type") from None
 
 
 def _wrong(name: str, wanted: str, value: object) -> RequestError:

@@ -67,4 +67,4 @@ def _override(name: str, value: object) -> str:
     try:
         return f"{name}={json.dumps(value)}"
     except (TypeError, ValueError):
-        raise ConfigError(f"LLM: {name} = {value!r}: is no JSON value") from None
+        raise ConfigError(f"LLM: {name} = {value!r}: must be a JSON value") from None

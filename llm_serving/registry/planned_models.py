@@ -67,7 +67,10 @@ def _planned(entry: FurtherModel, main: Config, read: ReadConfig, machine: Machi
     if config.models_config.models:
         raise ConfigError(f"models_config.models: the config of {entry.name!r} must not have models_config.models")
     if config.device != main.device:
-        raise ConfigError(f"models_config.models: {entry.name!r} is for {config.device}; all models need {main.device}")
+        raise ConfigError(
+            f"models_config.models: {entry.name!r} is for the device {config.device}; all models must be for the "
+            f"device of the main model, {main.device}"
+        )
     return PlannedModel(config, need_of(config, machine), entry.pinned, partial(_read_again, read_entry, machine))
 
 

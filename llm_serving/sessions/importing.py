@@ -156,7 +156,7 @@ class SessionImport:
                 self.result.differences.append(f"the version is {theirs} in the file and {__version__!r} here")
             return
         if manifest.namespace != self._identity.namespace:
-            raise InvalidSessionError("The namespace of the session file does not belong to its facts.")
+            raise InvalidSessionError("The namespace of the session file does not match the facts of its model.")
         count = num_blocks_of(manifest.num_tokens, size)
         root = root_hash(self._namespace, self.salt)
         # Hashing the blocks of a long session takes too long for the event loop, so another thread does it.

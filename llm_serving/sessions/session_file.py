@@ -171,7 +171,7 @@ class SessionReader:
         """
         magic = yield len(MAGIC)
         if magic != MAGIC:
-            raise InvalidSessionError(f"The body is no session file: it begins with {magic!r} instead of {MAGIC!r}.")
+            raise InvalidSessionError(f"The body is not a session file: it begins with {magic!r} instead of {MAGIC!r}.")
         size, checksum = _PAIR.unpack((yield _PAIR.size))
         if size > MAX_MANIFEST_BYTES:
             raise InvalidSessionError(f"The manifest has {size} bytes; the maximum is {MAX_MANIFEST_BYTES}.")

@@ -76,7 +76,7 @@ EVENTS: Mapping[str, LogEvent] = {
         "The server could not continue a batch, for example because its disk is full.", {"message": "the reason"}
     ),
     "batch_record_ignored": LogEvent(
-        "A file in batch_config.folder is no record of a file or batch.", {"message": "path of the file"}
+        "A file in batch_config.folder is not a record of a file or batch.", {"message": "path of the file"}
     ),
     "api_keys_loaded": LogEvent(
         "The key file has changed; its keys are valid from now on.",

@@ -22,7 +22,7 @@ def max_output_tokens(request: Request, limits: SchedulerLimits) -> int:
         )
     if prompt > limits.max_prompt_len:
         raise ContextLengthError(
-            f"the prompt has {prompt} tokens, the longest prompt served is {limits.max_prompt_len} tokens"
+            f"the prompt has {prompt} tokens; the maximum is {limits.max_prompt_len} tokens"
             " (model_config.seq_length). Shorten the prompt.",
             param="prompt",
         )
@@ -43,8 +43,8 @@ def _check_cache(prompt: int, max_output: int, limits: SchedulerLimits) -> None:
     if needed > usable:
         raise ContextLengthError(
             f"a prompt of {prompt} tokens and up to {max_output} output tokens need ceil(({prompt} + {max_output}"
-            f" - 1) / {limits.block_size}) = {needed} blocks of the KV cache; it has {usable}"
-            f" (pa_config.num_blocks {limits.num_blocks} less the null block), which hold"
-            f" {usable * limits.block_size} tokens. Shorten the prompt or ask for fewer tokens.",
+            f" - 1) / {limits.block_size}) = {needed} blocks of the KV cache. The KV cache has {usable} blocks"
+            f" (pa_config.num_blocks {limits.num_blocks} less the null block) for {usable * limits.block_size} tokens."
+            " Shorten the prompt or ask for fewer tokens.",
             param="max_tokens",
         )

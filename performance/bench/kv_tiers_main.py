@@ -134,7 +134,7 @@ def _timed(server: Endpoint, options: argparse.Namespace, number: int, answers: 
     choice = _ask(server, prompt)
     seconds = time.perf_counter() - start
     if answers.setdefault(number, choice) != choice:
-        raise TierBenchmarkError(f"session {number} has another response than when it was computed")
+        raise TierBenchmarkError(f"the response of session {number} differs from its first response")
     return seconds
 
 

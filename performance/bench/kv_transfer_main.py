@@ -133,7 +133,7 @@ def _timed_copies(options: argparse.Namespace) -> Results:
     finally:
         memory.close()
     if any((a[blocks] != b[blocks]).any() for a, b in zip(source, target, strict=True)):
-        raise TransferBenchmarkError("blocks arrived with other bytes")
+        raise TransferBenchmarkError("the received blocks differ from the sent blocks")
     num_bytes = count * options.arrays * options.part_bytes
     rates = {name: num_bytes / one / GIGA for name, one in seconds.items()}
     rates["hand-over (to and from)"] = hand_over = num_bytes / (seconds["to pool"] + seconds["from pool"]) / GIGA
@@ -170,7 +170,7 @@ def _copy_seconds(
         rounds,
     )
     if faults.any():
-        raise TransferBenchmarkError("a block had another checksum")
+        raise TransferBenchmarkError("the checksum of a received block is wrong")
     return seconds
 
 
@@ -216,7 +216,7 @@ def _transfers(options: argparse.Namespace) -> Results:
         receiver.close()
         bare.close()
     if (source.blocks != target.blocks).any() or (source.headers != target.headers).any():
-        raise TransferBenchmarkError("blocks arrived with other bytes")
+        raise TransferBenchmarkError("the received blocks differ from the sent blocks")
     num_bytes = count * block_bytes
     rates = {name: num_bytes / one / GIGA for name, one in seconds.items()}
     ratio = rates["TcpTransport"] / rates["bare socket"]

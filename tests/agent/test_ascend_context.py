@@ -159,7 +159,7 @@ def test_int8_experts_always_have_the_nz_layout(weight_format: str, layout: str,
             ("weight_layout=nz",),
             "model_config.weight_layout = 'nz': needs weight_format int8, and it is",
         ),
-        (("capture_launches=True", "backend=ge"), "capture_launches = True: not with model_config.backend ge, which"),
+        (("capture_launches=True", "backend=ge"), "cannot be used with model_config.backend ge, which"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(overrides: tuple[str, ...], message: str) -> None:
@@ -178,7 +178,9 @@ def test_agents_of_a_stage_capture_all_collectives_but_all_gather() -> None:
 
 
 def test_capture_is_refused_for_several_stages() -> None:
-    with pytest.raises(ConfigError, match=r"not with parallel_config\.pipeline_parallel above 1, as sends and"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be used with parallel_config\.pipeline_parallel above 1, as sends and"
+    ):
         grouped("parallel_config.pipeline_parallel=2")
 
 

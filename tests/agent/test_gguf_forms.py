@@ -143,7 +143,9 @@ def test_a_rate_that_does_not_decay_is_refused(tmp_path: Path) -> None:
         changed.write(np.zeros(tensor.n_elements, np.float32).tobytes())
     specs = weight_specs(ModelShape.from_path(file))
     source = open_weights(file, specs, seed=None, ignorable=("lm_head.weight",))
-    with pytest.raises(CheckpointError, match=r"blk\.0\.ssm_a: a rate of decay is not negative"):
+    with pytest.raises(
+        CheckpointError, match=r"blk\.0\.ssm_a: the values must be negative, because they are decay rates"
+    ):
         load_weights([spec for spec in specs if not spec.packed_only], source, "float32", lambda done, of: None)
     source.close()
 

@@ -62,7 +62,7 @@ def test_entries_of_one_batch_row_are_one_run() -> None:
     assert runs(states, (3, 3, 1), (1, 7, 1)) == [[0, 1, 7, 6], [1, 1, 3, 2]]
     with pytest.raises(ProtocolError, match="not consecutive positions"):
         runs(states, (1, 8, 1), (1, 10, 1))
-    with pytest.raises(ProtocolError, match="twice, with another one between"):
+    with pytest.raises(ProtocolError, match="the entries of a batch row are not next to each other"):
         runs(states, (1, 8, 1), (3, 4, 1), (1, 9, 1))
 
 

@@ -152,7 +152,7 @@ def test_rows_replace_the_embeddings_of_their_tokens_and_are_kept(config: Config
         ({"first": 8, "rows": 2}, "numbers of rows holds 2; it must be at least 1 and below 2"),
         ({"rows": 0}, "numbers of rows holds 0"),
         ({"width": 96}, "a tile of 96 x 48 pixels; the largest has 2304 pixels"),
-        ({"token": 0}, "replaces a token that is no image token"),
+        ({"token": 0}, "replaces a token that is not an image token"),
         ({"digest": bytes(16)}, "place 0 of the tiles has other pixels than the step expects"),
     ],
 )

@@ -65,7 +65,7 @@ def test_history_system_prompt_and_options_are_sent() -> None:
             answer = terminal.expect(r">>> one\n(.*?)\n\[3 tokens, ").group(1)
             terminal.type("two\n/system Be kind.\n/reset\n/system\n/nonsense\nthree\n")
             terminal.expect(
-                r"the conversation is empty.*system prompt: Be kind\..*/nonsense is no command.*\[3 tokens, "
+                r"the conversation is empty.*system prompt: Be kind\..*/nonsense is not a command.*\[3 tokens, "
             )
             terminal.expect(">>> ")
             terminal.type("/quit\n")
@@ -104,7 +104,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_text() -> None:
     [
         (Reply(kind="status", status=400), r"error: http://\S+: 400: come back later"),
         (Reply(kind="drop"), r"\nerror: the server closed the connection before the end of the answer"),
-        (Reply(kind="garbage"), r"error: the server sent an event that is no JSON: "),
+        (Reply(kind="garbage"), r"error: the server sent an event that is not JSON: "),
         (Reply(kind="error"), r"\nerror: "),
     ],
     ids=lambda value: value.kind if isinstance(value, Reply) else "",

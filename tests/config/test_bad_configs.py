@@ -48,7 +48,7 @@ def test_fused_operators_on_an_ascend(tmp_path: Path) -> None:
     overrides = [f"model_config.model_path={folder}", "model_config.op_table=fused"]
     with pytest.raises(ConfigError, match=r"^command line: model_config.op_table = 'fused': the fused operators are"):
         load_config("llama_tiny_cpu.yaml", overrides, ascend=True)
-    with pytest.raises(ConfigError, match=r"model_config.op_table = 'native': not with model_dtype float32"):
+    with pytest.raises(ConfigError, match=r"model_config.op_table = 'native': cannot be used with model_dtype float32"):
         load_config("llama_tiny_cpu.yaml", overrides[:1], ascend=True)
 
 

@@ -71,7 +71,7 @@ def test_automatic_blocks_leave_memory_for_the_draft_models_cache(tmp_path: Path
         (["speculative_config.method=auto"], {}, "has an effect only with speculative_config.method: draft or eagle"),
         ([], {"vocab_size": 3000}, "has a vocabulary of 3000 tokens, and the model has 300; a draft model needs the"),
         ([], {"max_position_embeddings": 512}, "has contexts of 512 tokens, and sequences may have 2048; set"),
-        (["parallel_config.tensor_parallel=2"], {}, "not with agents that share a model"),
+        (["parallel_config.tensor_parallel=2"], {}, "cannot be used with agents that share a model"),
         (["speculative_config.method=eagle", "speculative_config.model=null"], {}, "eagle needs the folder of a head"),
     ],
 )

@@ -78,7 +78,7 @@ def test_the_plan_counts_a_head(tmp_path: Path) -> None:
     ("method", "overrides", "changes", "message"),
     [
         ("mtp", [], {"num_nextn_predict_layers": 0}, "config.json of the model states none (num_nextn_predict_layers)"),
-        ("mtp", ["parallel_config.tensor_parallel=2"], {}, "not with agents that share a model"),
+        ("mtp", ["parallel_config.tensor_parallel=2"], {}, "cannot be used with agents that share a model"),
         ("eagle", [], {"num_hidden_layers": 3}, "the model has 3 layers; an EAGLE-3 head needs 4"),
         ("eagle", [], {"hidden_size": 64}, "hidden_size = 96: must be 64 as in the model"),
         ("eagle", [], {"vocab_size": 500}, "vocab_size = 419: must be 500 as in the model"),
@@ -91,15 +91,16 @@ def test_the_plan_counts_a_head(tmp_path: Path) -> None:
             "eagle",
             ["model_config.op_table=native", "model_config.model_dtype=bfloat16", "model_config.kv_format=int8"],
             {},
-            "not with native operators and model_config.kv_format: int8",
+            "cannot be used with native operators and model_config.kv_format: int8",
         ),
         (
             "eagle",
             ["model_config.model_dtype=bfloat16"],
             {"ascend": True},
-            "speculative_config.method = 'eagle': not with an Ascend, as it has not been run there; set auto or off",
+            "speculative_config.method = 'eagle': cannot be used with an Ascend, as it has not been run there; set "
+            "auto or off",
         ),
-        ("mtp", ["model_config.model_dtype=bfloat16"], {"ascend": True}, "not with an Ascend"),
+        ("mtp", ["model_config.model_dtype=bfloat16"], {"ascend": True}, "cannot be used with an Ascend"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -80,7 +80,7 @@ def scaled(kind: str, **values: object) -> dict[str, object]:
 
 REFUSED = [
     (["model_config.op_table=fused"], {}, "op_table = 'fused': with model_type mindformers use native or auto"),
-    (["model_config.model_dtype=float32"], {}, "not with model_dtype float32"),
+    (["model_config.model_dtype=float32"], {}, "cannot be used with model_dtype float32"),
     (["model_config.kv_format=int8"], {}, "model_config.kv_format = 'int8': MindFormers' models write keys"),
     (["parallel_config.tensor_parallel=2"], {}, "parallel_config.tensor_parallel = 2: MindFormers' models are not"),
     (["parallel_config.pipeline_parallel=2"], {}, "parallel_config.pipeline_parallel = 2: MindFormers' models are not"),

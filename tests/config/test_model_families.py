@@ -183,7 +183,7 @@ def test_latent_attention_and_deepseeks_experts_are_read(tmp_path: Path) -> None
         ({**V2, "v_head_dim": 41}, "v_head_dim = 41: must be at most kv_lora_rank + qk_rope_head_dim = 40"),
         ({**V3, "topk_method": "greedy"}, "topk_method = 'greedy': is not supported; only noaux_tc"),
         ({**V3, "n_group": 3}, "n_group = 3: must divide the number of experts, n_routed_experts = 8"),
-        ({**V3, "n_group": 8}, "n_group = 8: leaves a group 1 experts"),
+        ({**V3, "n_group": 8}, "n_group = 8: makes groups of 1 experts; the router needs at least 2"),
         ({**V3, "topk_group": 1}, "topk_group = 1: 1 groups have 2 experts; a token needs 3"),
         ({**V3, "n_group": None}, "n_group = null: must be an integer from 1 to 8"),
         ({**MOE, "num_experts": None}, "num_experts = null: must be an integer from 1"),
@@ -198,7 +198,7 @@ def test_latent_attention_and_deepseeks_experts_are_read(tmp_path: Path) -> None
         ),
         (
             {"architectures": ["MistralForCausalLM"], "layer_types": ["sliding_attention"] * 2},
-            "layer_types = ['sliding_attention', 'sliding_attention']: there is no sliding_window to go with it",
+            "layer_types = ['sliding_attention', 'sliding_attention']: has sliding_attention, but sliding_window is",
         ),
         (
             {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.7},
@@ -329,7 +329,10 @@ def test_the_sizes_of_linear_attention_are_read(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"layer_types": ["linear_attention"] * 2}, "must have layers of both kinds"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "2 times full_attention or linear_attention"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "a list of 2 entries, each full_attention or linear_attention",
+        ),
         ({"linear_num_value_heads": 24}, "must be a multiple of linear_num_key_heads = 16"),
         ({"linear_key_head_dim": 24}, "linear_key_head_dim = 24: must be a multiple of 16"),
         ({"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim = 17: must be from 1 to 16"),

@@ -119,7 +119,11 @@ BAD_VALUES = [
     ("hidden_act", "gelu", "hidden_act = 'gelu': is not supported; only silu"),
     ("attention_bias", 1, "attention_bias = 1: must be true or false"),
     ("mlp_bias", True, "mlp_bias = True: is not supported"),
-    ("num_local_experts", 8, "num_local_experts = 8: LlamaForCausalLM has no experts; MixtralForCausalLM and Qwen3Moe"),
+    (
+        "num_local_experts",
+        8,
+        "num_local_experts = 8: must not be above 1: LlamaForCausalLM has no experts; MixtralForCausalLM and Qwen3Moe",
+    ),
     (
         "quantization_config",
         {"bits": 4},

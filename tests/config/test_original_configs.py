@@ -205,7 +205,10 @@ def test_graphs_for_four_agents_make_four_agents(tmp_path: Path) -> None:
         ({"model_path": {"prefill_model": "x"}}, "model_path.prefill_model = 'x': must be a list of text"),
         ({"model_path": {"argmax_model": 3}}, "model_path.argmax_model = 3: must be text, not an integer"),
         ({"model_path": {"prefil_model": []}}, "unknown key; did you mean 'prefill_model'"),
-        ({"model_path": {"prefill_model": ["a", "b"]}}, "has 2 graphs, and decode_model has 1"),
+        (
+            {"model_path": {"prefill_model": ["a", "b"]}},
+            "has 2 graphs, and model_path.decode_model has 1; they must agree",
+        ),
         ({"fa_config": {"rate": "fast"}}, "fa_config.rate = 'fast': must be a number, not text"),
         ({"fa_config": {"use_predictor": 1}}, "fa_config.use_predictor = 1: must be true or false"),
         ({"model_config": {"fastserve": "yes"}}, "model_config.fastserve = 'yes': must be true or false"),

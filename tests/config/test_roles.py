@@ -24,7 +24,10 @@ NATIVE_INT8 = ["model_config.op_table=native", "model_config.model_dtype=bfloat1
         ([*TWO, "parallel_config.roles=[prefill, prefill]"], "no replica can decode"),
         ([*TWO, "parallel_config.roles=[decode, decode]"], "no replica computes long prompts"),
         ([*TWO, "parallel_config.roles=[decode]"], "has 1 roles for 2 replicas"),
-        ([*TWO, "parallel_config.roles=[prefil, both]"], "prefil is no role; roles are prefill, decode and both"),
+        (
+            [*TWO, "parallel_config.roles=[prefil, both]"],
+            "prefil is not a role; the roles are prefill, decode and both",
+        ),
         (["parallel_config.prefill_threshold=100"], "has no effect without roles"),
         ([*TWO, "parallel_config.roles=[both, both]", "parallel_config.hand_over_blocks=9"], "no effect without roles"),
         ([*ROLES, "parallel_config.hand_over_blocks=1"], "the longest sequence has"),

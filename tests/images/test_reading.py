@@ -191,7 +191,7 @@ def test_a_host_that_sends_a_byte_from_time_to_time_is_left(host: str, part: str
 
 @pytest.mark.parametrize("url", ["file:///a%00b", "file://[/x", "file:///\ud800"])
 def test_a_damaged_file_url_is_refused(tmp_path: Path, url: str) -> None:
-    with pytest.raises(ImageError, match="is no valid file: URL"):
+    with pytest.raises(ImageError, match="is not a valid file: URL"):
         read_url(url, replace(SETTINGS, allowed_folders=(str(tmp_path),)), "field")
 
 

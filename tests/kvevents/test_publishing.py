@@ -225,7 +225,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (["endpoint=tcp://999.0.0.1:1"], "'999.0.0.1' is not an IP address"),
         (["endpoint=tcp://*:5557"], "set kv_events_config.allow_remote: true"),
         (["replay_endpoint=tcp://10.0.0.1:5557"], "other machines could read prompts as token ids"),
-        (["endpoint=tcp://127.0.0.1:5558"], "replay_endpoint = 'tcp://127.0.0.1:5558': is endpoint, too"),
+        (["endpoint=tcp://127.0.0.1:5558"], "replay_endpoint = 'tcp://127.0.0.1:5558': is also kv_events_config"),
         (["format=json"], "kv_events_config.format = 'json'"),
         (["buffer_batches=0"], "kv_events_config.buffer_batches = 0"),
     ],

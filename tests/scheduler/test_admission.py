@@ -17,9 +17,9 @@ def test_a_request_that_never_fits_the_cache_is_refused_with_the_arithmetic() ->
     with pytest.raises(ContextLengthError) as refusal:
         scheduler.add_request(make_request("big", 10, 12))
     assert str(refusal.value) == (
-        "a prompt of 10 tokens and up to 12 output tokens need ceil((10 + 12 - 1) / 4) = 6 blocks of the KV cache;"
-        " it has 5 (pa_config.num_blocks 6 less the null block), which hold 20 tokens. Shorten the prompt or ask for"
-        " fewer tokens."
+        "a prompt of 10 tokens and up to 12 output tokens need ceil((10 + 12 - 1) / 4) = 6 blocks of the KV cache."
+        " The KV cache has 5 blocks (pa_config.num_blocks 6 less the null block) for 20 tokens. Shorten the prompt or"
+        " ask for fewer tokens."
     )
     assert (refusal.value.status, refusal.value.param) == (400, "max_tokens")
     assert scheduler.is_idle
@@ -42,7 +42,7 @@ def test_a_request_may_need_the_whole_pool() -> None:
     ("prompt", "message"),
     [
         (0, "the prompt has no tokens"),
-        (49, "the prompt has 49 tokens, the longest prompt served is 48 tokens (model_config.seq_length)"),
+        (49, "the prompt has 49 tokens; the maximum is 48 tokens (model_config.seq_length)"),
     ],
 )
 def test_prompt_lengths_are_limited(prompt: int, message: str) -> None:

@@ -292,7 +292,7 @@ def test_a_folder_has_one_server_and_foreign_records_are_ignored(tokenizer, tmp_
     with batch_server(tokenizer, tmp_path) as server:
         assert len(list(client_of(server).files.list())) == 1
         assert [text.rpartition("/")[2] for text in server.warnings] == [
-            "file-x.json is no record of this server; it is ignored"
+            "file-x.json is not a record of this server; it is ignored"
         ]
         assert not list(tmp_path.rglob("*.part"))
 

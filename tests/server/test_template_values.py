@@ -47,7 +47,7 @@ def test_the_template_sees_the_values(served: HttpServer, path: str) -> None:
         ({f"v{i}": 1 for i in range(33)}, "should hold at most 32 values, not 33"),
         ({"a": "x" * 4097}, "holds a with 4097 characters; the maximum is 4096"),
         ({"a": [1]}, "holds a, which should be text, a number, a boolean or null"),
-        ({"a b": 1}, "which is no name of a variable"),
+        ({"a b": 1}, "which is not the name of a variable"),
         ([1], "should be an object"),
     ],
 )

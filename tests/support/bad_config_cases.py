@@ -367,12 +367,12 @@ CASES = [
     Case(
         "port twice",
         with_section(SERVING + "{agent_ports: [16002, 16002]}"),
-        f"{FILE}: serving_config.agent_ports = [16002, 16002]: a port appears twice",
+        f"{FILE}: serving_config.agent_ports = [16002, 16002]: a port appears twice; each agent needs its own port",
     ),
     Case(
         "port of server and agent",
         with_section(SERVING + "{agent_ports: [8835]}"),
-        f"{FILE}: serving_config.server_port = 8835: is the port of an agent too",
+        f"{FILE}: serving_config.server_port = 8835: is also in serving_config.agent_ports; choose another port",
     ),
     Case(
         "open to the world",
@@ -424,12 +424,12 @@ CASES = [
     Case(
         "port of server and administration",
         with_section(SERVING + "{admin_port: 8835}"),
-        f"{FILE}: serving_config.admin_port = 8835: is server_port, too; choose another port",
+        f"{FILE}: serving_config.admin_port = 8835: is also serving_config.server_port; choose another port",
     ),
     Case(
         "port of administration and agent",
         with_section(SERVING + "{agent_ports: [9000], admin_port: 9000}"),
-        f"{FILE}: serving_config.admin_port = 9000: is the port of an agent too",
+        f"{FILE}: serving_config.admin_port = 9000: is also in serving_config.agent_ports; choose another port",
     ),
     Case(
         "users of the UNIX socket",
@@ -455,8 +455,8 @@ CASES = [
     Case(
         "native operators in float32",
         in_model("op_table: native, model_dtype: float32"),
-        f"{FILE}: model_config.op_table = 'native': not with model_dtype float32: the primitives ApplyRotaryPosEmb, "
-        "ReshapeAndCache and PagedAttention take float16 and bfloat16 only; use op_table fused",
+        f"{FILE}: model_config.op_table = 'native': cannot be used with model_dtype float32: the primitives "
+        "ApplyRotaryPosEmb, ReshapeAndCache and PagedAttention take float16 and bfloat16 only; use op_table fused",
     ),
     Case(
         "graph engine on a CPU",

@@ -70,7 +70,7 @@ class AdapterRules:
         layer, _, matrix = self._weight(node).rpartition(".")
         base = self._base.get(f"{layer}.weight")
         if base is None or not layer.startswith(f"layers.{node.layer}."):
-            yield f"{layer} is no linear layer of this layer"
+            yield f"{layer} is not a linear layer of this layer"
             return
         yield from self._shape_problems(node, base, matrix)
         yield from self._shrink_problems(node, base) if matrix == A_NAME else self._sum_problems(node, layer, base)

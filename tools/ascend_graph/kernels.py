@@ -218,7 +218,7 @@ class KernelRules:
         if key is None or key.dtype not in _CACHE_TYPES:
             yield f"key is {key}; the kernel takes {', '.join(_CACHE_TYPES)}"
         elif key.shape[-1] * _CACHE_TYPES[key.dtype] % _ROW_BYTES:
-            yield f"a row of {key} is no multiple of {_ROW_BYTES} bytes"
+            yield f"a row of {key} is not a multiple of {_ROW_BYTES} bytes"
 
     def _matrix_product(self, node: Node) -> Iterator[str]:
         weight = self._type_of(self._wiring.operands(node)[1])

@@ -86,7 +86,7 @@ def _redact_line(line: str) -> str:
                 event["message"] = REMOVED
             return json.dumps(event, ensure_ascii=False) + "\n"
         except (ValueError, RecursionError):
-            return f"{REMOVED}: a line that is no complete JSON object\n"
+            return f"{REMOVED}: a line that is not a complete JSON object\n"
     return redact_text(line)
 
 

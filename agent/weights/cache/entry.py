@@ -187,7 +187,7 @@ def _check_place(described: dict[str, Any], end: int) -> None:
     """
     begin, shape = int(described["begin"]), _shape_of(described)
     if described["dtype"] not in _DTYPES or min(shape, default=1) < 0:
-        raise EntryError(f"its header describes the array {described['name']!r} wrongly")
+        raise EntryError(f"its header states a wrong type or size of the array {described['name']!r}")
     num_bytes = math.prod(shape) * np.dtype(described["dtype"]).itemsize
     if begin < 0 or begin % ALIGNMENT or begin + num_bytes > end:
         raise EntryError(f"the array {described['name']!r} ends behind the file, or begins at a wrong place")
@@ -224,7 +224,7 @@ def _read_header(descriptor: int) -> tuple[dict[str, Any], int]:
     if magic != MAGIC:
         raise EntryError("it is of another version, or no file of converted weights")
     if length > MAX_HEADER_BYTES or size != begin + length:
-        raise EntryError(f"it has {size} bytes, and its beginning promises {begin + length}")
+        raise EntryError(f"it has {size} bytes, and its beginning states {begin + length}")
     text = os.pread(descriptor, length, begin)
     if len(text) != length or zlib.crc32(text) != checksum:
         raise EntryError("the checksum of its header is wrong")

@@ -142,7 +142,7 @@ def _log_rates(header: Header, order: Order | None) -> Callable[[Sequence[Floats
     def combine(tensors: Sequence[Floats]) -> Floats:
         (rates,) = tensors
         if not (rates < 0).all():
-            raise CheckpointError("a rate of decay is not negative")
+            raise CheckpointError("the values must be negative, because they are decay rates")
         logarithms = np.log(-rates.astype(np.float64)).astype(np.float32)
         return logarithms if order is None else logarithms[order]
 

@@ -137,7 +137,9 @@ async def _list_files(state: ServerState, request: Request) -> Response:
     files = await store.run(store.files, tenant_of(request))
     purpose, order = request.query_params.get("purpose"), request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise RequestError(f"'order' is {short(order)}; it is 'asc' or 'desc'.", param="order", code="invalid_value")
+        raise RequestError(
+            f"'order' is {short(order)}; it must be 'asc' or 'desc'.", param="order", code="invalid_value"
+        )
     chosen = [file for file in files if purpose in (None, file.purpose)]
     ordered = chosen if order == "asc" else chosen[::-1]
     return json_response(page_of(request, [file.shown() for file in ordered], MAX_PAGE, MAX_PAGE))
@@ -167,7 +169,9 @@ def page_of(request: Request, items: list[dict[str, Any]], default: int, most: i
     """Return one page of a list: at most ``limit`` items after the item with the id ``after``. Raises RequestError."""
     text, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
     if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
-        raise RequestError(f"'limit' is {short(text)}; it is 1 to {most}.", param="limit", code="invalid_value")
+        raise RequestError(
+            f"'limit' is {short(text)}; it must be from 1 to {most}.", param="limit", code="invalid_value"
+        )
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise RequestError(f"'after' is {short(after)}, which is not in the list.", param="after", code="invalid_value")

@@ -338,7 +338,7 @@ class BatchStore:
         for path in sorted(folder.glob("*.json")):
             record = decoded(kind, path.read_bytes())
             if record is None or record.id != path.stem:
-                self._warn(f"{path} is no record of this server; it is ignored")
+                self._warn(f"{path} is not a record of this server; it is ignored")
             else:
                 yield record
 

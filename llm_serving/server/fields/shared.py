@@ -82,7 +82,7 @@ def _logit_bias(value: object) -> object:
     biases: dict[int, float] = {}
     for name, bias in value.items():
         if not (name.isascii() and name.isdigit() and len(name) <= _MAX_ID_DIGITS) or int(name) in biases:
-            raise PydanticCustomError("token_id", f"holds {short(name)}, which is no token id or occurs twice")
+            raise PydanticCustomError("token_id", f"holds {short(name)}, which is not a token id, or occurs twice")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= MAX_LOGIT_BIAS:
             raise PydanticCustomError(
                 "bias", f"holds {short(bias)} for token {name}; it should be -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
@@ -366,7 +366,7 @@ def _template_values(value: object) -> object:
         raise PydanticCustomError("too_long", f"should hold at most {MAX_TEMPLATE_VALUES} values, not {len(value)}")
     for name, each in value.items():
         if len(name) > MAX_NAME_CHARS or not name.isidentifier():
-            raise PydanticCustomError("template_name", f"holds {short(name)}, which is no name of a variable")
+            raise PydanticCustomError("template_name", f"holds {short(name)}, which is not the name of a variable")
         if not isinstance(each, str | int | float | bool | None):
             raise PydanticCustomError(
                 "template_value", f"holds {name}, which should be text, a number, a boolean or null"

@@ -69,7 +69,7 @@ def _named(state: ServerState, request: Request) -> tuple[ModelRegistry[ServerSt
     """Return the registry, and the model in the path. Raises ModelNotFoundError, also for the name of an adapter."""
     name = request.path_params["name"]
     if state.models is None:
-        raise ModelStateError("This server has a model that cannot be changed.")
+        raise ModelStateError("The models of this server cannot be loaded, unloaded or reloaded.")
     model = next((each for each in state.models.models if each.name == name), None)
     if model is None:
         raise state.unknown_model(name)

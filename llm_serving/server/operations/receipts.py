@@ -43,8 +43,8 @@ async def _get_request(state: ServerState, request: Request) -> Response:
     receipts = [receipt for receipt in _receipts(state, request_id) if receipt.tenant in ("", tenant)]
     if not receipts:
         raise UnknownRequestError(
-            f"No request {short(request_id)} of yours is being served or ended recently. Use the id in the response or "
-            "in its 'X-Request-Id' header, and the API key with which the request was sent."
+            f"This API key has no request {short(request_id)} that is running or ended recently. Use the id in the "
+            "response or in its 'X-Request-Id' header, and the API key with which the request was sent."
         )
     return json_response(receipt_json(request_id, receipts))
 

@@ -53,7 +53,7 @@ def _turns(value: object) -> object:
         if isinstance(entry, list):
             if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
                 raise PydanticCustomError(
-                    "history_pair", f"holds an entry [{i}] that is no [query, answer] pair of strings"
+                    "history_pair", f"holds an entry [{i}] that is not a [query, answer] pair of strings"
                 )
             turns += [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
         else:
