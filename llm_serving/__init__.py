@@ -18,7 +18,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public class when it is first used."""
+    """Imports a public class when it is first used."""
     if name == "LLM":
         from llm_serving.offline.llm import LLM
 

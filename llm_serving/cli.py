@@ -115,7 +115,7 @@ class Launch:
 
 
 def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine | None = None) -> Launch:
-    """Parse the command line, load the config and plan the memory.
+    """Parses the command line, loads the config and plans the memory.
 
     After a mistake, prints a message and exits with code 2. After ``--check``, ``--print-config``, ``--version`` or
     ``--help``, exits with code 0.
@@ -138,7 +138,7 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
 
 
 def _plan_models(arguments: argparse.Namespace, config: Config, machine: Machine) -> PlannedModels:
-    """Read and plan the models of ``models_config``. ``config`` is that of the main model."""
+    """Reads and plans the models of ``models_config``. ``config`` is that of the main model."""
 
     def read(file: str | None, model: str | None, overrides: Sequence[str]) -> Config:
         return load_for_model(file or DEFAULT_CONFIG, model, overrides, machine, offline=arguments.offline)
@@ -214,14 +214,14 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def short_overrides(options: Mapping[str, object]) -> list[str]:
-    """Return the settings of short options, for example ``dtype``. Options that are None are left out."""
+    """Returns the settings of short options, for example ``dtype``. Options that are None are left out."""
     return [
         f"{_SHORT_OPTIONS[option]}={json.dumps(value)}" for option, value in options.items() if value is not None
     ]
 
 
 def describe(config: Config, plan: MemoryPlan) -> str:
-    """Return the description that ``--check`` prints."""
+    """Returns the description that ``--check`` prints."""
     model = config.model_config
     lines = [
         f"config     {config.file}",
@@ -239,7 +239,7 @@ def describe(config: Config, plan: MemoryPlan) -> str:
 
 
 def describe_models(models: PlannedModels) -> str:
-    """Return the lines of ``--check`` about several models. Empty if there is only the main model."""
+    """Returns the lines of ``--check`` about several models. Empty if there is only the main model."""
     if len(models.models) == 1:
         return ""
     lines = ["models"]
@@ -252,7 +252,7 @@ def describe_models(models: PlannedModels) -> str:
 
 
 def config_as_yaml(config: Config) -> str:
-    """Return the resolved config as YAML. Loading the YAML gives the same config."""
+    """Returns the resolved config as YAML. Loading the YAML gives the same config."""
     values = asdict(config)
     sections = {name: {key: _plain(values[name][key]) for key in section_keys(cls)} for name, cls in SECTIONS.items()}
     return yaml.safe_dump(sections, sort_keys=False, width=120)
@@ -270,7 +270,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``start_server.py`` and ``llm-serving serve``."""
+    """Returns the parser of ``start_server.py`` and ``llm-serving serve``."""
     keys = "".join(f"  {name}\n{_wrapped(section_keys(cls))}\n" for name, cls in SECTIONS.items())
     parser = _parser_of_model(_DESCRIPTION, _EXAMPLES + keys)
     parser.add_argument("--host", metavar="IP", help="the same as --set serving_config.server_ip=IP")
@@ -282,12 +282,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_plan_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``llm-serving plan``."""
+    """Returns the parser of ``llm-serving plan``."""
     return _parser_of_model(_PLAN_DESCRIPTION, _PLAN_EXAMPLES)
 
 
 def _parser_of_model(description: str, epilog: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that choose the model and its settings."""
+    """Returns a parser with the options that choose the model and its settings."""
     parser = argparse.ArgumentParser(
         description=description,
         epilog=epilog,
@@ -299,7 +299,7 @@ def _parser_of_model(description: str, epilog: str) -> argparse.ArgumentParser:
 
 
 def add_model_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, config: str | None) -> None:
-    """Add the options that choose the model and its settings. ``config`` is the default of ``--config``."""
+    """Adds the options that choose the model and its settings. ``config`` is the default of ``--config``."""
     default = f" (default: {config})" if config else ""
     parser.add_argument(
         "--config",

@@ -186,7 +186,7 @@ class AgentLostTwiceError(EngineFailedError):
 
     @classmethod
     def or_failure(cls, error: str | None) -> EngineFailedError:
-        """Return the exception for ``error``, the error text in the last piece of a request's output.
+        """Returns the exception for ``error``, the error text in the last piece of a request's output.
 
         The exception is of this class if the text is ``TEXT``, otherwise an EngineFailedError.
         """

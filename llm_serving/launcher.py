@@ -57,7 +57,7 @@ EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server and return the exit code.
+    """Runs the server and returns the exit code.
 
     The code is 2 for wrong usage or a wrong config, and 1 if the start or a part of the server failed.
     """
@@ -100,7 +100,7 @@ class _Launcher:
             return await self._serve(owned)
 
     async def _serve(self, owned: ExitStack) -> int:
-        """Start all parts in order, serve until a signal or a failure, and stop. Returns the exit code."""
+        """Starts all parts in order, serves until a signal or a failure, and stops. Returns the exit code."""
         config = self._config
         sockets = open_sockets(config.serving_config, owned)
         self._check_packages()
@@ -172,7 +172,7 @@ class _Launcher:
         return executors, leftovers
 
     def _open_log(self, leftovers: list[str], owned: ExitStack) -> EventLog:
-        """Open the event log and write its first events. SIGUSR1 opens the files of all logs again."""
+        """Opens the event log and writes its first events. SIGUSR1 opens the files of all logs again."""
         from llm_serving.telemetry.log import EventLog
         from llm_serving.telemetry.log_file import reopen_all
 
@@ -187,7 +187,7 @@ class _Launcher:
         return log
 
     def _rotation(self) -> Rotation:
-        """Return the size and number of log files."""
+        """Returns the size and number of log files."""
         from llm_serving.telemetry.log_file import Rotation
 
         return Rotation.of_mib(self._config.log_config.max_mib, self._config.log_config.keep_files)
@@ -209,7 +209,7 @@ class _Launcher:
         return metrics
 
     def _open_access(self, log: EventLog, metrics: Metrics, owned: ExitStack) -> None:
-        """Read the certificate and the API keys, and open the audit log. Raises ConfigError if a file is wrong."""
+        """Reads the certificate and the API keys, and opens the audit log. Raises ConfigError if a file is wrong."""
         from llm_serving.access.key_store import ENVIRONMENT_VARIABLE
         from llm_serving.access.setup import open_access
         from llm_serving.access.tls import open_tls
@@ -221,7 +221,7 @@ class _Launcher:
             owned.callback(self._access.audit.close)
 
     def _open_tracing(self, metrics: Metrics, owned: ExitStack) -> Tracing | None:
-        """Return the exporter of spans, or None if the config asks for no traces."""
+        """Returns the exporter of spans, or None if the config asks for no traces."""
         settings = self._config.telemetry_config
         if settings.traces_endpoint is None:
             return None
@@ -246,7 +246,7 @@ class _Launcher:
         return events.observer
 
     def _open_batches(self, log: EventLog, owned: ExitStack) -> BatchStore | None:
-        """Open the folder of files and batches. Returns None if the config names no folder."""
+        """Opens the folder of files and batches. Returns None if the config names no folder."""
         if self._config.batch_config.folder is None:
             return None
         from llm_serving.server.batches.store import BatchStore
@@ -275,14 +275,14 @@ class _Launcher:
     def _begin_service(
         self, models: ModelRegistry[ServerState], log: EventLog, metrics: Metrics, sockets: Sockets, owned: ExitStack
     ) -> None:
-        """Start the tasks that run only while the agents are ready, and report that the server is ready."""
+        """Starts the tasks that run only while the agents are ready, and reports that the server is ready."""
         _freeze_objects()
         models.begin()
         self._report_energy(metrics, log, owned)
         self._say_ready(sockets, log)
 
     def _report_energy(self, metrics: Metrics, log: EventLog, owned: ExitStack) -> None:
-        """Add energy and processor time to the metrics, and log them repeatedly if the config asks for it."""
+        """Adds energy and processor time to the metrics, and logs them repeatedly if the config asks for it."""
         from llm_serving.energy.meter import EnergyMeter
 
         meter = EnergyMeter(metrics.output_tokens)
@@ -292,7 +292,7 @@ class _Launcher:
             owned.callback(asyncio.create_task(meter.report(log, interval_s)).cancel)
 
     async def _wait_stop(self, models: ModelRegistry[ServerState], http: asyncio.Task[None]) -> None:
-        """Wait for a signal, or until the main model's engine or the HTTP server ends."""
+        """Waits for a signal, or until the main model's engine or the HTTP server ends."""
         waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, models.ended)]
         await asyncio.wait((http, *waits), return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
@@ -346,7 +346,7 @@ class _Launcher:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files to the maximum that the system permits. Each connection needs one file."""
+    """Raises the limit of open files to the maximum that the system permits. Each connection needs one file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):

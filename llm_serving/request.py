@@ -82,7 +82,7 @@ class RequestTrace(Protocol):
         """Records a step that returned a token. The engine thread calls this method. See ``SequenceTrace.step``."""
 
     def end(self, request: Request, output: RequestOutput, timings: RequestTimings, /) -> None:
-        """Emit the spans of the sequence, which has ended. Does not block. The event loop calls this method."""
+        """Emits the spans of the sequence, which has ended. Does not block. The event loop calls this method."""
 
 
 class ConstraintError(Exception):
@@ -99,7 +99,7 @@ class Constraint(Protocol):
         """Length of a mask, in words of 32 tokens."""
 
     def advance(self, token_id: int) -> None:
-        """Add the next token of the sequence to the constraint.
+        """Adds the next token of the sequence to the constraint.
 
         Raises ConstraintError if the constraint cannot continue.
         """
@@ -121,7 +121,7 @@ class ForkableConstraint(Constraint, Protocol):
         """True if the next ``advance`` raises ConstraintError for any token."""
 
     def fork(self) -> ForkableConstraint | None:
-        """Return a copy that advances independently, or None if this constraint cannot be copied."""
+        """Returns a copy that advances independently, or None if this constraint cannot be copied."""
 
     def forced_tokens(self) -> list[int]:
         """Returns the next tokens if the constraint allows only one text. Often empty. Another tokenization of this
@@ -214,7 +214,7 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def tile_cost_after(self, position: int) -> int:
-        """Return the number of tokens that encoding the tiles counts as, for tiles that end after ``position``."""
+        """Returns the number of tokens that encoding the tiles counts as, for tiles that end after ``position``."""
         if not self.tiles or self.tiles[-1].end <= position:
             return 0
         return sum(tile.cost for tile in self.tiles if tile.end > position)

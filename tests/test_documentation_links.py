@@ -15,7 +15,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def anchors_of(text: str) -> set[str]:
-    """Return the link targets that a renderer makes of headings.
+    """Returns the link targets that a renderer makes of headings.
 
     They are in lower case, without punctuation, and with hyphens instead of spaces.
     """
@@ -24,7 +24,7 @@ def anchors_of(text: str) -> set[str]:
 
 
 def broken_links(page: Path) -> Iterator[str]:
-    """Yield the links of a page whose file or heading does not exist."""
+    """Yields the links of a page whose file or heading does not exist."""
     for link in LINK.findall(CODE.sub("", page.read_text())):
         if "://" in link:
             continue

@@ -18,7 +18,7 @@ EXTERNAL = re.compile(r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(?:h
 
 
 def menu_pages(entries: Any) -> set[str]:
-    """Return the pages of a menu and of its submenus."""
+    """Returns the pages of a menu and of its submenus."""
     if isinstance(entries, str):
         return {entries}
     values = entries.values() if isinstance(entries, dict) else entries

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 def lines_of(stream: io.StringIO) -> list[str]:
-    """Return the written lines, with each time replaced by the letter S."""
+    """Returns the written lines, with each time replaced by the letter S."""
     return [re.sub(r" +\d+\.\d\d s", " S", line).strip() for line in stream.getvalue().splitlines()]
 
 

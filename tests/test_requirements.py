@@ -41,7 +41,7 @@ def test_the_client_libraries_are_locked_with_hashes() -> None:
 
 
 def declared(name: str) -> set[str]:
-    """Return the packages that the list ``name`` in pyproject.toml declares, each with its version."""
+    """Returns the packages that the list ``name`` in pyproject.toml declares, each with its version."""
     body = re.search(rf"^{name} = \[(.*?)\]$", PROJECT, re.MULTILINE | re.DOTALL)
     assert body is not None
     return {each.lower() for each in re.findall(r'"([\w.-]+==[\w.]+)"', body[1])}

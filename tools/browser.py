@@ -26,7 +26,7 @@ _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
 def missing_programs() -> list[str]:
-    """Return the programs that a browser needs and this machine does not have."""
+    """Returns the programs that a browser needs and this machine does not have."""
     return [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 
 
@@ -54,15 +54,16 @@ class Browser:
         self._base += "/session/" + session["sessionId"]
 
     def open(self, url: str) -> None:
-        """Open a URL and wait until it has loaded."""
+        """Opens a URL and waits until it has loaded."""
         self._call("POST", "/url", {"url": url})
 
     def run(self, script: str, *values: object) -> Any:
-        """Run JavaScript and return its result. The script reads ``values`` as ``arguments``. A promise is awaited."""
+        """Runs JavaScript and returns its result. The script reads ``values`` as ``arguments``. A promise is awaited.
+        """
         return self._call("POST", "/execute/sync", {"script": script, "args": list(values)})
 
     def wait(self, condition: str, timeout_s: float = 30.0) -> Any:
-        """Wait until a JavaScript expression is true, and return its value. Raises TimeoutError."""
+        """Waits until a JavaScript expression is true, and returns its value. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not (found := self.run(f"return {condition}")):
             if time.monotonic() > deadline:
@@ -71,11 +72,11 @@ class Browser:
         return found
 
     def click(self, selector: str) -> None:
-        """Click an element as a user does. Raises an error if another element covers it."""
+        """Clicks an element as a user does. Raises an error if another element covers it."""
         self._call("POST", f"/element/{self._find(selector)}/click", {})
 
     def type(self, selector: str, text: str) -> None:
-        """Type into an element. For a file input, ``text`` has the paths of the files, one per line."""
+        """Types into an element. For a file input, ``text`` has the paths of the files, one per line."""
         self._call("POST", f"/element/{self._find(selector)}/value", {"text": text})
 
     def press(self, *keys: str) -> None:
@@ -86,19 +87,19 @@ class Browser:
         self._call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
     def command(self, name: str, **parameters: object) -> Any:
-        """Send a command of Chromium's DevTools protocol."""
+        """Sends a command of Chromium's DevTools protocol."""
         return self._call("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
 
     def console(self) -> list[str]:
-        """Return the messages in the console since the last call."""
+        """Returns the messages in the console since the last call."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
     def screenshot(self, path: Path) -> None:
-        """Write a picture of the window."""
+        """Writes a picture of the window."""
         path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
 
     def close(self) -> None:
-        """End the browser and its driver."""
+        """Ends the browser and its driver."""
         try:
             self._call("DELETE", "")
         finally:

@@ -72,6 +72,8 @@ REJECTED = [
     Rejected(r"\bwhat of (it|them)\b", "name the noun"),
     Rejected(r"\bwhat (it|they|one|he) (is|are|was|were) (made|asked|given)\b", "name the noun"),
     Rejected(r"\band so (does|do|is|are|has|have|it is)\b", "also; write a second sentence"),
+    # Functions are described in the third person.
+    Rejected(r"^(?-i:Return|Yield|Raise) ", "Returns, Yields, Raises"),
     # Phrases with inverted word order or without a verb.
     Rejected(r"^What \w[^?]*$", "start with the noun that 'what' stands for"),
     Rejected(r"^(Of|Those|That of|Those of) ", "start with the subject"),
@@ -140,7 +142,7 @@ def prose(path: Path) -> Iterator[list[Line]]:
 
 
 def sentences(path: Path) -> Iterator[Sentence]:
-    """Yield the sentences of a file."""
+    """Yields the sentences of a file."""
     for block in prose(path):
         for paragraph in _paragraphs(block):
             for line, text in _split(paragraph):
@@ -150,7 +152,7 @@ def sentences(path: Path) -> Iterator[Sentence]:
 
 
 def checked_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the checked files at or below ``paths``."""
+    """Yields the checked files at or below ``paths``."""
     for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             suffixes = {".md"} if file.suffix == ".md" else {".py", *C_SUFFIXES}
@@ -225,7 +227,7 @@ _C_TOKEN = re.compile(
 
 
 def _c_comments(text: str) -> Iterator[Comment]:
-    """Yield each line of the comments of a C or C++ file."""
+    """Yields each line of the comments of a C or C++ file."""
     for match in _C_TOKEN.finditer(text):
         comment = match["comment"]
         if comment is None:
@@ -241,7 +243,7 @@ def _c_comments(text: str) -> Iterator[Comment]:
 
 
 def _comment_blocks(comments: Iterable[Comment]) -> Iterator[list[Line]]:
-    """Join comments on consecutive lines in the same column to blocks. A comment after code begins a block."""
+    """Joins comments on consecutive lines in the same column to blocks. A comment after code begins a block."""
     block: list[Line] = []
     last_line = last_column = -1
     for line, column, trails, text in comments:
@@ -255,7 +257,7 @@ def _comment_blocks(comments: Iterable[Comment]) -> Iterator[list[Line]]:
 
 
 def _page_lines(text: str) -> list[Line]:
-    """Return the prose of a Markdown page as lines. Each cell of a table is a line. Lines that are no prose are empty.
+    """Returns the prose of a Markdown page as lines. Each cell of a table is a line. Lines that are no prose are empty.
     """
     lines: list[Line] = []
     fenced = comment = False
@@ -280,7 +282,7 @@ _CODE = re.compile(r"\s*(>>>|\$ |\.\. )|.*\S   +\S|    ")
 
 
 def _paragraphs(lines: list[Line]) -> Iterator[list[Line]]:
-    """Split a block into paragraphs, at empty lines and list items.
+    """Splits a block into paragraphs, at empty lines and list items.
 
     Lines of code, and lines with columns (diagrams and tables), are left out.
     """
@@ -306,7 +308,7 @@ _END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\betc)(?<!\bcf)[.!?][)\"'
 
 
 def _split(paragraph: list[Line]) -> Iterator[Line]:
-    """Split a paragraph into sentences, each with the line where it begins."""
+    """Splits a paragraph into sentences, each with the line where it begins."""
     text = ""
     starts: list[tuple[int, int]] = []
     for number, part in paragraph:
@@ -322,7 +324,7 @@ def _split(paragraph: list[Line]) -> Iterator[Line]:
 
 
 def _plain(text: str) -> str:
-    """Return a sentence with each code span as one word and each link as its text."""
+    """Returns a sentence with each code span as one word and each link as its text."""
     spans = _SPAN.sub(lambda match: re.sub(r"\s+", "_", match[0]), text)
     return re.sub(r"\s+", " ", _LINK.sub(r"\1", spans)).strip()
 
@@ -334,7 +336,7 @@ def package(path: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the percentages or the sentences; return 1 if a limit is exceeded."""
+    """Prints the percentages or the sentences; returns 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files or folders (default: everything)")
     parser.add_argument("--list", action="store_true", help="print each sentence with file and line")

@@ -62,7 +62,7 @@ def schedule(mode: str) -> list[Span]:
 
 
 def _next_batch(mode: str, waiting: list[int], now: int) -> list[int]:
-    """Return the requests that start together when the device becomes free at ``now``."""
+    """Returns the requests that start together when the device becomes free at ``now``."""
     if mode == "none":
         return waiting[:1]
     latest = max(now, REQUESTS[waiting[0]].arrival + (WAIT if mode == "dynamic" else 0))
@@ -70,7 +70,7 @@ def _next_batch(mode: str, waiting: list[int], now: int) -> list[int]:
 
 
 def batching_picture() -> str:
-    """Return the timeline of the batching modes as SVG."""
+    """Returns the timeline of the batching modes as SVG."""
     unit, height, left, top = 15, 14, 120, 46
     modes = {mode: schedule(mode) for mode in ("none", "static", "dynamic", "continuous")}
     width = left + unit * max(span[3] for spans in modes.values() for span in spans) + 20
@@ -104,7 +104,7 @@ def peers_picture() -> str:
 
 
 def main() -> int:
-    """Write or check the pictures; return 1 if one is out of date."""
+    """Writes or checks the pictures; returns 1 if one is out of date."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a picture is out of date")
     options = parser.parse_args()

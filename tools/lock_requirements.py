@@ -48,7 +48,7 @@ FILES = {
 
 
 def packages(lock: str) -> dict[str, str]:
-    """Return the entries of a lock file by the name of the package.
+    """Returns the entries of a lock file by the name of the package.
 
     An entry is the text with version and hashes. If Python versions have different entries, they are joined.
     """
@@ -61,7 +61,7 @@ def packages(lock: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Choose the versions of all packages in one resolution, then write each lock file. Returns the exit code."""
+    """Chooses the versions of all packages in one resolution, then writes each lock file. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upgrade", action="store_true", help="take the newest permitted versions")
     options = parser.parse_args()

@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def stamp() -> str:
-    """Return the text of the table's column ``run``: the date, and the commit if the program runs in a repository."""
+    """Returns the text of the table's column ``run``: the date, and the commit if the program runs in a repository."""
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     try:
         command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short=8", "HEAD"]
@@ -63,7 +63,7 @@ def stamp() -> str:
 
 
 def select(only: str, *, quick: bool = False) -> list[Check]:
-    """Return the checks that ``only`` names, or all checks. Raises ValueError for an unknown id."""
+    """Returns the checks that ``only`` names, or all checks. Raises ValueError for an unknown id."""
     wanted = {name.strip().upper() for name in only.split(",") if name.strip()}
     unknown = wanted - {check.id for check in CHECKS} - {check.id[0] for check in CHECKS}
     if unknown:

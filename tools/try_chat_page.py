@@ -34,14 +34,14 @@ NUM_REQUESTS = 12
 
 
 def ask(browser: Browser, text: str) -> None:
-    """Type a message and send it."""
+    """Types a message and sends it."""
     browser.click("#text")
     browser.type("#text", text)
     browser.press("Enter")
 
 
 def try_page(browser: Browser, url: str, out: Path) -> list[str]:
-    """Ask the questions, take the picture, stop a long answer, and return the page's text."""
+    """Asks the questions, takes the picture, stops a long answer, and returns the page's text."""
     browser.open(url)
     browser.wait("document.body.dataset.ready && document.getElementById('state').className === 'ready'")
     for number, question in enumerate(QUESTIONS, 1):
@@ -63,7 +63,7 @@ def try_page(browser: Browser, url: str, out: Path) -> list[str]:
 
 
 def send(url: str, number: int) -> None:
-    """Send one request of a small load."""
+    """Sends one request of a small load."""
     body = {"messages": [{"role": "user", "content": f"Count to {number}. " * number}], "max_tokens": 40 + 8 * number}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -73,9 +73,9 @@ def send(url: str, number: int) -> None:
 
 
 def try_operator_page(browser: Browser, url: str, out: Path) -> str:
-    """Open the page for operators under load, select a request that has ended, and wait for its timeline.
+    """Opens the page for operators under load, selects a request that has ended, and waits for its timeline.
 
-    Return the page's explanation of the request's time.
+    Returns the page's explanation of the request's time.
     """
     size = {"width": WIDTH, "height": OPERATOR_HEIGHT}
     browser.command("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
@@ -94,7 +94,7 @@ def try_operator_page(browser: Browser, url: str, out: Path) -> str:
 
 
 def main() -> int:
-    """Try the pages in a browser and print their text. Return the exit code."""
+    """Tries the pages in a browser and prints their text. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     url = f"http://127.0.0.1:{DEFAULT_SERVER_PORT}"
     parser.add_argument("--url", default=url, help="URL of the running server (default: %(default)s)")

@@ -27,7 +27,7 @@ MANIFESTS = (
 
 
 def package_files(name: str, version: str) -> dict[str, bytes]:
-    """Download one npm package and return its files by their paths in the package."""
+    """Downloads one npm package and returns its files by their paths in the package."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["npm", "pack", "--silent", "--ignore-scripts", f"{name}@{version}"]
         packed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()[-1]
@@ -38,7 +38,7 @@ def package_files(name: str, version: str) -> dict[str, bytes]:
 
 
 def vendored_files(manifest: dict[str, Any]) -> dict[str, bytes]:
-    """Return the content of every vendored file, and write licences and hashes into ``manifest``."""
+    """Returns the content of every vendored file, and writes licences and hashes into ``manifest``."""
     found = {}
     for package in manifest["packages"]:
         contents = package_files(package["name"], package["version"])
@@ -50,7 +50,7 @@ def vendored_files(manifest: dict[str, Any]) -> dict[str, bytes]:
 
 
 def renew(path: Path, check: bool) -> list[str]:
-    """Write the files of one manifest, and the manifest. With ``check``, only return the files that differ."""
+    """Writes the files of one manifest, and the manifest. With ``check``, only return the files that differ."""
     manifest = json.loads(path.read_text("utf-8"))
     contents = vendored_files(manifest)
     contents[path.name] = (json.dumps(manifest, indent=1) + "\n").encode()
@@ -66,7 +66,7 @@ def renew(path: Path, check: bool) -> list[str]:
 
 
 def main() -> int:
-    """Renew or check the vendored files. Return the exit code."""
+    """Renews or checks the vendored files. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file differs")
     arguments = parser.parse_args()

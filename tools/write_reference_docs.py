@@ -27,7 +27,7 @@ PAGES = {
 
 
 def main() -> int:
-    """Write or check the pages; return 1 if one is out of date."""
+    """Writes or checks the pages; returns 1 if one is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     options = parser.parse_args()

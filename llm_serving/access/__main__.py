@@ -87,7 +87,7 @@ _HELP = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code."""
+    """Runs the command and returns the exit code."""
     options = build_parser().parse_args(argv)
     try:
         if options.command == "check":

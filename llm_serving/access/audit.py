@@ -68,7 +68,7 @@ class AuditLog:
 
 
 def _make_private(path: str) -> None:
-    """Create the log file. If it exists, remove the access rights of other users."""
+    """Creates the log file. If it exists, removes the access rights of other users."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -140,7 +140,7 @@ class Visit:
         self._usage = usage
 
     def check_admin(self) -> None:
-        """Raise NotPermittedError unless the request's key has the right to administrate the server.
+        """Raises NotPermittedError unless the request's key has the right to administrate the server.
 
         If the server has no keys, every client has this right.
         """
@@ -149,7 +149,7 @@ class Visit:
             raise NotPermittedError(f"The key {self.name!r} may not administrate the server; its line has no 'admin'.")
 
     def check_sessions(self) -> None:
-        """Raise NotPermittedError unless the request's key has the right to export and import sessions.
+        """Raises NotPermittedError unless the request's key has the right to export and import sessions.
 
         If the server has no keys, every client has this right.
         """
@@ -164,13 +164,13 @@ class Visit:
         return self.rights.models is None or model in self.rights.models
 
     def check_model(self, model: str) -> None:
-        """Raise NotPermittedError unless the request's key may use a model."""
+        """Raises NotPermittedError unless the request's key may use a model."""
         if not self.may_use(model):
             self._access.refused("models")
             raise NotPermittedError(f"The key {self.name!r} may not use the model {model!r}.", param="model")
 
     def priority(self, stated: int | None) -> int:
-        """Return the priority of the request.
+        """Returns the priority of the request.
 
         Raises NotPermittedError if its key may not use the ``stated`` priority.
         """
@@ -188,7 +188,7 @@ class Visit:
         return stated
 
     def reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Reserve tokens of the key's quota before they are computed.
+        """Reserves tokens of the key's quota before they are computed.
 
         Raises QuotaExceededError, or RequestError if the number of tokens is larger than the whole quota.
         """
@@ -203,7 +203,7 @@ class Visit:
             raise
 
     def used(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Count tokens that were computed for the request."""
+        """Counts tokens that were computed for the request."""
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += num_output_tokens
 

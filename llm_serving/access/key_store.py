@@ -46,7 +46,7 @@ class KeyStore:
         return len(self._keys)
 
     def find(self, secret: str) -> ApiKey | None:
-        """Return the key with this secret, or None.
+        """Returns the key with this secret, or None.
 
         The look-up uses a hash, so its time does not reveal how many characters of a wrong secret are correct.
         """
@@ -57,7 +57,7 @@ class KeyStore:
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def named(self, name: str) -> ApiKey | None:
-        """Return a key with this name, or None. All keys with one name have the same rights."""
+        """Returns a key with this name, or None. All keys with one name have the same rights."""
         keys, by_name = self._named
         if keys is not self._keys:
             by_name = {key.name: key for key in self._keys.values()}
@@ -88,7 +88,7 @@ class KeyStore:
             return True
 
     def _read(self, path: str) -> Mapping[bytes, ApiKey]:
-        """Return the keys of the file and of the environment together. Raises ConfigError."""
+        """Returns the keys of the file and of the environment together. Raises ConfigError."""
         try:
             text, mode = _read_file(path)
             keys = parse_keys(text)
@@ -131,7 +131,7 @@ def file_signature(path: str) -> tuple[int, ...] | None:
 
 
 def _read_file(path: str) -> tuple[str, int]:
-    """Return the text and the permission bits of a key file. Raises OSError or KeyLineError."""
+    """Returns the text and the permission bits of a key file. Raises OSError or KeyLineError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)

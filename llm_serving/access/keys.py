@@ -67,7 +67,7 @@ class KeyLineError(ValueError):
 
 
 def new_secret() -> str:
-    """Return the secret text of a new random API key."""
+    """Returns the secret text of a new random API key."""
     return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
@@ -77,7 +77,7 @@ def digest_of(secret: str) -> bytes:
 
 
 def key_line(key: ApiKey) -> str:
-    """Return the line of a key file that states this key."""
+    """Returns the line of a key file that states this key."""
     rights, words = key.rights, [key.name, f"sha256:{key.digest.hex()}"]
     words += [word for word in WORDS if getattr(rights, word)]
     for name in _OPTIONS:
@@ -113,7 +113,7 @@ def parse_keys(text: str) -> dict[bytes, ApiKey]:
 
 
 def parse_line(line: str) -> ApiKey:
-    """Return the key that a line states. Raises KeyLineError."""
+    """Returns the key that a line states. Raises KeyLineError."""
     name, *words = line.split()
     if not _NAME.fullmatch(name):
         raise KeyLineError(

@@ -32,7 +32,7 @@ class Sockets(NamedTuple):
 
 
 def open_sockets(settings: ServingConfig, owned: ExitStack) -> Sockets:
-    """Listen on the ports and on the UNIX socket that the config names. ``owned`` closes the sockets.
+    """Listens on the ports and on the UNIX socket that the config names. ``owned`` closes the sockets.
 
     Raises ConfigError if a port or the socket is in use.
     """
@@ -65,7 +65,7 @@ def bound_socket(ip: str, port: int) -> socket.socket:
 
 
 def listen(ip: str, port: int, *, backlog: int, key: str) -> socket.socket:
-    """Listen on a port, or on any free port if it is 0. ``backlog``: maximum number of connections that wait.
+    """Listens on a port, or on any free port if it is 0. ``backlog``: maximum number of connections that wait.
 
     If the port is in use, this function raises ConfigError with the config's ``key``.
     """
@@ -85,7 +85,7 @@ def listen(ip: str, port: int, *, backlog: int, key: str) -> socket.socket:
 
 @contextlib.contextmanager
 def listen_unix(path: str, mode: int, *, backlog: int) -> Iterator[socket.socket]:
-    """Listen on a UNIX socket with the permission bits ``mode``. Removes the socket's file at the end.
+    """Listens on a UNIX socket with the permission bits ``mode``. Removes the socket's file at the end.
 
     A socket file that an earlier server left behind is replaced. Raises ConfigError if another server listens on
     ``path``, or if ``path`` is not a socket.
@@ -110,7 +110,7 @@ def listen_unix(path: str, mode: int, *, backlog: int) -> Iterator[socket.socket
 
 
 def _remove_abandoned(path: str) -> None:
-    """Remove a UNIX socket file on which no server listens.
+    """Removes a UNIX socket file on which no server listens.
 
     Raises ConfigError if a server listens, or if the path is not a socket. Raises OSError for other problems.
     """

@@ -29,7 +29,7 @@ class Allowance:
         self._per_minute = per_minute
 
     def wait_s(self, amount: int, now: float) -> float:
-        """Return the seconds until ``amount`` may be used. 0 if it may be used now."""
+        """Returns the seconds until ``amount`` may be used. 0 if it may be used now."""
         refilled = (now - self._as_of) * self._per_minute / MINUTE_S
         self._left = min(float(self._per_minute), self._left + max(0.0, refilled))
         self._as_of = now
@@ -75,7 +75,7 @@ class KeyUsage:
         self.in_flight += 1
 
     def leave(self, now: float) -> None:
-        """Count the end of a request that ``enter`` has counted."""
+        """Counts the end of a request that ``enter`` has counted."""
         self.in_flight -= 1
         self._drain_rate.note(0, now)
         if self.in_flight == 0:

@@ -18,7 +18,7 @@ def open_access(
     refused: Callable[[str], None],
     rotation: Rotation | None = None,
 ) -> AccessControl | None:
-    """Return the access control, or None if there are no API keys and no audit log. Raises ConfigError.
+    """Returns the access control, or None if there are no API keys and no audit log. Raises ConfigError.
 
     ``environment`` is the value of the variable ``LLM_SERVING_API_KEYS``. ``refused`` is called with the reason of each
     refusal. ``rotation`` limits the size of the audit log.

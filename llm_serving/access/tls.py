@@ -56,7 +56,7 @@ class ServerTls:
 
 
 def open_tls(serving: ServingConfig, log: KeyLog) -> ServerTls | None:
-    """Return the TLS settings of a config, or None if it has none. Raises ConfigError."""
+    """Returns the TLS settings of a config, or None if it has none. Raises ConfigError."""
     if serving.tls_cert is None or serving.tls_key is None:
         return None
     return ServerTls(serving.tls_cert, serving.tls_key, serving.tls_client_ca, log)

@@ -51,7 +51,7 @@ class AgentHost:
         os.eventfd_write(self._stop_descriptor, 1)
 
     def serve(self) -> None:
-        """Accept links until ``stop``. When this method returns, the agents have ended."""
+        """Accepts links until ``stop``. When this method returns, the agents have ended."""
         self._listener.settimeout(_ACCEPT_PAUSE_S)
         while not self._is_stopping:
             try:
@@ -106,13 +106,13 @@ class AgentHost:
 
 
 def note(text: str) -> None:
-    """Write a line to standard error."""
+    """Writes a line to standard error."""
     sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent_host: {text}\n")
     sys.stderr.flush()
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``llm-serving cluster host``."""
+    """Returns the parser of ``llm-serving cluster host``."""
     parser = argparse.ArgumentParser(
         prog="llm-serving cluster host",
         description="Run a node: a process that starts agents on this machine for a server on another machine.",
@@ -140,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a node until SIGTERM or SIGINT. Returns the exit code, 2 for wrong usage."""
+    """Runs a node until SIGTERM or SIGINT. Returns the exit code, 2 for wrong usage."""
     arguments = build_parser().parse_args(argv)
     try:
         address = read_listen_address(arguments.listen)

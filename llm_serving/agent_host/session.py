@@ -63,7 +63,7 @@ class Session:
         self._next_beat = 0.0
 
     def run(self, stop_descriptor: int) -> None:
-        """Serve the link until it ends, or until ``stop_descriptor`` becomes readable."""
+        """Serves the link until it ends, or until ``stop_descriptor`` becomes readable."""
         self._selector.register(stop_descriptor, selectors.EVENT_READ, self._stop)
         try:
             while True:
@@ -140,7 +140,7 @@ class Session:
         raise LinkEndedError(f"the server's model is refused: {reason}")
 
     def _start(self) -> None:
-        """Start the agents after the check of the model. Raises AgentError."""
+        """Starts the agents after the check of the model. Raises AgentError."""
         assert self._check is not None
         assert self._config is not None
         self._selector.unregister(self._check.descriptor)
@@ -257,7 +257,7 @@ class Session:
             self._selector.modify(self._channel, self._events, self._receive)
 
     def _send_last(self, message: link.LinkMessage) -> None:
-        """Send the last message of the link. Wait at most ``FLUSH_TIMEOUT_S`` until it is sent."""
+        """Sends the last message of the link. Waits at most ``FLUSH_TIMEOUT_S`` until it is sent."""
         until = time.monotonic() + FLUSH_TIMEOUT_S
         with contextlib.suppress(OSError, ProtocolError):
             self._channel.send(link.control(message))

@@ -26,7 +26,7 @@ class NodeSettings:
 
 
 def config_of_node(config: Config, settings: NodeSettings) -> Config:
-    """Return the server's config for one replica on this machine, with this machine's paths and devices."""
+    """Returns the server's config for one replica on this machine, with this machine's paths and devices."""
     own = ParallelConfig()
     parallel = replace(
         config.parallel_config,

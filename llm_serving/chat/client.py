@@ -52,7 +52,7 @@ class ChatClient:
             self._headers["authorization"] = f"Bearer {api_key}"
 
     def models(self) -> list[str]:
-        """Return the names of the server's models. Raises ChatError if no server responds."""
+        """Returns the names of the server's models. Raises ChatError if no server responds."""
         connection = self._connection()
         try:
             body = self._json(self._send(connection, "GET", "/models"))
@@ -89,7 +89,7 @@ class ChatClient:
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None
     ) -> http.client.HTTPResponse:
-        """Send a request and return its response.
+        """Sends a request and returns its response.
 
         Raises ChatError with the server's message unless the status is 200.
         """
@@ -110,7 +110,7 @@ class ChatClient:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
-    """Yield the JSON of each event of a stream."""
+    """Yields the JSON of each event of a stream."""
     while line := response.readline(_MAX_LINE):
         if not line.startswith(b"data:"):
             continue
@@ -125,7 +125,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
 
 
 def _pieces(event: Any) -> Iterator[Piece]:
-    """Yield the pieces of one event. Raises ChatError if the event is an error or has an unknown form."""
+    """Yields the pieces of one event. Raises ChatError if the event is an error or has an unknown form."""
     try:
         if (error := event.get("error")) is not None:
             raise ChatError(str(error["message"]))

@@ -28,7 +28,7 @@ class Conversation:
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def reset(self) -> None:
-        """Forget all questions and answers. The system prompt stays."""
+        """Forgets all questions and answers. The system prompt stays."""
         self.history.clear()
 
 
@@ -46,7 +46,7 @@ class AnswerTimes:
         self.last = now
 
     def summary(self, tokens: int | None, finish_reason: str | None) -> str:
-        """Return the line of figures that is printed below an answer: tokens, tokens per second and time to first
+        """Returns the line of figures that is printed below an answer: tokens, tokens per second and time to first
         token.
 
         The rate leaves out the first token and the time before it.
@@ -65,5 +65,5 @@ class AnswerTimes:
 
 
 def printable(text: str) -> str:
-    """Return text of a model without control characters, which could change the terminal. Line ends and tabs stay."""
+    """Returns text of a model without control characters, which could change the terminal. Line ends and tabs stay."""
     return "".join(each if each in "\n\t" or unicodedata.category(each) not in _UNSAFE else "\ufffd" for each in text)

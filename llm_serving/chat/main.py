@@ -39,7 +39,7 @@ exit code: 0 the chat ended; 2 no server, or a wrong option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the chat and return the exit code."""
+    """Runs the chat and returns the exit code."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     options = _server_options(arguments)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``llm-serving chat``."""
+    """Returns the parser of ``llm-serving chat``."""
     parser = argparse.ArgumentParser(
         description="Talk to a model in the terminal: with a server that runs, or with one that this command starts.",
         epilog=_EXAMPLES,
@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _server_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options with which the chat starts ``llm-serving serve``. Empty if the chat starts no server."""
+    """Returns the options with which the chat starts ``llm-serving serve``. Empty if the chat starts no server."""
     options = []
     for name in ("config", "model", "dtype", "quantize"):
         if (value := getattr(arguments, name)) is not None:

@@ -15,7 +15,7 @@ _STOP_TIMEOUT_S = 30.0
 
 @contextlib.contextmanager
 def started_server(options: Sequence[str]) -> Iterator[str]:
-    """Start ``llm-serving serve`` on a free port and yield its URL. Raises ChatError if the start fails.
+    """Starts ``llm-serving serve`` on a free port and yields its URL. Raises ChatError if the start fails.
 
     The server has its own session, so that Ctrl-C in the terminal stops an answer and not the server.
     """

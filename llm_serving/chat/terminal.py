@@ -33,7 +33,7 @@ class Terminal:
         }
 
     def run(self) -> None:
-        """Read and answer lines until ``/quit`` or the end of the input."""
+        """Reads and answers lines until ``/quit`` or the end of the input."""
         if self._is_interactive:
             import readline  # noqa: F401 - importing it gives input() line editing and a history
 
@@ -52,7 +52,7 @@ class Terminal:
                 self._take(line)
 
     def _take(self, line: str) -> None:
-        """Run a command, or answer a question."""
+        """Runs a command, or answers a question."""
         if not line.startswith("/"):
             self._answer(line)
             return
@@ -73,7 +73,7 @@ class Terminal:
         print_line("the conversation is empty")
 
     def _answer(self, question: str) -> None:
-        """Print the answer to a question while it arrives, then the answer's figures. Ctrl-C stops the answer."""
+        """Prints the answer to a question while it arrives, then the answer's figures. Ctrl-C stops the answer."""
         times, text, tokens, reason = AnswerTimes(time.monotonic()), "", None, None
         is_reasoning = False
         pieces = self._client.stream(self._model, self._conversation.with_question(question), self._options)
@@ -102,6 +102,6 @@ class Terminal:
 
 
 def print_line(text: str) -> None:
-    """Print a line immediately."""
+    """Prints a line immediately."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -26,7 +26,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 def check_ray() -> None:
-    """Raise ConfigError unless the package ``ray`` is installed."""
+    """Raises ConfigError unless the package ``ray`` is installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("parallel_config.executor = 'ray': the package ray is missing; pip install llm-serving[ray]")
 

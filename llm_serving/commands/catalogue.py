@@ -37,12 +37,12 @@ class Command:
     """True if the program only prints and ends. A closed pipe (``| head``) then ends it without an error."""
 
     def load_main(self) -> Callable[[Sequence[str]], int]:
-        """Return the function that runs the program. Raises MissingPackageError."""
+        """Returns the function that runs the program. Raises MissingPackageError."""
         main: Callable[[Sequence[str]], int] = self._load(self.main)
         return main
 
     def load_parser(self) -> argparse.ArgumentParser:
-        """Return the parser of the options. Raises MissingPackageError."""
+        """Returns the parser of the options. Raises MissingPackageError."""
         parser: argparse.ArgumentParser = self._load(self.parser)()
         return parser
 
@@ -148,5 +148,5 @@ COMMANDS = (
 
 
 def find_command(name: str) -> Command | None:
-    """Return the sub-command with this name, or None."""
+    """Returns the sub-command with this name, or None."""
     return next((command for command in COMMANDS if command.name == name), None)

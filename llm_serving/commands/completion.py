@@ -22,14 +22,14 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the completion script and return 0."""
+    """Prints the completion script and returns 0."""
     arguments = build_parser().parse_args(argv)
     sys.stdout.write(completion_script(arguments.shell) + "\n")
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of this sub-command."""
+    """Returns the parser of this sub-command."""
     parser = argparse.ArgumentParser(
         description="Print a script that completes commands, options and values in a shell.",
         epilog=_EXAMPLES,

@@ -27,7 +27,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command and return its exit code: 2 for wrong usage."""
+    """Runs a sub-command and returns its exit code: 2 for wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = build_parser().parse_args(arguments[:1]).command
     command = find_command(name)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the first argument, the sub-command."""
+    """Returns the parser of the first argument, the sub-command."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=_DESCRIPTION,

@@ -38,7 +38,7 @@ ModelScope (MODELSCOPE_CACHE)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the list of models and return 0."""
+    """Prints the list of models and returns 0."""
     arguments = build_parser().parse_args(argv)
     machine = Machine.detect()
     rows = [(found, verdict(found, machine)) for found in _all_models()]
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of this sub-command."""
+    """Returns the parser of this sub-command."""
     parser = argparse.ArgumentParser(
         description="List the models of this machine: size, format, architecture, and whether they can be served.",
         epilog=_EXAMPLES,

@@ -16,7 +16,7 @@ TOOLS = (*SERVING, "rich", "matplotlib")
 
 
 def use_own_python(packages: Sequence[str] = SERVING) -> None:
-    """Restart the program with the Python of ``.venv`` if this Python lacks the packages.
+    """Restarts the program with the Python of ``.venv`` if this Python lacks the packages.
 
     If ``.venv`` also lacks the packages, prints the remedy and exits with code 2.
     """
@@ -27,7 +27,7 @@ def use_own_python(packages: Sequence[str] = SERVING) -> None:
 
 
 def prefer_own_python(packages: Sequence[str] = SERVING) -> None:
-    """Restart the program with the Python of ``.venv`` if this Python lacks the packages and ``.venv`` exists.
+    """Restarts the program with the Python of ``.venv`` if this Python lacks the packages and ``.venv`` exists.
 
     Otherwise, the program continues with this Python.
     """

@@ -8,7 +8,7 @@ from llm_serving.config.source import RawConfig
 
 
 def check_cluster(raw: RawConfig, config: Config) -> None:
-    """Check that the settings of a cluster are complete. Refuse settings that need all agents on this machine."""
+    """Checks that the settings of a cluster are complete. Refuses settings that need all agents on this machine."""
     parallel = config.parallel_config
     if parallel.idle_s is not None and parallel.executor != NODES:
         problem = f"is for executor: nodes; executor: {parallel.executor} keeps its agents; remove it"

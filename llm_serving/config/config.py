@@ -176,7 +176,7 @@ class Config:
         return self.model_config.weight_group if weight_format(self.weight_format).has_groups else 1
 
     def shard(self, rank: int) -> Shard:
-        """Return the part of the model that the agent with this rank holds."""
+        """Returns the part of the model that the agent with this rank holds."""
         parallel = self.parallel_config
         return shard_of(self.shape, place(rank, parallel), parallel, self.shard_group)
 
@@ -196,7 +196,7 @@ class Config:
         )
 
     def agent_threads(self, num_cores: int) -> int:
-        """Return the number of threads of an agent's CPU operators on a machine with ``num_cores`` cores."""
+        """Returns the number of threads of an agent's CPU operators on a machine with ``num_cores`` cores."""
         model, agents = self.model_config, self.parallel_config.agents_per_machine
         if model.cpu_threads:
             return model.cpu_threads
@@ -220,7 +220,7 @@ class Config:
         return self.op_table == "native" and self.cache_format.scale_bytes > 0
 
     def kv_bytes_of(self, shape: ModelShape) -> int:
-        """Return the number of bytes of a token in the KV cache of a model, or a part of a model, with ``shape``."""
+        """Returns the number of bytes of a token in the KV cache of a model, or a part of a model, with ``shape``."""
         if shape.latent is not None:
             return shape.num_cache_layers * self.cache_format.head_bytes(shape.latent.cache_dim)
         heads, size = shape.num_key_value_heads, shape.head_dim
@@ -348,7 +348,7 @@ class Config:
         return -(-self.max_model_len // self.pa_config.block_size)
 
     def slot_limits(self) -> SlotLimits:
-        """Return the maximum sizes of a step, which determine the size of a step slot."""
+        """Returns the maximum sizes of a step, which determine the size of a step slot."""
         from llm_serving.ipc.shm import SlotLimits  # imported here, because it imports numpy, which takes long
 
         vision, processing = self.shape.vision, self.processing
@@ -415,7 +415,7 @@ class Config:
         return -(-self.max_draft_ids // self.pa_config.block_size)
 
     def draft_config(self) -> Config:
-        """Return a config with which the draft model could be deployed alone.
+        """Returns a config with which the draft model could be deployed alone.
 
         Its KV cache has the same block numbers as the model's. After these blocks come the scratch blocks of all batch
         rows.
@@ -452,12 +452,12 @@ class Config:
         return -(-self.shape.vocab_size // 32) if has_masks else 0
 
     def to_json(self) -> str:
-        """Return the whole config as JSON, for another process."""
+        """Returns the whole config as JSON, for another process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Config:
-        """Return the config from JSON that ``to_json`` has written. Raises ConfigError for any other text."""
+        """Returns the config from JSON that ``to_json`` has written. Raises ConfigError for any other text."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as reason:

@@ -24,7 +24,7 @@ _ALL_SECTIONS = SECTIONS | PUBLISHED_SECTIONS
 
 
 def build_sections(raw: RawConfig) -> dict[str, Any]:
-    """Return an object of every section's class, by section name. A missing section has its defaults."""
+    """Returns an object of every section's class, by section name. A missing section has its defaults."""
     for name in raw.sections:
         if name not in _ALL_SECTIONS:
             raise ConfigError(f"{raw.file}: unknown section {name!r}{nearest(name, list(SECTIONS))}")
@@ -32,7 +32,7 @@ def build_sections(raw: RawConfig) -> dict[str, Any]:
 
 
 def find_unused(raw: RawConfig, sections: dict[str, Any]) -> list[UnusedSetting]:
-    """Return the settings of the YAML that have no effect. Settings with their default value are left out."""
+    """Returns the settings of the YAML that have no effect. Settings with their default value are left out."""
     unused = []
     for name, keys in raw.sections.items():
         declared = {each.name: each for each in fields(cast(Any, _ALL_SECTIONS[name]))}
@@ -59,7 +59,7 @@ def _build_section(raw: RawConfig, name: str, cls: type[T]) -> T:
 
 
 def nearest(word: str, candidates: list[str]) -> str:
-    """Return the end of an error message about the unknown ``word``. It suggests the most similar candidate.
+    """Returns the end of an error message about the unknown ``word``. It suggests the most similar candidate.
 
     If no candidate is similar enough, it lists all candidates.
     """
@@ -70,7 +70,7 @@ def nearest(word: str, candidates: list[str]) -> str:
 
 
 def nearest_key(section: str, key: str) -> str:
-    """Return the end of an error message about an unknown key.
+    """Returns the end of an error message about an unknown key.
 
     It suggests the same key of another section, or else the most similar key.
     """
@@ -81,7 +81,7 @@ def nearest_key(section: str, key: str) -> str:
 
 
 def convert(value: object, hint: Any, source: str, path: str, info: KeyInfo = _NO_LIMITS) -> Any:
-    """Return ``value`` as the type ``hint``. Raises ConfigError if it is of another type or outside ``info``'s limits.
+    """Returns ``value`` as the type ``hint``. Raises ConfigError if it is of another type or outside ``info``'s limits.
 
     ``source`` (a file, or the command line) and ``path`` (the key) are for the error's message.
     """
@@ -98,7 +98,7 @@ def convert(value: object, hint: Any, source: str, path: str, info: KeyInfo = _N
 
 
 def build_dataclass(value: object, cls: type[T], source: str, path: str) -> T:
-    """Make an object of dataclass ``cls`` from a mapping of its fields. Missing fields get their defaults."""
+    """Makes an object of dataclass ``cls`` from a mapping of its fields. Missing fields get their defaults."""
     if not isinstance(value, dict):
         raise key_error(source, path, value, "must be a mapping")
     hints = typing.get_type_hints(cls)

@@ -56,7 +56,7 @@ class DraftModel:
 
 
 def read_draft_model(raw: RawConfig, path: Path, shape: ModelShape, *, has_weights: bool) -> DraftModel:
-    """Return the draft model in ``path`` for a model with the sizes ``shape``.
+    """Returns the draft model in ``path`` for a model with the sizes ``shape``.
 
     ``has_weights`` is False if all weights are random (``model_config.load_format: dummy``). Raises ConfigError if the
     draft model does not fit the model. Raises CheckpointError about its files.
@@ -73,7 +73,7 @@ def read_draft_model(raw: RawConfig, path: Path, shape: ModelShape, *, has_weigh
 
 
 def _check_vocabulary(raw: RawConfig, path: Path, draft: ModelShape, shape: ModelShape) -> None:
-    """Raise ConfigError unless both models have about the same number of tokens.
+    """Raises ConfigError unless both models have about the same number of tokens.
 
     Some published models add unused rows, up to a multiple of 128 or 512, so a small difference is allowed.
     ``check_same_vocabulary`` compares the tokens themselves.

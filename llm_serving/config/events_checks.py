@@ -13,7 +13,7 @@ _IPC = re.compile(r"ipc:///\S{1,100}")
 
 
 def check_events(raw: RawConfig, config: Config) -> None:
-    """Check the addresses of the events, and that the prefix cache is on."""
+    """Checks the addresses of the events, and that the prefix cache is on."""
     events = config.kv_events_config
     if not events.enabled:
         return

@@ -27,13 +27,14 @@ libmindspore_hardware_abstract.so of the aarch64 wheel."""
 
 
 def parse_flags(text: str) -> dict[str, str]:
-    """Parse a text such as ``--name=value --name``. Returns the values by name; a flag without a value has ``true``."""
+    """Parses a text such as ``--name=value --name``. Returns the values by name; a flag without a value has ``true``.
+    """
     names = (token.removeprefix("--").partition("=") for token in text.split())
     return {name: value if separator else "true" for name, separator, value in names}
 
 
 def read_flags(fields: TypedFields, key: str) -> str:
-    """Return the text of ``key``. Raises the error class of ``fields`` if a word is not a flag of MindSpore."""
+    """Returns the text of ``key``. Raises the error class of ``fields`` if a word is not a flag of MindSpore."""
     text = fields.text(key, "")
     for word in text.split():
         name = word.removeprefix("--").partition("=")[0]

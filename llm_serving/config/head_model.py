@@ -27,7 +27,7 @@ _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_eagle_head(raw: RawConfig, path: Path, shape: ModelShape, *, has_weights: bool) -> DraftModel:
-    """Return the EAGLE-3 head in the folder ``path`` for a model with the sizes ``shape``.
+    """Returns the EAGLE-3 head in the folder ``path`` for a model with the sizes ``shape``.
 
     ``has_weights`` is False if all weights are random. Raises ConfigError if the head does not fit the model. Raises
     CheckpointError about its files.
@@ -57,7 +57,7 @@ def read_eagle_head(raw: RawConfig, path: Path, shape: ModelShape, *, has_weight
 
 
 def read_mtp_layer(raw: RawConfig, folder: Path | None, shape: ModelShape, *, has_weights: bool) -> DraftModel:
-    """Return the first MTP layer of the model in ``folder``, which has the sizes ``shape``.
+    """Returns the first MTP layer of the model in ``folder``, which has the sizes ``shape``.
 
     ``has_weights`` is False if all weights are random. Raises ConfigError if the model has no MTP layer.
     """
@@ -82,7 +82,7 @@ def _check_target(raw: RawConfig, shape: ModelShape, method: str) -> None:
 
 
 def _check_sizes(fields: TypedFields, shape: ModelShape) -> None:
-    """Check that the head has the sizes of the model, and exactly one layer of the known form."""
+    """Checks that the head has the sizes of the model, and exactly one layer of the known form."""
     for key in ("hidden_size", "target_hidden_size"):
         if fields.integer(key, shape.hidden_size, 1, MAX_HIDDEN_SIZE) != shape.hidden_size:
             raise fields.fail(key, f"must be {shape.hidden_size} as in the model, whose embedding the head uses")
@@ -96,12 +96,12 @@ def _check_sizes(fields: TypedFields, shape: ModelShape) -> None:
 
 
 def _eagle_layers(shape: ModelShape) -> tuple[int, int, int]:
-    """Return after how many layers of the model an EAGLE-3 head takes the three hidden states: low, middle, high."""
+    """Returns after how many layers of the model an EAGLE-3 head takes the three hidden states: low, middle, high."""
     return 2, shape.num_layers // 2, shape.num_layers - 3
 
 
 def _check_layers(fields: TypedFields, shape: ModelShape) -> None:
-    """Check that the head takes the usual hidden states.
+    """Checks that the head takes the usual hidden states.
 
     Some files state layers. Depending on the program, a number is that of the layer before or after the hidden state.
     Both are accepted.

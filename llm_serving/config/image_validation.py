@@ -8,7 +8,7 @@ from llm_serving.config.validation import refuse_native
 
 
 def check_vision(raw: RawConfig, config: Config) -> None:
-    """Check that the settings work with the model's vision encoder. Does nothing for a model that reads only text."""
+    """Checks that the settings work with the model's vision encoder. Does nothing for a model that reads only text."""
     vision, processing, parallel = config.shape.vision, config.processing, config.parallel_config
     if vision is None:
         return

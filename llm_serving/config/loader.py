@@ -24,7 +24,7 @@ MAX_OVERRIDE_CHARACTERS = 8192
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: bool | None = None) -> Config:
-    """Read a configuration file and return its checked ``Config``.
+    """Reads a configuration file and returns its checked ``Config``.
 
     ``path_or_name`` is a path, or a name that is searched under ``configs/``. Each override is ``section.key=value``.
     ``ascend`` states whether the machine has an Ascend; None detects it. Raises ConfigError, or CheckpointError about
@@ -48,7 +48,7 @@ def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: boo
 
 
 def parse_override(text: str) -> tuple[str, str, object]:
-    """Return section, key and value of ``section.key=value``. The value is read as YAML: a list, number, null or text.
+    """Returns section, key and value of ``section.key=value``. The value is read as YAML: a list, number, null or text.
 
     Raises ConfigError if the section or the key is unknown.
     """
@@ -67,7 +67,7 @@ def parse_override(text: str) -> tuple[str, str, object]:
 
 
 def _raw_config(file: Path, document: dict[str, object], overrides: Sequence[str]) -> RawConfig:
-    """Return the sections of a YAML document with the overrides applied. The last override of a key wins."""
+    """Returns the sections of a YAML document with the overrides applied. The last override of a key wins."""
     sections: dict[str, dict[str, object]] = {}
     for name, values in document.items():
         if values is not None and not isinstance(values, dict):
@@ -82,7 +82,7 @@ def _raw_config(file: Path, document: dict[str, object], overrides: Sequence[str
 
 
 def _value(text: str, hint: object, source: str) -> object:
-    """Return the value of an override, read as YAML.
+    """Returns the value of an override, read as YAML.
 
     For a key of type ``str``, text without quotes is taken literally.
     """

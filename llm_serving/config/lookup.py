@@ -19,7 +19,7 @@ _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH")
 
 
 def find_config_file(name: str) -> Path:
-    """Return the file with this path, or with this name under ``configs/``. Raises ConfigError with similar names."""
+    """Returns the file with this path, or with this name under ``configs/``. Raises ConfigError with similar names."""
     path = _expanded(name)
     if _exists(path) and path.is_file():
         return path.resolve()
@@ -48,7 +48,7 @@ def _nearest_config(name: str) -> str:
 
 
 def find_path(name: str, config_folder: Path) -> Path | None:
-    """Return the absolute path of a file or folder that a configuration names, or None if it does not exist.
+    """Returns the absolute path of a file or folder that a configuration names, or None if it does not exist.
 
     A relative path is searched in the working directory, in the configuration's folder and in ``DATA_ROOTS``. The name
     ``package:NAME`` means the folder of an installed Python package, which is not imported.
@@ -64,14 +64,14 @@ def find_path(name: str, config_folder: Path) -> Path | None:
 
 
 def _package_folder(name: str) -> Path | None:
-    """Return the folder of an installed top-level package, or None if it is not installed."""
+    """Returns the folder of an installed top-level package, or None if it is not installed."""
     found = importlib.util.find_spec(name) if name.isidentifier() else None
     places = None if found is None else found.submodule_search_locations
     return Path(next(iter(places))).resolve() if places else None
 
 
 def _expanded(name: str) -> Path:
-    """Return the path, with ``~`` replaced by the user's home folder if there is one."""
+    """Returns the path, with ``~`` replaced by the user's home folder if there is one."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -79,7 +79,7 @@ def _expanded(name: str) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a path exists. A path that is too long or not accessible counts as missing."""
+    """Returns whether a path exists. A path that is too long or not accessible counts as missing."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -87,7 +87,7 @@ def _exists(path: Path) -> bool:
 
 
 def has_ascend(environment: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
-    """Return whether the machine has the device file of an NPU and an installed CANN.
+    """Returns whether the machine has the device file of an NPU and an installed CANN.
 
     This function does not ask MindSpore, because the import of MindSpore takes long.
     """

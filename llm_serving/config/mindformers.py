@@ -101,7 +101,7 @@ class MindFormersFile:
 
 
 def read_mindformers_yaml(path: Path) -> MindFormersFile:
-    """Read a MindFormers YAML. Raises ConfigError with file, key and value if a key has a wrong type or value."""
+    """Reads a MindFormers YAML. Raises ConfigError with file, key and value if a key has a wrong type or value."""
     document = TypedFields(str(path), read_yaml_mapping(path), ConfigError)
     model = document.mapping("model")
     sizes = model.mapping("model_config") if "model_config" in model else None
@@ -130,13 +130,13 @@ def _context(fields: TypedFields) -> MindSporeContext:
 
 
 def _save_graphs(fields: TypedFields) -> int:
-    """Return MindSpore's level for writing graphs to files, from 0 to 3. Also accepts true as 1 and false as 0."""
+    """Returns MindSpore's level for writing graphs to files, from 0 to 3. Also accepts true as 1 and false as 0."""
     value = fields.value("save_graphs")
     return int(value) if isinstance(value, bool) else fields.integer("save_graphs", 0, 0, 3)
 
 
 def _memory(fields: TypedFields, key: str) -> int | None:
-    """Return the number of bytes of a size in MindSpore's notation, for example ``"58GB"``.
+    """Returns the number of bytes of a size in MindSpore's notation, for example ``"58GB"``.
 
     None if the key is absent.
     """
@@ -149,7 +149,7 @@ def _memory(fields: TypedFields, key: str) -> int | None:
 
 
 def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
-    """Return the model's sizes, or None if ``model.model_config`` does not state them, for example for Qwen2.
+    """Returns the model's sizes, or None if ``model.model_config`` does not state them, for example for Qwen2.
 
     In this case, the model folder has the sizes. The YAML uses the keys of MindFormers' Llama or, for other models, the
     keys of ``config.json``.
@@ -210,8 +210,9 @@ def _llama_shape(fields: TypedFields, arch: TypedFields) -> ModelShape:
 
 
 def _intermediate_size(fields: TypedFields, hidden: int) -> int:
-    """Return the MLP size, computed as in MindFormers: 2/3 of 4 x hidden size x ``ffn_dim_multiplier``, rounded up to a
-    multiple of ``multiple_of``."""
+    """Returns the MLP size, computed as in MindFormers: 2/3 of 4 x hidden size x ``ffn_dim_multiplier``, rounded up to
+    a multiple of ``multiple_of``.
+    """
     if "intermediate_size" in fields:
         return fields.integer("intermediate_size", None, 1, 8 * MAX_HIDDEN_SIZE)
     size, multiple = 4 * hidden, fields.integer("multiple_of", 256, 1, MAX_HIDDEN_SIZE)
@@ -222,7 +223,7 @@ def _intermediate_size(fields: TypedFields, hidden: int) -> int:
 
 
 def _rope_scaling(fields: TypedFields, trained: int) -> RopeScaling | None:
-    """Return the rotary scaling that ``extend_method`` names. None means no scaling.
+    """Returns the rotary scaling that ``extend_method`` names. None means no scaling.
 
     ``PI`` divides positions by ``scaling_factor``, and ``LLAMA3`` scales as in Llama 3. ``trained`` is the length of
     the sequences that the model was trained with, in tokens.

@@ -19,7 +19,7 @@ _INSTALL = "install it with `make setup-mindformers` or `pip install 'llm-servin
 
 
 def check_mindformers(raw: RawConfig, config: Config) -> None:
-    """Raise ConfigError if the config asks for MindFormers' classes, but they cannot compute the model correctly."""
+    """Raises ConfigError if the config asks for MindFormers' classes, but they cannot compute the model correctly."""
     if config.model_config.model_type != MODEL_TYPE:
         return
     key, wanted = "model_config.model_type", config.model_config.weight_format
@@ -37,14 +37,14 @@ def check_mindformers(raw: RawConfig, config: Config) -> None:
 
 
 def check_op_table(raw: RawConfig, op_table: str) -> None:
-    """Raise ConfigError unless the op table is ``native``: MindFormers' models call MindSpore's primitives."""
+    """Raises ConfigError unless the op table is ``native``: MindFormers' models call MindSpore's primitives."""
     if op_table != "native":
         problem = "with model_type mindformers use native or auto: its models call MindSpore's primitives"
         raise raw.error("model_config.op_table", op_table, problem)
 
 
 def rotary_positions(config: Config) -> int:
-    """Return the number of rows of the model's rotary tables, at least the maximum length of a sequence.
+    """Returns the number of rows of the model's rotary tables, at least the maximum length of a sequence.
 
     MindFormers' classes need more rows with some rotary scalings. Its Llama needs a row for each token of the trained
     context, and one more with ``llama3``. Its Qwen models need ``original_max_position_embeddings`` x ``factor`` rows
@@ -60,7 +60,7 @@ def rotary_positions(config: Config) -> int:
 
 
 def _missing_part(config: Config) -> str:
-    """Return an error text about a feature of the model that MindFormers lacks, or an empty text."""
+    """Returns an error text about a feature of the model that MindFormers lacks, or an empty text."""
     shape = config.shape
     if shape.architecture not in ARCHITECTURES:
         return f"serves {', '.join(ARCHITECTURES)}; this is a {shape.architecture}: use model_type dyn"
@@ -80,7 +80,7 @@ def _missing_part(config: Config) -> str:
 
 
 def _missing_scaling(config: Config) -> str:
-    """Return an error text about a rotary scaling that MindFormers lacks, or an empty text.
+    """Returns an error text about a rotary scaling that MindFormers lacks, or an empty text.
 
     MindFormers 1.9 makes the rotary tables of Llama in ``modules.layers.FreqsMgr``, and of Qwen in
     ``rope_utils.get_rope``, which supports only YaRN.
@@ -115,7 +115,7 @@ def _missing_scaling(config: Config) -> str:
 
 
 def _missing_experts(experts: Experts | None) -> str:
-    """Return an error text about a property of the model's experts that MindFormers ignores, or an empty text."""
+    """Returns an error text about a property of the model's experts that MindFormers ignores, or an empty text."""
     if experts is None or experts.dense_layers:
         layers = "all layers" if experts is None else f"layers {', '.join(map(str, experts.dense_layers))}"
         return (
@@ -131,7 +131,7 @@ def _missing_experts(experts: Experts | None) -> str:
 
 
 def _missing_package() -> str:
-    """Return an error text if MindFormers is not installed in the tested version, or an empty text."""
+    """Returns an error text if MindFormers is not installed in the tested version, or an empty text."""
     spec = importlib.util.find_spec("mindformers")
     if spec is None or spec.origin is None:
         return f"the package mindformers is not installed; {_INSTALL}"

@@ -108,7 +108,7 @@ _MODEL: Mapping[str, _Unused] = {
 
 
 def find_unused(document: TypedFields, read: Mapping[str, str]) -> tuple[UnusedSetting, ...]:
-    """Return the settings of a MindFormers YAML that have no effect.
+    """Returns the settings of a MindFormers YAML that have no effect.
 
     ``read`` has the full names of the settings with an effect. If a known setting has a wrong type, raises the error
     class of ``document`` with file, key and value.
@@ -125,7 +125,7 @@ def find_unused(document: TypedFields, read: Mapping[str, str]) -> tuple[UnusedS
 def _of_section(
     fields: TypedFields, prefix: str, known: Mapping[str, _Unused], read: Mapping[str, str], unknown: str
 ) -> list[UnusedSetting]:
-    """Return the settings without effect in one section, whose full names begin with ``prefix``.
+    """Returns the settings without effect in one section, whose full names begin with ``prefix``.
 
     ``known`` is the section's table of settings without effect. ``read`` names the settings with an effect. ``unknown``
     is the reason to report for settings that are neither in ``known`` nor in ``read``. If it is empty, they are not

@@ -126,7 +126,7 @@ class Resolver:
         self._notes = list(notes)
 
     def config(self) -> Config:
-        """Return the config. Raises ConfigError, or CheckpointError about the model folder."""
+        """Returns the config. Raises ConfigError, or CheckpointError about the model folder."""
         mindformers_path = self._find("model_config.model_cfg_path", self._model.model_cfg_path)
         mindformers = read_mindformers_yaml(mindformers_path) if mindformers_path else None
         folder = self._folder(mindformers)
@@ -175,13 +175,13 @@ class Resolver:
         return config
 
     def _processing(self, folder: Path | None, shape: ModelShape) -> ImageProcessing | None:
-        """Return how images are prepared, as the model folder states. None if the model reads no images."""
+        """Returns how images are prepared, as the model folder states. None if the model reads no images."""
         if folder is None or shape.vision is None:
             return None
         return read_processing(folder, shape.vision, self._sections["image_config"].max_tile_pixels)
 
     def _pooling(self, folder: Path | None, shape: ModelShape, tokenizer: TokenizerConfig) -> Pooling | None:
-        """Return how embeddings, scores or classes are computed, or None if the server generates text."""
+        """Returns how embeddings, scores or classes are computed, or None if the server generates text."""
         model, task = self._model, self._model.task
         if task == "auto":
             task = "embed" if folder is not None and has_modules(folder) else "generate"
@@ -196,7 +196,7 @@ class Resolver:
         return read_pooling(folder, shape.hidden_size, model.matryoshka_dimensions)
 
     def _draft_model(self, folder: Path | None, shape: ModelShape) -> DraftModel | None:
-        """Return the draft model or head that ``speculative_config`` names, or None if its method needs none.
+        """Returns the draft model or head that ``speculative_config`` names, or None if its method needs none.
 
         ``folder`` is the folder of the model.
         """
@@ -217,7 +217,7 @@ class Resolver:
         return read(self._raw, path, shape, has_weights=has_weights)
 
     def _generation_config(self) -> str:
-        """Return ``serving_config.generation_config``: ``model``, ``none``, or the absolute path of a JSON file."""
+        """Returns ``serving_config.generation_config``: ``model``, ``none``, or the absolute path of a JSON file."""
         key, stated = "serving_config.generation_config", self._sections["serving_config"].generation_config
         if stated in (FROM_MODEL, NO_DEFAULTS):
             return str(stated)
@@ -229,7 +229,7 @@ class Resolver:
         return str(path)
 
     def _batch_waiting_time(self) -> float:
-        """Return the seconds for which a prompt waits for other prompts, to share a step with them.
+        """Returns the seconds for which a prompt waits for other prompts, to share a step with them.
 
         The default is 0, and above 0 only in the quiet power mode.
         """
@@ -239,7 +239,7 @@ class Resolver:
         return power.batch_wait_ms / 1000
 
     def _resolve_lengths(self, shape: ModelShape) -> None:
-        """Replace ``auto`` in the lengths of ``model_config`` by the maximum length of a sequence of the model."""
+        """Replaces ``auto`` in the lengths of ``model_config`` by the maximum length of a sequence of the model."""
         model, scheduler = self._model, self._sections["scheduler_config"]
         if model.max_generate_length == AUTO_SIZE:
             model = replace(model, max_generate_length=min(shape.max_positions, MAX_TOKENS))
@@ -251,7 +251,7 @@ class Resolver:
         self._model, self._sections = model, self._sections | {"scheduler_config": scheduler}
 
     def _sized_cache(self, device: str, model: ModelConfig, shape: ModelShape) -> PagedAttentionConfig:
-        """Return ``pa_config`` with numbers instead of ``auto``: the device's block size, and the minimum number of
+        """Returns ``pa_config`` with numbers instead of ``auto``: the device's block size, and the minimum number of
         blocks.
 
         The minimum is one sequence of the maximum length, and the null block, which pads block tables.
@@ -269,7 +269,7 @@ class Resolver:
         return cache
 
     def _with_all_ports(self) -> ServingConfig:
-        """Return ``serving_config`` with a port for each agent.
+        """Returns ``serving_config`` with a port for each agent.
 
         The setting ``agent_ports: [0]`` becomes a list with a 0 for each agent. Port 0 means any free port.
         """
@@ -298,7 +298,7 @@ class Resolver:
         return path
 
     def _folder(self, mindformers: MindFormersFile | None) -> Path | None:
-        """Return the model folder: ``model_path``, or else ``pretrained_model_dir`` of the MindFormers YAML."""
+        """Returns the model folder: ``model_path``, or else ``pretrained_model_dir`` of the MindFormers YAML."""
         stated = mindformers.model_folder if mindformers else None
         if self._model.model_path is not None or stated is None or self._model.load_format == "dummy":
             return self._find("model_config.model_path", self._model.model_path)
@@ -309,7 +309,8 @@ class Resolver:
         return folder
 
     def _take_compute_dtype(self, op_table: str, mindformers: MindFormersFile | None) -> None:
-        """Set ``model_dtype`` to MindFormers' ``compute_dtype`` if a published config has FLOAT32 and native operators.
+        """Sets ``model_dtype`` to MindFormers' ``compute_dtype`` if a published config has FLOAT32 and native
+        operators.
 
         Native operators do not compute in float32. In the published server, ``model_dtype`` is only the type of the
         logits, and MindFormers computes in ``compute_dtype``.
@@ -367,7 +368,7 @@ class Resolver:
         return stated
 
     def _compare_sizes(self, stated: ModelShape, actual: ModelShape, folder: Path) -> None:
-        """Raise ConfigError if the sizes in the MindFormers YAML and in the model folder differ.
+        """Raises ConfigError if the sizes in the MindFormers YAML and in the model folder differ.
 
         If ``--set`` names the model folder, the difference is only noted for the log.
         """
@@ -397,7 +398,7 @@ class Resolver:
         self._notes.append(f"{self._raw.error(key, value, problem)}; the model folder wins, as --set named it")
 
     def _end_token(self, stated: int | None, shape: ModelShape) -> int | None:
-        """Return the end token of the YAML, or None to use those of the model folder.
+        """Returns the end token of the YAML, or None to use those of the model folder.
 
         If ``--set`` names the model folder, the YAML's end token is for another model and is not used.
         """
@@ -411,7 +412,7 @@ class Resolver:
         return self._checked_token(key, stated, shape)
 
     def _pad_token(self, stated: int | None, shape: ModelShape) -> int | None:
-        """Return the padding token of the YAML or of the model folder. None if neither states one."""
+        """Returns the padding token of the YAML or of the model folder. None if neither states one."""
         key = "model_config.pad_token_id"
         if stated is None or self._belongs_to_another_model(key):
             return shape.pad_token_id
@@ -443,7 +444,7 @@ class Resolver:
 
 
 def fewest_blocks(length: int, block_size: int) -> int:
-    """Return the minimum number of blocks with which one sequence of ``length`` tokens can run.
+    """Returns the minimum number of blocks with which one sequence of ``length`` tokens can run.
 
     These are the sequence's blocks and the null block. The last token needs no space, because no later token reads its
     keys and values.
@@ -452,7 +453,7 @@ def fewest_blocks(length: int, block_size: int) -> int:
 
 
 def _block_size(device: str, head_dim: int) -> int:
-    """Return the best block size for a device. An Ascend's kernels limit the product of block size and head size."""
+    """Returns the best block size for a device. An Ascend's kernels limit the product of block size and head size."""
     if device == "CPU":
         return _CPU_BLOCK_SIZE
     return next((size for size in _ASCEND_BLOCK_SIZES if size * head_dim <= _ASCEND_BLOCK_ELEMENTS), 16)
@@ -480,6 +481,6 @@ def _name_of(folder: Path | None, shape: ModelShape) -> str:
 
 
 def _sampling_defaults(stated: str, folder: Path | None) -> SamplingDefaults:
-    """Return the sampling parameters that the config recommends. ``stated`` is its ``generation_config``."""
+    """Returns the sampling parameters that the config recommends. ``stated`` is its ``generation_config``."""
     path = folder if stated == FROM_MODEL else Path(stated)
     return SamplingDefaults() if path is None or stated == NO_DEFAULTS else read_sampling_defaults(path)

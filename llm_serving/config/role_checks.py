@@ -8,7 +8,7 @@ from llm_serving.config.source import RawConfig
 
 
 def check_roles(raw: RawConfig, config: Config) -> None:
-    """Check that the roles can serve every request, and that the blocks of this model can be handed over."""
+    """Checks that the roles can serve every request, and that the blocks of this model can be handed over."""
     parallel = config.parallel_config
     if parallel.roles is not None:
         problem = _problem_of(parallel.roles, parallel.data_parallel)
@@ -30,7 +30,7 @@ def check_roles(raw: RawConfig, config: Config) -> None:
 
 
 def _problem_of(roles: tuple[str, ...], num_replicas: int) -> str | None:
-    """Return the reason why these roles cannot serve every request, or None if they can."""
+    """Returns the reason why these roles cannot serve every request, or None if they can."""
     unknown = set(roles) - {PREFILL, DECODE, BOTH}
     if unknown:
         return f"{', '.join(sorted(unknown))} is not a role; the roles are prefill, decode and both"
@@ -44,7 +44,7 @@ def _problem_of(roles: tuple[str, ...], num_replicas: int) -> str | None:
 
 
 def _obstacle(config: Config) -> str | None:
-    """Return the reason why the blocks of this model cannot be handed over, or None if they can."""
+    """Returns the reason why the blocks of this model cannot be handed over, or None if they can."""
     reasons = {
         "blocks of agents on other machines are not sent yet; use executor: local": config.parallel_config.is_remote,
         "blocks in the memory of a device are not handed over yet; use a CPU, or no roles": config.device != "CPU",

@@ -33,13 +33,13 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     def values(self) -> dict[str, Any]:
-        """Return the parameters that the model recommends."""
+        """Returns the parameters that the model recommends."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 
 
 def read_sampling_defaults(path: Path) -> SamplingDefaults:
-    """Return the sampling parameters that a model folder or a JSON file recommends.
+    """Returns the sampling parameters that a model folder or a JSON file recommends.
 
     All are None if a folder has no ``generation_config.json``, and for a GGUF file. Raises CheckpointError for a value
     that the API would also refuse.
@@ -53,7 +53,7 @@ def read_sampling_defaults(path: Path) -> SamplingDefaults:
 
 
 def _value(found: TypedFields, name: str) -> float | int | None:
-    """Return the value of one sampling parameter. For an integer parameter, the file may have a float such as 50.0."""
+    """Returns the value of one sampling parameter. For an integer parameter, the file may have a float such as 50.0."""
     value, limits = found.value(name), PARAMETERS[name]
     if value is None:
         return None

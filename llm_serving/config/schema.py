@@ -41,17 +41,17 @@ class KeyInfo:
 
 
 def published(default: object, meaning: str, **details: Any) -> Any:
-    """Declare a key that the published server's configs have, too. Therefore its name and meaning must not change."""
+    """Declares a key that the published server's configs have, too. Therefore its name and meaning must not change."""
     return _key(default, KeyInfo(meaning, published=True, **details))
 
 
 def own(default: object, meaning: str, **details: Any) -> Any:
-    """Declare a key that only this project has."""
+    """Declares a key that only this project has."""
     return _key(default, KeyInfo(meaning, published=False, **details))
 
 
 def without_effect(meaning: str, reason: str, default: object = None, **details: Any) -> Any:
-    """Declare a key of the published configs that is read and checked, but has no effect. ``reason`` states why."""
+    """Declares a key of the published configs that is read and checked, but has no effect. ``reason`` states why."""
     null = "not stated" if default is None else ""
     return _key(default, KeyInfo(meaning, published=True, no_effect=reason, null=null, **details))
 
@@ -61,11 +61,11 @@ def _key(default: object, info: KeyInfo) -> Any:
 
 
 def key_info(declared: Field[Any]) -> KeyInfo | None:
-    """Return the declaration of a dataclass field, or None if the field is not a configuration key."""
+    """Returns the declaration of a dataclass field, or None if the field is not a configuration key."""
     info: KeyInfo | None = declared.metadata.get(_METADATA_KEY)
     return info
 
 
 def section_keys(section: type) -> dict[str, KeyInfo]:
-    """Return the keys of a section's dataclass, in the order of its fields, with their declarations."""
+    """Returns the keys of a section's dataclass, in the order of its fields, with their declarations."""
     return {declared.name: info for declared in fields(section) if (info := key_info(declared)) is not None}

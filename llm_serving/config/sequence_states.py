@@ -18,7 +18,7 @@ from llm_serving.model.shape import ModelShape
 def for_states(
     raw: RawConfig, shape: ModelShape, sections: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return ``sections`` with settings that suit the model, and notes for the log about the replaced settings.
+    """Returns ``sections`` with settings that suit the model, and notes for the log about the replaced settings.
 
     Raises ConfigError for a draft model or a head, because the model cannot verify their drafts.
     """

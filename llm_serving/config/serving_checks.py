@@ -21,7 +21,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 
 
 def check_telemetry(raw: RawConfig, telemetry: TelemetryConfig) -> None:
-    """Check the URL to which traces are sent."""
+    """Checks the URL to which traces are sent."""
     endpoint = telemetry.traces_endpoint
     if endpoint is not None and not re.fullmatch(r"https?://[^/\s@]+/\S*", endpoint):
         problem = "must be a URL with a path and without a password, as http://localhost:4318/v1/traces"
@@ -29,7 +29,7 @@ def check_telemetry(raw: RawConfig, telemetry: TelemetryConfig) -> None:
 
 
 def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConfig) -> None:
-    """Check ports and addresses."""
+    """Checks ports and addresses."""
     if parallel.world_size > MAX_RANKS:
         problem = f"{_product(parallel)} makes {parallel.world_size} agents; at most {MAX_RANKS}"
         raise raw.error("parallel_config.data_parallel", parallel.data_parallel, problem)
@@ -68,7 +68,7 @@ def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConf
 
 
 def _check_protection(raw: RawConfig, serving: ServingConfig) -> None:
-    """Check that the TLS files are complete, and that a server that other machines can reach is protected."""
+    """Checks that the TLS files are complete, and that a server that other machines can reach is protected."""
     if (serving.tls_cert is None) != (serving.tls_key is None):
         missing = "tls_key" if serving.tls_key is None else "tls_cert"
         raise raw.error(f"serving_config.{missing}", None, "is missing; TLS needs both tls_cert and tls_key")
@@ -88,7 +88,7 @@ def _check_protection(raw: RawConfig, serving: ServingConfig) -> None:
 
 
 def agents_of_graphs(raw: RawConfig, sections: Mapping[str, Any]) -> int | None:
-    """Return the number of agents that a published config implies, or None if it implies no number.
+    """Returns the number of agents that a published config implies, or None if it implies no number.
 
     The published server has one agent for each prefill graph of ``model_path``. The result is None if there is at most
     one graph, or if the config has its own ``parallel_config``. Raises ConfigError if the numbers of prefill graphs,

@@ -27,11 +27,11 @@ class RawConfig:
         return key in self.overridden
 
     def source(self, key: str) -> str:
-        """Return the file or the command line that gave ``section.key``."""
+        """Returns the file or the command line that gave ``section.key``."""
         return COMMAND_LINE if key in self.overridden else self.file
 
     def error(self, key: str, value: object, problem: str) -> ConfigError:
-        """Return an error for a wrong value of ``section.key``, which names the YAML or the command line."""
+        """Returns an error for a wrong value of ``section.key``, which names the YAML or the command line."""
         return key_error(self.source(key), key, value, problem)
 
 
@@ -49,7 +49,7 @@ class UnusedSetting:
 
 
 def unused_lines(settings: Sequence[UnusedSetting]) -> list[str]:
-    """Return one line for each pair of file and reason. The line lists all settings of the file with this reason."""
+    """Returns one line for each pair of file and reason. The line lists all settings of the file with this reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for each in settings:
         groups.setdefault((each.file, each.reason), []).append(f"{each.key} = {each.value}")
@@ -57,12 +57,12 @@ def unused_lines(settings: Sequence[UnusedSetting]) -> list[str]:
 
 
 def unused_summary(settings: Sequence[UnusedSetting]) -> list[str]:
-    """Return a line for each file with the number of its settings without effect."""
+    """Returns a line for each file with the number of its settings without effect."""
     counts = Counter(each.file for each in settings)
     where = "--check, the log (settings_unused) and /server_info list them with the reasons"
     return [f"{Path(file).name}: {count} settings have no effect here; {where}" for file, count in counts.items()]
 
 
 def key_error(source: str, key: str, value: object, problem: str) -> ConfigError:
-    """Return an error whose message has the source (file or command line), the key, its value and the problem."""
+    """Returns an error whose message has the source (file or command line), the key, its value and the problem."""
     return ConfigError(f"{source}: {key} = {short_repr(value)}: {problem}")

@@ -20,21 +20,21 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_model_name(raw: RawConfig, name: str | None) -> None:
-    """Check that the model's name can be part of a URL."""
+    """Checks that the model's name can be part of a URL."""
     if name is not None and not _MODEL_NAME.fullmatch(name):
         problem = "must begin with a letter or digit and hold only letters, digits, '.', '_', '-' (128 at most)"
         raise raw.error("model_config.model_name", name, problem)
 
 
 def check_cache(raw: RawConfig, cache: PagedAttentionConfig) -> None:
-    """Check that the KV cache has less than 2^31 token positions, because kernels count them in 32 bits."""
+    """Checks that the KV cache has less than 2^31 token positions, because kernels count them in 32 bits."""
     if cache.num_blocks * cache.block_size > MAX_CACHE_SLOTS:
         problem = f"num_blocks x block_size = {cache.num_blocks * cache.block_size}; at most {MAX_CACHE_SLOTS}"
         raise raw.error("pa_config.num_blocks", cache.num_blocks, problem)
 
 
 def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend: str) -> None:
-    """Check that the device has the op table, and that the operators support the data type and the backend."""
+    """Checks that the device has the op table, and that the operators support the data type and the backend."""
     if backend == "ge" and device == "CPU":
         raise raw.error("model_config.backend", backend, "the graph engine runs on an Ascend only; on a CPU use kbk")
     if op_table == "fused" and device == "Ascend":
@@ -50,7 +50,7 @@ def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend
 
 
 def check_formats(raw: RawConfig, model: ModelConfig) -> None:
-    """Check that the operators and the data type support the formats of weights and KV cache."""
+    """Checks that the operators and the data type support the formats of weights and KV cache."""
     for key, value in (("weight_format", model.weight_format), ("kv_format", model.kv_format)):
         dtype = {"bf16": "bfloat16", "float16": "float16", "float32": "float32"}.get(value, model.model_dtype)
         if dtype != model.model_dtype:
@@ -62,7 +62,7 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
 
 
 def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
-    """Check that this process may run on the cores of ``model_config.cpu_cores``."""
+    """Checks that this process may run on the cores of ``model_config.cpu_cores``."""
     usable = os.sched_getaffinity(0)
     missing = [core for core in cores or () if core not in usable]
     if missing:
@@ -71,7 +71,7 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
 
 
 def check_model_parts(raw: RawConfig, config: Config) -> None:
-    """Check that the operators support the model's kind of attention, of norms, of experts and of routing."""
+    """Checks that the operators support the model's kind of attention, of norms, of experts and of routing."""
     shape = config.shape
     if shape.latent is not None and config.kv_format == "int8":
         problem = "latent attention needs a cache of floats; use auto"
@@ -90,7 +90,7 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
 
 
 def refuse_native(raw: RawConfig, config: Config, missing: str) -> NoReturn:
-    """Raise ConfigError for a model with a part that has no native operator. ``missing`` names this part.
+    """Raises ConfigError for a model with a part that has no native operator. ``missing`` names this part.
 
     The error suggests fused operators, or a CPU if the device is an Ascend, which has only native operators.
     """
@@ -103,7 +103,7 @@ def refuse_native(raw: RawConfig, config: Config, missing: str) -> NoReturn:
 
 
 def check_parallel(raw: RawConfig, config: Config) -> None:
-    """Check that the agents can share the model as ``parallel_config`` states."""
+    """Checks that the agents can share the model as ``parallel_config`` states."""
     obstacle = find_obstacle(config.shape, config.parallel_config, config.shard_group)
     if obstacle is not None:
         key, problem = obstacle
@@ -111,7 +111,7 @@ def check_parallel(raw: RawConfig, config: Config) -> None:
 
 
 def check_pooling(raw: RawConfig, config: Config) -> None:
-    """Check that embeddings or scores are possible with the other settings."""
+    """Checks that embeddings or scores are possible with the other settings."""
     pooling, model = config.pooling, config.model_config
     if pooling is None:
         return
@@ -132,7 +132,7 @@ def check_pooling(raw: RawConfig, config: Config) -> None:
 
 
 def check_processors(raw: RawConfig, config: Config) -> None:
-    """Check the names of the operator's logits processors, and that the other settings permit processors."""
+    """Checks the names of the operator's logits processors, and that the other settings permit processors."""
     names, key = config.model_config.logits_processors, "model_config.logits_processors"
     if not names:
         return
@@ -147,7 +147,7 @@ def check_processors(raw: RawConfig, config: Config) -> None:
 
 
 def check_lora(raw: RawConfig, config: Config) -> None:
-    """Check that LoRA adapters are possible with the other settings."""
+    """Checks that LoRA adapters are possible with the other settings."""
     lora, parallel, key = config.lora_config, config.parallel_config, "lora_config.max_adapters"
     adapters = lora.adapters or ()
     if len(adapters) > lora.max_adapters:
@@ -175,7 +175,7 @@ def check_lora(raw: RawConfig, config: Config) -> None:
 
 
 def check_shadow(raw: RawConfig, config: Config) -> None:
-    """Check that the candidate of shadow serving is another model of the server, and that answers can be scored."""
+    """Checks that the candidate of shadow serving is another model of the server, and that answers can be scored."""
     name = config.shadow_config.model
     if name is None:
         return
@@ -191,7 +191,7 @@ def check_shadow(raw: RawConfig, config: Config) -> None:
 
 
 def check_kv_tiers(raw: RawConfig, config: Config) -> None:
-    """Check that KV tiers are possible with the other settings."""
+    """Checks that KV tiers are possible with the other settings."""
     tiers = config.kv_tier_config
     if not tiers.host_blocks:
         for name, folder in (("ssd_folder", tiers.ssd_folder), ("shared_folder", tiers.shared_folder)):
@@ -213,7 +213,7 @@ def check_kv_tiers(raw: RawConfig, config: Config) -> None:
 
 
 def check_sum_parts(raw: RawConfig, config: Config) -> None:
-    """Check that the model and its operators support ``parallel_config.sum_parts``."""
+    """Checks that the model and its operators support ``parallel_config.sum_parts``."""
     parallel = config.parallel_config
     if parallel.sum_parts == 1:
         return
@@ -238,7 +238,7 @@ def check_sum_parts(raw: RawConfig, config: Config) -> None:
 
 
 def check_ascend_options(raw: RawConfig, config: Config) -> None:
-    """Check ``weight_layout`` and ``capture_launches``, which only an Ascend supports (``docs/ascend.md``)."""
+    """Checks ``weight_layout`` and ``capture_launches``, which only an Ascend supports (``docs/ascend.md``)."""
     model = config.model_config
     if model.weight_layout == "nz":
         _check_ascend_only(raw, config, "weight_layout", "nz", "nd")
@@ -268,7 +268,7 @@ def _check_ascend_only(raw: RawConfig, config: Config, key: str, value: object, 
 
 
 def check_speculation(raw: RawConfig, config: Config) -> None:
-    """Check that the method of speculative decoding works with the other settings."""
+    """Checks that the method of speculative decoding works with the other settings."""
     method, key = config.speculative_config.method, "speculative_config.method"
     if method in ("draft", "eagle", "mtp"):
         _check_draft_model(raw, config)
@@ -277,7 +277,7 @@ def check_speculation(raw: RawConfig, config: Config) -> None:
 
 
 def _check_draft_model(raw: RawConfig, config: Config) -> None:
-    """Check that a draft model or a head works with the other settings, and that a draft model has long enough
+    """Checks that a draft model or a head works with the other settings, and that a draft model has long enough
     contexts.
 
     The contexts of a head are not checked. Published heads state shorter contexts than the model, but have no limit.
@@ -306,14 +306,14 @@ def _check_draft_model(raw: RawConfig, config: Config) -> None:
 
 
 def check_sharing(raw: RawConfig, config: Config) -> None:
-    """Check that the prefix cache is only used with paged attention."""
+    """Checks that the prefix cache is only used with paged attention."""
     if config.scheduler_config.prefix_cache and not config.model_config.page_attention:
         problem = "shares blocks between requests, which needs model_config.page_attention: True"
         raise raw.error("scheduler_config.prefix_cache", True, problem)
 
 
 def check_batches(raw: RawConfig, config: Config) -> None:
-    """Check ``chunk_tokens`` and ``batch_size`` against the limits of a step.
+    """Checks ``chunk_tokens`` and ``batch_size`` against the limits of a step.
 
     ``chunk_tokens`` must not exceed the maximum number of tokens in a step. ``batch_size`` must not exceed the maximum
     number of running sequences.
@@ -329,7 +329,7 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Check that the KV cache has space for the longest sequence, and that a decode step can have all running
+    """Checks that the KV cache has space for the longest sequence, and that a decode step can have all running
     sequences.
 
     The cache never holds the last token of a sequence, because no later token reads its keys and values.

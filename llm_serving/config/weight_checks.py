@@ -20,7 +20,7 @@ from llm_serving.model.shape import ModelShape
 
 
 def check_stored_format(raw: RawConfig, config: Config) -> None:
-    """Check that ``weight_format`` suits a quantized checkpoint.
+    """Checks that ``weight_format`` suits a quantized checkpoint.
 
     The format must keep the checkpoint's integers or convert them to floats. Integers are never rounded to another
     integer format.
@@ -35,7 +35,7 @@ def check_stored_format(raw: RawConfig, config: Config) -> None:
 
 
 def check_group(raw: RawConfig, config: Config) -> None:
-    """Check that ``weight_group``, the number of inputs with one scale, divides the number of inputs of each linear
+    """Checks that ``weight_group``, the number of inputs with one scale, divides the number of inputs of each linear
     layer.
     """
     if not weight_format(config.weight_format).has_groups or config.stored_weight_format is not None:
@@ -61,7 +61,7 @@ def check_group(raw: RawConfig, config: Config) -> None:
 
 
 def check_native_weights(raw: RawConfig, config: Config) -> None:
-    """Check the sizes of quantized layers against the limits of MindSpore's primitives (``docs/ascend.md``)."""
+    """Checks the sizes of quantized layers against the limits of MindSpore's primitives (``docs/ascend.md``)."""
     key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape
     if config.op_table != "native" or weight_format(config.weight_format).is_float:
         return
@@ -84,7 +84,7 @@ def check_native_weights(raw: RawConfig, config: Config) -> None:
 
 
 def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
-    """Check quantized experts against the limits of the primitive GroupedMatmulV4.
+    """Checks quantized experts against the limits of the primitive GroupedMatmulV4.
 
     ``outputs`` is the number of outputs of an expert's gate and up layers together.
     """
@@ -101,25 +101,26 @@ def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
 
 
 def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
-    """Return the number of inputs of each kind of linear layer. ``shape`` is one agent's part of the model."""
+    """Returns the number of inputs of each kind of linear layer. ``shape`` is one agent's part of the model."""
     inputs = (shape.hidden_size, shape.num_attention_heads * shape.head_dim)
     return (*inputs, shape.intermediate_size) if _has_mlps(shape) else inputs
 
 
 def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
-    """Return the number of outputs of the kinds of linear layers that are wider than their inputs: qkv, gate and up."""
+    """Returns the number of outputs of the kinds of linear layers that are wider than their inputs: qkv, gate and up.
+    """
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     outputs = (heads * shape.head_dim,)
     return (*outputs, 2 * shape.intermediate_size) if _has_mlps(shape) else outputs
 
 
 def _has_mlps(shape: ModelShape) -> bool:
-    """Return whether at least one layer has an ordinary MLP instead of experts."""
+    """Returns whether at least one layer has an ordinary MLP instead of experts."""
     return any(not shape.has_experts(layer) for layer in range(shape.num_layers))
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Raise ConfigError, because a quantisation group has more inputs than a linear layer.
+    """Raises ConfigError, because a quantisation group has more inputs than a linear layer.
 
     ``fewest`` is the smallest number of inputs of a layer in one agent.
     """

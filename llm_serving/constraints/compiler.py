@@ -67,7 +67,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return token ids whose bytes are exactly ``text``.
+        """Returns token ids whose bytes are exactly ``text``.
 
         If the tokenizer would change the text, for example add a space, the text is split into the longest matching
         tokens instead.
@@ -77,7 +77,7 @@ class _Vocabulary:
         return ids if b"".join(self.tokens[i] for i in ids) == data else self._longest_matches(data)
 
     def _longest_matches(self, data: bytes) -> list[int]:
-        """Split ``data`` into the longest matching tokens, from left to right, and return their ids.
+        """Splits ``data`` into the longest matching tokens, from left to right, and returns their ids.
 
         Stops at a byte that no token begins with, if the tokenizer has no tokens for single bytes.
         """

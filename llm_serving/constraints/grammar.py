@@ -36,10 +36,10 @@ ANY_JSON_OBJECT = Grammar(JSON_SCHEMA, '{"type": "object"}')
 
 
 def schema_grammar(schema: object) -> Grammar:
-    """Return the grammar of the JSON values that fit a JSON schema. ``schema`` is a parsed schema or its JSON text."""
+    """Returns the grammar of the JSON values that fit a JSON schema. ``schema`` is a parsed schema or its JSON text."""
     return Grammar(JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """Return the grammar of a fixed set of strings."""
+    """Returns the grammar of a fixed set of strings."""
     return Grammar(REGEX, "|".join(f"(?:{re.escape(choice)})" for choice in choices))

@@ -41,7 +41,7 @@ class Interval:
         return cls(round(after.tokens - before.tokens), after.cpu_seconds - before.cpu_seconds, joules)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the log event ``energy``. ``tokens`` must be above 0."""
+        """Returns the fields of the log event ``energy``. ``tokens`` must be above 0."""
         joules = None if self.joules is None else round(self.joules, 3)
         return {
             "output_tokens": self.tokens,
@@ -67,7 +67,7 @@ class EnergyMeter(Collector):
         self._interval: Interval | None = None
 
     def read(self) -> Reading:
-        """Return the sums since the start."""
+        """Returns the sums since the start."""
         joules = sum(zone.joules() for zone in self._zones) if self._zones else None
         return Reading(self._tokens(), self._times.seconds() - self._start_s, joules)
 
@@ -85,7 +85,7 @@ class EnergyMeter(Collector):
         return interval
 
     async def report(self, log: EventLog, interval_s: float) -> None:
-        """Log an event after each ``interval_s`` seconds in which requests have ended. Never returns."""
+        """Logs an event after each ``interval_s`` seconds in which requests have ended. Never returns."""
         while True:
             await asyncio.sleep(interval_s)
             if (interval := self.end_interval()) is not None:

@@ -14,7 +14,7 @@ class ProcessTimes:
         self._total = 0.0
 
     def seconds(self) -> float:
-        """Return the user and system seconds of all cores.
+        """Returns the user and system seconds of all cores.
 
         The time that a process used between the last call and its end is missing.
         """

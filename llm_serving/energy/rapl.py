@@ -37,7 +37,7 @@ class RaplZone:
 
 
 def open_zones(folder: Path = POWERCAP) -> Sequence[RaplZone]:
-    """Return the counters of all packages and memories of the machine. Empty if there are none that may be read."""
+    """Returns the counters of all packages and memories of the machine. Empty if there are none that may be read."""
     zones = []
     for path in sorted(folder.glob("intel-rapl:*")):
         try:

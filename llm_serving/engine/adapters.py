@@ -25,7 +25,7 @@ class AgentAdapters:
         self._error = ""
 
     def load(self, slot: int, memory: AdapterMemory) -> list[AdapterAnswer]:
-        """Begin to load an adapter into all ready replicas. If no replica is ready, returns the answer immediately."""
+        """Begins to load an adapter into all ready replicas. If no replica is ready, returns the answer immediately."""
         self._remove(slot)
         self._memories[slot] = memory
         self._slot, self._error = slot, ""
@@ -35,7 +35,7 @@ class AgentAdapters:
         return self._finished()
 
     def answer(self, replica: int, slot: int, error: str) -> list[AdapterAnswer]:
-        """Note the reply of a replica. After the last reply, returns the answer to the whole command."""
+        """Records the reply of a replica. After the last reply, returns the answer to the whole command."""
         if slot != self._slot or replica not in self._waiting:
             return []
         self._waiting.remove(replica)
@@ -43,22 +43,22 @@ class AgentAdapters:
         return self._finished()
 
     def lose(self, replica: int) -> list[AdapterAnswer]:
-        """Wait no longer for a replica that was lost. Its agents load all adapters when they start again."""
+        """Waits no longer for a replica that was lost. Its agents load all adapters when they start again."""
         return [] if self._slot is None else self.answer(replica, self._slot, "")
 
     def drop(self, slot: int) -> None:
-        """Forget the adapter of a slot."""
+        """Forgets the adapter of a slot."""
         for replica in self._replicas:
             replica.executor.drop_adapter(slot)
         self._remove(slot)
 
     def refuse(self, slot: int, memory: AdapterMemory) -> list[AdapterAnswer]:
-        """Return the answer to a command that comes after the engine has stopped. Frees the adapter's memory."""
+        """Returns the answer to a command that comes after the engine has stopped. Frees the adapter's memory."""
         memory.close()
         return [AdapterAnswer(slot, _ENDED)]
 
     def close(self) -> list[AdapterAnswer]:
-        """Remove the shared memory of all adapters. Returns the answer for the adapter that is being loaded."""
+        """Removes the shared memory of all adapters. Returns the answer for the adapter that is being loaded."""
         for slot in list(self._memories):
             self._remove(slot)
         loading, self._slot = self._slot, None

@@ -39,7 +39,7 @@ class AgentQuestions:
         self._adapter: asyncio.Future[str] | None = None
 
     async def probe(self, timeout: float) -> bool:
-        """Return True if every agent replies to a status query.
+        """Returns True if every agent replies to a status query.
 
         Returns False if agents do not reply within ``timeout`` seconds. Agents that are only slow, because they compute
         or wait for a processor, have ``SLOW_PROBE_S`` more. Returns False if the engine has ended.
@@ -57,7 +57,7 @@ class AgentQuestions:
                 self._probes.remove(answer)
 
     async def _wait(self, answer: asyncio.Future[T], timeout: float, slow_s: float) -> None:
-        """Wait ``timeout`` seconds for an answer, and up to ``slow_s`` longer while the agents are only slow."""
+        """Waits ``timeout`` seconds for an answer, and up to ``slow_s`` longer while the agents are only slow."""
         await asyncio.wait((answer,), timeout=timeout)
         if answer.done():
             return
@@ -68,7 +68,7 @@ class AgentQuestions:
             await asyncio.wait((answer,), timeout=LOOK_EVERY_S)
 
     async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:
-        """Start a profile of all ready agents, which write files to ``folder``. If ``folder`` is None, stop the
+        """Starts a profile of all ready agents, which write files to ``folder``. If ``folder`` is None, stops the
         profile.
 
         Returns the rank, the error and the summary of each agent. An empty error means success. The result is empty if
@@ -91,7 +91,7 @@ class AgentQuestions:
             del self._profiles[number]
 
     async def load_adapter(self, slot: int, memory: AdapterMemory, timeout: float) -> None:
-        """Load the LoRA adapter in ``memory`` into an adapter slot of all agents.
+        """Loads the LoRA adapter in ``memory`` into an adapter slot of all agents.
 
         The engine removes ``memory`` when it is not needed any more, also after an error. Raises AgentError if an agent
         cannot load the adapter, AgentLostError if the engine has ended, and TimeoutError after ``timeout`` seconds.
@@ -122,7 +122,7 @@ class AgentQuestions:
             self._adapter.set_result(answer.error)
 
     def close(self) -> None:
-        """End all questions without an answer, and all later questions, because the engine thread has ended."""
+        """Ends all questions without an answer, and all later questions, because the engine thread has ended."""
         self._is_closed = True
         self._end_probes(is_answered=False)
         for profile in self._profiles.values():

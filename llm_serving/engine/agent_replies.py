@@ -21,21 +21,21 @@ class AgentReplies:
         self._profiled: list[dict[str, object]] = []
 
     def probe(self) -> None:
-        """Ask the agents of all ready replicas for their status. If no replica is ready, ask all agents."""
+        """Asks the agents of all ready replicas for their status. If no replica is ready, asks all agents."""
         asked = [replica for replica in self._replicas if replica.is_ready] or self._replicas
         self.probed = {replica.index for replica in asked}
         for replica in asked:
             replica.executor.request_status()
 
     def note_probe(self, replica: int) -> list[ProbeAnswer]:
-        """Note that the agents of a replica have replied to a probe or were lost."""
+        """Records that the agents of a replica have replied to a probe or were lost."""
         if replica not in self.probed:
             return []
         self.probed.remove(replica)
         return [] if self.probed else [ProbeAnswer()]
 
     def profile(self, number: int, folder: str | None) -> list[ProfileAnswer]:
-        """Start a profile of the agents of all ready replicas, or stop it if ``folder`` is None.
+        """Starts a profile of the agents of all ready replicas, or stops it if ``folder`` is None.
 
         Returns the answers that are already known: to this command if no replica is ready, and to an earlier command
         that this command replaces. ``number`` is the number of the command.
@@ -51,7 +51,7 @@ class AgentReplies:
         return answers if asked else [*answers, ProfileAnswer(number, [])]
 
     def note_profile(self, replica: int, agents: list[dict[str, object]]) -> list[ProfileAnswer]:
-        """Note the replies of a replica's agents to the newest command for profiles."""
+        """Records the replies of a replica's agents to the newest command for profiles."""
         if replica not in self._profiling:
             return []
         self._profiling.remove(replica)
@@ -59,5 +59,5 @@ class AgentReplies:
         return [] if self._profiling else [ProfileAnswer(self._profile_number, self._profiled)]
 
     def note_lost(self, replica: int, reason: str) -> list[ProfileAnswer]:
-        """Note that the agents of a replica will not reply to the newest command for profiles."""
+        """Records that the agents of a replica will not reply to the newest command for profiles."""
         return self.note_profile(replica, [{"replica": replica, "error": reason}])

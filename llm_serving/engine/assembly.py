@@ -40,7 +40,7 @@ ProgressNote = Callable[[int, str, int, int], None]
 
 
 def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list[AgentExecutor]:
-    """Return the executor of each replica, not started. ``owned`` closes the executors and their ports.
+    """Returns the executor of each replica, not started. ``owned`` closes the executors and their ports.
 
     Raises ConfigError if a port is in use, or if a setting of the cluster is wrong.
     """
@@ -66,7 +66,7 @@ def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list
 
 
 def _hand_over_names(config: Config, owned: ExitStack) -> list[str]:
-    """Create the hand-over pools: one for each rank of a replica, shared by all replicas. ``owned`` removes them.
+    """Creates the hand-over pools: one for each rank of a replica, shared by all replicas. ``owned`` removes them.
 
     Returns the names of the pools. Empty if the replicas have no roles. Raises AgentStartError if /dev/shm is too
     small.
@@ -92,7 +92,7 @@ def _hand_over_names(config: Config, owned: ExitStack) -> list[str]:
 
 
 def _tile_memory(config: Config, owned: ExitStack) -> TileMemory | None:
-    """Create the memory with the tiles of images, which all replicas share. ``owned`` removes it.
+    """Creates the memory with the tiles of images, which all replicas share. ``owned`` removes it.
 
     So a request can go from one replica to another without a copy of its tiles. Returns None if the model reads no
     images. Raises AgentStartError if /dev/shm is too small.
@@ -122,7 +122,7 @@ def make_engine(
     *,
     observe: ObserveCache | None = None,
 ) -> AsyncEngine:
-    """Return an engine for these executors, not started, with the flight recorder that the config asks for.
+    """Returns an engine for these executors, not started, with the flight recorder that the config asks for.
 
     ``observe`` returns the observer of a replica's prefix cache. If it is None, the caches have no observers. The
     engine gets the LoRA adapters of the config. Raises ConfigError if one of them is wrong, or if the folder of the KV
@@ -157,7 +157,7 @@ def make_engine(
 
 
 def _image_places(executors: Sequence[AgentExecutor]) -> TilePool | None:
-    """Return the pool of places for the tiles of images. None if the model reads only text.
+    """Returns the pool of places for the tiles of images. None if the model reads only text.
 
     All replicas read the same places.
     """
@@ -180,7 +180,7 @@ def _tiers_of(config: Config, log: EventLog) -> KvTiers | None:
 def _nodes_of(
     config: Config, executors: Sequence[AgentExecutor], log: EventLog
 ) -> tuple[NodePool | None, Standby | None]:
-    """Return the pool of nodes, and the ``Standby`` that decides whether nodes are used.
+    """Returns the pool of nodes, and the ``Standby`` that decides whether nodes are used.
 
     The pool logs changes of the nodes from now on. Both results are None if the agents run on this machine.
     """
@@ -195,7 +195,7 @@ def _nodes_of(
 
 
 async def wait_ready(engine: AsyncEngine, is_given_up: Callable[[], bool]) -> bool:
-    """Wait until the agents are ready. Returns False as soon as ``is_given_up`` returns True.
+    """Waits until the agents are ready. Returns False as soon as ``is_given_up`` returns True.
 
     Raises AgentStartError if the agents fail, or if no node has ready agents in time.
     """

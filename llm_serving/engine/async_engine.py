@@ -81,7 +81,7 @@ class AsyncEngine:
         observe: ObserveCache | None = None,
         standby: Standby | None = None,
     ) -> None:
-        """Create the engine. ``executors`` has one executor for each replica of the model.
+        """Creates the engine. ``executors`` has one executor for each replica of the model.
 
         ``record`` takes a scheduler and the number of its replica. It returns a flight recorder that wraps the
         scheduler, or None. The engine uses the recorder instead of the scheduler, and closes the recorder at the end.
@@ -132,7 +132,7 @@ class AsyncEngine:
         detokenizer: DetokenizerFactory,
         log: EventLog,
     ) -> EngineCore:
-        """Return the core, which runs in the engine thread. With several replicas or nodes, it has a router."""
+        """Returns the core, which runs in the engine thread. With several replicas or nodes, it has a router."""
         config, is_clustered = self.config, self.nodes is not None
         routing = Routing(config.parallel_config.routing)
         router = (
@@ -158,12 +158,12 @@ class AsyncEngine:
         )
 
     def start(self) -> None:
-        """Start the engine thread. Pieces are delivered on the running event loop."""
+        """Starts the engine thread. Pieces are delivered on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def _run(self) -> None:
-        """Run the engine loop in the engine thread.
+        """Runs the engine loop in the engine thread.
 
         Sets ``ended`` at the end, even if the engine could not end its requests.
         """
@@ -177,7 +177,8 @@ class AsyncEngine:
                 self._loop.call_soon_threadsafe(self.ended.set)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """End every request with an error, then end the engine thread. The launcher ends the agents and the executors.
+        """Ends every request with an error, then ends the engine thread. The launcher ends the agents and the
+        executors.
 
         Waits at most ``timeout_s`` seconds for the thread.
         """
@@ -212,7 +213,7 @@ class AsyncEngine:
         return 0.0 if self.standby is None else self.standby.expected_s(self._clock())
 
     def check_wait(self, left_s: float | None) -> None:
-        """Raise ModelUnavailableError if agents will not be ready within ``left_s`` seconds. None means no deadline.
+        """Raises ModelUnavailableError if agents will not be ready within ``left_s`` seconds. None means no deadline.
 
         Before the error, this method makes the engine use nodes, so that agents are ready when the client tries again.
         """
@@ -226,31 +227,31 @@ class AsyncEngine:
             )
 
     def nodes_text(self) -> str:
-        """Return the state of each node in a few words, for error messages."""
+        """Returns the state of each node in a few words, for error messages."""
         nodes = [] if self.nodes is None else self.nodes.status()
         return "; ".join(f"{each['name']}: {each['state']} {each['reason']}".strip() for each in nodes) or "none"
 
     def status(self) -> EngineStatus:
-        """Return the engine's present state and figures. Any thread may call this method."""
+        """Returns the engine's present state and figures. Any thread may call this method."""
         recorder_s = sum(recorder.seconds for recorder in self._recorders)
         return dataclasses.replace(self._core.status(), recorder_s=recorder_s)
 
     async def probe(self, timeout: float) -> bool:
-        """Return True if every agent replies to a status query in time. See ``AgentQuestions.probe``."""
+        """Returns True if every agent replies to a status query in time. See ``AgentQuestions.probe``."""
         return await self._questions.probe(timeout)
 
     async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:
-        """Start a profile of all ready agents, or stop it. See ``AgentQuestions.profile``."""
+        """Starts a profile of all ready agents, or stops it. See ``AgentQuestions.profile``."""
         return await self._questions.profile(folder, timeout)
 
     def keep_adapter(self, name: str, path: str, digest: bytes, memory: AdapterMemory) -> None:
-        """Let the agents load a LoRA adapter when they start. Call this method before ``start``."""
+        """Lets the agents load a LoRA adapter when they start. Call this method before ``start``."""
         slot = self.adapters.take_slot()
         self._core.keep_adapter(slot, memory)
         self.adapters.add(Adapter(name, path, digest, slot))
 
     async def load_adapter(self, name: str, path: str, digest: bytes, memory: AdapterMemory, timeout: float) -> None:
-        """Load a LoRA adapter into all agents, so that requests may name it.
+        """Loads a LoRA adapter into all agents, so that requests may name it.
 
         The engine removes ``memory`` when it is not needed any more, also after an error. Raises AdaptersInUseError if
         no adapter slot is free, AgentError if an agent cannot load the adapter, and TimeoutError after ``timeout``
@@ -278,7 +279,7 @@ class AsyncEngine:
         return self._transfers
 
     def queue_full(self, tenant: str = "") -> QueueFullError | None:
-        """Return why a new request of ``tenant`` would be refused, or None if it may be accepted.
+        """Returns why a new request of ``tenant`` would be refused, or None if it may be accepted.
 
         The call is cheap, so that a server can refuse a request before it reads the body.
         """
@@ -288,7 +289,7 @@ class AsyncEngine:
         return full
 
     def receipt(self, request_id: str) -> RequestReceipt | None:
-        """Return the receipt of a request, which shows the time in each phase.
+        """Returns the receipt of a request, which shows the time in each phase.
 
         Returns None if the request is unknown or its receipt has been replaced by newer ones.
         """
@@ -298,7 +299,7 @@ class AsyncEngine:
         return self._receipts.get(request_id) if search is None else receipt_of(search, self._clock())
 
     def receipts(self, count: int) -> list[RequestReceipt]:
-        """Return at most ``count`` receipts.
+        """Returns at most ``count`` receipts.
 
         Requests that are being served come first, in order of arrival. Requests that have ended follow, the latest end
         first.
@@ -309,11 +310,11 @@ class AsyncEngine:
         return live + self._receipts.latest(count - len(live))
 
     def distrust(self, replica: int, reason: str) -> None:
-        """Restart the agents of a replica, because a canary request got wrong tokens."""
+        """Restarts the agents of a replica, because a canary request got wrong tokens."""
         self._core.submit(Distrust(replica, reason))
 
     def abort(self, request_id: str) -> None:
-        """End a request whose pieces another task reads.
+        """Ends a request whose pieces another task reads.
 
         That task receives a last piece with ``FinishReason.ABORT``.
         """
@@ -335,8 +336,8 @@ class AsyncEngine:
         adapter: Adapter | None = None,
         images: PromptImages | None = None,
     ) -> OpenRequest:
-        """Serve a request. The engine passes each piece of output to ``sink.push(index, piece)``. The caller must close
-        the returned ``OpenRequest``.
+        """Serves a request. The engine passes each piece of output to ``sink.push(index, piece)``. The caller must
+        close the returned ``OpenRequest``.
 
         ``arrival_time``: when the client's request arrived, on the engine's clock; the default is now. All durations of
         the request begin at this time. ``streamed``: the caller calls ``delivered`` after it has written an output to
@@ -382,7 +383,7 @@ class AsyncEngine:
         adapter: Adapter | None = None,
         constraint: ForkableConstraint | None = None,
     ) -> SearchResult:
-        """Return the most likely outputs of a prompt. Cancel the call to abort it.
+        """Returns the most likely outputs of a prompt. Cancel the call to abort it.
 
         Each step of the search is a request whose prompt is the search's prompt plus the tokens of a beam. The length
         of the prompt plus ``max_tokens`` must therefore not exceed the maximum prompt length. ``constraint`` says which
@@ -414,7 +415,7 @@ class AsyncEngine:
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the pieces of a request. The last piece has ``finish_reason``.
+        """Yields the pieces of a request. The last piece has ``finish_reason``.
 
         If the request is refused, this method raises LLMServingError before the first piece. Pieces that wait for a
         slow reader are merged. Close the generator (``contextlib.aclosing``) to abort the request: its blocks are free
@@ -436,14 +437,14 @@ class AsyncEngine:
             opened.close()
 
     def _keep_recording(self, replica: int, reason: str) -> Path | None:
-        """Keep the flight recording of a replica, so that it is not overwritten.
+        """Keeps the flight recording of a replica, so that it is not overwritten.
 
         Returns its new folder, or None without a recording.
         """
         return keep_recording(recording_folder(self.config, replica), reason) if self._recorders else None
 
     def _closed(self, opened: OpenRequest) -> None:
-        """Handle the ``close`` of a request's reader: abort the request if it has not ended.
+        """Handles the ``close`` of a request's reader: abort the request if it has not ended.
 
         The request id stays in use until the engine has ended the request.
         """
@@ -454,7 +455,7 @@ class AsyncEngine:
             self._core.submit(Abort(opened.request.request_id))
 
     def _settle(self, opened: OpenRequest) -> None:
-        """Forget a request that has ended and whose reader has called ``close``.
+        """Forgets a request that has ended and whose reader has called ``close``.
 
         Writes the end of the request to the log.
         """

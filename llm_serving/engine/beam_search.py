@@ -74,7 +74,7 @@ class BeamSearchParams:
         return max(2 * self.width, self.width + len(self.end_token_ids))
 
     def score(self, logprob: float, length: int) -> float:
-        """Return the score by which finished beams are compared. A higher score is better.
+        """Returns the score by which finished beams are compared. A higher score is better.
 
         ``logprob`` is the sum of the tokens' log-probabilities, ``length`` the number of tokens.
         """
@@ -95,7 +95,7 @@ class Beam:
     finish_reason: FinishReason | None = None
 
     def extended(self, entry: TokenLogits, finish_reason: FinishReason | None) -> Beam:
-        """Return this beam with one more token."""
+        """Returns this beam with one more token."""
         return Beam(
             (*self.token_ids, entry.token_id), (*self.logits, entry), self.logprob + entry.logprob, finish_reason
         )
@@ -161,7 +161,7 @@ class BeamSearch:
         )  # fmt: skip
 
     async def run(self) -> SearchResult:
-        """Run the search. Raises the error that ends the search early, for example if one of its requests is refused.
+        """Runs the search. Raises the error that ends the search early, for example if one of its requests is refused.
 
         When this method returns or raises, ``whole`` has ended.
         """
@@ -179,7 +179,7 @@ class BeamSearch:
         return SearchResult(beams, self.whole.num_cached_tokens)
 
     def output(self) -> RequestOutput:
-        """Return the last piece of ``whole``, the request that represents the search. The search must have ended."""
+        """Returns the last piece of ``whole``, the request that represents the search. The search must have ended."""
         whole = self.whole
         timings = request_timings(whole)
         return RequestOutput(
@@ -188,7 +188,7 @@ class BeamSearch:
         )  # fmt: skip
 
     async def _expand(self, outputs: Sequence[tuple[int, ...]]) -> list[TokenLogits]:
-        """Return the logits of the next token of each output.
+        """Returns the logits of the next token of each output.
 
         All requests are opened before the first result is awaited, so that one engine step can serve them together.
         """
@@ -230,7 +230,7 @@ class BeamSearch:
         return None if before is None else before.extended(output[-1])
 
     def _note(self, steps: Sequence[Request]) -> None:
-        """Add the times and counts of one search step's requests to ``whole``, the request that represents the search.
+        """Adds the times and counts of one search step's requests to ``whole``, the request that represents the search.
         """
         whole, receipt = self.whole, self.whole.receipt
         whole.replica = steps[0].replica
@@ -252,7 +252,7 @@ class BeamSearch:
 
 
 async def search_beams(expand: Expand, params: BeamSearchParams) -> list[Beam]:
-    """Return the ``width`` best finished beams, best first.
+    """Returns the ``width`` best finished beams, best first.
 
     The list is shorter if the search found fewer candidates.
     """
@@ -277,7 +277,7 @@ async def search_beams(expand: Expand, params: BeamSearchParams) -> list[Beam]:
 def _ranked(
     live: Sequence[Beam], entries: Sequence[TokenLogits], params: BeamSearchParams
 ) -> list[tuple[Beam, TokenLogits]]:
-    """Return all candidates, the most likely first.
+    """Returns all candidates, the most likely first.
 
     If candidates are equally likely, the candidate of the better beam comes first, then the smaller token id.
     """
@@ -312,14 +312,14 @@ class _Finished:
         del self._scored[self._params.width :]
 
     def beats(self, live: Sequence[Beam]) -> bool:
-        """Return True if the search can end: no live beam can still get a better score than the finished beams."""
+        """Returns True if the search can end: no live beam can still get a better score than the finished beams."""
         if len(self._scored) < self._params.width:
             return False
         worst = self._scored[-1][0]
         return all(self._reachable(beam) <= worst for beam in live)
 
     def _reachable(self, beam: Beam) -> float:
-        """Return an upper bound for the final score of a beam.
+        """Returns an upper bound for the final score of a beam.
 
         The bound assumes that all further tokens have probability 1.
         """
@@ -329,7 +329,8 @@ class _Finished:
 
 
 def _logits(piece: RequestOutput) -> TokenLogits:
-    """Return the logits of the token in ``piece``. If the engine ended the request with an error, raises this error."""
+    """Returns the logits of the token in ``piece``. If the engine ended the request with an error, raises this error.
+    """
     if piece.finish_reason is FinishReason.ABORT:
         raise DeadlineExceededError(piece.error or "the request was aborted by the server", param="deadline_ms")
     if piece.finish_reason is FinishReason.ERROR or not piece.logits:

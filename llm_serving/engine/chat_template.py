@@ -49,7 +49,7 @@ class Allowance:
     chars_per_char: int = 0
 
     def budget(self, messages: Sequence[Mapping[str, Any]]) -> Budget:
-        """Return the budget for these messages. Lists and objects in them count as JSON."""
+        """Returns the budget for these messages. Lists and objects in them count as JSON."""
         chars = sum(map(_length, (value for message in messages for value in message.values())))
         return Budget(
             self.steps + self.steps_per_message * len(messages) + chars // 4, self.chars + self.chars_per_char * chars
@@ -89,7 +89,7 @@ class ChatTemplate:
         max_chars: int | None = None,
         allowance: Allowance = WHOLE,
     ) -> str:
-        """Return the prompt as text that contains the special tokens. Encode this text with
+        """Returns the prompt as text that contains the special tokens. Encode this text with
         ``add_special_tokens=False``.
 
         ``tools`` are the functions that the model may call. ``values`` are additional variables for the template.
@@ -146,7 +146,7 @@ def _length(value: object) -> int:
 
 
 def _check_names(values: Mapping[str, Any], variables: Mapping[str, Any]) -> None:
-    """Raise RequestError if one of the client's ``values`` has the name of a variable that the server sets."""
+    """Raises RequestError if one of the client's ``values`` has the name of a variable that the server sets."""
     if taken := sorted(values.keys() & variables.keys()):
         raise RequestError(
             f"'chat_template_kwargs' holds {taken[0]!r}, which the server sets.",

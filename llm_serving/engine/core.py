@@ -83,7 +83,7 @@ class EngineCore:
         num_needed: int | None = None,
         standby: Standby | None = None,
     ) -> None:
-        """Create the engine loop.
+        """Creates the engine loop.
 
         ``keep_recording`` saves the flight recording of a replica that failed a self-check, and returns the folder.
         ``make_speculator`` creates the source of drafts of each replica. If it is None, there are no drafts. ``tiers``
@@ -135,12 +135,12 @@ class EngineCore:
             replica.has_traces = True
 
     def submit(self, command: Command) -> None:
-        """Give the engine thread a command and wake it."""
+        """Gives the engine thread a command and wakes it."""
         self._commands.append(command)
         self._wake()
 
     def use_stores(self, work: Callable[[Sequence[BlockStore]], None]) -> None:
-        """Call ``work`` in the engine thread with the KV tiers of all replicas, or with none if the engine has ended.
+        """Calls ``work`` in the engine thread with the KV tiers of all replicas, or with none if the engine has ended.
 
         After the end of the engine thread, the caller's thread calls ``work``.
         """
@@ -152,7 +152,7 @@ class EngineCore:
                 work(())
 
     def status(self) -> EngineStatus:
-        """Return the engine's present state and figures.
+        """Returns the engine's present state and figures.
 
         The engine thread may complete a step meanwhile, so that some figures are from before the step and some from
         after it.
@@ -170,18 +170,18 @@ class EngineCore:
         )
 
     def queue_full(self, tenant: str = "") -> QueueFullError | None:
-        """Return the error with which one more request of a tenant would be refused, or None.
+        """Returns the error with which one more request of a tenant would be refused, or None.
 
         The call does not wake the engine thread.
         """
         return self._front.queue_full(tenant)
 
     def keep_adapter(self, slot: int, memory: AdapterMemory) -> None:
-        """Let the agents load a LoRA adapter when they start. Call this method before the engine thread starts."""
+        """Lets the agents load a LoRA adapter when they start. Call this method before the engine thread starts."""
         self._adapters.load(slot, memory)
 
     def note_end(self) -> None:
-        """Record that the engine thread has ended.
+        """Records that the engine thread has ended.
 
         If no ``Stop`` command ended it, also sets the engine's state and ``stop_reason``.
         """
@@ -193,7 +193,7 @@ class EngineCore:
     # The following methods run in the engine thread.
 
     def run(self) -> None:
-        """Run the loop until a ``Stop`` command.
+        """Runs the loop until a ``Stop`` command.
 
         If an error occurs that no single request has caused, ends all requests and the loop.
         """
@@ -218,7 +218,7 @@ class EngineCore:
         self._hand_over()
 
     def step(self) -> None:
-        """Run one loop iteration: wait for events, process all events, and send new steps to the agents."""
+        """Runs one loop iteration: waits for events, processes all events, and sends new steps to the agents."""
         events = self._poll(self._poll_timeout())
         now = self._clock()
         has_only_added = self._take_commands(now)
@@ -241,7 +241,7 @@ class EngineCore:
     def _concerned(
         self, events: list[tuple[int, ExecutorEvent]], now: float, *, has_only_added: bool | None
     ) -> list[Replica]:
-        """Return the replicas that may be able to schedule a new step.
+        """Returns the replicas that may be able to schedule a new step.
 
         These are the replicas with an event or a due wakeup. If only requests were added, one replica with a free step
         slot is added. When its next step is scheduled, the router places the requests. ``_send_steps`` then also calls
@@ -276,7 +276,8 @@ class EngineCore:
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _take_commands(self, now: float) -> bool | None:
-        """Carry out all commands. Returns True if all of them add requests, False if not, and None without commands."""
+        """Carries out all commands. Returns True if all of them add requests, False if not, and None without commands.
+        """
         has_aborts = False
         has_only_added: bool | None = None
         while self._commands:
@@ -346,8 +347,8 @@ class EngineCore:
             self._deliver(outputs)
 
     def _look_after(self, now: float) -> None:
-        """Do the periodic work: report preemptions, check the scheduler when the engine becomes idle, and write the log
-        line.
+        """Does the periodic work: reports preemptions, checks the scheduler when the engine becomes idle, and writes
+        the log line.
         """
         for replica in self._replicas:
             replica.note_preemptions()
@@ -394,7 +395,7 @@ class EngineCore:
     # The following methods talk to the agents.
 
     def _probe(self) -> None:
-        """Ask the agents of all ready replicas for their status. If no replica is ready, ask all agents.
+        """Asks the agents of all ready replicas for their status. If no replica is ready, asks all agents.
 
         If the engine can work without agents and none are ready, it replies to the probe itself.
         """
@@ -404,7 +405,7 @@ class EngineCore:
         self._replies.probe()
 
     def _agent_ready(self, replica: Replica, event: AgentReady) -> None:
-        """Allow a replica to serve requests, because its agents are ready.
+        """Allows a replica to serve requests, because its agents are ready.
 
         The engine is ready when enough replicas have been ready once.
         """
@@ -450,7 +451,7 @@ class EngineCore:
             self.state = EngineState.RECOVERING
 
     def _leave(self, replica: Replica) -> None:
-        """Give the agents of a replica no new requests, because their machine is drained or no longer needed."""
+        """Gives the agents of a replica no new requests, because their machine is drained or no longer needed."""
         replica.is_leaving = True
         if self._router is not None:
             self._router.drain(replica.index, self._clock())

@@ -49,7 +49,8 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Add characters. Returns all characters, including held-back ones, that can no longer belong to a stop string.
+        """Adds characters. Returns all characters, including held-back ones, that can no longer belong to a stop
+        string.
 
         If a stop string is complete, ``matched`` is set and all text before the stop string has been returned.
         """
@@ -63,7 +64,7 @@ class StopMatcher:
         return text[:keep]
 
     def flush(self) -> str:
-        """Return the characters that were held back as the possible start of a stop string.
+        """Returns the characters that were held back as the possible start of a stop string.
 
         Call this method at the end of the stream.
         """
@@ -86,7 +87,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """Return the failure table of Knuth, Morris and Pratt.
+    """Returns the failure table of Knuth, Morris and Pratt.
 
     Entry ``i`` is the length of the longest proper prefix of ``pattern`` that is also a suffix of ``pattern[:i + 1]``.
     """
@@ -142,7 +143,7 @@ class IncrementalDetokenizer:
     def for_request(
         cls, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams
     ) -> IncrementalDetokenizer:
-        """Make the detokenizer of a request."""
+        """Makes the detokenizer of a request."""
         return cls(
             tokenizer,
             sampling.stop,
@@ -154,7 +155,7 @@ class IncrementalDetokenizer:
         )
 
     def append(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
-        """Add tokens. Returns the text that these tokens complete, and the stop string that ended the text or None.
+        """Adds tokens. Returns the text that these tokens complete, and the stop string that ended the text or None.
 
         Tokens after a stop string are ignored.
         """
@@ -183,14 +184,14 @@ class IncrementalDetokenizer:
         return "".join(pieces), None
 
     def flush(self) -> str:
-        """Return the text that was held back as the possible start of a stop string.
+        """Returns the text that was held back as the possible start of a stop string.
 
         Call this method when the sequence has ended.
         """
         return self._matcher.flush() if self._matcher is not None else ""
 
     def _text_of(self, token_id: int) -> str:
-        """Return the characters that a token completes."""
+        """Returns the characters that a token completes."""
         if token_id in self._skip:
             return ""
         if self._is_plain and not self._decoder.buffer:
@@ -201,7 +202,7 @@ class IncrementalDetokenizer:
         return self._decode(token_id)
 
     def _decode(self, token_id: int) -> str:
-        """Return the characters that a token completes, decoded from its bytes."""
+        """Returns the characters that a token completes, decoded from its bytes."""
         if self._strip_first_token:
             self._strip_first_token = False
             self._is_plain = self._strip_spaces == 0

@@ -15,7 +15,7 @@ _SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
-    """Return the contents of the tokenizer in a GGUF file.
+    """Returns the contents of the tokenizer in a GGUF file.
 
     Raises CheckpointError, which names the file, the key and the value.
     """
@@ -34,7 +34,7 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def _settings(vocabulary: Vocabulary) -> TypedFields:
-    """Return the settings for encoding text, which a Hugging Face folder has in ``tokenizer_config.json``.
+    """Returns the settings for encoding text, which a Hugging Face folder has in ``tokenizer_config.json``.
 
     ``legacy`` is True: as in llama.cpp, a space is also added to text after a special token.
     """
@@ -48,7 +48,7 @@ def _settings(vocabulary: Vocabulary) -> TypedFields:
 
 
 def _templates(header: Header) -> dict[str, str]:
-    """Return the chat templates of a GGUF file by name.
+    """Returns the chat templates of a GGUF file by name.
 
     The key of each additional template is ``tokenizer.chat_template.NAME``.
     """

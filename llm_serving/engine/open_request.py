@@ -36,10 +36,10 @@ class PieceSink(Protocol):
     """
 
     def push(self, index: int, piece: RequestOutput, /) -> None:
-        """Receive the next piece of request ``index``. The last piece has ``finished`` set."""
+        """Receives the next piece of request ``index``. The last piece has ``finished`` set."""
 
     def fail(self, error: LLMServingError, /) -> None:
-        """Receive the error of a request that was refused. The request has no pieces."""
+        """Receives the error of a request that was refused. The request has no pieces."""
 
 
 class OpenRequest:
@@ -106,18 +106,18 @@ class OpenRequest:
         return len(self.request.output_token_ids)
 
     def receipt(self, now: float) -> RequestReceipt:
-        """Return the time that the request has spent in each phase until ``now``."""
+        """Returns the time that the request has spent in each phase until ``now``."""
         return receipt_of(self.request, now)
 
     def delivered(self, now: float) -> None:
-        """Record that output of this request was written to the client's socket at ``now``."""
+        """Records that output of this request was written to the client's socket at ``now``."""
         if self._first is None:
             self._first = now
             self._requests.first_token(self.request.request_id, now - self.request.arrival_time)
         self._last = now
 
     def close(self, now: float | None = None) -> None:
-        """Record that the reader needs no more pieces. Aborts a request that has not ended. Further calls have no
+        """Records that the reader needs no more pieces. Aborts a request that has not ended. Further calls have no
         effect.
 
         ``now`` is the time at which the last byte of the response was written. The default is the time of the last
@@ -129,7 +129,7 @@ class OpenRequest:
             self._on_close(self)
 
     def timings(self, piece: RequestOutput) -> RequestTimings:
-        """Return the durations of a closed request's phases, up to the last byte on the socket.
+        """Returns the durations of a closed request's phases, up to the last byte on the socket.
 
         ``piece`` is its last piece.
         """
@@ -169,7 +169,7 @@ class PieceStream:
         self._notify()
 
     async def next(self) -> RequestOutput:
-        """Wait for the next piece.
+        """Waits for the next piece.
 
         Pieces that arrived since the last call are merged into one. Raises the error if the engine refused the request.
         """

@@ -56,7 +56,7 @@ EngineOutput = RequestOutput | RequestRefused | ProbeAnswer | ProfileAnswer | Ad
 
 
 def merge_outputs(pieces: Sequence[RequestOutput]) -> RequestOutput:
-    """Merge consecutive pieces of one stream into one piece."""
+    """Merges consecutive pieces of one stream into one piece."""
     last = pieces[-1]
     if len(pieces) == 1:
         return last

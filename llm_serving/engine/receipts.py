@@ -47,7 +47,7 @@ class RequestReceipt:
     """The replica that serves the sequence, or served it last. None if it has not been placed yet."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the receipt as the JSON object for clients.
+        """Returns the receipt as the JSON object for clients.
 
         Times are milliseconds. The sum of ``parts_ms`` is ``e2e_ms``.
         """
@@ -86,7 +86,7 @@ class ReceiptBook:
         self._receipts: OrderedDict[str, RequestReceipt] = OrderedDict()
 
     def add(self, receipt: RequestReceipt) -> None:
-        """Keep the receipt of a request that has ended. An earlier receipt with the same request id is replaced."""
+        """Keeps the receipt of a request that has ended. An earlier receipt with the same request id is replaced."""
         self._receipts.pop(receipt.request_id, None)
         self._receipts[receipt.request_id] = receipt
         if len(self._receipts) > self._size:
@@ -96,12 +96,12 @@ class ReceiptBook:
         return self._receipts.get(request_id)
 
     def latest(self, count: int) -> list[RequestReceipt]:
-        """Return the ``count`` latest receipts or all if there are fewer, the newest first."""
+        """Returns the ``count`` latest receipts or all if there are fewer, the newest first."""
         return list(islice(reversed(self._receipts.values()), count))
 
 
 def receipt_of(request: Request, now: float, timings: RequestTimings | None = None) -> RequestReceipt:
-    """Return the receipt of a request at ``now``, on the engine's clock. Any thread may call this function.
+    """Returns the receipt of a request at ``now``, on the engine's clock. Any thread may call this function.
 
     ``timings``: the final times of a request whose response has been delivered. The state of the receipt is then
     ``done``.
@@ -121,7 +121,7 @@ def receipt_of(request: Request, now: float, timings: RequestTimings | None = No
 
 
 def request_timings(request: Request, now: float | None = None) -> RequestTimings:
-    """Return the timings of a request until ``now``: how long it was in each phase.
+    """Returns the timings of a request until ``now``: how long it was in each phase.
 
     If the request has ended, ``now`` may be None. The timings then end with its last step. With ``now``, the time after
     the last step counts as ``delivery``.
@@ -169,5 +169,5 @@ def _blocked(receipt: Receipt, blocked_us: Mapping[BlockReason, int]) -> tuple[B
 
 
 def in_ms(seconds: float) -> float:
-    """Return seconds as milliseconds, rounded to a microsecond, for the log and the receipts."""
+    """Returns seconds as milliseconds, rounded to a microsecond, for the log and the receipts."""
     return round(seconds * 1000.0, 3)

@@ -92,7 +92,7 @@ class Replica:
         return bool(self._sent)
 
     def status(self, router: Router | None) -> ReplicaStatus:
-        """Return the present state and figures of the replica. Any thread may call this method."""
+        """Returns the present state and figures of the replica. Any thread may call this method."""
         if self.is_ready:
             state = "ready"
         else:
@@ -156,7 +156,7 @@ class Replica:
         return outputs
 
     def _note_not_finite(self, step: ScheduledStep, result: StepResult, request_ids: list[str]) -> None:
-        """Log the requests of a step that got NaN or infinite logits, and react to the likely cause.
+        """Logs the requests of a step that got NaN or infinite logits, and reacts to the likely cause.
 
         If a step has several requests and all of them got these logits, the agents are the cause and are restarted. If
         the step has only one request, the request may be the cause, so the canary checks the agents first.
@@ -181,7 +181,7 @@ class Replica:
             self.executor.distrust("logits", reason, step.seq)
 
     def send_steps(self, now: float) -> list[RequestOutput]:
-        """Send every step that can be scheduled. Returns the last pieces of requests whose step could not be sent.
+        """Sends every step that can be scheduled. Returns the last pieces of requests whose step could not be sent.
 
         Stops when all step slots are in use. The engine calls this method again after the next result.
         """
@@ -222,7 +222,7 @@ class Replica:
         return wakeup if due is None or (wakeup is not None and wakeup < due) else due
 
     def open_tiers(self) -> None:
-        """Let the KV tiers use the host blocks of the agents. Call this method when the agents are ready."""
+        """Lets the KV tiers use the host blocks of the agents. Call this method when the agents are ready."""
         if self.store is not None:
             self.store.open(pool_of(self.executor.host_pools()))
 
@@ -240,7 +240,7 @@ class Replica:
             self._metrics.host_overhead(0.0)  # behind each earlier result a step was queued, so the device did not wait
 
     def note_preemptions(self) -> None:
-        """Report the preemptions since the last call to the metrics."""
+        """Reports the preemptions since the last call to the metrics."""
         preemptions = self.scheduler.num_preemptions - self._preemptions_reported
         if preemptions:
             swaps = self.scheduler.figures.swaps - self._swaps_reported
@@ -249,7 +249,7 @@ class Replica:
             self._metrics.preemptions(preemptions, swaps)
 
     def drop_void_steps(self) -> None:
-        """Ask the agents to drop queued steps whose requests have all ended."""
+        """Asks the agents to drop queued steps whose requests have all ended."""
         for seq in self.scheduler.void_steps():
             if seq not in self._dropped:
                 self._dropped.add(seq)

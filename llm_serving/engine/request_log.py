@@ -19,12 +19,12 @@ class RequestLog:
         self._metrics = metrics
 
     def first_token(self, request_id: str, seconds: float) -> None:
-        """Record that the first output of a streamed request was sent ``seconds`` after the request had arrived."""
+        """Records that the first output of a streamed request was sent ``seconds`` after the request had arrived."""
         self._log.event("first_token", request_id=request_id, ttft_ms=in_ms(seconds))
         self._metrics.first_token(seconds)
 
     def request_end(self, output: RequestOutput, timings: RequestTimings, request: Request) -> None:
-        """Record the end of ``request``. ``output`` is the last piece of the request."""
+        """Records the end of ``request``. ``output`` is the last piece of the request."""
         reason, tokens = output.finish_reason, output.num_output_tokens
         if reason is None:
             raise AssertionError(f"{output.request_id} has not ended")
@@ -56,7 +56,7 @@ class RequestLog:
 
 
 def met_objectives(request: Request, timings: RequestTimings) -> Mapping[str, bool]:
-    """Return for each objective of a request (``ttft``, ``tbt``) whether it was met. ``both``: whether all were met.
+    """Returns for each objective of a request (``ttft``, ``tbt``) whether it was met. ``both``: whether all were met.
 
     Goodput counts the requests with ``both`` (DistServe, Zhong et al. 2024). For ``tbt``, the mean time between the
     request's tokens counts. The result is empty if the request has no objectives or the client closed the connection. A
@@ -76,7 +76,7 @@ def met_objectives(request: Request, timings: RequestTimings) -> Mapping[str, bo
 
 
 def _missed_deadline(request: Request) -> bool:
-    """Return True if the request was dropped because its deadline passed before its first token."""
+    """Returns True if the request was dropped because its deadline passed before its first token."""
     deadline, end = request.deadline, request.finish_time
     if request.first_token_time is not None or deadline is None or end is None:
         return False
@@ -84,7 +84,7 @@ def _missed_deadline(request: Request) -> bool:
 
 
 def _optional_fields(request: Request, timings: RequestTimings, objectives: Mapping[str, bool]) -> dict[str, object]:
-    """Return the fields that a log line contains only if their values differ from the default."""
+    """Returns the fields that a log line contains only if their values differ from the default."""
     fields: dict[str, object] = {}
     if timings.blocked:
         fields["blocked_ms"] = {one.reason.value: in_ms(one.seconds) for one in timings.blocked}

@@ -28,7 +28,7 @@ class RequestMaker:
         because the agents change only the logits of sequences with a mask."""
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint for a request without its own. None if the model has no logits processors."""
+        """Returns the constraint for a request without its own. None if the model has no logits processors."""
         return None if self._free is None else self._free.start(None)
 
     def make(
@@ -39,7 +39,7 @@ class RequestMaker:
         arrival_time: float | None,
         scheduling: SchedulingParams,
     ) -> Request:
-        """Return a new request, whose phase is the queue.
+        """Returns a new request, whose phase is the queue.
 
         Raises RequestError and DeadlineExceededError, see ``AsyncEngine.open``.
         """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def prefill_split(config: Config, limits: SchedulerLimits) -> PrefillSplit | None:
-    """Return the rule for the roles of the replicas. None if every replica does both prefill and decode."""
+    """Returns the rule for the roles of the replicas. None if every replica does both prefill and decode."""
     if not limits.hands_over:
         return None
     from llm_serving.handover.pool import HandOverPool

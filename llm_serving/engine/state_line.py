@@ -21,12 +21,12 @@ class StateLine:
         self._clear()
 
     def changed(self, now: float) -> None:
-        """Note that a line is due, because a request was added or removed, or a step completed."""
+        """Records that a line is due, because a request was added or removed, or a step completed."""
         if self._since is None:
             self._since = now
 
     def step(self, step: ScheduledStep, result: StepResult, num_output_tokens: int, now: float) -> None:
-        """Count a completed step."""
+        """Counts a completed step."""
         self.changed(now)
         self._steps[step.kind] += 1
         self._tokens[step.kind] += step.num_tokens
@@ -42,7 +42,7 @@ class StateLine:
         return None if self._since is None else self._since + self._interval_s
 
     def take(self, now: float) -> dict[str, Any]:
-        """Return the fields of the next ``engine_state`` line, and set all counts to 0."""
+        """Returns the fields of the next ``engine_state`` line, and sets all counts to 0."""
         figures, last, steps, tokens = self._front.figures, self._last, self._steps, self._tokens
         seconds = now - (self._since if self._since is not None else now)
         fields: dict[str, Any] = {

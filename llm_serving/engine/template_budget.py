@@ -33,14 +33,14 @@ class Budget:
         self.chars = chars
 
     def take(self, chars: int = 0, steps: int = 1) -> None:
-        """Use up ``chars`` characters and ``steps`` steps of the budget. Raises BudgetError if fewer are left."""
+        """Uses up ``chars`` characters and ``steps`` steps of the budget. Raises BudgetError if fewer are left."""
         self.chars -= chars
         self.steps -= steps + chars // CHARS_PER_STEP
         if self.chars < 0 or self.steps < 0:
             raise BudgetError("it takes too many steps or makes too much text")
 
     def size(self, value: object) -> int:
-        """Return the number of characters in a value, including all values that it contains.
+        """Returns the number of characters in a value, including all values that it contains.
 
         Visiting the values uses up steps of the budget.
         """
@@ -74,7 +74,7 @@ class Budget:
         raise BudgetError(f"a value is nested deeper than {MAX_DEPTH} levels")
 
     def each(self, values: Any) -> Any:
-        """Return ``values`` for use in a loop, and charge one step for each item.
+        """Returns ``values`` for use in a loop, and charges one step for each item.
 
         A collection with a known size is charged immediately. An iterator is charged item by item.
         """

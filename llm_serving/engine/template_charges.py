@@ -22,7 +22,7 @@ Charge = Callable[..., int]
 
 
 def methods_of(owner: object) -> dict[str, Callable[..., int]] | None:
-    """Return the methods that a template may call on an object, by name.
+    """Returns the methods that a template may call on an object, by name.
 
     Returns None if the object's type is not built in.
     """
@@ -38,14 +38,14 @@ def length(value: Sized) -> int:
 
 
 def _width(value: object) -> int:
-    """Return the absolute value of a width. Raises BudgetError unless it is an integer of at most ``MAX_WIDTH``."""
+    """Returns the absolute value of a width. Raises BudgetError unless it is an integer of at most ``MAX_WIDTH``."""
     if not isinstance(value, int) or abs(value) > MAX_WIDTH:
         raise BudgetError(f"a width or count is not a number of at most {MAX_WIDTH}")
     return abs(value)
 
 
 def product_size(operator: str, left: Any, right: Any) -> int:
-    """Return the number of characters of a product or power.
+    """Returns the number of characters of a product or power.
 
     Raises BudgetError if the result is a number of more than ``MAX_BITS`` bits.
     """
@@ -59,7 +59,7 @@ def product_size(operator: str, left: Any, right: Any) -> int:
 
 
 def percent_size(budget: Budget, pattern: str, values: Any) -> int:
-    """Return the maximum length of ``pattern % values``.
+    """Returns the maximum length of ``pattern % values``.
 
     Raises BudgetError if a field of the pattern is wider than 99 characters.
     """
@@ -69,7 +69,7 @@ def percent_size(budget: Budget, pattern: str, values: Any) -> int:
 
 
 def _format_size(budget: Budget, pattern: str, *args: Any, **kwargs: Any) -> int:
-    """Return the maximum length of ``pattern.format(...)``.
+    """Returns the maximum length of ``pattern.format(...)``.
 
     Raises BudgetError for a field of more than 99 characters, or a nested field.
     """
@@ -88,7 +88,7 @@ def all_sizes(budget: Budget, *args: Any, **kwargs: Any) -> int:
 
 
 def _several_sizes(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Return the charge of an operation that makes many objects, or compares its items several times."""
+    """Returns the charge of an operation that makes many objects, or compares its items several times."""
     return 16 * all_sizes(budget, value, *args, **kwargs)
 
 
@@ -103,7 +103,7 @@ def _replace_size(budget: Budget, value: Any, old: Any, new: Any, count: Any = N
 
 
 def _join_size(budget: Budget, value: Any, d: Any = "", attribute: Any = None) -> int:
-    """Return the charge of the filter ``join``: the characters of all items, plus one separator ``d`` per item."""
+    """Returns the charge of the filter ``join``: the characters of all items, plus one separator ``d`` per item."""
     number = len(value) if isinstance(value, Sized) else 0
     return budget.size(value) + number * budget.size(d)
 
@@ -113,7 +113,7 @@ def _str_join_size(budget: Budget, separator: str, values: Any) -> int:
 
 
 def _reverse_search_size(budget: Budget, text: Any, part: Any, *args: Any) -> int:
-    """Return the charge of a search from the end of ``text``.
+    """Returns the charge of a search from the end of ``text``.
 
     Each character of ``text`` may be compared with all of ``part``.
     """
@@ -125,12 +125,12 @@ def _reverse_split_size(budget: Budget, text: Any, sep: Any = None, maxsplit: An
 
 
 def _key_size(budget: Budget, value: Any, key: Any, *args: Any) -> int:
-    """Return the charge of a dictionary look-up. It computes the hash of ``key``, including all values in the key."""
+    """Returns the charge of a dictionary look-up. It computes the hash of ``key``, including all values in the key."""
     return budget.size(key)
 
 
 def _strip_size(budget: Budget, text: Any, chars: Any = None) -> int:
-    """Return the charge of stripping ``chars`` from the ends of ``text``.
+    """Returns the charge of stripping ``chars`` from the ends of ``text``.
 
     Each character of ``text`` may be compared with all of ``chars``.
     """
@@ -155,7 +155,7 @@ def _columns_size(budget: Budget, value: Any, number: Any, fill_with: Any = None
 
 
 def json_size(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Return the charge of ``tojson``.
+    """Returns the charge of ``tojson``.
 
     An escape can turn one character into six, and each item can get an indented line of its own.
     """

@@ -79,14 +79,14 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return budget
 
     def compile_guarded(self, source: str) -> jinja2.Template:
-        """Compile a template, and insert the charges for its operations.
+        """Compiles a template, and inserts the charges for its operations.
 
         Raises jinja2's TemplateError for an invalid template.
         """
         return self.from_string(_Charges(self).visit(self.parse(source)))
 
     def pieces(self, template: jinja2.Template, budget: Budget, variables: dict[str, Any]) -> Iterator[str]:
-        """Yield the output of a template. The caller must not render another template in this thread meanwhile."""
+        """Yields the output of a template. The caller must not render another template in this thread meanwhile."""
         self._local.budget = budget
         try:
             yield from template.generate(variables)
@@ -130,7 +130,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def _guarded(self, function: Callable[..., Any], guard: Callable[..., int]) -> Callable[..., Any]:
-        """Return a filter or test that charges the budget before it runs.
+        """Returns a filter or test that charges the budget before it runs.
 
         The charge is ``guard(budget, value, *arguments)`` characters.
         """
@@ -148,13 +148,13 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return guarded
 
     def _sized(self, value: Any) -> Any:
-        """Charge the characters of a value that is about to be written, compared or sliced. Returns the value."""
+        """Charges the characters of a value that is about to be written, compared or sliced. Returns the value."""
         budget = self.budget
         budget.take(len(value) if isinstance(value, str) else budget.size(value))
         return value
 
     def _made(self, value: Sized) -> Sized:
-        """Charge a new list, tuple or dictionary, and return it.
+        """Charges a new list, tuple or dictionary, and returns it.
 
         Its items are charged separately, by the code that computes them.
         """
@@ -236,7 +236,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
         return self._filter(jinja2.nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
 
     def _with_charged_arguments(self, node: Any) -> jinja2.nodes.Node:
-        """Charge the items of a call's ``*args`` and ``**kwargs`` to the budget of the template."""
+        """Charges the items of a call's ``*args`` and ``**kwargs`` to the budget of the template."""
         self.generic_visit(node)
         if node.dyn_args is not None:
             node.dyn_args = self._filter(node.dyn_args, _EACH)
@@ -262,7 +262,7 @@ class _Charges(jinja2.visitor.NodeTransformer):
 
 
 def _is_constant(node: Expression) -> bool:
-    """Return whether an expression is a short literal, which is not charged."""
+    """Returns whether an expression is a short literal, which is not charged."""
     if isinstance(node, jinja2.nodes.Const):
         return not isinstance(node.value, str) or len(node.value) < CHARS_PER_STEP
     if isinstance(node, jinja2.nodes.List | jinja2.nodes.Tuple):
@@ -291,7 +291,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return ``value`` as JSON without HTML escapes, as in transformers. Jinja's own filter escapes for HTML."""
+    """Returns ``value`` as JSON without HTML escapes, as in transformers. Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -302,7 +302,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _materialized(budget: Budget, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments, with each iterator replaced by a list so that its size can be checked.
+    """Returns the arguments, with each iterator replaced by a list so that its size can be checked.
 
     Charges one step per item.
     """

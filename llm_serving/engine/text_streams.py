@@ -19,10 +19,10 @@ class Detokenizer(Protocol):
     """The text of one growing sequence. See ``llm_serving.engine.detokenizer.IncrementalDetokenizer``."""
 
     def append(self, token_ids: Sequence[int], /) -> tuple[str, str | None]:
-        """Return the text that these tokens complete, and the stop string that ended the text, if there was one."""
+        """Returns the text that these tokens complete, and the stop string that ended the text, if there was one."""
 
     def flush(self) -> str:
-        """Return the text that was held back as the possible start of a stop string, because no more tokens follow."""
+        """Returns the text that was held back as the possible start of a stop string, because no more tokens follow."""
 
 
 DetokenizerFactory = Callable[[Request], Detokenizer]
@@ -47,11 +47,11 @@ class TextStreams:
         self._streams: dict[str, _Stream] = {}
 
     def add(self, request: Request, detokenizer: Detokenizer) -> None:
-        """Open the stream of a request that the scheduler has accepted."""
+        """Opens the stream of a request that the scheduler has accepted."""
         self._streams[request.request_id] = _Stream(request, detokenizer, request.sampling.wants_logits)
 
     def outputs(self, updates: Iterable[RequestUpdate], result: StepResult | None, now: float) -> list[RequestOutput]:
-        """Return the next piece of each updated request. The last piece closes the stream.
+        """Returns the next piece of each updated request. The last piece closes the stream.
 
         A result may have several tokens of a request. If one of them ends the text, the later ones are dropped.
         """
@@ -65,7 +65,7 @@ class TextStreams:
         return outputs
 
     def fail(self, update: RequestUpdate, error: str, now: float) -> None:
-        """End the request of ``update`` with an error.
+        """Ends the request of ``update`` with an error.
 
         The next call of ``outputs`` with this update returns the last piece.
         """
@@ -73,7 +73,7 @@ class TextStreams:
         self._end(update.request, FinishReason.ERROR, now)
 
     def abandon_all(self, error: str, now: float) -> list[RequestOutput]:
-        """End every stream with an error, and return the last pieces.
+        """Ends every stream with an error, and returns the last pieces.
 
         This method does not use the scheduler or the detokenizers, because they may have failed.
         """
@@ -127,7 +127,7 @@ class TextStreams:
 
 
 def _last_text(stream: _Stream, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
-    """Return the text of a finished request's last piece, and the stop string that ended the text, if there was one.
+    """Returns the text of a finished request's last piece, and the stop string that ended the text, if there was one.
 
     The token that ends a sequence is not part of the text, unless ``include_stop_str_in_output`` asks for it.
     """

@@ -43,12 +43,12 @@ BYTE_LEVEL = DecodeRule(byte_level=True)
 
 
 def sentencepiece_rule(*, add_dummy_prefix: bool) -> DecodeRule:
-    """Return the rule of a SentencePiece model."""
+    """Returns the rule of a SentencePiece model."""
     return DecodeRule(replacements=((WORD_MARK, " "),), byte_fallback=True, strip_spaces=1 if add_dummy_prefix else 0)
 
 
 def decode_rule(decoder: Mapping[str, Any] | None, source: str) -> DecodeRule:
-    """Return the rule for the ``decoder`` of a ``tokenizer.json``.
+    """Returns the rule for the ``decoder`` of a ``tokenizer.json``.
 
     The decoder must join the bytes of the tokens without other changes. Otherwise raises CheckpointError, which names
     the unsupported part.
@@ -87,7 +87,7 @@ def _add_part(rule: DecodeRule, part: Mapping[str, Any], fused: bool, source: st
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the alphabet of GPT-2's byte-level BPE, which writes each byte as one printable character: {character:
+    """Returns the alphabet of GPT-2's byte-level BPE, which writes each byte as one printable character: {character:
     byte}.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -124,19 +124,19 @@ class TokenTable:
         """Texts by token id, for tokens that have occurred and whose bytes are complete characters."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token. The result is empty for an id that only pads the model's vocabulary."""
+        """Returns the bytes of a token. The result is empty for an id that only pads the model's vocabulary."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._encode(token_id)
         return data
 
     def remember_text(self, token_id: int) -> None:
-        """Add the text of a token to ``texts``. Skips a token whose bytes are not complete UTF-8 characters."""
+        """Adds the text of a token to ``texts``. Skips a token whose bytes are not complete UTF-8 characters."""
         with contextlib.suppress(UnicodeDecodeError):
             self.texts[token_id] = self.bytes_of(token_id).decode()
 
     def bytes_at_start(self, token_id: int) -> bytes:
-        """Return the bytes of a token that begins a text. Use this method for a rule with ``strip_first_token``."""
+        """Returns the bytes of a token that begins a text. Use this method for a rule with ``strip_first_token``."""
         piece = self._piece(token_id) or ""
         mark = self.rule.replacements[-1][0]
         return self.bytes_of(token_id) if token_id in self._added else piece.replace(mark, "").encode()

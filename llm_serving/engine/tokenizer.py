@@ -41,15 +41,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``. A part of the text that spells a special token becomes that token."""
+        """Returns the token ids of ``text``. A part of the text that spells a special token becomes that token."""
 
     @abstractmethod
     def piece(self, token_id: int) -> str | None:
-        """Return the vocabulary entry of a token. None for an id outside the vocabulary."""
+        """Returns the vocabulary entry of a token. None for an id outside the vocabulary."""
 
     @abstractmethod
     def token_id(self, piece: str) -> int | None:
-        """Return the id of a vocabulary entry. None if there is no entry with this text."""
+        """Returns the id of a vocabulary entry. None if there is no entry with this text."""
 
     @cached_property
     def max_piece_chars(self) -> int:
@@ -59,7 +59,7 @@ class Tokenizer(ABC):
         return max(len(piece) for piece in pieces if piece)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ``token_ids``, which must be a complete text. Bytes that are not UTF-8 become U+FFFD.
+        """Returns the text of ``token_ids``, which must be a complete text. Bytes that are not UTF-8 become U+FFFD.
 
         If the bytes are UTF-8, the result equals transformers' ``decode(..., clean_up_tokenization_spaces=False)``.
         """
@@ -73,7 +73,7 @@ class Tokenizer(ABC):
         return text[min(leading, table.rule.strip_spaces) :]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text. These bytes may be an incomplete UTF-8 character."""
+        """Returns the bytes that a token adds to a text. These bytes may be an incomplete UTF-8 character."""
         return self.table.bytes_of(token_id)
 
     def _special_id(self, files: TokenizerFiles, name: str) -> int | None:
@@ -82,7 +82,7 @@ class Tokenizer(ABC):
 
 
 def _chat_templates(files: TokenizerFiles) -> tuple[ChatTemplate, ChatTemplate | None]:
-    """Return the default chat template, and the template for conversations with tools, or None if the model has no
+    """Returns the default chat template, and the template for conversations with tools, or None if the model has no
     second one.
 
     If no template has the name ``default``, the first one is the default. Raises CheckpointError if any template is

@@ -43,7 +43,7 @@ _QWEN2_WORDS = (
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Load the tokenizer that a config names. Raises CheckpointError, also if a draft model has other tokens."""
+    """Loads the tokenizer that a config names. Raises CheckpointError, also if a draft model has other tokens."""
     tokenizer = _read(Path(config.tokenizer_file), config.tokenizer.type, config.end_token_ids)
     draft = config.draft
     if draft is not None and draft.head is None:
@@ -63,7 +63,7 @@ def _read_draft_tokenizer(path: Path) -> Tokenizer:
 
 
 def _check_same_tokens(tokenizer: Tokenizer, draft: Tokenizer, path: str) -> None:
-    """Raise CheckpointError with the first difference if the draft model in ``path`` has other tokens."""
+    """Raises CheckpointError with the first difference if the draft model in ``path`` has other tokens."""
     key = "speculative_config.model"
     if draft.vocab_size != tokenizer.vocab_size:
         raise CheckpointError(
@@ -80,7 +80,7 @@ def _check_same_tokens(tokenizer: Tokenizer, draft: Tokenizer, path: str) -> Non
 
 
 def make_tokenizer(files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
-    """Make the tokenizer of a model folder. See ``Tokenizer`` for ``eos_token_ids``."""
+    """Makes the tokenizer of a model folder. See ``Tokenizer`` for ``eos_token_ids``."""
     make = SentencePieceTokenizer if files.is_sentencepiece else FastTokenizer
     return make(files, eos_token_ids)
 
@@ -117,7 +117,7 @@ class FastTokenizer(Tokenizer):
         )
 
     def _check_template(self, source: str) -> None:
-        """Raise CheckpointError if the library cannot encode a text, so that the fault is found at the start.
+        """Raises CheckpointError if the library cannot encode a text, so that the fault is found at the start.
 
         For example, the library panics if its post-processor names a special token that the file does not define.
         """
@@ -130,7 +130,7 @@ class FastTokenizer(Tokenizer):
             raise
 
     def _add_missing(self, files: TokenizerFiles) -> None:
-        """Add the tokens that ``tokenizer_config.json`` lists but the vocabulary file lacks, as transformers does."""
+        """Adds the tokens that ``tokenizer_config.json`` lists but the vocabulary file lacks, as transformers does."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         for token in files.added_tokens:
             if token.content in known:
@@ -202,7 +202,7 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _check_pieces(self, files: TokenizerFiles) -> None:
-        """Raise CheckpointError if a vocabulary entry is not valid UTF-8, so that the fault is found at the start."""
+        """Raises CheckpointError if a vocabulary entry is not valid UTF-8, so that the fault is found at the start."""
         try:
             self._processor.id_to_piece(list(range(self._size)))
         except UnicodeDecodeError as reason:
@@ -217,7 +217,7 @@ class SentencePieceTokenizer(Tokenizer):
                 )
 
     def _literal_tokens(self, files: TokenizerFiles) -> tuple[AddedToken, ...]:
-        """Return the tokens that are found by their literal text before SentencePiece splits the rest.
+        """Returns the tokens that are found by their literal text before SentencePiece splits the rest.
 
         These are the added tokens, and the named special tokens (``bos_token``, ...) of SentencePiece's vocabulary.
         """
@@ -300,7 +300,7 @@ def _processor(proto: bytes, files: TokenizerFiles) -> sentencepiece.SentencePie
 
 
 def _splitter(tokens: tuple[AddedToken, ...]) -> re.Pattern[str] | None:
-    """Return a pattern that matches any added token, with the white space that the token removes.
+    """Returns a pattern that matches any added token, with the white space that the token removes.
 
     Longer tokens are matched first.
     """
@@ -314,7 +314,7 @@ def _splitter(tokens: tuple[AddedToken, ...]) -> re.Pattern[str] | None:
 
 
 def _byte_level_bpe(files: TokenizerFiles) -> tokenizers.Tokenizer:
-    """Make a byte-level BPE (GPT-2, Radford et al. 2019) from ``vocab.json`` and ``merges.txt``, without added tokens.
+    """Makes a byte-level BPE (GPT-2, Radford et al. 2019) from ``vocab.json`` and ``merges.txt``, without added tokens.
 
     A folder without ``tokenizer.json`` does not describe how text is split into words. The name of the tokenizer's
     class determines this. Raises CheckpointError for an unknown class.

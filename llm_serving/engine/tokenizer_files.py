@@ -54,7 +54,7 @@ class TokenizerFiles:
 
 
 def find_vocabulary(place: Path, kind: str = "auto") -> Path:
-    """Return the vocabulary file: ``place`` itself, or the vocabulary file in the folder ``place``.
+    """Returns the vocabulary file: ``place`` itself, or the vocabulary file in the folder ``place``.
 
     ``kind`` is the config's ``tokenizer.type``. Raises CheckpointError if there is no vocabulary file.
     """
@@ -74,7 +74,7 @@ def find_vocabulary(place: Path, kind: str = "auto") -> Path:
 
 
 def read_tokenizer_files(vocabulary: Path) -> TokenizerFiles:
-    """Read special tokens, added tokens and chat templates from the folder of ``vocabulary``.
+    """Reads special tokens, added tokens and chat templates from the folder of ``vocabulary``.
 
     Raises CheckpointError, which names the file, the key and the value.
     """
@@ -98,7 +98,7 @@ def read_tokenizer_files(vocabulary: Path) -> TokenizerFiles:
 
 
 def _read_object(file: Path) -> dict[str, object]:
-    """Return the JSON object in ``file``. The result is empty if the file does not exist."""
+    """Returns the JSON object in ``file``. The result is empty if the file does not exist."""
     if not file.exists():
         return {}
     try:
@@ -111,14 +111,14 @@ def _read_object(file: Path) -> dict[str, object]:
 
 
 def _token_text(value: object) -> str | None:
-    """Return the text of a token, which is stored as a text or as an object with the key ``content``."""
+    """Returns the text of a token, which is stored as a text or as an object with the key ``content``."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _added_tokens(folder: Path, settings: Mapping[str, object]) -> tuple[AddedToken, ...]:
-    """Read ``added_tokens_decoder``, or the older file ``added_tokens.json`` ({text: id}).
+    """Reads ``added_tokens_decoder``, or the older file ``added_tokens.json`` ({text: id}).
 
     Returns the tokens in order of id.
     """
@@ -146,7 +146,7 @@ def _added_tokens(folder: Path, settings: Mapping[str, object]) -> tuple[AddedTo
 
 
 def _templates(folder: Path, fields: TypedFields, settings: Mapping[str, object]) -> dict[str, str]:
-    """Return the chat templates by name. ``chat_template.jinja`` replaces the one in ``tokenizer_config.json``."""
+    """Returns the chat templates by name. ``chat_template.jinja`` replaces the one in ``tokenizer_config.json``."""
     templates: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):

@@ -39,20 +39,20 @@ class AdapterSlots:
         return self._loading is not None
 
     def load(self, slot: int, memory: AdapterMemory, steps: Iterable[int]) -> None:
-        """Begin to load an adapter after ``steps``, the steps in flight. One adapter is loaded at a time."""
+        """Begins to load an adapter after ``steps``, the steps in flight. One adapter is loaded at a time."""
         self._resident[slot] = memory
         self._loading = _Loading(slot, memory, set(steps))
 
     def keep(self, slot: int, memory: AdapterMemory) -> None:
-        """Store an adapter, so that the agents load it when they become ready."""
+        """Stores an adapter, so that the agents load it when they become ready."""
         self._resident[slot] = memory
 
     def drop(self, slot: int) -> None:
-        """Forget the adapter of a slot, so that restarted agents do not load it."""
+        """Forgets the adapter of a slot, so that restarted agents do not load it."""
         self._resident.pop(slot, None)
 
     def due(self, number: Callable[[], int], in_flight: Iterable[int]) -> list[messages.AdapterLoad]:
-        """Return the message for the adapter that is being loaded, once all steps before it have ended."""
+        """Returns the message for the adapter that is being loaded, once all steps before it have ended."""
         loading = self._loading
         if loading is None or self._unanswered:
             return []
@@ -64,13 +64,13 @@ class AdapterSlots:
         return [_message(number(), loading.slot, loading.memory)]
 
     def again(self, number: Callable[[], int]) -> list[messages.AdapterLoad]:
-        """Return the messages for agents that have become ready: one for each adapter."""
+        """Returns the messages for agents that have become ready: one for each adapter."""
         self._loading = None
         self._unanswered = self._num_agents * len(self._resident)
         return [_message(number(), slot, memory) for slot, memory in sorted(self._resident.items())]
 
     def lose(self) -> None:
-        """Note that the agents were lost. The next agents load all adapters, also the one that was being loaded."""
+        """Records that the agents were lost. The next agents load all adapters, also the one that was being loaded."""
         self._loading, self._unanswered = None, 0
 
     def take(self, reply: messages.AdapterLoaded) -> AdapterAnswered | None:

@@ -91,7 +91,7 @@ class AgentExecutor:
         self._adapters = AdapterSlots(len(self._ranks))
 
     def start(self) -> None:
-        """Start the agents. ``poll`` then reports ``AgentReady`` or a final ``AgentLost``."""
+        """Starts the agents. ``poll`` then reports ``AgentReady`` or a final ``AgentLost``."""
         self._start_group()
 
     @property
@@ -99,12 +99,12 @@ class AgentExecutor:
         return len(self._steps.free_slots)
 
     def submit(self, step: ScheduledStep) -> None:
-        """Write the step into a free slot and announce it to the agents."""
+        """Writes the step into a free slot and announces it to the agents."""
         assert self._group is not None, "a step was submitted while no agent is ready"
         self._group.send(self._steps.write(step))
 
     def abort(self, seq: int) -> None:
-        """Ask the agent to drop a step. With several agents, does nothing, because some of them may have begun the
+        """Asks the agent to drop a step. With several agents, does nothing, because some of them may have begun the
         step.
         """
         if self._group is not None and self._steps.join is None and seq in self._steps.slot_of:
@@ -150,7 +150,7 @@ class AgentExecutor:
         return () if self._group is None else self._group.pools
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
-        """Wait for agents, a deadline or a wake-up, and return an event for each change of an agent's state."""
+        """Waits for agents, a deadline or a wake-up, and returns an event for each change of an agent's state."""
         events: list[ExecutorEvent] = []
         for key, _ in self._selector.select(self._wait_s(timeout_s)):
             handler: Callable[[], list[ExecutorEvent]] = key.data
@@ -180,7 +180,7 @@ class AgentExecutor:
         self.wake()
 
     def _check_leaving(self) -> list[ExecutorEvent]:
-        """Return ``AgentLeaving``, once, if the agents must leave their machine."""
+        """Returns ``AgentLeaving``, once, if the agents must leave their machine."""
         group = self._group
         if group is None or not group.is_leaving or self._has_said_leaving:
             return []
@@ -191,7 +191,7 @@ class AgentExecutor:
         return [AgentLeaving()]
 
     def fileno(self) -> int:
-        """Return the descriptor of the selector, with which the engine can wait for several executors together."""
+        """Returns the descriptor of the selector, with which the engine can wait for several executors together."""
         return self._selector.fileno()
 
     def next_due(self) -> float | None:
@@ -207,7 +207,7 @@ class AgentExecutor:
         return self._agent_states.describe(group.members if group is not None else [])
 
     def close(self) -> None:
-        """End the agents and free their resources. The caller owns the listening sockets."""
+        """Ends the agents and frees their resources. The caller owns the listening sockets."""
         if self._group is not None:
             self._unregister(self._group)
             self._group.shutdown(self._control_number())
@@ -223,7 +223,7 @@ class AgentExecutor:
         return StepSlots(self._config.slot_limits(), self._config.pa_config.block_size, self._ranks, slots, interval)
 
     def _start_group(self) -> None:
-        """Start the agents. Raises AgentStartError, also if the system has no processes, files or memory left."""
+        """Starts the agents. Raises AgentStartError, also if the system has no processes, files or memory left."""
         self._restarts.started()
         self._end_last_group()
         self._has_said_leaving = self._is_waiting = False
@@ -236,7 +236,8 @@ class AgentExecutor:
             raise AgentStartError(f"{_agents(self._ranks)} could not be started: {error}") from error
 
     def _end_last_group(self) -> None:
-        """Wait for the processes of the killed group, so that its memory is free before the next group needs memory."""
+        """Waits for the processes of the killed group, so that its memory is free before the next group needs memory.
+        """
         if self._ending is not None:
             self._ending.close()
             self._ending = None
@@ -298,7 +299,7 @@ class AgentExecutor:
         return self._control_seq
 
     def _lose(self, error: AgentError) -> list[ExecutorEvent]:
-        """End the group, and plan its restart or give up. Returns the events for the engine.
+        """Ends the group, and plans its restart or gives up. Returns the events for the engine.
 
         If an agent has reported a step as failed, the event of this step has the agent's error.
         """
@@ -329,7 +330,7 @@ class AgentExecutor:
                 self._selector.unregister(source)
 
     def _deadline(self) -> tuple[float, str] | None:
-        """Return the time of the next deadline, by ``time.monotonic``, and its kind, for example ``restart`` or
+        """Returns the time of the next deadline, by ``time.monotonic``, and its kind, for example ``restart`` or
         ``step``.
 
         Returns None if there is no deadline.
@@ -343,7 +344,7 @@ class AgentExecutor:
         return own if look is None else (look, "look") if own is None else min(own, (look, "look"))
 
     def _own_deadline(self, group: Group) -> tuple[tuple[float, str] | None, float | None]:
-        """Return the next deadline of the start or of a step, and the time of the last result.
+        """Returns the next deadline of the start or of a step, and the time of the last result.
 
         The time is None if the group is not expected to complete a step: while it starts, without steps, and after a
         failure.

@@ -90,11 +90,11 @@ class AgentGroup:
         return self.memory.pools
 
     def answers(self, member: int) -> bool:
-        """Return whether the agent ``member`` (its number in the group) writes the results of steps."""
+        """Returns whether the agent ``member`` (its number in the group) writes the results of steps."""
         return member == self._answering
 
     def sources(self) -> list[Source]:
-        """Return each agent's connection and the descriptor that becomes readable at its exit."""
+        """Returns each agent's connection and the descriptor that becomes readable at its exit."""
         sources: list[Source] = []
         for member, link in enumerate(self.links):
             sources.append((link.channel, partial(self._receive, member, link)))
@@ -108,7 +108,7 @@ class AgentGroup:
         return {**self.links[self._answering].summary, **size}
 
     def note_progress(self) -> None:
-        """Update ``is_ready`` while agents start. When every agent has mapped the shared memory, remove its name."""
+        """Updates ``is_ready`` while agents start. When every agent has mapped the shared memory, removes its name."""
         if all(link.is_connected for link in self.links):
             self.memory.unlink()
             self.is_ready = all(link.is_ready for link in self.links)
@@ -120,7 +120,7 @@ class AgentGroup:
         return None if last_result is None or self._vitals is None else self._vitals.next_look(last_result)
 
     def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
-        """Raise AgentLostError if the agents will never complete their step, see ``Vitals``."""
+        """Raises AgentLostError if the agents will never complete their step, see ``Vitals``."""
         if self._vitals is None:
             return
         own = self.slots
@@ -130,7 +130,7 @@ class AgentGroup:
             raise AgentLostError(reason)
 
     def send(self, message: ServerMessage) -> None:
-        """Send a message to every agent. A broken connection is ignored, because ``receive`` reports it."""
+        """Sends a message to every agent. A broken connection is ignored, because ``receive`` reports it."""
         payload = messages.encode(message)
         if not isinstance(message, messages.Step):
             self._other_work.sent(message)
@@ -139,7 +139,7 @@ class AgentGroup:
                 link.channel.send(payload)
 
     def describe_loss(self, noticed: AgentError) -> AgentError:
-        """Return the error ``noticed``, extended by the other agents of the group that have also ended.
+        """Returns the error ``noticed``, extended by the other agents of the group that have also ended.
 
         The others are named because the first failed agent may not be the one that the server noticed first.
         """
@@ -155,7 +155,7 @@ class AgentGroup:
         return kind(f"{noticed}; {', '.join(others)}")
 
     def kill(self) -> None:
-        """Kill all agents without waiting. The caller must call ``close`` later."""
+        """Kills all agents without waiting. The caller must call ``close`` later."""
         self.memory.mark_down()
         for link in self.links:
             link.process.kill()
@@ -163,7 +163,7 @@ class AgentGroup:
             self._cluster.kill()
 
     def close(self) -> None:
-        """End all agents, wait until they have ended, and free their resources."""
+        """Ends all agents, waits until they have ended, and frees their resources."""
         self.kill()
         for link in self.links:
             link.close()
@@ -172,7 +172,7 @@ class AgentGroup:
         self.memory.close()
 
     def shutdown(self, seq: int) -> None:
-        """Ask all agents to end and wait for a short time, then close."""
+        """Asks all agents to end and waits for a short time, then closes."""
         self.send(messages.Shutdown(seq=seq))
         for link in self.links:
             link.channel.close()  # the agent ends when it notices that the connection is closed

@@ -43,7 +43,7 @@ class GroupMemory:
 
     @classmethod
     def create(cls, config: Config, ranks: Sequence[int] = ()) -> GroupMemory:
-        """Make new segments for the agents ``ranks`` and reserve their pages.
+        """Makes new segments for the agents ``ranks`` and reserves their pages.
 
         Raises AgentStartError if /dev/shm is too small.
         """
@@ -70,12 +70,12 @@ class GroupMemory:
             ) from error
 
     def mark_down(self) -> None:
-        """Mark the group as ended, so that agents that wait for each other stop."""
+        """Marks the group as ended, so that agents that wait for each other stop."""
         if self.exchange is not None:
             self.exchange.mark_down()
 
     def unlink(self) -> None:
-        """Remove the names of the segments. The mappings stay. May be called twice."""
+        """Removes the names of the segments. The mappings stay. May be called twice."""
         self.slot_memory.unlink()
         for pool in self.pools:
             pool.unlink()
@@ -83,7 +83,7 @@ class GroupMemory:
             self.exchange.unlink()
 
     def close(self) -> None:
-        """Remove the segments' names and the server's mappings of the segments."""
+        """Removes the segments' names and the server's mappings of the segments."""
         self.slot_memory.close()
         for pool in self.pools:
             pool.close()
@@ -140,7 +140,7 @@ class AgentLink:
         return self.process.pid
 
     def receive(self) -> list[AgentMessage]:
-        """Return the messages for the engine since the last call. Call it when the channel is readable."""
+        """Returns the messages for the engine since the last call. Call it when the channel is readable."""
         try:
             frames = self.channel.receive_available()
         except (OSError, ProtocolError) as error:
@@ -158,17 +158,17 @@ class AgentLink:
         return passed_on
 
     def check_alive(self) -> None:
-        """Raise AgentStartError or AgentLostError if the process has ended."""
+        """Raises AgentStartError or AgentLostError if the process has ended."""
         if self.process.exit_code() is not None:
             raise self._lost("its process ended")
 
     def close(self) -> None:
-        """End the process, wait until it has ended, and free the resources of this run."""
+        """Ends the process, waits until it has ended, and frees the resources of this run."""
         self.channel.close()
         self.process.close()
 
     def _handle_start(self, message: AgentMessage) -> bool:
-        """Handle a message about the agent's start. Returns False for any other message, which is for the engine."""
+        """Handles a message about the agent's start. Returns False for any other message, which is for the engine."""
         if isinstance(message, messages.Challenge):
             self._answer_challenge(message)
         elif isinstance(message, messages.Connected):
@@ -209,7 +209,7 @@ class AgentLink:
             raise self._lost(f"the connection broke: {error}") from error
 
     def _lost(self, reason: str) -> AgentStartError | AgentLostError:
-        """Return the error for an agent that has ended: exit code, path of its log and, during the start, the log's
+        """Returns the error for an agent that has ended: exit code, path of its log and, during the start, the log's
         end."""
         exit_text = describe_exit(self.process.exit_code(wait_s=EXIT_WAIT_S))
         ended = f" ({exit_text})" if exit_text else ""

@@ -27,7 +27,7 @@ STOP_GRACE_S = 5.0
 
 @contextlib.contextmanager
 def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.socket]]:
-    """Listen on every agent's port, in order of rank. Port 0 stands for any free port. The context closes the sockets.
+    """Listens on every agent's port, in order of rank. Port 0 stands for any free port. The context closes the sockets.
 
     Raises ConfigError if a port is in use.
     """
@@ -36,7 +36,7 @@ def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.sock
 
 
 def connected_pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
-    """Connect through an agent's port. Returns both ends: the first is for the server, the second for the agent.
+    """Connects through an agent's port. Returns both ends: the first is for the server, the second for the agent.
 
     So an agent never accepts a connection, and no other local program can connect to it. If other programs have
     connected to the port, this function closes their connections. Connections that come later are never accepted.
@@ -71,10 +71,10 @@ class RunningProcess(Protocol):
     def pid(self) -> int: ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code, negative for a signal. Raises TimeoutExpired."""
+        """Waits for the end and returns the exit code, negative for a signal. Raises TimeoutExpired."""
 
     def kill(self) -> None:
-        """Send SIGKILL, if the process still runs."""
+        """Sends SIGKILL, if the process still runs."""
 
 
 class Launch(Protocol):
@@ -83,7 +83,7 @@ class Launch(Protocol):
     def __call__(
         self, module: str, arguments: Sequence[str], descriptors: Sequence[int], log: int, environment: dict[str, str]
     ) -> RunningProcess:
-        """Start ``module`` with ``arguments``. Raises OSError.
+        """Starts ``module`` with ``arguments``. Raises OSError.
 
         The process inherits ``descriptors`` under the same numbers, and writes its output to the descriptor ``log``.
         """
@@ -92,7 +92,7 @@ class Launch(Protocol):
 def launch_python(
     module: str, arguments: Sequence[str], descriptors: Sequence[int], log: int, environment: dict[str, str]
 ) -> RunningProcess:
-    """Start ``python -P -m MODULE``, as ``Launch`` describes.
+    """Starts ``python -P -m MODULE``, as ``Launch`` describes.
 
     Python's option ``-P`` removes the working directory from the module path. Otherwise, a folder ``agent`` in the
     working directory would run instead of the module.
@@ -170,7 +170,7 @@ class ModuleProcess:
         return self._process.pid
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Close the pipe, which asks the process to end. Wait, and kill the process if it still runs."""
+        """Closes the pipe, which asks the process to end. Waits, and kills the process if it still runs."""
         self._close_pipe()
         try:
             self._process.wait(timeout=grace_s)
@@ -178,12 +178,12 @@ class ModuleProcess:
             self._process.kill()
 
     def kill(self) -> None:
-        """Kill the process without waiting. The caller must call ``close`` later. May be called twice."""
+        """Kills the process without waiting. The caller must call ``close`` later. May be called twice."""
         self._close_pipe()
         self._process.kill()
 
     def close(self) -> None:
-        """Kill the process, wait until it has ended, and free its resources. May be called twice."""
+        """Kills the process, waits until it has ended, and frees its resources. May be called twice."""
         self.kill()
         self._process.wait()
         self.log.close()
@@ -244,14 +244,14 @@ class AgentProcess(ModuleProcess):
             owned.pop_all()
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
-        """Return the exit code, negative for a signal. None if the process still runs after ``wait_s``."""
+        """Returns the exit code, negative for a signal. None if the process still runs after ``wait_s``."""
         try:
             return self._process.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
             return None
 
     def exit_text(self) -> str:
-        """Return how the process ended, in a few words. Empty while it runs."""
+        """Returns how the process ended, in a few words. Empty while it runs."""
         return describe_exit(self.exit_code())
 
     def close(self) -> None:
@@ -262,5 +262,5 @@ class AgentProcess(ModuleProcess):
 
 
 def describe_exit(code: int | None) -> str:
-    """Return ``signal 9`` or ``exit code 1``, or an empty text for a running process."""
+    """Returns ``signal 9`` or ``exit code 1``, or an empty text for a running process."""
     return "" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"

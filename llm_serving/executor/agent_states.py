@@ -17,7 +17,7 @@ STABLE_AFTER_S = 60.0
 
 
 def backoff_after(restarts: int) -> float:
-    """Return the seconds to wait before the next start, after ``restarts`` consecutive restarts."""
+    """Returns the seconds to wait before the next start, after ``restarts`` consecutive restarts."""
     return min(FIRST_BACKOFF_S * 2.0 ** min(restarts, 16), LONGEST_BACKOFF_S)
 
 
@@ -43,16 +43,17 @@ class Restarts:
         self._ready_at: float | None = None
 
     def started(self) -> None:
-        """Note that the agents are being started."""
+        """Records that the agents are being started."""
         self.due_at = None
 
     def ready(self, now: float) -> None:
-        """Note that all agents are ready."""
+        """Records that all agents are ready."""
         self._ready_at = now
         self.has_been_ready = True
 
     def lost(self, now: float) -> float | None:
-        """Note that the group was lost. Returns the seconds until the next start, or None if the group is given up."""
+        """Records that the group was lost. Returns the seconds until the next start, or None if the group is given up.
+        """
         if self._ready_at is not None and now - self._ready_at >= STABLE_AFTER_S:
             self.in_a_row = 0
         self._ready_at = None
@@ -87,12 +88,12 @@ class AgentStates:
         self._replies: dict[int, StatusReply] = {}
 
     def ask(self) -> None:
-        """Note that all agents are asked for their status. Earlier replies are dropped."""
+        """Records that all agents are asked for their status. Earlier replies are dropped."""
         self.is_wanted = True
         self._replies.clear()
 
     def lose(self) -> None:
-        """Drop the replies of the agents that were lost."""
+        """Drops the replies of the agents that were lost."""
         self._replies.clear()
 
     def add(self, member: int, reply: StatusReply, members: Sequence[Member]) -> AgentStatus | None:
@@ -112,7 +113,7 @@ class AgentStates:
         return AgentStatus(agents)
 
     def describe(self, members: Sequence[Member]) -> list[dict[str, object]]:
-        """Return the facts about each agent. See ``Executor.agents``."""
+        """Returns the facts about each agent. See ``Executor.agents``."""
         by_rank = {member.rank: member for member in members}
         return [self._describe(rank, by_rank.get(rank)) for rank in self._ranks]
 

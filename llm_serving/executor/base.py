@@ -98,37 +98,37 @@ class Executor(Protocol):
         """Number of steps that can be submitted now. When ``poll`` returns a result, its step slot becomes free."""
 
     def submit(self, step: ScheduledStep) -> None:
-        """Send a step. The call does not wait for the agents, and keeps no reference to the step's lists.
+        """Sends a step. The call does not wait for the agents, and keeps no reference to the step's lists.
 
         Raises LLMServingError if the step cannot be written or sent. The step then has no result. A broken connection
         is not an error of this call: the step counts as sent, and ``poll`` reports ``AgentLost``.
         """
 
     def abort(self, seq: int) -> None:
-        """Ask the agents to drop step ``seq`` if it has not begun. In both cases, ``poll`` returns its result."""
+        """Asks the agents to drop step ``seq`` if it has not begun. In both cases, ``poll`` returns its result."""
 
     def distrust(self, check: str, reason: str, step: int | None = None) -> None:
-        """Restart the agents, because a self-check outside of the executor failed. ``poll`` then reports the loss."""
+        """Restarts the agents, because a self-check outside of the executor failed. ``poll`` then reports the loss."""
 
     def publish_masks(self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]) -> None:
-        """Give the agents the masks of a submitted step, in the order of ``ScheduledStep.constrained``.
+        """Gives the agents the masks of a submitted step, in the order of ``ScheduledStep.constrained``.
 
         Each mask has a bit for each token of the vocabulary, which is 1 if the token is allowed: [mask_words] uint32.
         Call this method exactly once for each step with constrained sequences. It does nothing if the step has ended.
         """
 
     def request_status(self) -> None:
-        """Ask every agent for its status. ``poll`` reports ``AgentStatus`` when all have replied."""
+        """Asks every agent for its status. ``poll`` reports ``AgentStatus`` when all have replied."""
 
     def profile(self, folder: str | None) -> bool:
-        """Start a profile of every agent with files in ``folder``. If ``folder`` is None, stop the profile.
+        """Starts a profile of every agent with files in ``folder``. If ``folder`` is None, stops the profile.
 
         ``poll`` reports ``AgentProfiled`` when all agents have replied to the newest call, or ``AgentLost``. If the
         agents are not ready, returns False, and no event follows.
         """
 
     def load_adapter(self, slot: int, memory: AdapterMemory) -> None:
-        """Load a LoRA adapter into an adapter slot of every agent, after the steps in flight.
+        """Loads a LoRA adapter into an adapter slot of every agent, after the steps in flight.
 
         ``poll`` reports ``AdapterAnswered`` when all agents have replied, unless they are not ready or are lost before.
         Restarted agents load the adapter again, before their first step. They stop loading it when another adapter gets
@@ -136,39 +136,41 @@ class Executor(Protocol):
         """
 
     def drop_adapter(self, slot: int) -> None:
-        """Forget the adapter of a slot, so that restarted agents do not load it."""
+        """Forgets the adapter of a slot, so that restarted agents do not load it."""
 
     def host_pools(self) -> Sequence[HostPoolMemory]:
-        """Return the host blocks of each ready agent, in order of rank. Empty without KV tiers."""
+        """Returns the host blocks of each ready agent, in order of rank. Empty without KV tiers."""
 
     def release(self) -> None:
-        """End the agents after ``AgentLeaving``. Call this method when they have no requests any more.
+        """Ends the agents after ``AgentLeaving``. Call this method when they have no requests any more.
 
         An ``AgentReady`` follows when agents on another machine are ready.
         """
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
-        """Return the next events in order. If there are none, wait up to ``timeout_s``, or without limit if it is None.
+        """Returns the next events in order. If there are none, waits up to ``timeout_s``, or without limit if it is
+        None.
 
         The result is empty after the timeout or a ``wake``.
         """
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while ``poll`` has an event or was woken. With it, the engine waits for
+        """Returns a descriptor that is readable while ``poll`` has an event or was woken. With it, the engine waits for
         several executors at the same time.
         """
 
     def next_due(self) -> float | None:
-        """Return when ``poll`` must run even if no descriptor becomes readable, by ``time.monotonic``.
+        """Returns when ``poll`` must run even if no descriptor becomes readable, by ``time.monotonic``.
 
         Examples are the timeout of a step and a restart. None if nothing is due.
         """
 
     def wake(self) -> None:
-        """Make the present or the next ``poll`` return immediately. Any thread may call this method."""
+        """Makes the present or the next ``poll`` return immediately. Any thread may call this method."""
 
     def agents(self) -> list[dict[str, object]]:
-        """Return the facts about each agent: rank, pid, state, restarts and others. Any thread may call this method."""
+        """Returns the facts about each agent: rank, pid, state, restarts and others. Any thread may call this method.
+        """
 
 
 Poll = Callable[[float | None], list[tuple[int, ExecutorEvent]]]
@@ -176,7 +178,7 @@ Poll = Callable[[float | None], list[tuple[int, ExecutorEvent]]]
 
 
 def poll_all(executors: Sequence[Executor]) -> Poll:
-    """Return a function that polls the executors that have events. If none has an event, the function waits."""
+    """Returns a function that polls the executors that have events. If none has an event, the function waits."""
     if len(executors) == 1:
         [only] = executors
         return lambda timeout_s: [(0, event) for event in only.poll(timeout_s)]

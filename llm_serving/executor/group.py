@@ -81,40 +81,41 @@ class Group(Protocol):
         """The host blocks of each agent, in order of rank. Empty without KV tiers."""
 
     def sources(self) -> Sequence[Source]:
-        """Return the sources that the executor must watch. The result stays the same until ``kill``."""
+        """Returns the sources that the executor must watch. The result stays the same until ``kill``."""
 
     def note_progress(self) -> None:
-        """Update ``is_ready``. Call it after messages of a group that is not ready yet."""
+        """Updates ``is_ready``. Call it after messages of a group that is not ready yet."""
 
     def send(self, message: ServerMessage) -> None:
-        """Send a message to every agent. A broken connection is not an error of this call, because a source reports it.
+        """Sends a message to every agent. A broken connection is not an error of this call, because a source reports
+        it.
 
         If the message names a step slot, the step's inputs or masks must already be in this slot.
         """
 
     def next_look(self, last_result: float | None) -> float | None:
-        """Return the time at which ``look`` must be called, by ``time.monotonic``. None means never.
+        """Returns the time at which ``look`` must be called, by ``time.monotonic``. None means never.
 
         ``last_result`` is the time of the last result, or None if no step is in flight.
         """
 
     def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
-        """Check that the agents can still complete their step. Raises AgentError if they cannot.
+        """Checks that the agents can still complete their step. Raises AgentError if they cannot.
 
         ``slots`` are the numbers of the slots of the steps in flight.
         """
 
     def describe_loss(self, noticed: AgentError) -> AgentError:
-        """Return the error ``noticed``, extended by other known facts about the loss."""
+        """Returns the error ``noticed``, extended by other known facts about the loss."""
 
     def kill(self) -> None:
-        """Kill all agents without waiting. The caller must call ``close`` later."""
+        """Kills all agents without waiting. The caller must call ``close`` later."""
 
     def close(self) -> None:
-        """End all agents, wait until they have ended, and free their resources."""
+        """Ends all agents, waits until they have ended, and frees their resources."""
 
     def shutdown(self, seq: int) -> None:
-        """Ask all agents to end, wait for a short time, then close. ``seq`` is the number of the message."""
+        """Asks all agents to end, waits for a short time, then closes. ``seq`` is the number of the message."""
 
 
 StartGroup = Callable[[], Group | None]

@@ -41,7 +41,7 @@ class HcclCluster(ModuleProcess):
 
     @classmethod
     def of(cls, config: Config, log_path: Path) -> HcclCluster | None:
-        """Start the cluster of a group. Returns None if the config does not need HCCL."""
+        """Starts the cluster of a group. Returns None if the config does not need HCCL."""
         num_agents = config.parallel_config.group_size
         if config.device != "Ascend" or num_agents == 1:
             return None
@@ -49,12 +49,12 @@ class HcclCluster(ModuleProcess):
         return cls(settings.agent_ip, num_agents, settings.agent_start_timeout_s, log_path)
 
     def environment(self, member: int) -> dict[str, str]:
-        """Return the variables of one agent. ``member`` is its number in the group and its rank in HCCL's world."""
+        """Returns the variables of one agent. ``member`` is its number in the group and its rank in HCCL's world."""
         return {**self._common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(member)}
 
 
 def _free_port(host: str) -> int:
-    """Return a port that is free now. The cluster's scheduler process binds it shortly afterwards."""
+    """Returns a port that is free now. The cluster's scheduler process binds it shortly afterwards."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))

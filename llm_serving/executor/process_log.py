@@ -44,20 +44,20 @@ class ProcessLog:
         self._thread.start()
 
     def process_started(self) -> None:
-        """Close the server's copy of the descriptor, so that the pipe reports its end when the process ends."""
+        """Closes the server's copy of the descriptor, so that the pipe reports its end when the process ends."""
         os.close(self.descriptor)
 
     def tail(self) -> str:
-        """Return the last lines of the process's output. Waits at most ``TAIL_WAIT_S`` for the end of the output."""
+        """Returns the last lines of the process's output. Waits at most ``TAIL_WAIT_S`` for the end of the output."""
         self._thread.join(TAIL_WAIT_S)
         return "\n".join(self._tail)[-_TAIL_CHARS:].strip()
 
     def close(self) -> None:
-        """Wait until the output has been written. Call it after the end of the process. May be called twice."""
+        """Waits until the output has been written. Call it after the end of the process. May be called twice."""
         self._thread.join(END_WAIT_S)
 
     def _copy(self) -> None:
-        """Copy the process's output to the file until the output ends, also a last line without a line break."""
+        """Copies the process's output to the file until the output ends, also a last line without a line break."""
         rest = b""
         while chunk := os.read(self._source, MAX_LINE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")

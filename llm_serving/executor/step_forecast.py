@@ -47,7 +47,7 @@ class StepForecast:
         self._largest = tuple(map(max, self._largest, sizes))
 
     def seconds(self, slots: Iterable[StepSlot]) -> float | None:
-        """Return the predicted time of the longest step in ``slots``, or None if one of them cannot be predicted."""
+        """Returns the predicted time of the longest step in ``slots``, or None if one of them cannot be predicted."""
         longest = 0.0
         for slot in slots:
             if not self._model.is_known or _is_special(slot):
@@ -79,7 +79,7 @@ class OtherWork:
         return self._num_open > 0 or self._is_profiling or self._is_compiling
 
     def sent(self, message: ServerMessage) -> None:
-        """Note a message to all agents that announces no step."""
+        """Records a message to all agents that announces no step."""
         if isinstance(message, messages.AdapterLoad | messages.ProfileStart | messages.ProfileStop):
             self._num_open += self._num_agents
         if isinstance(message, messages.ProfileStart):
@@ -88,7 +88,7 @@ class OtherWork:
             self._is_stopping = True
 
     def received(self, message: AgentMessage) -> None:
-        """Note a message of an agent. A ``Progress`` says that it compiles; the next result ends this."""
+        """Records a message of an agent. A ``Progress`` says that it compiles; the next result ends this."""
         if isinstance(message, messages.Progress):
             self._is_compiling = True
         elif isinstance(message, messages.StepDone | messages.StepFailed):
@@ -104,7 +104,7 @@ def _is_special(slot: StepSlot) -> bool:
 
 
 def _measured(slot: StepSlot) -> tuple[StepCounts, _Sizes]:
-    """Return the inputs of the cost model and the sizes of the step in a slot."""
+    """Returns the inputs of the cost model and the sizes of the step in a slot."""
     lens = slot.query_lens[: slot.num_seqs].astype(np.int64)
     ends = slot.context_lens[: slot.num_seqs].astype(np.int64)
     is_decoding = lens == 1

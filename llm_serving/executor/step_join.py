@@ -57,7 +57,7 @@ class StepJoin:
         return StepFailed(seq=reply.seq, slot=reply.slot, error=_text(failures.values()))
 
     def missing(self, seq: int) -> list[int]:
-        """Return the ranks of the agents that have not replied to a step."""
+        """Returns the ranks of the agents that have not replied to a step."""
         replies = self._replies.get(seq, {})
         return [self._first_rank + member for member in range(self._num_agents) if member not in replies]
 
@@ -68,7 +68,7 @@ class StepJoin:
         return min(self._failed.values()) + self.GRACE_S if self._failed else None
 
     def check_overdue(self, now: float) -> None:
-        """Set ``torn``, the reason why the group cannot continue, if the replies to a failed step are overdue."""
+        """Sets ``torn``, the reason why the group cannot continue, if the replies to a failed step are overdue."""
         if (due := self.overdue_at) is not None and now >= due:
             seq = min(self._failed)
             waited = ", ".join(str(rank) for rank in self.missing(seq))
@@ -76,7 +76,7 @@ class StepJoin:
             self.torn = f"{failed} failed step {seq}, and no answer came from agents {waited} within {self.GRACE_S:g} s"
 
     def take_failures(self) -> list[tuple[int, str]]:
-        """Return the incomplete steps that at least one agent has failed: (step number, error text).
+        """Returns the incomplete steps that at least one agent has failed: (step number, error text).
 
         Forgets all replies.
         """
@@ -97,7 +97,7 @@ def _failures(replies: dict[int, StepDone | StepFailed]) -> dict[int, StepFailed
 
 
 def _text(failures: Iterable[StepFailed]) -> str:
-    """Return the agents' error texts, each text once."""
+    """Returns the agents' error texts, each text once."""
     return "; ".join(dict.fromkeys(each.error for each in failures))
 
 

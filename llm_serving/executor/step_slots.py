@@ -100,7 +100,7 @@ class StepSlots:
         self._num_decodes = 0
 
     def write(self, step: ScheduledStep) -> messages.Step:
-        """Write a step into a free slot. Returns the message that announces the step to the agents.
+        """Writes a step into a free slot. Returns the message that announces the step to the agents.
 
         Raises ProtocolError if the step is larger than a slot. In this case, nothing is changed.
         """
@@ -115,7 +115,7 @@ class StepSlots:
     def write_masks(
         self, seq: int, masks: Sequence[npt.NDArray[np.uint32]]
     ) -> list[messages.Bias | messages.Masks]:
-        """Write the masks of a step in flight. Returns the messages that announce them, in the order to send them.
+        """Writes the masks of a step in flight. Returns the messages that announce them, in the order to send them.
 
         Returns no messages if the step has ended. Raises ProtocolError if the number of masks differs from the step's.
         """
@@ -170,7 +170,7 @@ class StepSlots:
         return result
 
     def _fill(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """Write the inputs of a step. Raises ProtocolError if the step is larger than a slot."""
+        """Writes the inputs of a step. Raises ProtocolError if the step is larger than a slot."""
         num_seqs, num_tokens = step.num_seqs, step.num_tokens
         limits = self._limits
         if num_seqs > limits.max_seqs or num_tokens > limits.max_tokens or len(step.moves) > limits.max_moves:
@@ -191,7 +191,7 @@ class StepSlots:
             self._write_any(step, slot)
 
     def _write_any(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """Write all inputs of a step of any kind. Afterwards, no slot counts as filled with the last decode batch."""
+        """Writes all inputs of a step of any kind. Afterwards, no slot counts as filled with the last decode batch."""
         self._batch = None
         num_seqs, num_tokens = step.num_seqs, step.num_tokens
         self._follow_rows(step)
@@ -215,7 +215,7 @@ class StepSlots:
         _write_sizes(step, slot, table_width=width, history_len=history_len, num_masks=num_masks)
 
     def _write_columns(self, step: ScheduledStep, slot: StepSlot, rows: npt.NDArray[np.int32]) -> int:
-        """Write the columns that stay the same in all decode steps of a batch.
+        """Writes the columns that stay the same in all decode steps of a batch.
 
         Returns the total length of the histories.
         """
@@ -235,7 +235,7 @@ class StepSlots:
         return _write_histories(step, slot)
 
     def _write_decode(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """Write a decode step whose sequences continue on their batch rows: one token for each sequence."""
+        """Writes a decode step whose sequences continue on their batch rows: one token for each sequence."""
         batch, num_seqs = self._same_batch(step), step.num_seqs
         if slot not in batch.slots:
             self._write_columns(step, slot, batch.row_array)
@@ -257,14 +257,15 @@ class StepSlots:
         _write_sizes(step, slot, table_width=width, checked_row=checked_row, num_masks=batch.num_masks)
 
     def _next_checked_row(self, num_seqs: int) -> int:
-        """Return the number of the sequence that the agents compute twice in this decode step, from 1. 0 means none."""
+        """Returns the number of the sequence that the agents compute twice in this decode step, from 1. 0 means none.
+        """
         self._num_decodes += 1
         if not self._check_interval or self._num_decodes % self._check_interval:
             return 0
         return self._num_decodes // self._check_interval % num_seqs + 1
 
     def _same_batch(self, step: ScheduledStep) -> _Batch:
-        """Return the batch of this decode step.
+        """Returns the batch of this decode step.
 
         If the sequences are those of the last decode step, returns the batch of that step, extended by the new blocks.
         """
@@ -301,7 +302,7 @@ class StepSlots:
         slot.slot_mapping[:num_tokens] = blocks * self._block_size + positions % self._block_size
 
     def _follow_rows(self, step: ScheduledStep) -> None:
-        """Store the sampling parameters of sequences that are new in their batch rows, and the new blocks of all
+        """Stores the sampling parameters of sequences that are new in their batch rows, and the new blocks of all
         sequences.
         """
         restarts = step.restarts or [False] * step.num_seqs
@@ -356,7 +357,7 @@ def _write_shifts(step: ScheduledStep, slot: StepSlot) -> None:
 
 
 def _write_headers(step: ScheduledStep, slot: StepSlot) -> None:
-    """Write the headers of moves to or from the hand-over pool, and clear their results."""
+    """Writes the headers of moves to or from the hand-over pool, and clears their results."""
     headers = np.frombuffer(b"".join(step.headers), np.uint32)
     slot.move_headers[: headers.size] = headers
     slot.move_faults[: len(step.moves)] = 0
@@ -380,7 +381,7 @@ def _write_histories(step: ScheduledStep, slot: StepSlot) -> int:
 
 
 def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
-    """Copy the results of a completed step out of its slot, which is then free for another step."""
+    """Copies the results of a completed step out of its slot, which is then free for another step."""
     num_seqs = slot.num_seqs
     if not num_seqs and slot.layout.limits.hands_over:
         bad_moves = np.flatnonzero(slot.move_faults[: slot.num_moves]).tolist()
@@ -409,7 +410,7 @@ def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
 
 
 def _read_drafts(slot: StepSlot) -> list[list[int]]:
-    """Return the drafts that the draft model has made for each sequence of a step."""
+    """Returns the drafts that the draft model has made for each sequence of a step."""
     width = slot.layout.limits.max_draft_ids
     rows: list[list[int]] = slot.draft_ids[: slot.num_seqs * width].reshape(-1, width).tolist()
     return [row[: row.index(NO_DRAFT)] if NO_DRAFT in row else row for row in rows]

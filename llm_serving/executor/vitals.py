@@ -51,14 +51,14 @@ class Vitals:
         """Processor time of each thread when it was first seen during the step, by the thread's id."""
 
     def next_look(self, last_result: float) -> float:
-        """Return the time of the next call of ``look``.
+        """Returns the time of the next call of ``look``.
 
         ``last_result`` is the time of the last result, by the same clock.
         """
         return max(self._looked_at, last_result) + LOOK_EVERY_S
 
     def look(self, now: float, last_result: float, forecast_s: float | None) -> str | None:
-        """Return the reason why the agents will never complete their step, or None if they may still complete it.
+        """Returns the reason why the agents will never complete their step, or None if they may still complete it.
 
         ``forecast_s`` is the predicted time of the step. None means that it is unknown, for example because the agents
         compile a graph. Then a thread may compute for any time.
@@ -94,7 +94,7 @@ class Vitals:
         )
 
     def _longest_computation(self, threads: Sequence[Mapping[int, tuple[str, float]]]) -> float:
-        """Return the most processor time of one thread since it was first seen during the step."""
+        """Returns the most processor time of one thread since it was first seen during the step."""
         longest = 0.0
         for each in threads:
             for thread, (_, seconds) in each.items():
@@ -110,7 +110,7 @@ class SilentAgents:
         self._num_asleep = 0
 
     def may_reply(self) -> bool:
-        """Return False if the agents will not reply: a process is stopped or has ended, or all of them sleep.
+        """Returns False if the agents will not reply: a process is stopped or has ended, or all of them sleep.
 
         Only ``ASLEEP_LOOKS`` calls in a row decide that the agents sleep, because a reply may wait for this process. A
         slow machine also makes the calls rarer. Returns False if there are no ``pids``.
@@ -127,7 +127,7 @@ def _since(since: float | None, holds: bool, now: float) -> float | None:
 
 
 def _threads(pid: int) -> dict[int, tuple[str, float]]:
-    """Return the state of each thread of a process, as in ``man proc_pid_stat``, and its processor time in seconds.
+    """Returns the state of each thread of a process, as in ``man proc_pid_stat``, and its processor time in seconds.
 
     The keys are the ids of the threads. The result is empty if the process is unknown.
     """
@@ -143,12 +143,12 @@ def _threads(pid: int) -> dict[int, tuple[str, float]]:
 
 
 def _thread_states(pid: int) -> set[str]:
-    """Return the states of a process's threads. Empty if unknown."""
+    """Returns the states of a process's threads. Empty if unknown."""
     return {state for state, _ in _threads(pid).values()}
 
 
 def _any_works(pids: Sequence[int], states: Sequence[set[str]]) -> bool:
-    """Return whether a thread of the processes ``pids`` or of their descendants works.
+    """Returns whether a thread of the processes ``pids`` or of their descendants works.
 
     ``states`` are those of the threads of each of ``pids``.
     """
@@ -158,7 +158,7 @@ def _any_works(pids: Sequence[int], states: Sequence[set[str]]) -> bool:
 
 
 def _descendants(pids: Sequence[int]) -> list[int]:
-    """Return the ids of all children of the processes ``pids``, and of the children's children."""
+    """Returns the ids of all children of the processes ``pids``, and of the children's children."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # OSError: it has just ended

@@ -20,7 +20,7 @@ from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
 REFUSED, LOGGED, DUE = range(3)
-"""Return values of ``DecodeLog.end``. REFUSED: the iteration is not undisturbed decoding, and the log did not add it.
+"""Values that ``DecodeLog.end`` returns. REFUSED: the iteration is not undisturbed decoding, and the log lacks it.
 LOGGED: the log added the iteration. DUE: the log added the iteration, and the caller should call ``take`` now.
 """
 

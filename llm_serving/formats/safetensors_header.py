@@ -14,7 +14,7 @@ _MAX_HEADER_BYTES = 100 * 1024 * 1024
 
 
 def tensor_shapes(folder: Path, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors ``names``, if the folder's safetensors files contain them.
+    """Returns the shapes of the tensors ``names``, if the folder's safetensors files contain them.
 
     Skips damaged files.
     """

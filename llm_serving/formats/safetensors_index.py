@@ -37,7 +37,7 @@ class TensorInfo:
 
 
 def read_index(path: Path, content: mmap.mmap | bytes, size: int) -> tuple[int, dict[str, TensorInfo]]:
-    """Return the position of the data in the file, and the tensors by name.
+    """Returns the position of the data in the file, and the tensors by name.
 
     ``content`` has the ``size`` bytes of the file. Raises CheckpointError for a wrong header or a short file.
     """

@@ -15,7 +15,7 @@ _SHOWN_CHARS = 80
 
 
 def read_small_text(path: Path, max_bytes: int, error: type[LLMServingError]) -> str:
-    """Return the text of a UTF-8 file of at most ``max_bytes``. If the file is larger or not UTF-8, raises ``error``
+    """Returns the text of a UTF-8 file of at most ``max_bytes``. If the file is larger or not UTF-8, raises ``error``
     with the file name.
     """
     try:
@@ -39,7 +39,7 @@ def read_small_text(path: Path, max_bytes: int, error: type[LLMServingError]) ->
 
 
 def read_json_object(file: Path, max_bytes: int, error: type[LLMServingError]) -> dict[str, object]:
-    """Return the object in a JSON file. Raises ``error`` with the file name if the content is not a JSON object."""
+    """Returns the object in a JSON file. Raises ``error`` with the file name if the content is not a JSON object."""
     text = read_small_text(file, max_bytes, error)
     try:
         values = json.loads(text, object_pairs_hook=no_duplicate_keys)
@@ -51,7 +51,7 @@ def read_json_object(file: Path, max_bytes: int, error: type[LLMServingError]) -
 
 
 def no_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return the pairs of a JSON object as a dict (a hook of ``json.loads``). Raises ValueError for a repeated key.
+    """Returns the pairs of a JSON object as a dict (a hook of ``json.loads``). Raises ValueError for a repeated key.
 
     The time grows linearly with the number of pairs, even for an object with many repeated keys from an untrusted
     client.

@@ -69,7 +69,7 @@ for _tag, _pattern, _first in (
 
 
 def parse_yaml(text: str, source: str) -> object:
-    """Return the value of a YAML text with one document. Raises ConfigError with ``source`` and the line."""
+    """Returns the value of a YAML text with one document. Raises ConfigError with ``source`` and the line."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a SafeLoader)
     except yaml.MarkedYAMLError as reason:
@@ -91,7 +91,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
 
 
 def read_yaml_mapping(path: Path) -> dict[str, object]:
-    """Return the mapping in a YAML file. Raises ConfigError with the file name."""
+    """Returns the mapping in a YAML file. Raises ConfigError with the file name."""
     document = parse_yaml(read_small_text(path, MAX_YAML_BYTES, ConfigError), str(path))
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: must hold a mapping of sections, not {type(document).__name__}")

@@ -38,24 +38,24 @@ class TypedFields:
         return bool(self._values)
 
     def keys(self) -> tuple[str, ...]:
-        """Return the keys in the order of the file."""
+        """Returns the keys in the order of the file."""
         return tuple(self._values)
 
     def with_value(self, key: str, value: object) -> TypedFields:
-        """Return a copy of these fields with one more value."""
+        """Returns a copy of these fields with one more value."""
         return TypedFields(self.source, {**self._values, key: value}, self._error, self._prefix)
 
     def value(self, key: str) -> object:
-        """Return the value of a key without any check, or None if the key is absent."""
+        """Returns the value of a key without any check, or None if the key is absent."""
         return self._values.get(key)
 
     def fail(self, key: str, problem: str) -> LLMServingError:
-        """Return an error about ``key``, which the caller raises."""
+        """Returns an error about ``key``, which the caller raises."""
         value = short_repr(self._values[key]) if key in self._values else "(absent)"
         return self._error(f"{self.source}: {self._prefix}{key} = {value}: {problem}")
 
     def integer(self, key: str, default: int | None, low: int, high: int) -> int:
-        """Return an integer from ``low`` to ``high``. If ``default`` is None, an absent key is an error."""
+        """Returns an integer from ``low`` to ``high``. If ``default`` is None, an absent key is an error."""
         value = self._values.get(key)
         if value is None:
             value = default
@@ -66,7 +66,7 @@ class TypedFields:
         return value
 
     def number(self, key: str, default: float | None, low: float, high: float) -> float:
-        """Return a number above ``low`` and at most ``high``. If ``default`` is None, an absent key is an error."""
+        """Returns a number above ``low`` and at most ``high``. If ``default`` is None, an absent key is an error."""
         value = self._values.get(key)
         if value is None:
             value = default
@@ -95,7 +95,7 @@ class TypedFields:
         return value
 
     def names(self, key: str) -> tuple[str, ...]:
-        """Return a list of texts as a tuple. It is empty if the key is absent."""
+        """Returns a list of texts as a tuple. It is empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             return ()
@@ -104,13 +104,13 @@ class TypedFields:
         return tuple(value)
 
     def refuse_nested(self) -> None:
-        """Raise an error if a value is a mapping."""
+        """Raises an error if a value is a mapping."""
         for key, value in self._values.items():
             if isinstance(value, dict):
                 raise self.fail(key, "is not supported; a plain value is expected")
 
     def mapping(self, key: str) -> TypedFields:
-        """Return the mapping under ``key``. It is empty if the key is absent."""
+        """Returns the mapping under ``key``. It is empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             value = {}
@@ -119,7 +119,7 @@ class TypedFields:
         return TypedFields(self.source, value, self._error, f"{self._prefix}{key}.")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Return one token id, or a list of them, as a tuple. It is empty if the key is absent."""
+        """Returns one token id, or a list of them, as a tuple. It is empty if the key is absent."""
         value = self._values.get(key)
         if value is None:
             return ()

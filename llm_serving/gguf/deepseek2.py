@@ -23,7 +23,7 @@ _DECIMALS = 6
 
 
 def deepseek2_fields(header: Header, scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of ``config.json`` that only DeepSeek V2 and V3 have. ``scaling`` is ``rope_scaling``.
+    """Returns the fields of ``config.json`` that only DeepSeek V2 and V3 have. ``scaling`` is ``rope_scaling``.
 
     In V3, the function of the expert router is a sigmoid. In V2, it is a softmax. Raises CheckpointError for another
     function, and for a temperature of attention scores (Mistral Large 3).
@@ -66,7 +66,7 @@ def _head_sizes(get: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(get: dict[str, Any], *, is_v3: bool) -> dict[str, Any]:
-    """Return the fields about experts.
+    """Returns the fields about experts.
 
     Older files do not state groups of experts. Then all experts are in one group, as in llama.cpp.
     """

@@ -99,7 +99,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Return the metadata and tensors of a file. Raises CheckpointError if the file is not complete and valid.
+    """Returns the metadata and tensors of a file. Raises CheckpointError if the file is not complete and valid.
 
     The result is cached until the file changes.
     """
@@ -147,7 +147,7 @@ class _Reader:
         return Header(self._path, metadata, self._placed(entries, first))
 
     def _placed(self, entries: list[TensorEntry], first: int) -> dict[str, TensorEntry]:
-        """Return the tensors by name, with positions from the start of the file.
+        """Returns the tensors by name, with positions from the start of the file.
 
         ``first`` is the position where the tensors' data begins.
         """
@@ -221,7 +221,7 @@ class _Reader:
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal number that rounds to ``value`` in float32.
+    """Returns the shortest decimal number that rounds to ``value`` in float32.
 
     For 9.9999997e-6, this is 1e-5, the value that the model's publisher wrote.
     """

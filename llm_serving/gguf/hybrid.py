@@ -53,7 +53,7 @@ def num_model_layers(header: Header) -> int | None:
 
 
 def hybrid_fields(header: Header) -> dict[str, Any]:
-    """Return the fields of ``config.json`` that only hybrids have. Raises CheckpointError for a wrong value."""
+    """Returns the fields of ``config.json`` that only hybrids have. Raises CheckpointError for a wrong value."""
     sizes, metadata, prefix = delta_sizes(header), header.metadata, header.architecture
     fields: dict[str, Any] = {
         "num_hidden_layers": num_model_layers(header),
@@ -96,7 +96,7 @@ def partial_rotary_factor(rotated: object, head_dim: object) -> float | None:
 
 
 def _layer_types(header: Header) -> list[str] | None:
-    """Return the kind of each layer if the file states the kinds one by one, else None."""
+    """Returns the kind of each layer if the file states the kinds one by one, else None."""
     flags = header.metadata.get(f"{header.architecture}.attention.recurrent_layers")
     if not isinstance(flags, list):
         return None

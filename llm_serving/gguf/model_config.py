@@ -142,7 +142,7 @@ The name ``llama`` includes Mistral, Mixtral and SmolLM2.
 
 
 def model_fields(path: Path) -> TypedFields:
-    """Return the fields of ``config.json`` that describe the model of a GGUF file.
+    """Returns the fields of ``config.json`` that describe the model of a GGUF file.
 
     Raises CheckpointError for a damaged file and for an architecture that is not supported.
     """
@@ -163,7 +163,7 @@ def model_fields(path: Path) -> TypedFields:
 
 
 def check_architecture(header: Header) -> None:
-    """Raise CheckpointError unless the model's architecture is supported."""
+    """Raises CheckpointError unless the model's architecture is supported."""
     if header.architecture not in _ARCHITECTURES:
         raise CheckpointError(
             f"{header.path}: general.architecture = {header.architecture!r}: is not supported; only "
@@ -172,13 +172,13 @@ def check_architecture(header: Header) -> None:
 
 
 def _vocabulary_size(header: Header) -> int | None:
-    """Return the number of rows of the embedding. The list of tokens may be shorter: some models pad the embedding."""
+    """Returns the number of rows of the embedding. The list of tokens may be shorter: some models pad the embedding."""
     embedding = header.tensors.get("token_embd.weight")
     return None if embedding is None else embedding.shape[0]
 
 
 def _rope_scaling(header: Header) -> dict[str, Any] | None:
-    """Return ``rope_scaling`` of ``config.json``, or None if angles are not scaled."""
+    """Returns ``rope_scaling`` of ``config.json``, or None if angles are not scaled."""
     metadata, prefix = header.metadata, f"{header.architecture}.rope"
     if ROPE_FACTORS in header.tensors:
         return _llama3_scaling(header)
@@ -194,7 +194,7 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(header: Header) -> dict[str, Any]:
-    """Return the fields of a Llama 3 ``rope_scaling`` that gives exactly the divisors in the file's tensor.
+    """Returns the fields of a Llama 3 ``rope_scaling`` that gives exactly the divisors in the file's tensor.
 
     The tensor has one divisor for each rotary frequency. Raises CheckpointError if no Llama 3 scaling gives these
     divisors.

@@ -10,7 +10,7 @@ SUFFIX = ".gguf"
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file of a model: ``path`` itself, or the file in the folder ``path``.
+    """Returns the GGUF file of a model: ``path`` itself, or the file in the folder ``path``.
 
     Returns None for a folder with safetensors, and for a folder without GGUF files. Raises CheckpointError if the
     folder has several GGUF files.

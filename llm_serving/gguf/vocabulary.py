@@ -121,13 +121,13 @@ class Vocabulary:
         return self.kind in _SENTENCEPIECE_KINDS
 
     def added(self) -> Iterator[tuple[int, str, bool]]:
-        """Yield each literal token: its id, its text, and whether it is a special token."""
+        """Yields each literal token: its id, its text, and whether it is a special token."""
         for token_id, kind in enumerate(self.types):
             if kind in (_CONTROL, _USER_DEFINED):
                 yield token_id, self.tokens[token_id], kind == _CONTROL
 
     def special(self, name: str) -> str | None:
-        """Return the text of a named special token, for example of ``bos``.
+        """Returns the text of a named special token, for example of ``bos``.
 
         None if the file does not name this token.
         """
@@ -165,7 +165,7 @@ class Vocabulary:
 
 
 def read_vocabulary(header: Header) -> Vocabulary:
-    """Return the vocabulary of a GGUF file.
+    """Returns the vocabulary of a GGUF file.
 
     Raises CheckpointError if the file has no tokens or an unsupported tokenizer.
     """
@@ -183,7 +183,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
 
 
 def tokenizer_json(vocabulary: Vocabulary) -> bytes:
-    """Return the content of a ``tokenizer.json`` for a byte-level BPE. Raises CheckpointError if the file has no
+    """Returns the content of a ``tokenizer.json`` for a byte-level BPE. Raises CheckpointError if the file has no
     merges.
     """
     merges = vocabulary.header.metadata.get("tokenizer.ggml.merges")
@@ -245,7 +245,7 @@ def _pre_tokenizer(rule: WordRule) -> dict[str, Any]:
 
 
 def _byte_level(*, splits: bool) -> dict[str, Any]:
-    """Return the entry of a ``tokenizer.json`` that replaces bytes by printable characters.
+    """Returns the entry of a ``tokenizer.json`` that replaces bytes by printable characters.
 
     If ``splits`` is True, the entry also splits the text into words, as GPT-2 does.
     """
@@ -253,7 +253,7 @@ def _byte_level(*, splits: bool) -> dict[str, Any]:
 
 
 def _post_processor(vocabulary: Vocabulary) -> dict[str, Any] | None:
-    """Return the entry of a ``tokenizer.json`` that adds BOS before a text and EOS after it.
+    """Returns the entry of a ``tokenizer.json`` that adds BOS before a text and EOS after it.
 
     Returns None if the GGUF file asks for neither token.
     """
@@ -275,7 +275,7 @@ def _post_processor(vocabulary: Vocabulary) -> dict[str, Any] | None:
 
 
 def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
-    """Return a serialised ModelProto of SentencePiece (sentencepiece_model.proto): pieces, type and normalisation.
+    """Returns a serialised ModelProto of SentencePiece (sentencepiece_model.proto): pieces, type and normalisation.
 
     Raises CheckpointError if the file has no scores.
     """
@@ -298,12 +298,12 @@ def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
 
 
 def _message(field: int, content: bytes) -> bytes:
-    """Return a field of bytes in the wire format of Protocol Buffers."""
+    """Returns a field of bytes in the wire format of Protocol Buffers."""
     return _varint(field << 3 | 2) + _varint(len(content)) + content
 
 
 def _number(field: int, value: int) -> bytes:
-    """Return a field with an integer in the wire format of Protocol Buffers. Negative integers are 64 bits wide."""
+    """Returns a field with an integer in the wire format of Protocol Buffers. Negative integers are 64 bits wide."""
     return _varint(field << 3) + _varint(value & (1 << 64) - 1)
 
 

@@ -16,7 +16,7 @@ _SPARE_BYTES = 64 * 1024 * 1024
 
 
 def check_free_space(folder: Path, needed: int) -> None:
-    """Raise HubError if ``folder``'s disk has too little free space for ``needed`` bytes. The folder may not exist."""
+    """Raises HubError if ``folder``'s disk has too little free space for ``needed`` bytes. The folder may not exist."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(existing).free
     if needed + _SPARE_BYTES > free:

@@ -24,7 +24,7 @@ class LocalModel:
 
 
 def local_model(text: str, *, offline: bool = False) -> LocalModel:
-    """Return the model of ``--model``, which is a path or a name. A text that is an existing path is a path.
+    """Returns the model of ``--model``, which is a path or a name. A text that is an existing path is a path.
 
     Raises HubError.
 
@@ -46,7 +46,7 @@ def local_model(text: str, *, offline: bool = False) -> LocalModel:
 
 
 def hub_caches() -> tuple[Path, Path]:
-    """Return the caches of Hugging Face and of ModelScope."""
+    """Returns the caches of Hugging Face and of ModelScope."""
     from huggingface_hub import constants  # Imported here, because only models with a name need the HTTP library.
 
     from llm_serving.hub.model_scope import cache_folder
@@ -55,5 +55,5 @@ def hub_caches() -> tuple[Path, Path]:
 
 
 def is_offline(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True if the environment forbids requests to hubs."""
+    """Returns True if the environment forbids requests to hubs."""
     return environment.get("HF_HUB_OFFLINE", "").lower() in _TRUE

@@ -36,7 +36,7 @@ class HuggingFace:
         self._cache = cache or Path(constants.HF_HUB_CACHE)
 
     def fetch(self, name: ModelName) -> Path:
-        """Download the files that the cache lacks. Returns the local folder, or the GGUF file. Raises HubError.
+        """Downloads the files that the cache lacks. Returns the local folder, or the GGUF file. Raises HubError.
 
         If the hub cannot be reached, a copy in the cache is used.
         """
@@ -54,7 +54,7 @@ class HuggingFace:
         return self._download(name, str(info.sha), choose_files(name, files))
 
     def find(self, name: ModelName) -> Path:
-        """Return the local folder or GGUF file in the cache, without a request to the hub.
+        """Returns the local folder or GGUF file in the cache, without a request to the hub.
 
         Raises HubError if there is none.
         """
@@ -125,7 +125,7 @@ class HuggingFace:
         return path
 
     def _refused(self, name: ModelName, error: Exception) -> str:
-        """Return the error text for a request that the hub refused."""
+        """Returns the error text for a request that the hub refused."""
         page = f"{self._endpoint}/{name.repository}"
         if isinstance(error, GatedRepoError):
             return f"{name}: the model needs a permission; accept its conditions at {page} and set HF_TOKEN"

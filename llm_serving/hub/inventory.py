@@ -37,7 +37,7 @@ class FoundModel:
 
 
 def hugging_face_models(cache: Path) -> Iterator[FoundModel]:
-    """Yield the models in a cache of Hugging Face: the newest revision of each repository."""
+    """Yields the models in a cache of Hugging Face: the newest revision of each repository."""
     from huggingface_hub import scan_cache_dir  # imported here, because it imports HTTP libraries
 
     if not cache.is_dir():
@@ -49,7 +49,7 @@ def hugging_face_models(cache: Path) -> Iterator[FoundModel]:
 
 
 def model_scope_models(cache: Path) -> Iterator[FoundModel]:
-    """Yield the models in a cache of ModelScope."""
+    """Yields the models in a cache of ModelScope."""
     for folder in sorted(cache.glob("*/*")):
         name = f"{MODEL_SCOPE}:{folder.parent.name}/{folder.name}".replace("___", ".")
         if folder.is_dir() and parse_model_name(name) is not None:
@@ -57,7 +57,7 @@ def model_scope_models(cache: Path) -> Iterator[FoundModel]:
 
 
 def packaged_models() -> Iterator[FoundModel]:
-    """Yield the models that need no download."""
+    """Yields the models that need no download."""
     for name in PACKAGED:
         folder = find_path(name, Path.cwd())
         if folder is None:
@@ -69,7 +69,7 @@ def packaged_models() -> Iterator[FoundModel]:
 
 
 def _models_of(name: str, folder: Path) -> Iterator[FoundModel]:
-    """Yield the models of a folder: the folder itself if it has safetensors, otherwise each of its GGUF files."""
+    """Yields the models of a folder: the folder itself if it has safetensors, otherwise each of its GGUF files."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     if any(path.suffix == ".safetensors" and path.parent == folder for path in files):
         yield _folder_model(name, folder, sum(path.stat().st_size for path in files))
@@ -102,7 +102,7 @@ def _gguf_model(name: str, path: Path) -> FoundModel:
 
 
 def _main_type(header: Header) -> str:
-    """Return the tensor type that takes the most bytes in the file."""
+    """Returns the tensor type that takes the most bytes in the file."""
     sizes = Counter[str]()
     for tensor in header.tensors.values():
         sizes[tensor.type.name] += tensor.size
@@ -110,6 +110,6 @@ def _main_type(header: Header) -> str:
 
 
 def as_json(found: FoundModel, verdict: str) -> str:
-    """Return one model as a line of JSON."""
+    """Returns one model as a line of JSON."""
     values = {"model": found.name, "path": str(found.path), "bytes": found.size, "format": found.format}
     return json.dumps({**values, "architecture": found.architecture, "served": verdict})

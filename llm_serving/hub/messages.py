@@ -17,7 +17,7 @@ def how_to_bring(name: ModelName) -> str:
 
 
 def unreachable(name: ModelName, endpoint: str, cache: Path, error: Exception) -> str:
-    """Return the text of an error about a hub that does not answer."""
+    """Returns the text of an error about a hub that does not answer."""
     return (
         f"{name}: {endpoint} cannot be reached ({first_line(error)}), and the model is not in the cache {cache}; "
         f"{how_to_bring(name)}"
@@ -25,7 +25,7 @@ def unreachable(name: ModelName, endpoint: str, cache: Path, error: Exception) -
 
 
 def first_line(error: Exception) -> str:
-    """Return the beginning of an error's text.
+    """Returns the beginning of an error's text.
 
     For a failed connection, this is the text of the inner error, which states the reason.
     """
@@ -36,6 +36,6 @@ def first_line(error: Exception) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line of progress to standard error."""
+    """Prints a line of progress to standard error."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

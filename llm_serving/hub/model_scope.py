@@ -31,7 +31,7 @@ _TIMEOUT_S = 30.0
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of ModelScope's models on this machine."""
+    """Returns the folder of ModelScope's models on this machine."""
     root = environment.get(CACHE_VARIABLE) or Path.home() / ".cache" / "modelscope" / "hub"
     return Path(root).expanduser() / "models"
 
@@ -49,7 +49,7 @@ class ModelScope:
         self._session = requests.Session()
 
     def fetch(self, name: ModelName) -> Path:
-        """Download the files that the cache lacks. Returns the local folder, or the GGUF file. Raises HubError.
+        """Downloads the files that the cache lacks. Returns the local folder, or the GGUF file. Raises HubError.
 
         If the hub cannot be reached, a copy in the cache is used.
         """
@@ -69,7 +69,7 @@ class ModelScope:
         return served_path(folder, files)
 
     def find(self, name: ModelName) -> Path:
-        """Return the local folder or GGUF file in the cache, without a request to the hub.
+        """Returns the local folder or GGUF file in the cache, without a request to the hub.
 
         Raises HubError if there is none.
         """
@@ -88,7 +88,7 @@ class ModelScope:
         return f"{self._endpoint}/api/v1/models/{quote(name.repository)}/{route}?{urlencode(query)}"
 
     def _list(self, name: ModelName) -> list[RemoteFile]:
-        """Return the files of the repository. Raises HubError if there is no repository of this name."""
+        """Returns the files of the repository. Raises HubError if there is no repository of this name."""
         response = self._session.get(self._url(name, "repo/files", Recursive="True"), timeout=_TIMEOUT_S)
         if response.status_code in (401, 403, 404):
             raise HubError(
@@ -162,7 +162,7 @@ def _is_present(path: Path, expected: RemoteFile) -> bool:
 
 
 def _shown(chunks: Iterator[bytes], file: RemoteFile, have: int) -> Iterator[bytes]:
-    """Yield the chunks of a download, and show the progress if standard error is a terminal."""
+    """Yields the chunks of a download, and shows the progress if standard error is a terminal."""
     with Progress(
         *Progress.get_default_columns(), DownloadColumn(), console=Console(file=sys.stderr), transient=True,
         disable=not sys.stderr.isatty(),

@@ -44,7 +44,7 @@ class RemoteFile:
 
 
 def choose_files(name: ModelName, files: Sequence[RemoteFile]) -> list[RemoteFile]:
-    """Return the files to download: the named GGUF file, a folder with safetensors, or the only GGUF file.
+    """Returns the files to download: the named GGUF file, a folder with safetensors, or the only GGUF file.
 
     Raises HubError if no file can be served, or if the user must choose one of several GGUF files.
     """
@@ -70,12 +70,12 @@ def choose_files(name: ModelName, files: Sequence[RemoteFile]) -> list[RemoteFil
 
 
 def _is_safe(path: str) -> bool:
-    """Return True if a path of the hub stays inside the folder of the repository."""
+    """Returns True if a path of the hub stays inside the folder of the repository."""
     return not path.startswith("/") and ".." not in path.split("/") and "\\" not in path and "\0" not in path
 
 
 def served_path(folder: Path, files: Sequence[RemoteFile]) -> Path:
-    """Return the value of ``model_config.model_path`` for a downloaded model: the path of the GGUF file or of the
+    """Returns the value of ``model_config.model_path`` for a downloaded model: the path of the GGUF file or of the
     folder.
     """
     return folder / files[0].path if files[0].path.endswith(".gguf") else folder

@@ -93,7 +93,7 @@ def _check_webp(width: int, height: int, settings: ImageConfig, param: str) -> N
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Return width and height from the header of a WebP file (RFC 9649), or (0, 0) for any other file."""
+    """Returns width and height from the header of a WebP file (RFC 9649), or (0, 0) for any other file."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < _WEBP_HEADER_BYTES:
         return 0, 0
     kind = data[12:16]

@@ -29,7 +29,7 @@ class PromptImages:
     hold: Hold
 
     def salt(self, salt: bytes) -> bytes:
-        """Return the salt of the prefix cache for a request with these images.
+        """Returns the salt of the prefix cache for a request with these images.
 
         So requests share cached blocks only if they have the same ``salt`` and the same tiles in the same order.
         """
@@ -80,7 +80,7 @@ def expanded(text: str, images: Sequence[Tiles], vision: VisionShape) -> str:
 
 
 def tile_positions(token_ids: Sequence[int], image_token: int, rows: Sequence[int]) -> list[int]:
-    """Return the position of the first token of each tile. ``rows`` has the number of tokens of each tile.
+    """Returns the position of the first token of each tile. ``rows`` has the number of tokens of each tile.
 
     Raises RequestError unless the prompt has exactly the image tokens of the tiles, without gaps within a tile.
     """

@@ -43,7 +43,7 @@ def resized(
 
 
 def resized_edges(height: int, width: int, edge: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Return height and width as multiples of ``edge`` whose product is within the limits.
+    """Returns height and width as multiples of ``edge`` whose product is within the limits.
 
     ``max_pixels`` must be at least MAX_PROPORTION x ``edge``^2, so that the shorter edge can be one ``edge``.
     """

@@ -60,7 +60,7 @@ def cut(image: Image.Image, processing: ImageProcessing, size: int, *, splits: b
 
 
 def _first_size(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return width and height after the first resize. The longer edge becomes ``longest``.
+    """Returns width and height after the first resize. The longer edge becomes ``longest``.
 
     The other edge becomes an even number that keeps the image's proportion.
     """
@@ -79,7 +79,7 @@ def _first_size(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def _in_tiles(width: int, height: int, size: int) -> tuple[int, int]:
-    """Return width and height, rounded up to multiples of ``size``.
+    """Returns width and height, rounded up to multiples of ``size``.
 
     The longer edge is rounded first. The other edge follows from it and the image's proportion, and is then rounded.
     """

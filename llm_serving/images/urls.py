@@ -50,7 +50,7 @@ def is_remote(url: str) -> bool:
 
 
 def read_url(url: str, settings: ImageConfig, param: str, left: FetchTime | None = None) -> bytes:
-    """Return the bytes of an image. ``param`` is the field of the URL, for errors. Raises ImageError.
+    """Returns the bytes of an image. ``param`` is the field of the URL, for errors. Raises ImageError.
 
     ``left`` is the remaining time that the request may wait for hosts. None: ``FETCH_TOTAL_S`` seconds.
     """
@@ -83,7 +83,7 @@ def _read_data(url: str, max_bytes: int, param: str) -> bytes:
 
 
 def _from_base64(text: str) -> bytes:
-    """Return the bytes of a text in base64. Raises ValueError if the text is not valid.
+    """Returns the bytes of a text in base64. Raises ValueError if the text is not valid.
 
     The text is decoded in pieces, because decoding blocks all other threads: 25 ms for 8 MiB.
     """

@@ -49,7 +49,7 @@ class AdapterMemory(NamedSegment):
 
     @classmethod
     def create(cls, modules: Sequence[tuple[str, float, Array, Array]]) -> AdapterMemory:
-        """Create a segment with the adapters of linear layers: name, scale, A [rank, inputs] and B [outputs, rank].
+        """Creates a segment with the adapters of linear layers: name, scale, A [rank, inputs] and B [outputs, rank].
 
         All matrices have the same type. Raises OSError if /dev/shm is too small.
         """
@@ -73,11 +73,11 @@ class AdapterMemory(NamedSegment):
 
     @classmethod
     def attach(cls, name: str, num_bytes: int, dtype: Any) -> AdapterMemory:
-        """Map a segment that the server created. Raises ProtocolError if its name or size is wrong."""
+        """Maps a segment that the server created. Raises ProtocolError if its name or size is wrong."""
         return cls(name, map_segment(name, num_bytes, "adapter"), dtype)
 
     def modules(self) -> list[tuple[AdapterModule, Array, Array]]:
-        """Return each module with views of its matrices A [rank, inputs] and B [outputs, rank].
+        """Returns each module with views of its matrices A [rank, inputs] and B [outputs, rank].
 
         Raises ProtocolError if the content is damaged.
         """
@@ -95,7 +95,7 @@ class AdapterMemory(NamedSegment):
         return view.reshape(rows, columns)
 
     def close(self) -> None:
-        """Remove the segment's name. The mapping ends when no view of it is left."""
+        """Removes the segment's name. The mapping ends when no view of it is left."""
         self.unlink()
 
 

@@ -32,7 +32,7 @@ class BootstrapPipe:
     descriptor: int
 
     def read(self) -> Bootstrap:
-        """Wait for the frame and return its content.
+        """Waits for the frame and returns its content.
 
         Raises ProtocolError if the launcher ends before, or sends another message.
         """
@@ -48,7 +48,7 @@ class BootstrapPipe:
                     raise ProtocolError(f"the bootstrap frame is not valid: {error}") from error
 
     def exit_when_launcher_goes(self) -> None:
-        """Start a thread that ends this process immediately when the launcher ends."""
+        """Starts a thread that ends this process immediately when the launcher ends."""
 
         def watch() -> None:
             while os.read(self.descriptor, 4096):
@@ -59,5 +59,5 @@ class BootstrapPipe:
 
 
 def encode_bootstrap(bootstrap: Bootstrap) -> bytes:
-    """Return the bytes that the launcher writes to the pipe: the length of the content, then the content."""
+    """Returns the bytes that the launcher writes to the pipe: the length of the content, then the content."""
     return frame(msgspec.msgpack.encode(bootstrap))

@@ -16,7 +16,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def frame(payload: bytes, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """Return the frame of ``payload``: its length, then its bytes. Raises ProtocolError above ``max_bytes``."""
+    """Returns the frame of ``payload``: its length, then its bytes. Raises ProtocolError above ``max_bytes``."""
     if len(payload) > max_bytes:
         raise ProtocolError(f"a frame of {len(payload)} bytes exceeds the limit of {max_bytes}")
     return _LENGTH.pack(len(payload)) + payload
@@ -30,7 +30,7 @@ class FrameBuffer:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the payload of each complete frame. Raises ProtocolError for a length above the limit."""
+        """Yields the payload of each complete frame. Raises ProtocolError for a length above the limit."""
         self._data += data
         offset = 0
         try:
@@ -67,16 +67,16 @@ class Channel:
         self._socket.settimeout(seconds)
 
     def send(self, payload: bytes) -> None:
-        """Send one frame. Raises OSError if the peer has closed the connection."""
+        """Sends one frame. Raises OSError if the peer has closed the connection."""
         self._socket.sendall(frame(payload))
 
     def receive_available(self) -> list[bytes] | None:
-        """Read once from a readable socket and return the complete frames. None if the peer has closed the socket."""
+        """Reads once from a readable socket and returns the complete frames. None if the peer has closed the socket."""
         data = self._socket.recv(64 * 1024)
         return list(self._buffer.feed(data)) if data else None
 
     def shut_down(self) -> None:
-        """End the connection, so that a thread that waits in ``receive_available`` returns. Raises OSError."""
+        """Ends the connection, so that a thread that waits in ``receive_available`` returns. Raises OSError."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

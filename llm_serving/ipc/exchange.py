@@ -74,25 +74,26 @@ class ExchangeLayout:
         return self.tensor_parallel * self.pipeline_parallel
 
     def collective_line(self, member: int) -> int:
-        """Return the offset of a counter: the number of pieces that an agent has put into its collective buffers.
+        """Returns the offset of a counter: the number of pieces that an agent has put into its collective buffers.
 
         ``member`` is the agent's rank in the group.
         """
         return LINE_BYTES * (1 + member)
 
     def arrival_line(self, member: int) -> int:
-        """Return the offset of a counter: how often an agent has arrived at the group's barrier.
+        """Returns the offset of a counter: how often an agent has arrived at the group's barrier.
 
         ``member`` is the agent's rank in the group.
         """
         return LINE_BYTES * (1 + self.group_size + member)
 
     def ring_written_line(self, border: int) -> int:
-        """Return the offset of a counter: the number of steps that the pipeline stage before ``border`` has written."""
+        """Returns the offset of a counter: the number of steps that the pipeline stage before ``border`` has written.
+        """
         return LINE_BYTES * (1 + 2 * self.group_size + border)
 
     def ring_read_line(self, member: int) -> int:
-        """Return the offset of a counter: the number of steps that an agent of a later pipeline stage has read."""
+        """Returns the offset of a counter: the number of steps that an agent of a later pipeline stage has read."""
         return LINE_BYTES * (1 + 2 * self.group_size + self.pipeline_parallel + member)
 
     @property
@@ -124,7 +125,8 @@ class ExchangeLayout:
         return _to_pages(self.max_tokens * self.hidden_size * _ELEMENT_BYTES)
 
     def ring(self, border: int) -> int:
-        """Return the offset of the activation ring between two pipeline stages, bytes [RING_STEPS, ring_step_bytes]."""
+        """Returns the offset of the activation ring between two pipeline stages, bytes [RING_STEPS, ring_step_bytes].
+        """
         after = self.collective_buffers + self.group_size * self.collective_member_bytes
         return after + border * RING_STEPS * self.ring_step_bytes
 
@@ -134,7 +136,7 @@ class ExchangeLayout:
 
 
 def exchange_bytes(shape: ModelShape, limits: SlotLimits, parallel: ParallelConfig) -> int:
-    """Return the size of a group's exchange in bytes. It is 0 for a group of one agent, which needs no exchange."""
+    """Returns the size of a group's exchange in bytes. It is 0 for a group of one agent, which needs no exchange."""
     layout = ExchangeLayout.of(shape, limits, parallel)
     return layout.num_bytes if layout.group_size > 1 else 0
 
@@ -150,7 +152,7 @@ class ExchangeMemory(NamedSegment):
 
     @classmethod
     def create(cls, layout: ExchangeLayout) -> ExchangeMemory:
-        """Create a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
+        """Creates a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
         with new_segment(layout.num_bytes) as (name, mapping):
             memory = cls(name, layout, mapping)
         memory.has_name = True
@@ -159,7 +161,7 @@ class ExchangeMemory(NamedSegment):
 
     @classmethod
     def attach(cls, name: str, layout: ExchangeLayout) -> ExchangeMemory:
-        """Map a segment that the server created. Raises ProtocolError if name, size or header is wrong."""
+        """Maps a segment that the server created. Raises ProtocolError if name, size or header is wrong."""
         memory = cls(name, layout, map_segment(name, layout.num_bytes, "exchange"))
         found = tuple(memory.header[:DOWN_WORD].tolist())
         wanted = (EXCHANGE_MAGIC, EXCHANGE_VERSION, layout.group_size)
@@ -168,7 +170,7 @@ class ExchangeMemory(NamedSegment):
         return memory
 
     def mark_down(self) -> None:
-        """Mark the group as failed. Agents that wait in the exchange then end their processes."""
+        """Marks the group as failed. Agents that wait in the exchange then end their processes."""
         self.header[DOWN_WORD] = 1
 
     @property
@@ -176,7 +178,7 @@ class ExchangeMemory(NamedSegment):
         return bool(self.header[DOWN_WORD])
 
     def close(self) -> None:
-        """Remove the segment's name and this object's views. The mapping ends when no NumPy view of it is left."""
+        """Removes the segment's name and this object's views. The mapping ends when no NumPy view of it is left."""
         self.unlink()
         self.header = np.zeros(LINE_BYTES // 4, np.uint32)
 

@@ -35,7 +35,7 @@ class HandOverLayout:
 
     @classmethod
     def of(cls, config: Config, rank: int) -> HandOverLayout | None:
-        """Return the layout for the agent ``rank`` of the whole model's ``config``. None if replicas have no roles."""
+        """Returns the layout for the agent ``rank`` of the whole model's ``config``. None if replicas have no roles."""
         if not config.num_hand_over_blocks:
             return None
         shape = local_shape(config.shape, config.shard(rank))
@@ -74,7 +74,7 @@ class HandOverMemory(NamedSegment):
 
     @classmethod
     def create(cls, layout: HandOverLayout) -> HandOverMemory:
-        """Create a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
+        """Creates a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
         with new_segment(layout.num_bytes) as (name, mapping):
             memory = cls(name, layout, mapping)
         memory.has_name = True
@@ -82,9 +82,9 @@ class HandOverMemory(NamedSegment):
 
     @classmethod
     def attach(cls, name: str, layout: HandOverLayout) -> HandOverMemory:
-        """Map a segment that the server created. Raises ProtocolError if name or size is wrong."""
+        """Maps a segment that the server created. Raises ProtocolError if name or size is wrong."""
         return cls(name, layout, map_segment(name, layout.num_bytes, "hand-over pool"))
 
     def close(self) -> None:
-        """Remove the segment's name. The mapping ends when no view of it is left."""
+        """Removes the segment's name. The mapping ends when no view of it is left."""
         self.unlink()

@@ -32,7 +32,7 @@ class HostPoolLayout:
 
     @classmethod
     def of(cls, config: Config, rank: int) -> HostPoolLayout | None:
-        """Return the layout for the agent ``rank``. None without KV tiers. ``config`` describes the whole model."""
+        """Returns the layout for the agent ``rank``. None without KV tiers. ``config`` describes the whole model."""
         if not config.kv_tier_config.host_blocks:
             return None
         shape = local_shape(config.shape, config.shard(rank))
@@ -70,7 +70,7 @@ class HostPoolMemory(NamedSegment):
 
     @classmethod
     def create(cls, layout: HostPoolLayout) -> HostPoolMemory:
-        """Create a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
+        """Creates a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
         with new_segment(layout.num_bytes) as (name, mapping):
             memory = cls(name, layout, mapping)
         memory.has_name = True
@@ -78,7 +78,7 @@ class HostPoolMemory(NamedSegment):
 
     @classmethod
     def attach(cls, name: str, layout: HostPoolLayout) -> HostPoolMemory:
-        """Map a segment that the server created. Raises ProtocolError if name or size is wrong."""
+        """Maps a segment that the server created. Raises ProtocolError if name or size is wrong."""
         return cls(name, layout, map_segment(name, layout.num_bytes, "host pool"))
 
     @property
@@ -91,13 +91,13 @@ class HostPoolMemory(NamedSegment):
         return self.layout.block_bytes
 
     def read(self, block: int) -> bytes:
-        """Return the content of a block: its part of each array, in order."""
+        """Returns the content of a block: its part of each array, in order."""
         return self._blocks[:, block].tobytes()
 
     def write(self, block: int, content: bytes) -> None:
-        """Replace the content of a block."""
+        """Replaces the content of a block."""
         self._blocks[:, block] = np.frombuffer(content, np.uint8).reshape(-1, self.layout.part_bytes)
 
     def close(self) -> None:
-        """Remove the segment's name. The mapping ends when no view of it is left."""
+        """Removes the segment's name. The mapping ends when no view of it is left."""
         self.unlink()

@@ -317,7 +317,7 @@ _AGENT_DECODER = msgspec.msgpack.Decoder(AgentMessage)
 
 
 def message_class(message: ServerMessage) -> MessageClass:
-    """Return the priority class of a message to the agent."""
+    """Returns the priority class of a message to the agent."""
     if isinstance(message, Move):
         return MessageClass.MOVE
     if isinstance(message, Prefill):
@@ -328,18 +328,18 @@ def message_class(message: ServerMessage) -> MessageClass:
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of a message, without the length that a frame begins with."""
+    """Returns the bytes of a message, without the length that a frame begins with."""
     return _ENCODER.encode(message)
 
 
 def decode_server_message(payload: bytes) -> ServerMessage:
-    """Return the message that the server sent. Raises ProtocolError if the payload does not match the schema."""
+    """Returns the message that the server sent. Raises ProtocolError if the payload does not match the schema."""
     message: ServerMessage = _decode(_SERVER_DECODER, payload)
     return message
 
 
 def decode_agent_message(payload: bytes) -> AgentMessage:
-    """Return the message that an agent sent. Raises ProtocolError if the payload does not match the schema."""
+    """Returns the message that an agent sent. Raises ProtocolError if the payload does not match the schema."""
     message: AgentMessage = _decode(_AGENT_DECODER, payload)
     return message
 
@@ -352,7 +352,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], payload: bytes) -> _M:
 
 
 def prove(secret: bytes, role: str, nonce: bytes) -> bytes:
-    """Return the HMAC-SHA256 of the peer's nonce, keyed with the launch secret.
+    """Returns the HMAC-SHA256 of the peer's nonce, keyed with the launch secret.
 
     ``role`` names the sender, so that a proof of one side is no proof of the other side.
     """
@@ -360,6 +360,6 @@ def prove(secret: bytes, role: str, nonce: bytes) -> bytes:
 
 
 def check_proof(secret: bytes, role: str, nonce: bytes, proof: bytes) -> None:
-    """Raise ProtocolError unless ``proof`` equals the result of ``prove``."""
+    """Raises ProtocolError unless ``proof`` equals the result of ``prove``."""
     if not hmac.compare_digest(prove(secret, role, nonce), proof):
         raise ProtocolError(f"the {role} did not prove the launch secret; connection refused")

@@ -66,12 +66,12 @@ _SERVER_DECODER = msgspec.msgpack.Decoder(ToServer)
 
 
 def encode(message: RayMessage) -> bytes:
-    """Return the bytes of a message."""
+    """Returns the bytes of a message."""
     return _ENCODER.encode(message)
 
 
 def read_at_driver(payload: bytes) -> ToDriver:
-    """Return a message of the server. Raises ProtocolError."""
+    """Returns a message of the server. Raises ProtocolError."""
     try:
         message: ToDriver = _DRIVER_DECODER.decode(payload)
         return message
@@ -80,7 +80,7 @@ def read_at_driver(payload: bytes) -> ToDriver:
 
 
 def read_at_server(payload: bytes) -> ToServer:
-    """Return a message of the driver. Raises ProtocolError."""
+    """Returns a message of the driver. Raises ProtocolError."""
     try:
         message: ToServer = _SERVER_DECODER.decode(payload)
         return message

@@ -37,7 +37,7 @@ class NamedSegment:
         self.has_name = False
 
     def unlink(self) -> None:
-        """Remove the segment's name; mappings stay valid. Does nothing if this process has no name to remove."""
+        """Removes the segment's name; mappings stay valid. Does nothing if this process has no name to remove."""
         if self.has_name:
             self.has_name = False
             with contextlib.suppress(FileNotFoundError):
@@ -46,7 +46,7 @@ class NamedSegment:
 
 @contextmanager
 def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
-    """Create a segment of zeros and yield its name and mapping. If the body of ``with`` fails, the name is removed.
+    """Creates a segment of zeros and yields its name and mapping. If the body of ``with`` fails, the name is removed.
 
     Raises OSError if /dev/shm is too small.
     """
@@ -67,7 +67,7 @@ def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the segments that killed servers have left behind, and return their names.
+    """Removes the segments that killed servers have left behind, and returns their names.
 
     A segment is kept if its creator lives (also in another container), or if it belongs to another user.
     """
@@ -98,7 +98,7 @@ def _remove_if_unlocked(path: str) -> bool:
 
 
 def map_segment(name: str, num_bytes: int, kind: str) -> mmap.mmap:
-    """Map a segment that the server created. ``kind`` describes the segment in error messages.
+    """Maps a segment that the server created. ``kind`` describes the segment in error messages.
 
     Raises ProtocolError if ``name`` cannot be the name of a segment, or if the segment's size is wrong.
     """

@@ -130,7 +130,7 @@ class Field:
 
 
 def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
-    """Return the fields of a slot, in the order of the memory.
+    """Returns the fields of a slot, in the order of the memory.
 
     The shapes use the sizes of the present step, which the header states: T tokens, S sequences, and W block ids in
     each block table.
@@ -325,7 +325,7 @@ class StepSlot:
         num_wanted: int = 0,
         num_tiles: int = 0,
     ) -> None:
-        """Write the header, after all other fields. Raises ProtocolError if a size exceeds the slot's limits.
+        """Writes the header, after all other fields. Raises ProtocolError if a size exceeds the slot's limits.
 
         A step that only moves blocks has no tokens, sequences, table or history.
         """
@@ -343,7 +343,7 @@ class StepSlot:
         _check_size("num_masks", num_masks, 0, num_seqs if self.layout.limits.mask_words else 0)
 
     def check_header(self, seq: int) -> None:
-        """Check the header of a slot, before the agent reads other fields.
+        """Checks the header of a slot, before the agent reads other fields.
 
         Raises ProtocolError if the slot has another step than ``seq``, or if a size exceeds the limits.
         """
@@ -386,7 +386,7 @@ class SlotMemory(NamedSegment):
 
     @classmethod
     def create(cls, limits: SlotLimits, num_slots: int) -> SlotMemory:
-        """Create a segment with reserved pages. Raises OSError if /dev/shm is too small."""
+        """Creates a segment with reserved pages. Raises OSError if /dev/shm is too small."""
         layout = SlotLayout.of(limits)
         with new_segment(layout.slot_bytes * num_slots) as (name, mapping):
             memory = cls(name, layout, num_slots, mapping)
@@ -395,11 +395,11 @@ class SlotMemory(NamedSegment):
 
     @classmethod
     def attach(cls, name: str, limits: SlotLimits, num_slots: int) -> SlotMemory:
-        """Map a segment that the server created. Raises ProtocolError if its name or size is wrong."""
+        """Maps a segment that the server created. Raises ProtocolError if its name or size is wrong."""
         layout = SlotLayout.of(limits)
         return cls(name, layout, num_slots, map_segment(name, layout.slot_bytes * num_slots, "step-slot"))
 
     def close(self) -> None:
-        """Remove the segment's name and the slots. The mapping ends when no NumPy view of it is left."""
+        """Removes the segment's name and the slots. The mapping ends when no NumPy view of it is left."""
         self.unlink()
         self.slots = []

@@ -60,11 +60,11 @@ class SlotContents:
         self._seqs = [column for name in _PER_SEQUENCE if len((column := self._columns[name]).data)]
 
     def inputs(self) -> bytes:
-        """Return the header and the inputs of the step that the server has written, without the masks."""
+        """Returns the header and the inputs of the step that the server has written, without the masks."""
         return b"".join([self._header, *self._input_parts()])
 
     def write_inputs(self, seq: int, contents: memoryview) -> None:
-        """Write the bytes that ``inputs`` returned on the other machine.
+        """Writes the bytes that ``inputs`` returned on the other machine.
 
         Raises ProtocolError if the header is not of step ``seq``, if a size exceeds the limits, or if the number of
         bytes is wrong.
@@ -77,20 +77,20 @@ class SlotContents:
         _fill(self._input_parts(), contents[num_bytes:], f"the inputs of step {seq}")
 
     def masks(self) -> bytes:
-        """Return the masks of the step."""
+        """Returns the masks of the step."""
         return bytes(self._mask_part())
 
     def write_masks(self, contents: memoryview) -> None:
-        """Write the bytes that ``masks`` returned on the other machine. Raises ProtocolError if bytes are missing or
+        """Writes the bytes that ``masks`` returned on the other machine. Raises ProtocolError if bytes are missing or
         extra."""
         _fill([self._mask_part()], contents, f"the masks of step {self._slot.seq}")
 
     def results(self) -> bytes:
-        """Return the results of the completed step."""
+        """Returns the results of the completed step."""
         return b"".join(self._result_parts())
 
     def write_results(self, contents: memoryview) -> None:
-        """Write the bytes that ``results`` returned on the other machine. Raises ProtocolError if their number is
+        """Writes the bytes that ``results`` returned on the other machine. Raises ProtocolError if their number is
         wrong.
 
         The sizes come from this slot's header and inputs, which the server has written itself.
@@ -126,7 +126,7 @@ class SlotContents:
 
 
 def _fill(parts: list[memoryview], contents: memoryview, what: str) -> None:
-    """Copy ``contents`` into ``parts``, one after the other.
+    """Copies ``contents`` into ``parts``, one after the other.
 
     Raises ProtocolError if the numbers of bytes differ. ``what`` describes the contents in the message.
     """

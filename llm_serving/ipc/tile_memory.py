@@ -50,7 +50,7 @@ class TileMemory(NamedSegment):
 
     @classmethod
     def create(cls, layout: TileLayout) -> TileMemory:
-        """Create a segment with reserved pages. Raises OSError if /dev/shm is too small."""
+        """Creates a segment with reserved pages. Raises OSError if /dev/shm is too small."""
         with new_segment(layout.num_bytes) as (name, mapping):
             memory = cls(name, layout, mapping)
         memory.has_name = True
@@ -58,9 +58,9 @@ class TileMemory(NamedSegment):
 
     @classmethod
     def attach(cls, name: str, layout: TileLayout) -> TileMemory:
-        """Map a segment that the server created. Raises ProtocolError if its name or size is wrong."""
+        """Maps a segment that the server created. Raises ProtocolError if its name or size is wrong."""
         return cls(name, layout, map_segment(name, layout.num_bytes, "tile"))
 
     def close(self) -> None:
-        """Remove the segment's name. The mapping ends when no view of it is left."""
+        """Removes the segment's name. The mapping ends when no view of it is left."""
         self.unlink()

@@ -62,7 +62,7 @@ class StepTile:
 
 
 def digest_of(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Return the digest of a tile's pixels, which must be contiguous.
+    """Returns the digest of a tile's pixels, which must be contiguous.
 
     If tiles of the same height and width have equal digests, their pixels are equal.
     """
@@ -70,7 +70,7 @@ def digest_of(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def tiles_between(tiles: Sequence[PromptTile], start: int, end: int, token: int) -> list[StepTile]:
-    """Return the parts of a prompt's tiles at the positions ``start .. end - 1``.
+    """Returns the parts of a prompt's tiles at the positions ``start .. end - 1``.
 
     ``token`` is the index in the step of the token at position ``start``.
     """
@@ -84,7 +84,7 @@ def tiles_between(tiles: Sequence[PromptTile], start: int, end: int, token: int)
 
 
 def write_shifts(column: npt.NDArray[np.int32], tiles: Sequence[PromptTile], start: int) -> None:
-    """Write the shift of each token of a sequence into ``column``, its part of the field ``position_shifts``.
+    """Writes the shift of each token of a sequence into ``column``, its part of the field ``position_shifts``.
 
     ``start`` is the position of the first token. Tokens of a tile have the shift of the token before the tile.
     """
@@ -97,7 +97,7 @@ def write_shifts(column: npt.NDArray[np.int32], tiles: Sequence[PromptTile], sta
 
 
 def write_tiles(column: npt.NDArray[np.int32], tiles: Sequence[StepTile]) -> None:
-    """Write the tiles of a step into the field ``tiles`` of its slot. The caller must check that they fit."""
+    """Writes the tiles of a step into the field ``tiles`` of its slot. The caller must check that they fit."""
     packed = b"".join(
         _FORM.pack(tile.place, tile.token, tile.first, tile.rows, tile.height, tile.width, tile.digest)
         for tile in tiles
@@ -106,5 +106,5 @@ def write_tiles(column: npt.NDArray[np.int32], tiles: Sequence[StepTile]) -> Non
 
 
 def read_tiles(column: npt.NDArray[np.int32], count: int) -> list[StepTile]:
-    """Return the first ``count`` tiles of the field ``tiles`` of a slot. The caller must check their values."""
+    """Returns the first ``count`` tiles of the field ``tiles`` of a slot. The caller must check their values."""
     return [StepTile(*values) for values in _FORM.iter_unpack(column[: count * TILE_WIDTH].tobytes())]

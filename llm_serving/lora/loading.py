@@ -22,7 +22,7 @@ class ConfiguredAdapter:
 
 
 def read_into_memory(folder: Path, config: Config) -> tuple[bytes, AdapterMemory]:
-    """Return the digest of an adapter and the shared memory with its matrices, which the caller must close.
+    """Returns the digest of an adapter and the shared memory with its matrices, which the caller must close.
 
     Raises AdapterError if the adapter cannot be used, or if the shared memory is too small.
     """

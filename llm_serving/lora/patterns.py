@@ -46,5 +46,5 @@ class NamePatterns:
         ]
 
     def get(self, name: str, default: float) -> float:
-        """Return the number of the first pattern that matches the end of a layer's name, or ``default``."""
+        """Returns the number of the first pattern that matches the end of a layer's name, or ``default``."""
         return next((value for pattern, value in self._entries if pattern.match(name)), default)

@@ -66,7 +66,7 @@ class LoraAdapter:
 
 
 def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) -> LoraAdapter:
-    """Read the adapter in a folder.
+    """Reads the adapter in a folder.
 
     ``dtype`` is the type of the model's activations. Raises AdapterError if the adapter does not fit the model, needs
     an unsupported feature, or has a rank above ``max_rank``.
@@ -98,7 +98,7 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
 
 
 def _read_file(folder: Path, max_bytes: int) -> bytes:
-    """Return the bytes of the adapter's weights. Raises AdapterError if they are missing or too large."""
+    """Returns the bytes of the adapter's weights. Raises AdapterError if they are missing or too large."""
     path = folder / WEIGHTS_FILE
     if not path.exists():
         pickles = sorted(each.name for each in folder.glob("*.bin"))
@@ -121,7 +121,7 @@ def _read_file(folder: Path, max_bytes: int) -> bytes:
 
 
 def _pairs(tensors: dict[str, TensorInfo], targets: dict[str, Target]) -> dict[str, tuple[TensorInfo, TensorInfo]]:
-    """Return the tensors A and B of each adapted layer, by the layer's name. Raises AdapterError for other tensors."""
+    """Returns the tensors A and B of each adapted layer, by the layer's name. Raises AdapterError for other tensors."""
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         for part, reason in _OTHER_TENSORS.items():
@@ -166,7 +166,7 @@ def _check_targets(config: PeftConfig, pairs: dict[str, Any], targets: dict[str,
 
 
 def _checked_rank(config: PeftConfig, name: str, max_rank: int) -> int:
-    """Return the rank of the adapter of layer ``name``. Raises AdapterError if it is above ``max_rank``."""
+    """Returns the rank of the adapter of layer ``name``. Raises AdapterError if it is above ``max_rank``."""
     rank = config.rank_of(name)
     if rank > max_rank:
         raise AdapterError(f"The rank of {name!r} is {rank}; lora_config.max_rank of this server is {max_rank}.")
@@ -184,7 +184,7 @@ class _Reader:
         self._dtype = dtype
 
     def module(self, name: str, target: Target, a: TensorInfo, b: TensorInfo) -> LoraModule:
-        """Return the adapter of one layer. ``name`` is the name of the layer's module, which the settings match.
+        """Returns the adapter of one layer. ``name`` is the name of the layer's module, which the settings match.
 
         Raises AdapterError for a wrong rank, shape, type or value.
         """
@@ -222,7 +222,7 @@ def as_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 
 
 def rounded_to(values: npt.NDArray[np.float32], dtype: str) -> Array:
-    """Return finite values as ``dtype``, rounded to nearest even. The bits of bfloat16 are stored as uint16."""
+    """Returns finite values as ``dtype``, rounded to nearest even. The bits of bfloat16 are stored as uint16."""
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

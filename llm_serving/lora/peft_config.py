@@ -71,11 +71,11 @@ class PeftConfig:
     """
 
     def rank_of(self, name: str) -> int:
-        """Return the rank of the adapter of layer ``name``."""
+        """Returns the rank of the adapter of layer ``name``."""
         return int(self.ranks.get(name, self.rank))
 
     def scale_of(self, name: str) -> float:
-        """Return the factor of the product B A x for layer ``name``: alpha / rank, or alpha / sqrt(rank)."""
+        """Returns the factor of the product B A x for layer ``name``: alpha / rank, or alpha / sqrt(rank)."""
         rank = self.rank_of(name)
         return self.alphas.get(name, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
@@ -89,7 +89,7 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Read the file in an adapter's folder. Raises AdapterError with the key, its value and the reason."""
+    """Reads the file in an adapter's folder. Raises AdapterError with the key, its value and the reason."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise AdapterError(f"{folder} has no {CONFIG_FILE}, so it is not the folder of a PEFT adapter.")

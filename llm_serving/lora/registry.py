@@ -34,7 +34,7 @@ class AdaptersInUseError(RequestError):
 
 
 def adapted_salt(digest: bytes, salt: bytes) -> bytes:
-    """Return the salt of the prefix cache for a request with an adapter.
+    """Returns the salt of the prefix cache for a request with an adapter.
 
     So requests share cached blocks only if their ``salt`` and the content of their adapters are equal. Names are
     ignored.
@@ -66,11 +66,11 @@ class AdapterRegistry:
         return [self._named[name] for name in sorted(self._named)]
 
     def find(self, name: str) -> Adapter | None:
-        """Return the adapter with a name, or None."""
+        """Returns the adapter with a name, or None."""
         return self._named.get(name)
 
     def check_new(self, name: str) -> None:
-        """Raise AdapterError if an adapter with this name is loaded."""
+        """Raises AdapterError if an adapter with this name is loaded."""
         if name in self._named:
             raise AdapterError(
                 f"An adapter with the name {name!r} is loaded; POST /v1/unload_lora_adapter unloads it.",

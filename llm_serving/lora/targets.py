@@ -32,7 +32,7 @@ class Target:
 
 
 def lora_targets(shape: ModelShape) -> dict[str, Target]:
-    """Return the layers that may have adapters, by the names of their modules in transformers, in the order of the
+    """Returns the layers that may have adapters, by the names of their modules in transformers, in the order of the
     model. If the model reads images, a module and its tensor in a checkpoint may have different names.
 
     These are the linear layers of attention and the dense MLPs. Two kinds of layers cannot have adapters: the matrices
@@ -46,12 +46,12 @@ def lora_targets(shape: ModelShape) -> dict[str, Target]:
 
 
 def largest_adapter(shape: ModelShape, max_rank: int) -> int:
-    """Return the number of values of an adapter with the rank ``max_rank`` in every layer that may have one."""
+    """Returns the number of values of an adapter with the rank ``max_rank`` in every layer that may have one."""
     return sum(target.parameters(max_rank) for target in lora_targets(shape).values())
 
 
 def stacked_values(shape: ModelShape, max_rank: int) -> int:
-    """Return the number of values of an adapter slot of the native operators.
+    """Returns the number of values of an adapter slot of the native operators.
 
     Layers with the same inputs, for example q, k and v, share one joined matrix A and one joined matrix B.
     """
@@ -65,7 +65,7 @@ def _of_layer(shape: ModelShape, prefix: str, layer: int) -> list[Target]:
 
 
 def _groups_of_layer(shape: ModelShape, prefix: str, layer: int) -> list[list[Target]]:
-    """Return the targets of a layer. Targets with the same inputs are in one list."""
+    """Returns the targets of a layer. Targets with the same inputs are in one list."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention = _of_latent_attention(shape, prefix) if shape.latent is not None else _of_attention(shape, prefix)
     groups = [attention[:-1], attention[-1:]]

@@ -75,7 +75,7 @@ class Routing:
 
 
 def read_latent_attention(fields: TypedFields, num_heads: int, *, has_interleave_key: bool) -> LatentAttention:
-    """Return the sizes of latent attention. Raises the fields' error for a missing or unsupported value.
+    """Returns the sizes of latent attention. Raises the fields' error for a missing or unsupported value.
 
     ``has_interleave_key`` is True if the family has the key ``rope_interleave``. Without the key, rotation is
     interleaved.
@@ -101,7 +101,7 @@ def read_latent_attention(fields: TypedFields, num_heads: int, *, has_interleave
 
 
 def _score_factor(fields: TypedFields) -> float:
-    """Return the factor that DeepSeek's YaRN scaling puts on attention scores; 1.0 without this scaling.
+    """Returns the factor that DeepSeek's YaRN scaling puts on attention scores; 1.0 without this scaling.
 
     The factor is the square of 0.1 x ``mscale_all_dim`` x ln(``factor``) + 1.
     """
@@ -116,7 +116,7 @@ def _score_factor(fields: TypedFields) -> float:
 
 
 def read_routing(fields: TypedFields, experts: int, per_token: int, *, corrected: bool) -> Routing:
-    """Return how a layer's router chooses the experts of a token, for DeepSeek V3 if ``corrected`` is True, else for
+    """Returns how a layer's router chooses the experts of a token, for DeepSeek V3 if ``corrected`` is True, else for
     V2.
 
     Raises the fields' error for an unsupported method, and for groups with fewer experts than a token needs.
@@ -148,7 +148,7 @@ def read_routing(fields: TypedFields, experts: int, per_token: int, *, corrected
 
 
 def read_dense_layers(fields: TypedFields, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers with an ordinary MLP: the first ``first_k_dense_replace`` layers."""
+    """Returns the indices of the layers with an ordinary MLP: the first ``first_k_dense_replace`` layers."""
     if fields.integer("moe_layer_freq", 1, 1, 1 << 20) != 1:
         raise fields.fail("moe_layer_freq", "is not supported; only 1: every later layer has experts")
     return tuple(range(min(num_layers, fields.integer("first_k_dense_replace", 0, 0, 1 << 20))))

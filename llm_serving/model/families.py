@@ -208,7 +208,7 @@ GENERATOR, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 def family_of(fields: TypedFields) -> Family:
-    """Return the family that ``architectures`` of ``config.json`` names, or ``model_type`` if there are no
+    """Returns the family that ``architectures`` of ``config.json`` names, or ``model_type`` if there are no
     architectures.
 
     For a classifier, this is the family of the text generator with the same network. Raises the error class of
@@ -227,7 +227,7 @@ def family_of(fields: TypedFields) -> Family:
 
 
 def text_part(fields: TypedFields) -> TypedFields | None:
-    """Return the fields of the text model of a folder that also has an encoder of images. None for other folders.
+    """Returns the fields of the text model of a folder that also has an encoder of images. None for other folders.
 
     Raises the error class of ``fields`` if there is no text model.
     """
@@ -244,7 +244,7 @@ def text_part(fields: TypedFields) -> TypedFields | None:
 
 
 def read_biases(fields: TypedFields, family: Family) -> tuple[bool, bool]:
-    """Return whether query, key and value have biases, and whether attention's output layer has a bias."""
+    """Returns whether query, key and value have biases, and whether attention's output layer has a bias."""
     if fields.boolean("mlp_bias", False):
         raise fields.fail("mlp_bias", "is not supported; the MLP's linear layers have no bias")
     if family.biases == "query_key_value":
@@ -254,7 +254,7 @@ def read_biases(fields: TypedFields, family: Family) -> tuple[bool, bool]:
 
 
 def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[int, tuple[int, ...]]:
-    """Return the sliding window in tokens (0: no window), and the indices of layers without a window."""
+    """Returns the sliding window in tokens (0: no window), and the indices of layers without a window."""
     is_on = family.window == "always" or (family.window == "switched" and fields.boolean("use_sliding_window", False))
     types = () if family.hybrid else fields.names("layer_types")
     if types and (len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}):
@@ -274,7 +274,7 @@ def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[i
 
 
 def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Experts | None:
-    """Return the experts of a model, or None if no layer has any."""
+    """Returns the experts of a model, or None if no layer has any."""
     keys = family.experts
     if keys is None:
         for key in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -325,7 +325,7 @@ def _read_deepseek_experts(fields: TypedFields, family: Family, num_layers: int)
 
 
 def read_latent(fields: TypedFields, family: Family, num_heads: int) -> LatentAttention | None:
-    """Return the sizes of latent attention, or None if the family has ordinary attention."""
+    """Returns the sizes of latent attention, or None if the family has ordinary attention."""
     if not family.deepseek:
         return None
     return read_latent_attention(fields, num_heads, has_interleave_key=family.deepseek == "v3")

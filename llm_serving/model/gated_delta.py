@@ -74,7 +74,7 @@ class GatedDelta:
 
 
 def with_delta_defaults(fields: TypedFields) -> TypedFields:
-    """Return ``fields`` with the defaults of Qwen's hybrids for missing keys.
+    """Returns ``fields`` with the defaults of Qwen's hybrids for missing keys.
 
     Raises the error class of ``fields`` if attention has biases.
     """
@@ -87,7 +87,7 @@ def with_delta_defaults(fields: TypedFields) -> TypedFields:
 
 
 def read_gated_delta(fields: TypedFields, num_layers: int) -> GatedDelta:
-    """Return the sizes of the Gated DeltaNet layers. Raises the error class of ``fields`` for a wrong value."""
+    """Returns the sizes of the Gated DeltaNet layers. Raises the error class of ``fields`` for a wrong value."""
     heads = fields.integer("linear_num_key_heads", 16, 1, MAX_DELTA_HEADS)
     value_heads = fields.integer("linear_num_value_heads", 32, 1, MAX_DELTA_HEADS)
     if value_heads % heads:
@@ -108,7 +108,7 @@ def read_gated_delta(fields: TypedFields, num_layers: int) -> GatedDelta:
 
 
 def _full_layers(fields: TypedFields, num_layers: int) -> tuple[int, ...]:
-    """Return the layers with full attention: those that ``layer_types`` names, or every fourth one."""
+    """Returns the layers with full attention: those that ``layer_types`` names, or every fourth one."""
     types = fields.names("layer_types")
     if not types:
         each = fields.integer("full_attention_interval", 4, 1, 1 << 20)

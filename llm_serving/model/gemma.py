@@ -28,7 +28,7 @@ class Gemma:
 
 
 def as_llama(fields: TypedFields, num_layers: int) -> TypedFields:
-    """Return Gemma's fields with the keys and defaults of a Llama's ``config.json``.
+    """Returns Gemma's fields with the keys and defaults of a Llama's ``config.json``.
 
     The two rotary embeddings of the newer ``rope_parameters`` become ``rope_scaling``, ``rope_theta`` and
     ``rope_local_base_freq``. Raises the error class of ``fields`` for parts that are not supported.
@@ -54,7 +54,7 @@ def as_llama(fields: TypedFields, num_layers: int) -> TypedFields:
 
 
 def read_gemma(fields: TypedFields) -> Gemma:
-    """Return Gemma's parts from the fields that ``as_llama`` made."""
+    """Returns Gemma's parts from the fields that ``as_llama`` made."""
     return Gemma(
         local_rope_theta=fields.number("rope_local_base_freq", _LOCAL_BASE, 0.0, 1e12),
         query_scalar=fields.number("query_pre_attn_scalar", float(_HEAD_DIM), 0.0, _MAX_SCALAR),

@@ -28,7 +28,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def with_defaults(fields: TypedFields, num_layers: int) -> TypedFields:
-    """Return ``fields`` with gpt-oss's defaults for missing keys.
+    """Returns ``fields`` with gpt-oss's defaults for missing keys.
 
     Without ``layer_types``, every second layer has a window, beginning with the first. Raises the error class of
     ``fields`` if the activation is not that of the published models.

@@ -74,7 +74,7 @@ class WeightFormat:
         return max(1, 8 // self.bits)
 
     def on(self, op_table: str) -> WeightFormat:
-        """Return the format in which the operators of ``op_table`` compute weights that are configured in this format.
+        """Returns the format in which the operators of ``op_table`` compute weights that are configured in this format.
 
         Raises UnknownFormatError if these operators cannot compute the weights.
         """
@@ -86,7 +86,7 @@ class WeightFormat:
         return WEIGHT_FORMATS[self.native]
 
     def bits_with_scales(self, group: int, device: str) -> float:
-        """Return the mean number of bits of a weight, including the scale and zero point of its group.
+        """Returns the mean number of bits of a weight, including the scale and zero point of its group.
 
         If all inputs of an output share a scale, the scale is ignored.
         """
@@ -129,7 +129,7 @@ _INT4 = WeightFormat(
 
 
 def _weight_only(of: WeightFormat, kernel_code: int) -> WeightFormat:
-    """Return a format with the same weights as the format ``of``, whose kernels leave activations as floats."""
+    """Returns a format with the same weights as the format ``of``, whose kernels leave activations as floats."""
     name = f"{of.name}_weight_only"
     return replace(
         of,
@@ -159,7 +159,7 @@ _ALIASES = {"bf16": "bfloat16"}
 
 
 def weight_format(name: str) -> WeightFormat:
-    """Return the weight format with this name. ``bf16`` means ``bfloat16``. Raises UnknownFormatError."""
+    """Returns the weight format with this name. ``bf16`` means ``bfloat16``. Raises UnknownFormatError."""
     found = WEIGHT_FORMATS.get(_ALIASES.get(name, name))
     if found is None:
         raise UnknownFormatError(f"weight format {name!r} is not known; there are {', '.join(WEIGHT_FORMATS)}")
@@ -167,7 +167,7 @@ def weight_format(name: str) -> WeightFormat:
 
 
 def formats_of_stored(stored: str) -> tuple[str, ...]:
-    """Return the formats that can use a checkpoint's integers unchanged. ``stored`` is the checkpoint's format.
+    """Returns the formats that can use a checkpoint's integers unchanged. ``stored`` is the checkpoint's format.
 
     Raises UnknownFormatError.
     """
@@ -175,7 +175,7 @@ def formats_of_stored(stored: str) -> tuple[str, ...]:
 
 
 def stored_format(bits: int) -> WeightFormat:
-    """Return the format of checkpoints whose integers have ``bits`` bits. Raises UnknownFormatError."""
+    """Returns the format of checkpoints whose integers have ``bits`` bits. Raises UnknownFormatError."""
     for each in STORED_FORMATS:
         if each.bits == bits:
             return each
@@ -192,15 +192,15 @@ class KvFormat:
     """Bytes of a scale. Each key and each value of a token has one scale in each head."""
 
     def head_width(self, head_dim: int) -> int:
-        """Return the cache elements of one token's key (or value) in one head, including the scale."""
+        """Returns the cache elements of one token's key (or value) in one head, including the scale."""
         return head_dim + self.scale_bytes // self.element_bytes
 
     def head_bytes(self, head_dim: int) -> int:
-        """Return the cache bytes of one token's key (or value) in one head, including the scale."""
+        """Returns the cache bytes of one token's key (or value) in one head, including the scale."""
         return self.head_width(head_dim) * self.element_bytes
 
     def token_bytes(self, kv_heads: int, head_dim: int, op_table: str) -> int:
-        """Return the cache bytes of one token's key and value in one layer, including the scales."""
+        """Returns the cache bytes of one token's key and value in one layer, including the scales."""
         if self.scale_bytes == 0 or op_table == "fused":
             return 2 * kv_heads * self.head_bytes(head_dim)
         return 2 * kv_heads * head_dim * self.element_bytes + scale_row_width(kv_heads) * SCALE_ELEMENT_BYTES
@@ -213,12 +213,12 @@ _SCALE_ROW_MULTIPLE = 16
 
 
 def scale_row_copies(kv_heads: int) -> int:
-    """Return how often a row of the native operators' cache of scales repeats the scales of its token."""
+    """Returns how often a row of the native operators' cache of scales repeats the scales of its token."""
     return _SCALE_ROW_MULTIPLE // math.gcd(4 * kv_heads, _SCALE_ROW_MULTIPLE)
 
 
 def scale_row_width(kv_heads: int) -> int:
-    """Return the number of elements in a row of the native operators' cache of scales.
+    """Returns the number of elements in a row of the native operators' cache of scales.
 
     A row has the scales of one token: for each head, one of the key and one of the value. A scale is the sum of two
     elements of ``model_dtype``. The row repeats the scales until its size is a multiple of 32 bytes.
@@ -237,7 +237,7 @@ INTEGER_KV_FORMATS = tuple(each.name for each in _KV_FORMATS if each.scale_bytes
 
 
 def kv_format(name: str) -> KvFormat:
-    """Return the KV cache format with this name. ``bf16`` means ``bfloat16``. Raises UnknownFormatError."""
+    """Returns the KV cache format with this name. ``bf16`` means ``bfloat16``. Raises UnknownFormatError."""
     found = KV_FORMATS.get(_ALIASES.get(name, name))
     if found is None:
         raise UnknownFormatError(f"KV cache format {name!r} is not known; there are {', '.join(KV_FORMATS)}")

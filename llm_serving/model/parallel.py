@@ -91,7 +91,7 @@ class Shard:
 
 
 def place(rank: int, parallel: ParallelConfig) -> RankPlace:
-    """Return the position of ``rank``. Raises ValueError if the rank does not exist."""
+    """Returns the position of ``rank``. Raises ValueError if the rank does not exist."""
     if not 0 <= rank < parallel.world_size:
         raise ValueError(f"there is no rank {rank} of {parallel.world_size}")
     rest, tp_index = divmod(rank, parallel.tensor_parallel)
@@ -100,24 +100,25 @@ def place(rank: int, parallel: ParallelConfig) -> RankPlace:
 
 
 def group_ranks(replica: int, parallel: ParallelConfig) -> range:
-    """Return the ranks of one replica, in order."""
+    """Returns the ranks of one replica, in order."""
     return range(replica * parallel.group_size, (replica + 1) * parallel.group_size)
 
 
 def answering_rank(replica: int, parallel: ParallelConfig) -> int:
-    """Return the rank of a replica that samples and writes results: the first rank of the last stage."""
+    """Returns the rank of a replica that samples and writes results: the first rank of the last stage."""
     return group_ranks(replica, parallel).stop - parallel.tensor_parallel
 
 
 def split_evenly(total: int, parts: int, index: int) -> Span:
-    """Divide ``range(total)`` into ``parts`` and return part ``index``. The first ``total % parts`` are longer by 1."""
+    """Divides ``range(total)`` into ``parts`` and returns part ``index``. The first ``total % parts`` are longer by 1.
+    """
     size, longer = divmod(total, parts)
     start = index * size + min(index, longer)
     return Span(start, start + size + (index < longer))
 
 
 def split_columns(total: int, parts: int, index: int, group: int = 1) -> Span:
-    """Divide ``total`` columns into ``parts`` and return part ``index``.
+    """Divides ``total`` columns into ``parts`` and returns part ``index``.
 
     Boundaries are multiples of ``granule_of(total, parts, group)`` columns.
     """
@@ -127,7 +128,7 @@ def split_columns(total: int, parts: int, index: int, group: int = 1) -> Span:
 
 
 def granule_of(total: int, parts: int, group: int = 1) -> int:
-    """Return the number of columns whose multiples are the boundaries between ranks.
+    """Returns the number of columns whose multiples are the boundaries between ranks.
 
     It is a multiple of ``group``, the inputs that share a scale, and of ``PREFERRED_GRANULE`` if that is possible.
     """
@@ -136,7 +137,7 @@ def granule_of(total: int, parts: int, group: int = 1) -> int:
 
 
 def split_vocab(total: int, parts: int, index: int) -> tuple[Span, int]:
-    """Divide ``total`` rows into ranges of equal length. Returns the range with number ``index``, and the common
+    """Divides ``total`` rows into ranges of equal length. Returns the range with number ``index``, and the common
     length.
 
     Only the last range may be shorter than this length.
@@ -150,7 +151,7 @@ def split_vocab(total: int, parts: int, index: int) -> tuple[Span, int]:
 
 
 def split_heads(num_query: int, num_key_value: int, parts: int, index: int) -> tuple[Span, Span]:
-    """Return the query heads and the key-value heads of part ``index`` of ``parts``.
+    """Returns the query heads and the key-value heads of part ``index`` of ``parts``.
 
     If there are more parts than key-value heads, each part has one key-value head, which other parts may have too.
     """
@@ -166,7 +167,7 @@ def split_heads(num_query: int, num_key_value: int, parts: int, index: int) -> t
 
 
 def shard_of(shape: ModelShape, where: RankPlace, parallel: ParallelConfig, weight_group: int = 1) -> Shard:
-    """Return the part of a model that the rank at ``where`` holds.
+    """Returns the part of a model that the rank at ``where`` holds.
 
     ``weight_group`` is the number of inputs that share a scale; 1 if all inputs of an output share one scale.
     """
@@ -197,7 +198,7 @@ def shard_of(shape: ModelShape, where: RankPlace, parallel: ParallelConfig, weig
 
 
 def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
-    """Return the model's shape with the heads, columns and layers of one rank. Layers are numbered from 0.
+    """Returns the model's shape with the heads, columns and layers of one rank. Layers are numbered from 0.
 
     The vocabulary keeps its whole size.
     """
@@ -225,7 +226,7 @@ def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
 
 
 def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int = 1) -> tuple[str, str] | None:
-    """Return the first setting of ``parallel_config`` that the model does not permit, and the reason.
+    """Returns the first setting of ``parallel_config`` that the model does not permit, and the reason.
 
     None if the model permits all settings.
     """

@@ -102,19 +102,19 @@ class Pooling:
         return self.method == LAST
 
     def permits(self, dimensions: int) -> bool:
-        """Return whether a client may ask for embeddings with this number of dimensions."""
+        """Returns whether a client may ask for embeddings with this number of dimensions."""
         if dimensions in self.dimensions:
             return True
         return ANY_DIMENSION in self.dimensions and 1 <= dimensions <= self.width
 
 
 def has_modules(folder: Path) -> bool:
-    """Return whether a model folder has the files of sentence-transformers."""
+    """Returns whether a model folder has the files of sentence-transformers."""
     return folder.is_dir() and (folder / "modules.json").is_file()
 
 
 def read_pooling(folder: Path | None, hidden_size: int, dimensions: tuple[int, ...] | None) -> Pooling:
-    """Return the pooling of the embeddings of a model folder. Without ``modules.json``, the last hidden state is used.
+    """Returns the pooling of the embeddings of a model folder. Without ``modules.json``, the last hidden state is used.
 
     ``dimensions`` replaces the numbers of dimensions that ``config.json`` declares, unless it is None. Raises
     CheckpointError if the files are damaged or need something that this server does not have.
@@ -133,7 +133,7 @@ def read_pooling(folder: Path | None, hidden_size: int, dimensions: tuple[int, .
 
 
 def read_score(folder: Path | None, hidden_size: int, tokenizer_file: Path, tokens: tuple[int, ...] | None) -> Pooling:
-    """Return the pooling of a model that answers yes or no, such as Qwen3-Reranker.
+    """Returns the pooling of a model that answers yes or no, such as Qwen3-Reranker.
 
     ``tokens`` are the ids of the tokens for no and for yes. If it is None, the tokenizer's tokens ``no`` and ``yes``
     are used. Raises CheckpointError if the tokenizer does not have these tokens.
@@ -148,7 +148,7 @@ def read_score(folder: Path | None, hidden_size: int, tokenizer_file: Path, toke
 
 
 def is_classifier(folder: Path) -> bool:
-    """Return whether ``config.json`` of a model folder names an architecture ``*ForSequenceClassification``."""
+    """Returns whether ``config.json`` of a model folder names an architecture ``*ForSequenceClassification``."""
     if not (folder / "config.json").is_file():
         return False
     names = read_json_object(folder / "config.json", MAX_FILE_BYTES, CheckpointError).get("architectures")
@@ -156,7 +156,7 @@ def is_classifier(folder: Path) -> bool:
 
 
 def read_classifier(folder: Path | None) -> Pooling:
-    """Return the pooling of a classifier: the logits of its classes after the last token.
+    """Returns the pooling of a classifier: the logits of its classes after the last token.
 
     Raises CheckpointError if the model has no classes, or if ``config.json`` describes them wrongly.
     """
@@ -173,7 +173,7 @@ def read_classifier(folder: Path | None) -> Pooling:
 
 
 def _labels(values: Mapping[str, object], file: Path) -> tuple[str, ...]:
-    """Return the names of the classes, which ``id2label`` states. A file without it has two classes."""
+    """Returns the names of the classes, which ``id2label`` states. A file without it has two classes."""
     stated = values.get("id2label")
     if stated is None:
         number = values.get("num_labels", 2)
@@ -292,7 +292,7 @@ def _yes_and_no(tokenizer_file: Path) -> tuple[int, int]:
 
 
 def _declared_dimensions(folder: Path | None) -> tuple[int, ...]:
-    """Return the numbers of dimensions that ``config.json`` declares (matryoshka embeddings), or ()."""
+    """Returns the numbers of dimensions that ``config.json`` declares (matryoshka embeddings), or ()."""
     file = None if folder is None else folder / "config.json"
     if file is None or not file.is_file():
         return ()
@@ -306,7 +306,7 @@ def _declared_dimensions(folder: Path | None) -> tuple[int, ...]:
 
 
 def _prompts(folder: Path | None) -> dict[str, Any]:
-    """Return the fields ``prompts`` and ``default_prompt`` of a folder's ``Pooling``."""
+    """Returns the fields ``prompts`` and ``default_prompt`` of a folder's ``Pooling``."""
     file = None if folder is None else folder / "config_sentence_transformers.json"
     if file is None or not file.is_file():
         return {}

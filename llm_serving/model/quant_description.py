@@ -65,7 +65,7 @@ class Description:
 
 
 def read_description(folder: Path) -> Description | None:
-    """Return the description of a model folder, or None if the folder has none.
+    """Returns the description of a model folder, or None if the folder has none.
 
     Raises CheckpointError if the folder needs a scheme that this program does not support. Reads no values of weights.
     """
@@ -97,7 +97,7 @@ def _description(fields: TypedFields, folder: Path, *, sums_hold_bias: bool) -> 
 
 
 def _stored_group(folder: Path, weight: str) -> int:
-    """Return the group size of a quantized folder, found from the shapes of the tensors of one weight.
+    """Returns the group size of a quantized folder, found from the shapes of the tensors of one weight.
 
     It is needed for older descriptions, which do not state the group size. A weight with groups has the shape [outputs,
     inputs], or [outputs / 2, inputs] if two outputs share a byte. Its scales have the shape [outputs, groups]. Returns
@@ -113,7 +113,7 @@ def _stored_group(folder: Path, weight: str) -> int:
 
 
 def _weights(fields: TypedFields) -> dict[str, TensorScheme]:
-    """Return the scheme of each quantized weight.
+    """Returns the scheme of each quantized weight.
 
     Raises CheckpointError for an unknown scheme, and names its tensors.
     """
@@ -144,7 +144,7 @@ def _some(names: list[str]) -> str:
 
 
 def _refuse_other_parts(fields: TypedFields) -> None:
-    """Raise CheckpointError if something other than weights is quantized, or activations must be rotated."""
+    """Raises CheckpointError if something other than weights is quantized, or activations must be rotated."""
     for key, meaning in _OTHER_PARTS.items():
         if fields.value(key):
             raise fields.fail(key, f"{meaning} is not supported; quantize only the weights of linear layers")

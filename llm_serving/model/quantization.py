@@ -58,7 +58,7 @@ class Quantization:
 
 
 def checkpoint_quantization(folder: Path) -> Quantization | None:
-    """Return the quantization of a Hugging Face folder, or None for float weights. Raises CheckpointError."""
+    """Returns the quantization of a Hugging Face folder, or None for float weights. Raises CheckpointError."""
     file = folder / "config.json"
     found = read_quantization(_fields(file)) if file.exists() else None
     for name, method in _OLDER_FILES.items():
@@ -68,7 +68,7 @@ def checkpoint_quantization(folder: Path) -> Quantization | None:
 
 
 def _described(folder: Path) -> Quantization | None:
-    """Return the quantization of a folder with a description file, or None. Raises CheckpointError."""
+    """Returns the quantization of a folder with a description file, or None. Raises CheckpointError."""
     description = read_description(folder)
     if description is None:
         return None
@@ -76,7 +76,7 @@ def _described(folder: Path) -> Quantization | None:
 
 
 def stored_weight_format(path: Path) -> str | None:
-    """Return the name of the integer format of a model folder or GGUF file, or None for float weights.
+    """Returns the name of the integer format of a model folder or GGUF file, or None for float weights.
 
     Raises CheckpointError.
     """
@@ -90,7 +90,7 @@ def stored_weight_format(path: Path) -> str | None:
 
 
 def _gguf_format(file: Path) -> str | None:
-    """Return the weight format in which most weights of a GGUF file are loaded.
+    """Returns the weight format in which most weights of a GGUF file are loaded.
 
     A GGUF type without an equal weight format is loaded as int8.
     """
@@ -105,7 +105,7 @@ def _gguf_format(file: Path) -> str | None:
 
 
 def stored_weight_group(path: Path) -> int:
-    """Return the number of inputs that share a scale in a model folder or GGUF file.
+    """Returns the number of inputs that share a scale in a model folder or GGUF file.
 
     It is 1 for floats, and if all inputs of an output share a scale.
     """
@@ -118,7 +118,7 @@ def stored_weight_group(path: Path) -> int:
 
 
 def read_quantization(fields: TypedFields) -> Quantization | None:
-    """Return the scheme in ``quantization_config`` of a ``config.json``, or None for float weights.
+    """Returns the scheme in ``quantization_config`` of a ``config.json``, or None for float weights.
 
     8-bit floats and the 4-bit floats of experts count as float weights. Errors name file, key and value.
     """
@@ -136,13 +136,13 @@ def read_quantization(fields: TypedFields) -> Quantization | None:
 
 
 def checkpoint_float8(folder: Path) -> Float8Blocks | None:
-    """Return the block size of a folder of 8-bit floats, or None for another folder. Raises CheckpointError."""
+    """Returns the block size of a folder of 8-bit floats, or None for another folder. Raises CheckpointError."""
     fields = _stated_scheme(folder)
     return None if fields is None or fields.value("quant_method") != FLOAT8 else read_float8(fields)
 
 
 def has_mxfp4_experts(path: Path) -> bool:
-    """Return whether a model folder says that its experts are MXFP4. False for a GGUF file. Raises CheckpointError."""
+    """Returns whether a model folder says that its experts are MXFP4. False for a GGUF file. Raises CheckpointError."""
     fields = _stated_scheme(path)
     return fields is not None and fields.value("quant_method") == MXFP4
 
@@ -174,7 +174,7 @@ def _gptq(fields: TypedFields) -> Quantization:
 
 
 def _awq(fields: TypedFields) -> Quantization:
-    """Read AutoAWQ's keys ``bits`` and ``group_size``. Older files call them ``w_bit`` and ``q_group_size``."""
+    """Reads AutoAWQ's keys ``bits`` and ``group_size``. Older files call them ``w_bit`` and ``q_group_size``."""
     bits = _bits(fields, "bits" if "bits" in fields else "w_bit", "awq", default=4)
     fields.text("version", "gemm", ("gemm", "GEMM"))
     return Quantization("awq", bits, _group(fields, "group_size" if "group_size" in fields else "q_group_size"))
@@ -213,7 +213,7 @@ def _compressed_weights(weights: TypedFields, layout: str) -> Quantization:
 
 
 def _check_activations(group: TypedFields) -> None:
-    """Raise an error unless activations are floats, or int8 with a scale for each token that is computed at run time.
+    """Raises an error unless activations are floats, or int8 with a scale for each token that is computed at run time.
     """
     if "input_activations" not in group:
         return
@@ -237,7 +237,7 @@ def _bits(fields: TypedFields, key: str, layout: str, default: int | None = None
 
 
 def _group(fields: TypedFields, key: str) -> int:
-    """Return the number of inputs that share a scale. -1 in the file means all inputs, for which 0 is returned."""
+    """Returns the number of inputs that share a scale. -1 in the file means all inputs, for which 0 is returned."""
     group = fields.integer(key, -1, -1, MAX_GROUP)
     if group == 0 or (group > 0 and group % 8):
         raise fields.fail(key, "must be -1 or a multiple of 8")

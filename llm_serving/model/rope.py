@@ -44,7 +44,7 @@ class RopeScaling:
     """``longrope``: divisors of the frequencies, if sequences can become longer than the trained context."""
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        """Return the maximum length of a sequence with the scaling.
+        """Returns the maximum length of a sequence with the scaling.
 
         ``max_position_embeddings`` of ``config.json`` may be the length with or without the scaling.
         """
@@ -57,7 +57,7 @@ class RopeScaling:
 def read_rope_scaling(
     rope: TypedFields, max_position_embeddings: int, original: int | None = None
 ) -> RopeScaling | None:
-    """Return the scaling in ``rope``, or None if there is none. Raises the error class of ``rope``.
+    """Returns the scaling in ``rope``, or None if there is none. Raises the error class of ``rope``.
 
     ``rope`` is the mapping ``rope_scaling`` of ``config.json``, or the newer ``rope_parameters``. ``original`` is the
     trained context that ``config.json`` states outside of this mapping, for ``longrope``.
@@ -79,7 +79,7 @@ def read_rope_scaling(
 
 
 def read_rotary_sections(rope: TypedFields, head_dim: int) -> tuple[int, ...]:
-    """Return ``mrope_section``: how many frequencies belong to time, height and width (arXiv:2409.12191, section 2.1).
+    """Returns ``mrope_section``: how many frequencies belong to time, height and width (arXiv:2409.12191, section 2.1).
 
     ``rope`` and its errors are as in ``read_rope_scaling``. Three-dimensional positions need this key.
     """
@@ -150,7 +150,7 @@ def _divisors(rope: TypedFields, key: str) -> tuple[float, ...]:
 
 
 def _attention_factor(rope: TypedFields, factor: float) -> float:
-    """Return the factor by which YaRN multiplies cosines and sines.
+    """Returns the factor by which YaRN multiplies cosines and sines.
 
     It is ``attention_factor`` if the file has this key. Otherwise it is f(1) = 0.1 x ln(``factor``) + 1, as the paper
     recommends. If the file has DeepSeek's two keys, it is f(``mscale``) / f(``mscale_all_dim``), with f(m) = 0.1 x m x

@@ -112,7 +112,7 @@ class ModelShape:
         return self.delta is not None
 
     def has_cache(self, layer: int) -> bool:
-        """Return whether a layer has a KV cache. A layer with linear attention has a state for each sequence."""
+        """Returns whether a layer has a KV cache. A layer with linear attention has a state for each sequence."""
         return self.delta is None or layer in self.delta.full_layers
 
     @property
@@ -128,7 +128,7 @@ class ModelShape:
         return 4 * (self.num_layers - self.num_cache_layers) * self.delta.state_floats
 
     def is_local(self, layer: int) -> bool:
-        """Return whether a layer uses Gemma's second rotary embedding, which belongs to the layers with a window."""
+        """Returns whether a layer uses Gemma's second rotary embedding, which belongs to the layers with a window."""
         return self.gemma is not None and self.window_of(layer) > 0
 
     @property
@@ -142,11 +142,11 @@ class ModelShape:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def window_of(self, layer: int) -> int:
-        """Return the number of tokens that a token attends to in a layer. 0: all earlier tokens."""
+        """Returns the number of tokens that a token attends to in a layer. 0: all earlier tokens."""
         return 0 if layer in self.full_attention_layers else self.sliding_window
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer has experts instead of an MLP."""
+        """Returns whether a layer has experts instead of an MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
@@ -237,7 +237,7 @@ class ModelShape:
 
     @classmethod
     def from_path(cls, path: Path) -> ModelShape:
-        """Read the sizes of a Hugging Face folder, or of a GGUF file without a ``config.json``.
+        """Reads the sizes of a Hugging Face folder, or of a GGUF file without a ``config.json``.
 
         Raises CheckpointError with file, key and value.
         """
@@ -249,7 +249,7 @@ class ModelShape:
 
     @classmethod
     def from_hf_folder(cls, path: str | Path) -> ModelShape:
-        """Read ``config.json`` (and the end tokens of ``generation_config.json``) of a Hugging Face folder.
+        """Reads ``config.json`` (and the end tokens of ``generation_config.json``) of a Hugging Face folder.
 
         Raises CheckpointError with file, key and value if a value is missing, wrong or not supported.
         """
@@ -269,7 +269,7 @@ class ModelShape:
 
 
 def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_heads: str) -> None:
-    """Check the number of heads and the size of a head.
+    """Checks the number of heads and the size of a head.
 
     The number of key-value heads must divide the number of query heads, and rotary embedding needs an even head size.
     Otherwise raises the error class of ``fields``. ``heads`` and ``kv_heads`` are the keys in the file, for messages.
@@ -293,7 +293,7 @@ def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_head
 
 
 def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: str, default: int | None = None) -> int:
-    """Return ``head_dim`` of the file, else the family's ``default``, else ``hidden_size`` / ``num_heads``.
+    """Returns ``head_dim`` of the file, else the family's ``default``, else ``hidden_size`` / ``num_heads``.
 
     Raises an error if the result would be this quotient and the quotient is not an integer. ``heads`` is the key of the
     number of heads, for messages.
@@ -308,10 +308,10 @@ def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: st
 def shape_of_fields(
     fields: TypedFields, generation: TypedFields, *, activations: tuple[str, ...] = ("silu",)
 ) -> ModelShape:
-    """Return the model's shape from ``config.json``, or from a section of a MindFormers YAML with the same keys.
+    """Returns the model's shape from ``config.json``, or from a section of a MindFormers YAML with the same keys.
 
-    End tokens of ``generation`` (``generation_config.json``) take precedence. ``activations`` has the allowed values of
-    ``hidden_act``.
+    Ends tokens of ``generation`` (``generation_config.json``) take precedence. ``activations`` has the allowed values
+    of ``hidden_act``.
     """
     text = text_part(fields)
     whole = fields if text is None else text
@@ -368,7 +368,7 @@ def shape_of_fields(
 
 
 def _unused_size(experts: Experts | None) -> int | None:
-    """Return the default of ``intermediate_size``: the size of an expert if every layer has experts, else None.
+    """Returns the default of ``intermediate_size``: the size of an expert if every layer has experts, else None.
 
     No layer then has an MLP of this size, and the folders of Qwen3.5 with experts do not state it.
     """
@@ -376,7 +376,7 @@ def _unused_size(experts: Experts | None) -> int | None:
 
 
 def _fields_of_text_model(fields: TypedFields, family: Family) -> TypedFields:
-    """Return the text model's fields, with the names and defaults of Llama. Checks the quantization."""
+    """Returns the text model's fields, with the names and defaults of Llama. Checks the quantization."""
     read_quantization(fields)
     if family.vision:
         fields = text_fields(fields, family.vision)
@@ -390,7 +390,7 @@ def _fields_of_text_model(fields: TypedFields, family: Family) -> TypedFields:
 
 
 def _rope_fields(fields: TypedFields, *, is_grid: bool) -> TypedFields:
-    """Return the section of ``config.json`` about rotary positions. ``is_grid``: positions of a grid (M-RoPE)."""
+    """Returns the section of ``config.json`` about rotary positions. ``is_grid``: positions of a grid (M-RoPE)."""
     rope = fields.mapping("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     return rope.with_value("type", "default") if is_grid and rope.value("type") == "mrope" else rope
 
@@ -409,7 +409,7 @@ def _original_positions(fields: TypedFields) -> int | None:
 
 
 def _partial_rotary_dim(fields: TypedFields, rope: TypedFields, family: Family, head_dim: int) -> int:
-    """Return the number of rotated elements of a head, or 0 if all are rotated."""
+    """Returns the number of rotated elements of a head, or 0 if all are rotated."""
     key = "partial_rotary_factor"
     for place in (rope, fields):
         factor = place.number(key, 1.0, 0.0, 1.0)
@@ -424,7 +424,7 @@ def _partial_rotary_dim(fields: TypedFields, rope: TypedFields, family: Family, 
 
 
 def _pad_token_id(fields: TypedFields, vocab_size: int) -> int | None:
-    """Return the padding token, or None.
+    """Returns the padding token, or None.
 
     Some files state -1 or an id outside the vocabulary. They count as files without a padding token.
     """

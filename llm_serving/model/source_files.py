@@ -11,7 +11,7 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def describe_files(place: Path) -> list[object]:
-    """Return the name, size, time and a digest of each file of a model folder, or of a single file.
+    """Returns the name, size, time and a digest of each file of a model folder, or of a single file.
 
     The digest covers the first and the last megabyte of the file.
     """
@@ -20,7 +20,7 @@ def describe_files(place: Path) -> list[object]:
 
 
 def files_fingerprint(place: Path | None) -> str:
-    """Return a digest of the names, sizes, times and some bytes of the files. Empty for a model without files.
+    """Returns a digest of the names, sizes, times and some bytes of the files. Empty for a model without files.
 
     It is fast, but misses a change in the middle of a file with an unchanged time. ``kvstore.identity.weights_digest``
     reads all bytes.

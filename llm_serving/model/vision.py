@@ -90,11 +90,11 @@ class VisionShape:
         return self.patch_size * self.scale_factor
 
     def rows_of(self, num_pixels: int) -> int:
-        """Return the number of rows, and so of prompt tokens, of a tile with ``num_pixels`` pixels."""
+        """Returns the number of rows, and so of prompt tokens, of a tile with ``num_pixels`` pixels."""
         return num_pixels // self.row_edge**2
 
     def is_tile(self, height: int, width: int) -> bool:
-        """Return whether a tile may have this height and width."""
+        """Returns whether a tile may have this height and width."""
         if self.image_size:
             return height == width == self.image_size
         return height > 0 and width > 0 and height % self.row_edge == 0 and width % self.row_edge == 0
@@ -115,7 +115,7 @@ class VisionShape:
         return self.num_layers * self.hidden_size * (4 * self.hidden_size + matrices * self.intermediate_size)
 
     def num_parameters(self, text_hidden: int) -> int:
-        """Return the number of weights of encoder and connector. ``text_hidden`` is the hidden size of the text
+        """Returns the number of weights of encoder and connector. ``text_hidden`` is the hidden size of the text
         model.
         """
         hidden, inner, joined = self.hidden_size, self.intermediate_size, self.connector_inputs
@@ -128,7 +128,7 @@ class VisionShape:
         return self.num_layer_parameters + self.num_layers * layer + around + joined * text_hidden
 
     def operations(self, text_hidden: int, num_pixels: int) -> int:
-        """Return the number of multiplications for encoding a tile of ``num_pixels`` pixels."""
+        """Returns the number of multiplications for encoding a tile of ``num_pixels`` pixels."""
         patches, joined = num_pixels // self.patch_size**2, self.connector_inputs
         linear = patches * (self.num_layer_parameters + self.patch_inputs * self.hidden_size)
         full, near, connector = self.num_layers, 0, text_hidden
@@ -140,7 +140,7 @@ class VisionShape:
         return attention + linear + self.rows_of(num_pixels) * joined * connector
 
     def activation_floats(self, num_pixels: int) -> int:
-        """Return the maximum number of values that the encoder keeps in memory for a tile of ``num_pixels`` pixels."""
+        """Returns the maximum number of values that the encoder keeps in memory for a tile of ``num_pixels`` pixels."""
         patches = num_pixels // self.patch_size**2
         # Counts scores and their rounded copies, then queries, keys and values, hidden values of the MLP, and their
         # copies.
@@ -170,23 +170,23 @@ class ImageProcessing:
     """Limits of a tile's number of pixels if tiles have any size and the whole image is one tile. Otherwise 0."""
 
     def max_tiles(self, image_size: int) -> int:
-        """Return the maximum number of tiles of an image. ``image_size`` is that of the ``VisionShape``."""
+        """Returns the maximum number of tiles of an image. ``image_size`` is that of the ``VisionShape``."""
         if not image_size:
             return 1
         per_side = -(-self.longest_edge // image_size)
         return per_side**2 + 1 if self.splits and per_side > 1 else 1
 
     def tile_pixels(self, vision: VisionShape) -> int:
-        """Return the number of pixels of the largest tile."""
+        """Returns the number of pixels of the largest tile."""
         return vision.image_size**2 or self.max_pixels
 
     def fewest_rows(self, vision: VisionShape) -> int:
-        """Return the number of rows of the smallest tile."""
+        """Returns the number of rows of the smallest tile."""
         return max(1, vision.rows_of(vision.image_size**2 or self.min_pixels))
 
 
 def text_fields(fields: TypedFields, text_type: str) -> TypedFields:
-    """Return the keys of the text model in the ``config.json`` of a model that reads images.
+    """Returns the keys of the text model in the ``config.json`` of a model that reads images.
 
     ``text_type`` is its ``model_type``. Folders of Qwen2.5-VL may have its keys at the top level instead of
     ``text_config``.
@@ -206,7 +206,7 @@ QWEN_TEXT = "qwen2_5_vl_text"
 
 
 def read_vision(fields: TypedFields, vocab_size: int, text_hidden: int, text_type: str) -> VisionShape:
-    """Return the sizes of the vision encoder. ``fields`` are those of the whole ``config.json``.
+    """Returns the sizes of the vision encoder. ``fields`` are those of the whole ``config.json``.
 
     ``text_hidden`` is the hidden size of the text model, and ``text_type`` its ``model_type``. Raises the error class
     of ``fields`` for values that are wrong or not supported. The defaults of absent keys are those of transformers.
@@ -237,7 +237,7 @@ def read_vision(fields: TypedFields, vocab_size: int, text_hidden: int, text_typ
 
 
 def read_qwen_vision(fields: TypedFields, vision: TypedFields, vocab_size: int, text_hidden: int) -> VisionShape:
-    """Return the sizes of the encoder of Qwen2.5-VL. ``read_vision`` describes the arguments and errors."""
+    """Returns the sizes of the encoder of Qwen2.5-VL. ``read_vision`` describes the arguments and errors."""
     vision.text("hidden_act", "silu", ("silu",))
     for key in ("in_channels", "in_chans"):
         if vision.integer(key, 3, 1, 64) != 3:
@@ -274,7 +274,7 @@ def read_qwen_vision(fields: TypedFields, vision: TypedFields, vocab_size: int, 
 
 
 def read_processing(folder: Path, shape: VisionShape, max_tile_pixels: int) -> ImageProcessing:
-    """Return how a model folder prepares images: ``preprocessor_config.json``, or the part ``image_processor`` of
+    """Returns how a model folder prepares images: ``preprocessor_config.json``, or the part ``image_processor`` of
     ``processor_config.json``, which newer folders have instead.
 
     Tiles of any size have at most ``max_tile_pixels`` pixels. Raises CheckpointError with file, key and value.
@@ -320,7 +320,7 @@ def _longest_edge(fields: TypedFields, shape: VisionShape) -> int:
 
 
 def _pixel_limits(fields: TypedFields, shape: VisionShape, max_tile_pixels: int) -> tuple[int, int]:
-    """Return the minimum and the maximum number of pixels of a resized image. ``max_tile_pixels`` limits the
+    """Returns the minimum and the maximum number of pixels of a resized image. ``max_tile_pixels`` limits the
     maximum."""
     assert shape.windows is not None, "only the encoder of Qwen2.5-VL has tiles of any size"
     expected = {"patch_size": shape.patch_size, "merge_size": shape.scale_factor,
@@ -343,7 +343,7 @@ def _pixel_limits(fields: TypedFields, shape: VisionShape, max_tile_pixels: int)
 
 
 def _three(fields: TypedFields, key: str, default: tuple[float, ...], lowest: float) -> tuple[float, ...]:
-    """Return a list of three numbers above ``lowest``."""
+    """Returns a list of three numbers above ``lowest``."""
     values = fields.value(key)
     if values is None:
         return default

@@ -45,7 +45,7 @@ class EngineHost:
         self._thread = threading.Thread(target=self._run, name="llm", daemon=True)
 
     def start(self) -> None:
-        """Start the engine and wait until the agents are ready. Raises LLMServingError if they fail."""
+        """Starts the engine and waits until the agents are ready. Raises LLMServingError if they fail."""
         self._thread.start()
         self._app.result()
 
@@ -74,7 +74,7 @@ class EngineHost:
         return self._app.result()
 
     def close(self) -> None:
-        """Abort all calls, stop the engine and its agents, and wait until they have ended. May be called twice."""
+        """Aborts all calls, stops the engine and its agents, and waits until they have ended. May be called twice."""
         with self._lock:
             self._is_stopping = True
             if self._loop is not None:

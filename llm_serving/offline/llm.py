@@ -51,7 +51,7 @@ class LLM:
         progress: bool | None = None,
         **settings: object,
     ) -> None:
-        """Load a model and wait until it is ready.
+        """Loads a model and waits until it is ready.
 
         ``model`` is a model folder, a GGUF file or a name on a hub. None: the model of ``config``. ``config`` is a YAML
         file, as for the server. ``dtype`` and ``quantize`` are the options of the command line. ``offline`` forbids
@@ -107,7 +107,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool | None = None,
     ) -> list[Output]:
-        """Answer each conversation and return the outputs in order. A conversation is a list of messages.
+        """Answers each conversation and returns the outputs in order. A conversation is a list of messages.
 
         ``sampling`` has fields of ``/v1/chat/completions`` by name. ``tools`` describes the functions that the model
         may call in all conversations. The calling program must run them.
@@ -124,7 +124,7 @@ class LLM:
         prompt_name: str | None = None,
         progress: bool | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the embedding of each text: float32 [texts, width].
+        """Returns the embedding of each text: float32 [texts, width].
 
         ``dimensions`` shortens the embeddings, if the model permits it. ``prompt_name`` names a prompt of the model
         that is put before each text. Raises RequestError for a model that generates text instead of embeddings.
@@ -135,7 +135,7 @@ class LLM:
         return np.stack(vectors) if vectors else np.empty((0, 0), np.float32)
 
     def close(self) -> None:
-        """End all calls, the engine and the agents. Further calls of this method have no effect."""
+        """Ends all calls, the engine and the agents. Further calls of this method have no effect."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -149,7 +149,7 @@ class LLM:
     def _answers(
         self, endpoint: Endpoint, bodies: Sequence[bytes], name: str, progress: bool | None
     ) -> Iterable[bytes]:
-        """Return the responses to all bodies. Errors name the argument ``name``."""
+        """Returns the responses to all bodies. Errors name the argument ``name``."""
         config = self._host.config
         parallel = min(2 * config.max_num_seqs * config.parallel_config.data_parallel,
                        config.scheduler_config.max_waiting_requests)  # fmt: skip

@@ -69,7 +69,7 @@ def output_of(response: bytes) -> Output:
 
 
 def embedding_of(response: bytes) -> npt.NDArray[np.float32]:
-    """Return the embedding in a response with one embedding as base64: float32 [width]."""
+    """Returns the embedding in a response with one embedding as base64: float32 [width]."""
     [entry] = orjson.loads(response)["data"]
     return np.frombuffer(base64.b64decode(entry["embedding"]), "<f4").astype(np.float32)
 

@@ -23,7 +23,7 @@ _SKIPPED = ("logprobs", "top_logits", "logit_bias", "shown_token_ids", "keeps_hi
 
 
 def prompts_of(prompts: object) -> list[str | Sequence[int]]:
-    """Return the argument ``prompts`` as a list: one text, one list of token ids, or a list of these."""
+    """Returns the argument ``prompts`` as a list: one text, one list of token ids, or a list of these."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -34,7 +34,7 @@ def prompts_of(prompts: object) -> list[str | Sequence[int]]:
 
 
 def conversations_of(conversations: object) -> list[Sequence[Mapping[str, Any]]]:
-    """Return the argument ``conversations`` as a list: one list of messages, or several in a list."""
+    """Returns the argument ``conversations`` as a list: one list of messages, or several in a list."""
     if not isinstance(conversations, Sequence) or isinstance(conversations, str):
         raise _wrong("conversations", "a list of messages, or a list of such lists", conversations)
     if conversations and all(isinstance(each, Mapping) for each in conversations):
@@ -46,7 +46,7 @@ def bodies_of(
     name: str, inputs: Sequence[object], sampling: Sampling | Sequence[Sampling] | None, more: Mapping[str, Any],
     *, is_chat: bool,
 ) -> list[bytes]:
-    """Return the body of each call. ``name`` is the field of an input, ``more`` are fields of all calls.
+    """Returns the body of each call. ``name`` is the field of an input, ``more`` are fields of all calls.
 
     ``sampling`` applies to all inputs, or it is a list with one entry for each input. Raises RequestError.
     """
@@ -67,7 +67,7 @@ def bodies_of(
 
 
 def fields_of(sampling: Sampling | None, *, is_chat: bool) -> dict[str, Any]:
-    """Return sampling parameters as fields of the HTTP API. Raises RequestError for fields that are arguments."""
+    """Returns sampling parameters as fields of the HTTP API. Raises RequestError for fields that are arguments."""
     if sampling is None:
         return {}
     if isinstance(sampling, SamplingParams):

@@ -68,7 +68,7 @@ def _pass_scalar(reader: Reader, sink: Sink) -> Steps[bool]:
 
 
 def read_string(reader: Reader) -> Steps[str | None]:
-    """Read a JSON string. Returns its value, or None if no valid string follows."""
+    """Reads a JSON string. Returns its value, or None if no valid string follows."""
     pieces: list[str] = []
     if (yield from peek(reader)) != '"' or not (yield from pass_value(reader, pieces.append)):
         return None

@@ -59,7 +59,7 @@ def json_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def parameter_types(schema: Mapping[str, Any] | None) -> dict[str, frozenset[str]]:
-    """Return the JSON types of each parameter in the schema of a tool's arguments."""
+    """Returns the JSON types of each parameter in the schema of a tool's arguments."""
     root = schema or {}
     properties = root.get("properties")
     return {name: json_types(one, root) for name, one in properties.items()} if isinstance(properties, Mapping) else {}
@@ -72,7 +72,7 @@ def is_text(types: frozenset[str]) -> bool:
 
 
 def as_json(value: str, types: frozenset[str]) -> str:
-    """Return the value of a parameter as JSON text.
+    """Returns the value of a parameter as JSON text.
 
     If the value is JSON of an allowed type, it is returned unchanged. Otherwise it becomes a JSON string.
     """

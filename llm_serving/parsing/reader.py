@@ -61,7 +61,7 @@ class Reader:
             self.record.pop()
 
     def recorded(self) -> str:
-        """Return the recorded text and stop recording."""
+        """Returns the recorded text and stops recording."""
         text, self.record = "".join(self.record or ()), None
         return text
 
@@ -99,7 +99,7 @@ class Reader:
         self._gap = "\n"
 
     def begin_call(self, name: str) -> None:
-        """Begin a tool call."""
+        """Begins a tool call."""
         self._space = ""
         self._gap = SPACE
         self.record = None
@@ -108,17 +108,17 @@ class Reader:
             self._add(CallBegin(self.num_calls - 1, name))
 
     def arguments(self, text: str) -> None:
-        """Add arguments to the newest call."""
+        """Adds arguments to the newest call."""
         if text and self._is_kept:
             self._add(Arguments(self.num_calls - 1, text))
 
     def end_call(self) -> None:
-        """End the newest call."""
+        """Ends the newest call."""
         if self._is_kept:
             self._add(CallEnd(self.num_calls - 1))
 
     def finish(self) -> None:
-        """Add the white space at the end of the text, if the answer ends with content."""
+        """Adds the white space at the end of the text, if the answer ends with content."""
         if self._space:
             self._add(Content(self._space))
             self._space = ""

@@ -86,7 +86,7 @@ def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequenc
 
 
 def with_blocks(config: Config, num_blocks: int) -> Config:
-    """Return the config with another number of blocks."""
+    """Returns the config with another number of blocks."""
     return replace(config, pa_config=replace(config.pa_config, num_blocks=num_blocks))
 
 
@@ -100,7 +100,7 @@ def _needed_bytes(config: Config, machine: Machine) -> int:
 
 
 def _most_useful(config: Config) -> int:
-    """Return the maximum number of blocks that the server can use."""
+    """Returns the maximum number of blocks that the server can use."""
     limit = min(MAX_BLOCKS, MAX_CACHE_SLOTS // config.pa_config.block_size)
     if config.uses_prefix_cache:
         return limit
@@ -108,7 +108,7 @@ def _most_useful(config: Config) -> int:
 
 
 def _available_bytes(config: Config, machine: Machine, read_npus: Callable[[], Sequence[Chip]]) -> int:
-    """Return the free memory of the machine, or of the Ascend with the least free memory among the agents' devices."""
+    """Returns the free memory of the machine, or of the Ascend with the least free memory among the agents' devices."""
     if config.device == "CPU":
         return machine.available_bytes
     limit = config.context.max_device_memory_bytes

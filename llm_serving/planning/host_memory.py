@@ -47,7 +47,7 @@ def host_items(config: Config, processes: tuple[MemoryItem, ...]) -> tuple[Memor
 
 
 def too_little_host_memory(items: tuple[MemoryItem, ...], machine: Machine) -> str | None:
-    """Return an error text if the items do not fit the machine, otherwise None."""
+    """Returns an error text if the items do not fit the machine, otherwise None."""
     needed = sum(item.num_bytes for item in items)
     if needed <= machine.available_bytes:
         return None

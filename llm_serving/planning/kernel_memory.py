@@ -72,7 +72,7 @@ MASK_BYTES = 5
 
 
 def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem, ...]:
-    """Return the memory plan's items "kernel scratch" and "replays" for an agent on a CPU with ``num_cores`` cores."""
+    """Returns the memory plan's items "kernel scratch" and "replays" for an agent on a CPU with ``num_cores`` cores."""
     shape = local_shape(config.shape, config.shard(rank))
     threads = config.agent_threads(num_cores)
     basis = f"{threads} thread{'s' * (threads > 1)}, at most"
@@ -86,7 +86,7 @@ def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem,
 
 
 def most_replayed_tokens(max_tokens: int, max_seqs: int) -> int:
-    """Return the number of tokens in the largest step that is replayed with native operators.
+    """Returns the number of tokens in the largest step that is replayed with native operators.
 
     ``max_tokens`` is the maximum number of tokens in a step. ``max_seqs`` is the maximum number of sequences in a
     decode step.
@@ -137,7 +137,7 @@ def _widest(shape: ModelShape) -> int:
 
 
 def _row_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
-    """Return the bytes of inputs of linear layers and results of norms, for all threads of an operator."""
+    """Returns the bytes of inputs of linear layers and results of norms, for all threads of an operator."""
     tokens = config.max_num_batched_tokens
     own = tokens if num_threads == 1 else min(tokens, max(PIECE_ROWS, THREAD_ROWS * num_threads))
     others = (num_threads - 1) * min(tokens, PIECE_ROWS)
@@ -163,7 +163,7 @@ def _panel_bytes(shape: ModelShape) -> int:
 
 
 def _latent_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of a prompt's latent vectors in the layout that the kernel of latent attention reads."""
+    """Returns the bytes of a prompt's latent vectors in the layout that the kernel of latent attention reads."""
     if shape.latent is None:
         return 0
     keys = (config.max_model_len + 16) * shape.latent.cache_dim * config.dtype_bytes

@@ -26,7 +26,7 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        """Return the cores and the available memory of this machine.
+        """Returns the cores and the available memory of this machine.
 
         The available memory is the smaller of two numbers: the free memory of the machine, and the memory that the
         control group (cgroup) still permits.
@@ -42,7 +42,7 @@ class Machine:
 
 
 def process_seconds() -> float:
-    """Return the seconds since this process began."""
+    """Returns the seconds since this process began."""
     state = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
     start_ticks = int(state.rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
@@ -96,7 +96,7 @@ def _number(file: Path) -> int | None:
 
 
 def _droppable(file: Path) -> int:
-    """Return the bytes of inactive file cache from the file ``memory.stat``; 0 if it cannot be read."""
+    """Returns the bytes of inactive file cache from the file ``memory.stat``; 0 if it cannot be read."""
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except OSError:

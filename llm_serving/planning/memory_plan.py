@@ -107,7 +107,7 @@ class MemoryPlan:
     """
 
     def bytes_of(self, name: str) -> int:
-        """Return the bytes of the item with this name, or 0 if the plan has no item with this name."""
+        """Returns the bytes of the item with this name, or 0 if the plan has no item with this name."""
         return sum(each.num_bytes for each in self.items if each.name == name)
 
     @property
@@ -120,7 +120,7 @@ class MemoryPlan:
 
     @property
     def without_host_blocks(self) -> MemoryPlan:
-        """Return this plan without the item for the host pool."""
+        """Returns this plan without the item for the host pool."""
         return replace(
             self,
             items=_without(HOST_BLOCKS, self.items),
@@ -138,7 +138,7 @@ class MemoryPlan:
         return max((self.available_bytes - self.total_bytes) // block_bytes + self.num_blocks, 0)
 
     def table(self) -> str:
-        """Return the plan as text: a line for each item, the total and the available memory.
+        """Returns the plan as text: a line for each item, the total and the available memory.
 
         If there are several agents, agents with equal needs share a column.
         """
@@ -163,7 +163,7 @@ class MemoryPlan:
         return list(found.values())
 
     def _cells(self, name: str) -> list[str]:
-        """Return the sizes of one item as text, one for each list of ``_kinds``."""
+        """Returns the sizes of one item as text, one for each list of ``_kinds``."""
         sizes = [sum(item.num_bytes for item in self.ranks[ranks[0]] if item.name == name) for ranks in self._kinds()]
         return [format_bytes(size) if size else "-" for size in sizes]
 
@@ -181,7 +181,7 @@ def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
 
 
 def plan_node(config: Config, machine: Machine) -> MemoryPlan:
-    """Return the memory plan of one machine with agents.
+    """Returns the memory plan of one machine with agents.
 
     If the plan does not fit, raises MemoryPlanError with the largest setting that fits.
     """
@@ -217,7 +217,7 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
 
 
 def estimate_rank_memory(config: Config, rank: int, device: Machine) -> MemoryPlan:
-    """Return the memory plan of one agent that has its own device. ``config`` describes the whole deployment."""
+    """Returns the memory plan of one agent that has its own device. ``config`` describes the whole deployment."""
     items = device_items(config, rank)
     return _plan(config, items, [items], rank_kv_bytes_per_token(config, rank), device)
 
@@ -269,7 +269,7 @@ def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryIte
 
 
 def _draft_weights(config: Config, draft: DraftModel, weights: MemoryItem) -> MemoryItem:
-    """Return the item of the draft model's weights. ``weights`` is the item of its layers, embedding and output layer.
+    """Returns the item of the draft model's weights. ``weights`` is the item of its layers, embedding and output layer.
 
     A head (EAGLE-3 or MTP) uses the model's embedding. It has one or two more linear layers with joined inputs, and
     norms of these inputs.
@@ -301,7 +301,7 @@ def _state_items(config: Config, draft: DraftModel) -> tuple[MemoryItem, ...]:
 
 
 def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
-    """Return each item with the sum of its bytes over all agents. ``ranks`` has the items of each agent."""
+    """Returns each item with the sum of its bytes over all agents. ``ranks`` has the items of each agent."""
     return tuple(
         MemoryItem(lines[0].name, sum(line.num_bytes for line in lines), lines[0].basis)
         for lines in zip(*ranks, strict=True)
@@ -351,7 +351,7 @@ def _without(name: str, items: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    """Return the title of a column for ranks: ``agent 0``, ``agents 1-3`` or ``agents 1, 3, 5``."""
+    """Returns the title of a column for ranks: ``agent 0``, ``agents 1-3`` or ``agents 1, 3, 5``."""
     if len(ranks) == 1:
         return f"agent {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
@@ -360,13 +360,13 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Return one line of the table: the name at the left, right-aligned sizes, then the explanation."""
+    """Returns one line of the table: the name at the left, right-aligned sizes, then the explanation."""
     sizes = "  ".join(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True))
     return f"  {row[0].ljust(widths[0])}  {sizes}  {row[-1]}".rstrip()
 
 
 def advice(plan: MemoryPlan) -> str:
-    """Return the end of the error message for a plan that does not fit: a setting that fits, or which memory is short.
+    """Returns the end of the error message for a plan that does not fit: a setting that fits, or which memory is short.
 
     If the plan has host blocks, the text proposes fewer host blocks. Otherwise, it proposes fewer KV cache blocks.
     """

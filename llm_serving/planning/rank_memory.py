@@ -67,7 +67,7 @@ def rank_kv_bytes_per_token(config: Config, rank: int) -> int:
 
 
 def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the plan's items in the memory of a rank's device.
+    """Returns the plan's items in the memory of a rank's device.
 
     The sizes are those of the rank's part of the model. The explanation in ``basis`` describes the whole model.
     """
@@ -110,7 +110,7 @@ def _state_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
 
 
 def _gathered_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
-    """Return the item of the blocks that native operators gather from an int8 cache, one layer at a time."""
+    """Returns the item of the blocks that native operators gather from an int8 cache, one layer at a time."""
     if not config.gathers_blocks:
         return ()
     blocks = _most_gathered_blocks(config)
@@ -153,13 +153,13 @@ def _adapter_items(config: Config, shape: ModelShape, rank: int) -> tuple[Memory
 
 
 def shared_adapter_bytes(config: Config) -> int:
-    """Return the bytes of the adapters in shared memory, which all agents read."""
+    """Returns the bytes of the adapters in shared memory, which all agents read."""
     lora = config.lora_config
     return lora.max_adapters * largest_adapter(config.shape, lora.max_rank) * config.dtype_bytes
 
 
 def _image_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the items of a model that reads images: the encoder with its activations, the tiles, and decoding.
+    """Returns the items of a model that reads images: the encoder with its activations, the tiles, and decoding.
 
     Each agent of the first pipeline stage has an encoder. If these agents divide the vocabulary, each one also has the
     whole embedding. Pixels and decoding memory exist only once, and the plan counts them for rank 0.
@@ -203,7 +203,7 @@ def _rotary_bytes(shape: ModelShape, positions: int) -> int:
 
 
 def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the item of a rank's host memory for swapped sequences and KV tiers. Empty if both are off."""
+    """Returns the item of a rank's host memory for swapped sequences and KV tiers. Empty if both are off."""
     if config.num_pool_blocks == 0:
         return ()
     num_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size * config.num_pool_blocks
@@ -214,7 +214,7 @@ def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def hand_over_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Return the item of a rank's part of the hand-over pool, which all replicas share. Empty without roles."""
+    """Returns the item of a rank's part of the hand-over pool, which all replicas share. Empty without roles."""
     if not config.num_hand_over_blocks:
         return ()
     block_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size
@@ -224,7 +224,7 @@ def hand_over_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def _weight_bytes(config: Config, part: _Part) -> int:
-    """Return the bytes of a rank's weights: linear layers in the weight format, other weights in ``model_dtype``."""
+    """Returns the bytes of a rank's weights: linear layers in the weight format, other weights in ``model_dtype``."""
     shape, linear_format = part.shape, config.linear_format
     rows = len(part.shard.vocab) * shape.hidden_size
     whole_vocab = shape.vocab_size * shape.hidden_size
@@ -248,7 +248,7 @@ def _weight_bytes(config: Config, part: _Part) -> int:
 
 
 def linear_bytes(config: Config, count: int) -> int:
-    """Return the bytes of ``count`` parameters of linear layers in the weight format."""
+    """Returns the bytes of ``count`` parameters of linear layers in the weight format."""
     linear_format = config.linear_format
     if linear_format.is_float:
         return count * config.dtype_bytes
@@ -256,7 +256,7 @@ def linear_bytes(config: Config, count: int) -> int:
 
 
 def _output_stays_float(config: Config, part: _Part) -> bool:
-    """Return True if the output layer stays float although the linear layers are integers.
+    """Returns True if the output layer stays float although the linear layers are integers.
 
     This happens only with native operators. The output layer shares its weight with the embedding. Or the vocabulary is
     too large for the weight-only primitive. Or the last byte of packed integers would not be full.
@@ -276,7 +276,7 @@ def _weight_formats(config: Config) -> str:
 
 
 def activation_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of one layer's activations in the largest step. ``shape`` is the rank's part."""
+    """Returns the bytes of one layer's activations in the largest step. ``shape`` is the rank's part."""
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     attention = (query + 2 * key_value) + 2 * query
     if shape.latent is not None:
@@ -291,7 +291,7 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
-    """Return the number of elements of one token's activations in latent attention.
+    """Returns the number of elements of one token's activations in latent attention.
 
     The heads share three vectors: the result of the first linear layer, the latent vector of the queries, and the
     queries. In addition, each head has two vectors as wide as a row of the KV cache, and a result. These two are a
@@ -304,7 +304,7 @@ def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
 
 
 def _expert_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the experts' activations; 0 without experts. Each row of a matrix belongs to one expert.
+    """Returns the bytes of the experts' activations; 0 without experts. Each row of a matrix belongs to one expert.
 
     Fused operators compute ``EXPERT_PIECE_ROWS`` rows at a time. They store the inputs, the product of gate and up, and
     float32 outputs. Native operators compute all rows at the same time. They also store gate and up, and in int8 the
@@ -325,7 +325,7 @@ def _expert_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _logit_bytes(config: Config, part: _Part) -> int:
-    """Return the bytes of a rank's logits.
+    """Returns the bytes of a rank's logits.
 
     Fused operators: the rank that samples has logits of the whole vocabulary, and other ranks have logits of their
     part. Native operators: each rank has its part of the logits in ``model_dtype``, and the gathered logits of all
@@ -343,7 +343,7 @@ def _logit_bytes(config: Config, part: _Part) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a size with a unit that leaves one to four digits: ``512 B``, ``1.5 MiB``, ``12.6 GiB``."""
+    """Returns a size with a unit that leaves one to four digits: ``512 B``, ``1.5 MiB``, ``12.6 GiB``."""
     if num_bytes < 1024:
         return f"{num_bytes} B"
     size, unit = num_bytes / 1024, "KiB"
@@ -355,7 +355,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(count: int) -> str:
-    """Return a number of parameters as text: ``6.74 B``, ``3.7 M``."""
+    """Returns a number of parameters as text: ``6.74 B``, ``3.7 M``."""
     for size, unit, digits in ((10**9, "B", 2), (10**6, "M", 1), (10**3, "K", 1)):
         if count >= size:
             return f"{count / size:.{digits}f} {unit} parameters"

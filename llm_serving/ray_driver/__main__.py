@@ -14,7 +14,7 @@ from llm_serving.errors import ProtocolError
 
 
 def main() -> int:
-    """Run the driver until the server closes its connection or ends. Returns the exit code."""
+    """Runs the driver until the server closes its connection or ends. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m llm_serving.ray_driver", description="Places nodes with Ray.")
     parser.add_argument("--pipe-fd", type=int, required=True, help="pipe that closes when the server ends")
     parser.add_argument("--socket-fd", type=int, required=True, help="socket that is connected to the server")

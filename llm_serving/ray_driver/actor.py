@@ -39,7 +39,7 @@ class HostActor:
         return line.split()[1]
 
     def wait(self) -> str:
-        """Wait until the node ends. Returns how it ended."""
+        """Waits until the node ends. Returns how it ended."""
         assert self._process is not None
         code = self._process.wait()
         return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -81,7 +81,7 @@ class RayDriver:
         self._said_waiting = -1
 
     def run(self) -> None:
-        """Place nodes until the server closes the connection. Then ends all nodes."""
+        """Places nodes until the server closes the connection. Then ends all nodes."""
         self._channel.set_timeout(None)
         try:
             while self._placement is None:
@@ -128,7 +128,7 @@ class RayDriver:
             self._channel.set_timeout(0.0)
 
     def _place_missing(self) -> None:
-        """Ask Ray for a placement group for each seat without a node."""
+        """Asks Ray for a placement group for each seat without a node."""
         assert self._placement is not None
         now = time.monotonic()
         for seat in self._seats:
@@ -138,7 +138,7 @@ class RayDriver:
                 seat.node = _Node(name, group, group.ready())
 
     def _wait(self) -> None:
-        """Wait a short time for changes, and handle them."""
+        """Waits a short time for changes, and handles them."""
         seats = {seat.node.waits_for: seat for seat in self._seats if seat.node is not None}
         if not seats:
             time.sleep(POLL_S)
@@ -188,7 +188,7 @@ class RayDriver:
         seat.lose()
 
     def _say_waiting(self) -> None:
-        """Report how many nodes wait for resources, if the number has changed."""
+        """Reports how many nodes wait for resources, if the number has changed."""
         waiting = sum(seat.node is not None and seat.node.actor is None for seat in self._seats)
         if waiting != self._said_waiting:
             self._said_waiting = waiting

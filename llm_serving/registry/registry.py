@@ -96,7 +96,7 @@ class ModelRegistry(Generic[V]):
         return any(model.name == name for model in self.models)
 
     def statuses(self) -> list[ModelStatus]:
-        """Return the state of each model."""
+        """Returns the state of each model."""
         return [model.status() for model in self.models]
 
     def begin(self) -> None:
@@ -111,7 +111,7 @@ class ModelRegistry(Generic[V]):
             self._transitions.keep(self._unload_idle(self._idle_unload_s))
 
     async def close(self) -> None:
-        """End all models."""
+        """Ends all models."""
         await self._transitions.close()
 
     async def acquire(self, model: ServedModel[V], deadline_s: float | None = None) -> Lease[V]:

@@ -39,7 +39,7 @@ class StepComposer(Stateful):
         *,
         waits_for_prefill: bool = False,
     ) -> None:
-        """Create the composer. ``preempt`` preempts a sequence.
+        """Creates the composer. ``preempt`` preempts a sequence.
 
         With ``waits_for_prefill``, a sequence decodes only after its prefill has completed. This is needed if the agent
         runs queued decode steps before queued prefill steps.

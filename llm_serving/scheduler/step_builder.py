@@ -21,7 +21,7 @@ class ChunkPlan:
     """
 
     def __init__(self, limits: SchedulerLimits, num_tokens: int, num_history_tokens: int = 0) -> None:
-        """Create an empty plan. ``num_tokens``: maximum number of prompt tokens in the step.
+        """Creates an empty plan. ``num_tokens``: maximum number of prompt tokens in the step.
 
         ``num_history_tokens``: total length of the token histories that the step's decoding sequences send to the
         sampler, for penalties.

@@ -45,7 +45,7 @@ class Canary:
         self._expected: tuple[int, ...] | None = None
 
     async def run(self) -> None:
-        """Run the prompt now, and then after each interval or when the engine asks for it. Never returns.
+        """Runs the prompt now, and then after each interval or when the engine asks for it. Never returns.
 
         A server that gives its nodes back while it is idle runs the prompt only after each start of agents. With
         regular runs, the server would not become idle.
@@ -86,7 +86,7 @@ class Canary:
             self._engine.distrust(replica, reason)
 
     async def _tokens(self) -> tuple[tuple[int, ...] | None, int]:
-        """Run the prompt once. Returns its output tokens and the number of the replica that ran it.
+        """Runs the prompt once. Returns its output tokens and the number of the replica that ran it.
 
         The tokens are None if the logits are not finite. Raises LLMServingError if the run was refused or failed.
         """

@@ -43,7 +43,7 @@ def create_app(
     tracing: Tracing | None = None,
     batches: BatchStore | None = None,
 ) -> ServerApp:
-    """Make the ASGI application that serves ``engine``. ``metrics`` reads its gauges from the engine's status.
+    """Makes the ASGI application that serves ``engine``. ``metrics`` reads its gauges from the engine's status.
 
     Each optional part is off if it is None. Without ``access``, every client may send requests. Without ``tracing``, no
     request is traced. Without ``batches``, requests about files and batches are refused.
@@ -61,7 +61,7 @@ def create_app(
 
 
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:
-    """Return two applications for two listeners: one without the administration endpoints, and one with only these.
+    """Returns two applications for two listeners: one without the administration endpoints, and one with only these.
 
     Both also serve the health endpoints and the files of the web pages.
     """
@@ -156,7 +156,7 @@ class _Route:
 
 
 def _note_response(state: ServerState, scope: Scope, route: str, status: int) -> None:
-    """Count a response, and note it for the audit log. ``route`` is the path of an endpoint, or ``unmatched``."""
+    """Counts a response, and notes it for the audit log. ``route`` is the path of an endpoint, or ``unmatched``."""
     state.metrics.http_response(route, status)
     visit: Visit | None = scope.get(VISIT)
     if visit is not None:

@@ -55,7 +55,7 @@ class ErrorReply:
     """Whether the member ``error`` is the message, as in KServe's protocol. The other members are next to it."""
 
     def body(self) -> bytes:
-        """Return the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API.
+        """Returns the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API.
 
         In Anthropic's API, ``type`` has other values, and the member ``"type": "error"`` is next to ``error``. In
         KServe's protocol, ``error`` is the message.
@@ -70,7 +70,7 @@ class ErrorReply:
         return orjson.dumps({"type": "error", "error": error})
 
     def response(self, request_id: str | None = None) -> Response:
-        """Return the response. ``request_id`` shows the client which lines of the log have the details."""
+        """Returns the response. ``request_id`` shows the client which lines of the log have the details."""
         named = {} if request_id is None else {"X-Request-Id": request_id}
         return Response(self.body(), self.status, {**self.headers, **named}, "application/json")
 
@@ -89,7 +89,7 @@ _ANTHROPIC_TYPES = {
 
 
 def has_anthropic_errors(path: str) -> bool:
-    """Return whether the errors of a URL's path have the form of Anthropic's API."""
+    """Returns whether the errors of a URL's path have the form of Anthropic's API."""
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
@@ -98,12 +98,12 @@ KSERVE_MODELS = "/v2/models/"
 
 
 def has_kserve_errors(path: str) -> bool:
-    """Return whether the errors of a URL's path have the form of KServe's protocol."""
+    """Returns whether the errors of a URL's path have the form of KServe's protocol."""
     return path in KSERVE_PATHS or path.startswith(KSERVE_MODELS)
 
 
 def error_reply(error: Exception, path: str = "") -> ErrorReply:
-    """Return the HTTP response for an exception. For a failure of the server, the text comes from ``FAILURE_TEXTS``.
+    """Returns the HTTP response for an exception. For a failure of the server, the text comes from ``FAILURE_TEXTS``.
 
     ``path`` is the path of the URL, which determines the form of the body.
     """
@@ -134,7 +134,7 @@ def _reply(error: Exception) -> ErrorReply:
 
 
 def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str, request_id: str | None) -> None:
-    """Log the details of a failure, which the client does not get. ``where`` is the URL's path.
+    """Logs the details of a failure, which the client does not get. ``where`` is the URL's path.
 
     ``request_id`` is the id of the response, or None if the body was not read.
 

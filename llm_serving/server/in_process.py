@@ -35,7 +35,7 @@ async def call_handler(
     headers: Sequence[tuple[bytes, bytes]] = (),
     more: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Call ``handler`` with a POST of the JSON ``body`` and return the body of its response.
+    """Calls ``handler`` with a POST of the JSON ``body`` and returns the body of its response.
 
     ``path`` is the path of the endpoint. ``headers`` are further headers, with names in lower case. ``more`` are
     further members of the ASGI scope, for example the ``Visit`` of an API key. If the request asks for a stream, the
@@ -73,7 +73,7 @@ class _Exchange:
         self.parts: list[bytes] = []
 
     async def receive(self) -> Message:
-        """Return the body. Further calls wait until they are cancelled, because there is no connection to close."""
+        """Returns the body. Further calls wait until they are cancelled, because there is no connection to close."""
         if self._body is None:
             await asyncio.get_running_loop().create_future()
         body, self._body = self._body, None

@@ -41,7 +41,7 @@ _NAMES = {"401": "Unauthorized", "403": "Forbidden", "429": "TooManyRequests"}
 
 
 def components(error_ref: str, *, has_keys: bool) -> dict[str, Any]:
-    """Return the members of ``components`` in the OpenAPI document.
+    """Returns the members of ``components`` in the OpenAPI document.
 
     These are the responses to refused requests and, if the server has keys, the security scheme. ``error_ref`` is the
     reference to ``ERROR_SCHEMA`` in the document.
@@ -83,12 +83,12 @@ def components(error_ref: str, *, has_keys: bool) -> dict[str, Any]:
 
 
 def security(*, has_keys: bool) -> dict[str, Any]:
-    """Return the member ``security`` of the document. Empty if the server has no keys."""
+    """Returns the member ``security`` of the document. Empty if the server has no keys."""
     return {"security": [{SCHEME: []}, {HEADER_SCHEME: []}]} if has_keys else {}
 
 
 def of_operation(path: str, *, generates: bool, has_keys: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two parts of an operation in the OpenAPI document: its responses to refused requests, and its
+    """Returns two parts of an operation in the OpenAPI document: its responses to refused requests, and its
     ``security``.
 
     ``generates`` is True if the operation passes requests to the engine's queue.

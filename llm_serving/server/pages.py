@@ -65,7 +65,7 @@ async def _docs(state: ServerState, request: Request) -> Response:
 
 
 async def _off_the_loop(make: Callable[..., _T], *arguments: object) -> _T:
-    """Call a function in a thread, because the document takes tens of milliseconds."""
+    """Calls a function in a thread, because the document takes tens of milliseconds."""
     return await asyncio.get_running_loop().run_in_executor(None, make, *arguments)
 
 
@@ -82,7 +82,7 @@ async def _static_file(state: ServerState, request: Request) -> Response:
 
 
 def _file(path: str, request: Request) -> Response:
-    """Return a file of the web pages, or 304 if the browser has it already."""
+    """Returns a file of the web pages, or 304 if the browser has it already."""
     file = static_files().get(path)
     if file is None:
         raise HTTPException(404, f"The web pages have no file {clip(path)}.")
@@ -102,7 +102,7 @@ ENDPOINTS = (
 
 
 def content_security_policy(page: str) -> str:
-    """Return the Content-Security-Policy of ``page``. It forbids scripts, and allows only the styles of the page."""
+    """Returns the Content-Security-Policy of ``page``. It forbids scripts, and allows only the styles of the page."""
     styles = _hashes(re.findall(r"<style>(.*?)</style>", page, re.DOTALL))
     return (
         f"default-src 'none'; style-src {styles}; img-src data:; "
@@ -141,7 +141,7 @@ def _docs_response(state: ServerState, base_url: str) -> Response:
 
 
 def openapi_document(endpoints: Sequence[Endpoint], version: str, *, has_keys: bool = False) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of the endpoints. ``has_keys``: clients need an API key."""
+    """Returns the OpenAPI 3.1 document of the endpoints. ``has_keys``: clients need an API key."""
     bodies = list(dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None))
     names, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
     paths: dict[str, dict[str, Any]] = {}
@@ -202,7 +202,7 @@ def _operation(endpoint: Endpoint, path: str, schema: dict[str, Any] | None, has
 
 
 def _docs_body(document: dict[str, Any], endpoints: Sequence[Endpoint], base_url: str) -> str:
-    """Return the OpenAPI document as the HTML body of ``/docs``, without scripts."""
+    """Returns the OpenAPI document as the HTML body of ``/docs``, without scripts."""
     schemas = document["components"]["schemas"]
     sections = [_section(endpoint, schemas, base_url) for endpoint in endpoints if endpoint.in_docs]
     shown = {e.body.__name__ for e in endpoints if e.body} | {"Error", "AnthropicError", "KServeError"}
@@ -234,7 +234,7 @@ def _curl(endpoint: Endpoint, path: str, base_url: str) -> str:
 
 
 def _fields(schema: dict[str, Any]) -> str:
-    """Return an HTML table of the members of a JSON schema's object, required members first."""
+    """Returns an HTML table of the members of a JSON schema's object, required members first."""
     required = set(schema.get("required", ()))
     rows = []
     for name, member in sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required):
@@ -245,7 +245,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(member: dict[str, Any]) -> str:
-    """Return the type of a JSON schema as short HTML text, with its range."""
+    """Returns the type of a JSON schema as short HTML text, with its range."""
     if "anyOf" in member:
         kinds = [_type(option) for option in member["anyOf"] if option.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))

@@ -52,7 +52,7 @@ async def serve(
     tls: ServerTls | None = None,
     others: Sequence[Listener] = (),
 ) -> None:
-    """Serve HTTP on ``sock`` until ``stop`` is set. The socket must be bound and listening. It is closed at the end.
+    """Serves HTTP on ``sock`` until ``stop`` is set. The socket must be bound and listening. It is closed at the end.
 
     With ``tls``, connections to ``sock`` are encrypted. ``others`` are further listeners. All listeners together have
     one limit of connections.

@@ -167,7 +167,7 @@ class ServerSettings:
 
 
 def _host_names(server_ip: str, allow_remote: bool, allowed: Sequence[str]) -> frozenset[str]:
-    """Return the host names by which clients may address the server.
+    """Returns the host names by which clients may address the server.
 
     If other machines can connect, the result includes the name of this machine.
     """
@@ -256,7 +256,7 @@ class ServerState:
         return self._format[1]
 
     def check_queue(self, tenant: str) -> None:
-        """Raise QueueFullError if the queue is full for ``tenant``. Call this method before the body is read.
+        """Raises QueueFullError if the queue is full for ``tenant``. Call this method before the body is read.
 
         If the server has several models, this method does nothing, because the body names the model. ``models.served``
         then checks the queue of that model.
@@ -265,7 +265,7 @@ class ServerState:
             self.refuse_if_full(tenant)
 
     def refuse_if_full(self, tenant: str) -> None:
-        """Raise QueueFullError if the queue of this model is full for ``tenant``."""
+        """Raises QueueFullError if the queue of this model is full for ``tenant``."""
         full = self.engine.queue_full(tenant)
         if full is not None:
             self.log.event("request_refused", code=full.code, message=str(full))
@@ -275,12 +275,12 @@ class ServerState:
                 del full  # breaks a reference cycle: the error's traceback refers to this frame
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless ``name`` is None or names a model or an adapter of this server."""
+        """Raises ModelNotFoundError unless ``name`` is None or names a model or an adapter of this server."""
         if self.models is None or self.models.find(name) is None:
             self.find_adapter(name)
 
     def find_adapter(self, name: str | None) -> Adapter | None:
-        """Return the LoRA adapter ``name`` of this model. If ``name`` is None or the name of this model, returns None.
+        """Returns the LoRA adapter ``name`` of this model. If ``name`` is None or the name of this model, returns None.
 
         Raises ModelNotFoundError for any other name.
         """
@@ -292,7 +292,7 @@ class ServerState:
         return adapter
 
     def unknown_model(self, name: str) -> ModelNotFoundError:
-        """Return the error for a request that names a model which the server does not have."""
+        """Returns the error for a request that names a model which the server does not have."""
         names = [self.engine.model_name] if self.models is None else [model.name for model in self.models.models]
         served = ", ".join(short(each) for each in names)
         adapters = " and its loaded adapters" if self.engine.adapters.max_adapters else ""
@@ -301,12 +301,12 @@ class ServerState:
         )
 
     def check_running(self) -> None:
-        """Raise UnavailableError while the server stops."""
+        """Raises UnavailableError while the server stops."""
         if self.active.stopping:
             raise UnavailableError("The server is stopping.", "stopping")
 
     def check_ready(self) -> None:
-        """Raise UnavailableError while the server cannot serve requests."""
+        """Raises UnavailableError while the server cannot serve requests."""
         self.check_running()
         state = self.engine.state
         if state != "ready":

@@ -44,7 +44,7 @@ class Session:
 
 
 def session_salt(nonce: bytes) -> bytes:
-    """Return the salt of the prefix cache for a request of a session that was imported with ``nonce``.
+    """Returns the salt of the prefix cache for a request of a session that was imported with ``nonce``.
 
     The blocks of a file may be wrong. With a unique salt, wrong blocks can change only the texts of this session.
     """
@@ -80,15 +80,15 @@ class SessionBook:
         return self._num_bytes
 
     def find(self, tenant: str, session_id: str) -> Session | None:
-        """Return a session of a tenant, or None."""
+        """Returns a session of a tenant, or None."""
         return self._sessions.get((tenant, session_id))
 
     def of_tenant(self, tenant: str) -> list[Session]:
-        """Return the sessions of a tenant, the latest first."""
+        """Returns the sessions of a tenant, the latest first."""
         return [session for (owner, _), session in reversed(self._sessions.items()) if owner == tenant]
 
     def put(self, tenant: str, session: Session) -> None:
-        """Add or replace a session.
+        """Adds or replaces a session.
 
         If the tenant has too many sessions, drops the tenant's oldest one. Then drops the oldest sessions of all
         tenants until their tokens are within the limit.
@@ -103,7 +103,7 @@ class SessionBook:
             self.remove(*next(iter(self._sessions)))
 
     def remove(self, tenant: str, session_id: str) -> bool:
-        """Forget a session. Returns False if the tenant has no session with this id."""
+        """Forgets a session. Returns False if the tenant has no session with this id."""
         session = self._sessions.pop((tenant, session_id), None)
         if session is None:
             return False

@@ -128,7 +128,7 @@ class SessionImport:
         return True
 
     def finish(self) -> ImportResult:
-        """Return the result. Raises InvalidSessionError if the file is cut off."""
+        """Returns the result. Raises InvalidSessionError if the file is cut off."""
         result = self.result
         if result is None or not (self._reader.is_complete or result.differences):
             raise InvalidSessionError("The session file is cut off.")
@@ -165,7 +165,7 @@ class SessionImport:
         self._room = await self._transfers.max_guests()
 
     def _checked(self, head: Head) -> Manifest:
-        """Return the manifest. Raises SessionMismatchError if the file is of a model with other sizes."""
+        """Returns the manifest. Raises SessionMismatchError if the file is of a model with other sizes."""
         manifest, ours = head.manifest, self._identity.facts
         names = _FACTS_OF_THE_MODEL
         found = differences_of(

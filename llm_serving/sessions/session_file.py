@@ -68,7 +68,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Return the manifest of a file. Raises InvalidSessionError."""
+        """Returns the manifest of a file. Raises InvalidSessionError."""
         try:
             values = json.loads(data)
             manifest = cls(
@@ -87,7 +87,7 @@ class Manifest:
 
 
 def chain_of(tokens: bytes, block_size: int, root: bytes, count: int) -> list[BlockKey]:
-    """Return the keys of the first ``count`` blocks of a conversation. ``tokens`` are packed as int32."""
+    """Returns the keys of the first ``count`` blocks of a conversation. ``tokens`` are packed as int32."""
     size, parent, keys = block_size * TOKEN_BYTES, root, list[BlockKey]()
     for start in range(0, count * size, size):
         content = tokens[start : start + size]
@@ -104,7 +104,7 @@ def num_blocks_of(num_tokens: int, block_size: int) -> int:
 
 
 def encode_head(manifest: Manifest, tokens: bytes) -> bytes:
-    """Return the beginning of a file, up to the tokens."""
+    """Returns the beginning of a file, up to the tokens."""
     data = manifest.encode()
     return b"".join((MAGIC, _PAIR.pack(len(data), zlib.crc32(data)), data, _U32.pack(zlib.crc32(tokens)), tokens))
 
@@ -116,7 +116,7 @@ def encode_block(manifest: Manifest, key: BlockKey, content: bytes) -> bytes:
 
 
 def encode_end(manifest: Manifest, num_blocks: int) -> bytes:
-    """Return the end of a file with ``num_blocks`` blocks."""
+    """Returns the end of a file with ``num_blocks`` blocks."""
     return _U32.pack(0) + _U32.pack(num_blocks) + _U32.pack(_end_checksum(manifest.encode(), num_blocks))
 
 
@@ -208,7 +208,7 @@ class SessionReader:
 
 
 def content_of(manifest: Manifest, key: BlockKey, record: bytes) -> bytes:
-    """Return the content of a block. Raises InvalidSessionError if the record is not this block or is damaged."""
+    """Returns the content of a block. Raises InvalidSessionError if the record is not this block or is damaged."""
     content = decode_content(record, manifest.namespace, key)
     if content is None:
         raise InvalidSessionError("A block of the session file is damaged, or it is not the block of its place.")

@@ -47,7 +47,7 @@ class Comparison:
     """For each of the latest answers: the candidate's time divided by the main model's time."""
 
     def add(self, main: ScoredAnswer, candidate: ScoredAnswer) -> None:
-        """Count an answer that both models have scored."""
+        """Counts an answer that both models have scored."""
         for ours, theirs in zip(main.logits, candidate.logits, strict=True):
             self.agreeing += ours.top[0][0] == theirs.top[0][0]
             self.main_loss -= ours.logprob
@@ -77,7 +77,7 @@ class Comparison:
         return ordered[len(ordered) // 2] if ordered else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures."""
+        """Returns all figures."""
         tokens = max(1, self.tokens)
         return {
             "answers": self.answers,

@@ -71,11 +71,11 @@ class ShadowRunner:
         self._recommended = "wait"
 
     def start(self) -> None:
-        """Begin to compare. Call this method on the event loop."""
+        """Begins to compare. Call this method on the event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """End the comparison."""
+        """Ends the comparison."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -97,11 +97,11 @@ class ShadowRunner:
         self._arrived.set()
 
     def reset(self) -> None:
-        """Forget all comparisons."""
+        """Forgets all comparisons."""
         self.comparison, self.counts, self._recommended = Comparison(), Counter(), "wait"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures and the recommendation."""
+        """Returns the figures and the recommendation."""
         verdict, reasons = recommendation(self.comparison, self.config)
         return {
             "object": "shadow",
@@ -171,7 +171,7 @@ class ShadowRunner:
         return None
 
     def _begin_with(self, numbers: tuple[int, int]) -> None:
-        """Forget the comparisons if a reload has replaced one of the models."""
+        """Forgets the comparisons if a reload has replaced one of the models."""
         if self._versions not in (None, numbers):
             self.reset()
         self._versions = numbers

@@ -37,7 +37,7 @@ def answer_of(request: Request) -> ServedAnswer:
 
 
 async def score(engine: AsyncEngine, answer: ServedAnswer) -> ScoredAnswer:
-    """Return the score of an answer. Cancel the call to abort it.
+    """Returns the score of an answer. Cancel the call to abort it.
 
     Raises RequestError if the prompt has images, or if the engine refuses it, for example because it is too long.
     Raises EngineFailedError.

@@ -17,7 +17,7 @@ class LineLimit:
         """Number of lines that were not admitted since the last report by ``take_suppressed``."""
 
     def admits(self, now: float) -> bool:
-        """Return whether a line may be written at the time ``now``, in seconds. Counts the line."""
+        """Returns whether a line may be written at the time ``now``, in seconds. Counts the line."""
         if not 0 <= now - self._second < 1.0:
             self._second, self._admitted = now, 0
         if self._admitted < self._per_second:

@@ -91,7 +91,7 @@ class EventLog:
         return 0 if self._file is None else self._file.lost_lines
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
-        """Write one event as a line. ``fields`` may have any values; values that JSON does not know become text."""
+        """Writes one event as a line. ``fields`` may have any values; values that JSON does not know become text."""
         rank = LEVELS.get(level, LEVELS["info"])
         if rank < self._threshold:
             return
@@ -119,7 +119,7 @@ class EventLog:
         self.event(event, level="error", message=message, **fields)
 
     def close(self) -> None:
-        """Close the file. Later events only go to standard error. May be called twice."""
+        """Closes the file. Later events only go to standard error. May be called twice."""
         if self._has_suppressed:
             self._admit("", float("inf"))
         if self._file is not None:
@@ -134,7 +134,7 @@ class EventLog:
         self.close()
 
     def _admit(self, name: str, now: float) -> bool:
-        """Return whether a line of the event ``name`` may be written at the time ``now``.
+        """Returns whether a line of the event ``name`` may be written at the time ``now``.
 
         Also logs how many lines of each event were suppressed in the last second.
         """
@@ -162,7 +162,7 @@ def _open(path: Path, losses: LossReports, rotation: Rotation | None) -> LogFile
 
 
 def encode_line(record: Mapping[str, object], max_bytes: int = MAX_LINE_BYTES) -> bytes:
-    """Return ``record`` as a line of JSON with at most ``max_bytes`` bytes. Long values are cut if necessary."""
+    """Returns ``record`` as a line of JSON with at most ``max_bytes`` bytes. Long values are cut if necessary."""
     line = _encode(record)
     if len(line) > max_bytes:
         size = len(line)
@@ -174,7 +174,7 @@ def encode_line(record: Mapping[str, object], max_bytes: int = MAX_LINE_BYTES) -
 
 
 def readable(record: Mapping[str, object]) -> str:
-    """Return ``record`` as text: time, level, event, message, then the fields. A traceback has its own lines."""
+    """Returns ``record`` as text: time, level, event, message, then the fields. A traceback has its own lines."""
     fields = dict(record)
     stamp = fields.pop("time", 0.0)
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp if isinstance(stamp, float) else 0.0))
@@ -191,7 +191,7 @@ def readable(record: Mapping[str, object]) -> str:
 
 
 def report_on_stderr(text: str) -> None:
-    """Write ``text`` to standard error. It is dropped if standard error is closed or a full pipe."""
+    """Writes ``text`` to standard error. It is dropped if standard error is closed or a full pipe."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) > MIRROR_BYTES:
         data = data[:MIRROR_HEAD_BYTES] + b"\n    ... more in the log ...\n" + data[-MIRROR_TAIL_BYTES:]
@@ -204,7 +204,7 @@ def report_on_stderr(text: str) -> None:
 
 
 def _takes_output(stream: TextIO) -> bool:
-    """Return True if a write to ``stream`` of at most PIPE_BUF bytes would not wait."""
+    """Returns True if a write to ``stream`` of at most PIPE_BUF bytes would not wait."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):  # the stream is not a file, so a write does not wait
@@ -236,7 +236,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_encode_unknown)
 
 
 def _plain(value: object, depth: int) -> object:
-    """Return ``value`` in types that JSON can always encode."""
+    """Returns ``value`` in types that JSON can always encode."""
     if value is None or isinstance(value, bool | int | float):
         return value if type(value) in (bool, int, float, type(None)) else _text(value)
     if isinstance(value, str):
@@ -249,7 +249,7 @@ def _plain(value: object, depth: int) -> object:
 
 
 def _shorten(value: object) -> object:
-    """Return ``value`` if it is short, otherwise its beginning as text."""
+    """Returns ``value`` if it is short, otherwise its beginning as text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     text = value if isinstance(value, str) else _text(value)
@@ -259,7 +259,7 @@ def _shorten(value: object) -> object:
 
 
 def _text(value: object) -> str:
-    """Return ``str(value)`` without control characters, which a terminal would execute. Never raises."""
+    """Returns ``str(value)`` without control characters, which a terminal would execute. Never raises."""
     try:
         text = str(_encode_unknown(value))
     except Exception as error:
@@ -268,7 +268,7 @@ def _text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters escaped, except newlines and tabs. A terminal would execute them."""
+    """Returns ``text`` with control characters escaped, except newlines and tabs. A terminal would execute them."""
     if text.isprintable():
         return text
     return "".join(

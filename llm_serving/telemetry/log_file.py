@@ -56,12 +56,12 @@ class DroppedLines:
         self._counts = {"lost": 0, "suppressed": 0}
 
     def add(self, reason: str) -> None:
-        """Count a line: ``lost`` because it could not be written, or ``suppressed`` by a limit."""
+        """Counts a line: ``lost`` because it could not be written, or ``suppressed`` by a limit."""
         with self._lock:
             self._counts[reason] += 1
 
     def counts(self) -> dict[str, int]:
-        """Return the number of lines for each reason."""
+        """Returns the number of lines for each reason."""
         with self._lock:
             return dict(self._counts)
 
@@ -71,7 +71,7 @@ _open_files: weakref.WeakSet[LogFile] = weakref.WeakSet()
 
 
 def reopen_all() -> None:
-    """Open every log file of this process again, as after a rotation by another program."""
+    """Opens every log file of this process again, as after a rotation by another program."""
     for file in list(_open_files):
         file.reopen()
 
@@ -98,7 +98,7 @@ class LogFile:
         _open_files.add(self)
 
     def write(self, line: bytes) -> None:
-        """Append a line, or several, in one write."""
+        """Appends a line, or several, in one write."""
         with self._lock:
             if self._descriptor < 0:
                 self._lose()
@@ -121,13 +121,13 @@ class LogFile:
             self._torn = self._unreported = False
 
     def reopen(self) -> None:
-        """Close the file and open the path again. If the path cannot be opened, keep the open file."""
+        """Closes the file and opens the path again. If the path cannot be opened, keeps the open file."""
         with self._lock:
             if self._descriptor >= 0:
                 self._replace_descriptor()
 
     def close(self) -> None:
-        """Close the file. Later lines are lost. May be called twice."""
+        """Closes the file. Later lines are lost. May be called twice."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
@@ -135,7 +135,7 @@ class LogFile:
             _open_files.discard(self)
 
     def _follow(self, num_bytes: int) -> None:
-        """Open the path again if the file there was moved, replaced or deleted.
+        """Opens the path again if the file there was moved, replaced or deleted.
 
         Rotate the file if it would become too large.
         """
@@ -152,7 +152,7 @@ class LogFile:
             self._rotate()
 
     def _rotate(self) -> None:
-        """Rename the files, the oldest first. On an error the present file stays in use, and grows."""
+        """Renames the files, the oldest first. On an error the present file stays in use, and grows."""
         names = [self.path, *(Path(f"{self.path}.{number}") for number in range(1, self._rotation.keep_files + 1))]
         with contextlib.suppress(OSError):
             if len(names) == 1:
@@ -186,7 +186,7 @@ class LogFile:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Open a file for appending. Returns its descriptor, and whether the file ends inside a line."""
+    """Opens a file for appending. Returns its descriptor, and whether the file ends inside a line."""
     torn = False
     if path.is_file() and path.stat().st_size > 0:
         with path.open("rb") as file:

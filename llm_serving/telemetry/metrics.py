@@ -195,13 +195,13 @@ class Metrics:
         self._step = {kind: (step.labels(kind), size.labels(kind), tokens.labels(kind)) for kind in kinds}
 
     def bind(self, status: Callable[[], EngineStatus]) -> None:
-        """Set the function that returns the engine's status. Gauges are read from the status at each scrape."""
+        """Sets the function that returns the engine's status. Gauges are read from the status at each scrape."""
         self._present.status = status
 
     # The engine calls the following methods.
 
     def step(self, step: ScheduledStep, result: StepResult, seconds: float, detokenise_seconds: float) -> None:
-        """Count a step whose result arrived ``seconds`` after the step was sent.
+        """Counts a step whose result arrived ``seconds`` after the step was sent.
 
         ``detokenise_seconds`` is the time in which its tokens became text.
         """
@@ -227,19 +227,19 @@ class Metrics:
             self._fetched_bytes.inc(result.fetched_bytes)
 
     def sequences_not_finite(self, count: int) -> None:
-        """Count sequences that ended because their logits were not finite."""
+        """Counts sequences that ended because their logits were not finite."""
         self._not_finite.inc(count)
 
     def self_check(self, check: str, result: str) -> None:
-        """Count a self-check (``row``, ``canary`` or ``logits``) that ended: ``passed``, ``failed`` or ``skipped``."""
+        """Counts a self-check (``row``, ``canary`` or ``logits``) that ended: ``passed``, ``failed`` or ``skipped``."""
         self._self_checks[check, result].inc()
 
     def first_token(self, seconds: float) -> None:
-        """Observe the time from a request's arrival until its first output was written to the socket."""
+        """Observes the time from a request's arrival until its first output was written to the socket."""
         self._ttft.observe(seconds)
 
     def request_end(self, output: RequestOutput, reason: FinishReason, timings: RequestTimings) -> None:
-        """Count a request that ended and was delivered. ``output`` is its last piece, with the token counts."""
+        """Counts a request that ended and was delivered. ``output`` is its last piece, with the token counts."""
         self._finished.labels(reason.value).inc()
         self._prompt_tokens.inc(output.num_prompt_tokens)
         self._prompt_length.observe(output.num_prompt_tokens)
@@ -255,43 +255,43 @@ class Metrics:
             self._blocked[one.reason].inc(one.seconds)
 
     def output_tokens(self) -> int:
-        """Return the number of generated tokens of all requests that have ended."""
+        """Returns the number of generated tokens of all requests that have ended."""
         return self._num_output_tokens
 
     def objectives(self, met: Mapping[str, bool]) -> None:
-        """Count the objectives (``ttft``, ``tbt``, ``both``) of a request that ended, and whether each was met."""
+        """Counts the objectives (``ttft``, ``tbt``, ``both``) of a request that ended, and whether each was met."""
         for objective, is_met in met.items():
             self._objectives[objective, is_met].inc()
 
     def host_overhead(self, seconds: float) -> None:
-        """Observe the seconds that the device was idle after a step because the host had not sent the next step."""
+        """Observes the seconds that the device was idle after a step because the host had not sent the next step."""
         self._host_overhead.observe(seconds)
 
     def request_refused(self, code: str) -> None:
-        """Count a refused request. ``code`` is the code of its ``RequestError``."""
+        """Counts a refused request. ``code`` is the code of its ``RequestError``."""
         self._refused.labels(code).inc()
 
     def preemptions(self, count: int, swaps: int) -> None:
-        """Count preempted requests since the last call. ``swaps`` of them were moved to host memory."""
+        """Counts preempted requests since the last call. ``swaps`` of them were moved to host memory."""
         self._preemptions["recompute"].inc(count - swaps)
         self._preemptions["swap"].inc(swaps)
 
     # The HTTP edge calls the following methods.
 
     def http_response(self, route: str, status: int) -> None:
-        """Count a response. ``route`` is one of the server's paths, or ``unmatched``."""
+        """Counts a response. ``route`` is one of the server's paths, or ``unmatched``."""
         self._http.labels(route, str(status)).inc()
 
     def connection_refused(self) -> None:
-        """Count a connection that was refused because the maximum number of connections was reached."""
+        """Counts a connection that was refused because the maximum number of connections was reached."""
         self._refused_connections.inc()
 
     def access_refused(self, reason: str) -> None:
-        """Count a request that access control refused. ``reason`` is for example ``wrong_key`` or a quota."""
+        """Counts a request that access control refused. ``reason`` is for example ``wrong_key`` or a quota."""
         self._refused_access.labels(reason).inc()
 
     def event_loop_stall(self, seconds: float, busy_seconds: float) -> None:
-        """Set the longest stall of the event loop since the last scrape.
+        """Sets the longest stall of the event loop since the last scrape.
 
         ``seconds`` is the longest time for which the loop was blocked. ``busy_seconds`` is the most processor time that
         this process used during a single stall.
@@ -300,14 +300,14 @@ class Metrics:
         self._busy_stall.set(busy_seconds)
 
     def kv_events_dropped(self, count: int) -> None:
-        """Count changes of the prefix cache that were not published."""
+        """Counts changes of the prefix cache that were not published."""
         self._dropped_events.inc(count)
 
     def trace_spans(self, result: str, count: int) -> None:
-        """Count spans that were ``exported`` or ``dropped``. Any thread may call this method."""
+        """Counts spans that were ``exported`` or ``dropped``. Any thread may call this method."""
         self._spans[result].inc(count)
 
     def exposition(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
+        """Returns all metrics in the text format of Prometheus."""
         own = generate_latest(self.registry)
         return own if self._vllm_names is None else own + generate_latest(self._vllm_names)

@@ -29,15 +29,15 @@ class NpuCollector(Collector):
         self._thread = threading.Thread(target=self._run, name="npu-smi", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that runs ``npu-smi info``."""
+        """Starts the thread that runs ``npu-smi info``."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop reading. A run of ``npu-smi`` that has begun ends by itself."""
+        """Stops reading. A run of ``npu-smi`` that has begun ends by itself."""
         self._stop.set()
 
     def update(self) -> None:
-        """Read the chips once."""
+        """Reads the chips once."""
         self._chips = [chip for chip in self._read() if chip.number in self._devices]
 
     def describe(self) -> Iterable[Metric]:
@@ -53,7 +53,7 @@ class NpuCollector(Collector):
 
 
 def npu_families(chips: Sequence[Chip]) -> Iterable[Metric]:
-    """Return the metrics of the chips, with the label ``device``. Values that npu-smi does not show are absent."""
+    """Returns the metrics of the chips, with the label ``device``. Values that npu-smi does not show are absent."""
     families: list[tuple[GaugeMetricFamily, Sequence[float | None]]] = [
         (_gauge("memory_used_bytes", "Used memory of the NPU."), [chip.used_mib * _MIB for chip in chips]),
         (_gauge("memory_total_bytes", "Memory of the NPU."), [chip.total_mib * _MIB for chip in chips]),

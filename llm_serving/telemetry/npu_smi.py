@@ -60,7 +60,7 @@ class DeviceProcess:
 
 
 def parse_npu_smi(text: str) -> tuple[tuple[Chip, ...], tuple[DeviceProcess, ...]]:
-    """Return chips and processes from the output of ``npu-smi info``. Other lines are skipped."""
+    """Returns chips and processes from the output of ``npu-smi info``. Other lines are skipped."""
     chips: list[Chip] = []
     processes: list[DeviceProcess] = []
     first: re.Match[str] | None = None
@@ -77,7 +77,7 @@ def parse_npu_smi(text: str) -> tuple[tuple[Chip, ...], tuple[DeviceProcess, ...
 
 
 def read_chips() -> tuple[Chip, ...]:
-    """Run ``npu-smi info`` and return its chips. Empty if the program is missing or fails.
+    """Runs ``npu-smi info`` and returns its chips. Empty if the program is missing or fails.
 
     The program may take seconds.
     """
@@ -115,7 +115,7 @@ def _chip(number: int, first: re.Match[str], second: re.Match[str]) -> Chip:
 
 
 def _number(text: str | None) -> float | None:
-    """Return a number of the table, or None for a dash or an empty cell."""
+    """Returns a number of the table, or None for a dash or an empty cell."""
     try:
         return float(text or "")
     except ValueError:

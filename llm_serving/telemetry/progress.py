@@ -62,7 +62,8 @@ class ProgressDisplay:
         self._noted_at = self._shown_at
 
     def watch(self) -> None:
-        """Start a thread that shows the present stage whenever nothing was shown for ``SILENCE_S``, until ``close``."""
+        """Starts a thread that shows the present stage whenever nothing was shown for ``SILENCE_S``, until ``close``.
+        """
         threading.Thread(target=self._beat_until_closed, name="progress", daemon=True).start()
 
     def _beat_until_closed(self) -> None:
@@ -70,7 +71,7 @@ class ProgressDisplay:
             self.beat()
 
     def beat(self) -> None:
-        """Show the present stage and its time if nothing was shown for ``SILENCE_S``."""
+        """Shows the present stage and its time if nothing was shown for ``SILENCE_S``."""
         with self._lock:
             now = self._clock()
             if self._closed.is_set() or now - self._shown_at < SILENCE_S:
@@ -85,14 +86,14 @@ class ProgressDisplay:
             self._write(f"  {label:<34} {now - began:6.0f} s so far")
 
     def note(self, text: str) -> None:
-        """End the present stages of the agents, each with a line. Then write the line ``text``."""
+        """Ends the present stages of the agents, each with a line. Then writes the line ``text``."""
         with self._lock:
             self._end_all()
             self._write(text)
             self._noted_at = self._clock()
 
     def update(self, rank: int, stage: str, done: int, total: int) -> None:
-        """Show that agent ``rank`` has completed ``done`` of ``total`` units of a stage."""
+        """Shows that agent ``rank`` has completed ``done`` of ``total`` units of a stage."""
         with self._lock:
             now = self._clock()
             current = self._current.get(rank)
@@ -105,7 +106,7 @@ class ProgressDisplay:
                 self._draw(now)
 
     def close(self) -> None:
-        """End the present stages of the agents, each with a line. Later calls show nothing."""
+        """Ends the present stages of the agents, each with a line. Later calls show nothing."""
         with self._lock:
             self._end_all()
             self._closed.set()
@@ -133,7 +134,7 @@ class ProgressDisplay:
         self._write(f"  {label:<34} {seconds[slowest]:6.2f} s{which}")
 
     def _draw(self, now: float) -> None:
-        """Show the progress bar of one agent: the one whose stage began first."""
+        """Shows the progress bar of one agent: the one whose stage began first."""
         self._drawn_at = now
         rank, stage = self._oldest()
         seconds = now - stage.began
@@ -147,11 +148,11 @@ class ProgressDisplay:
             self._bar.start()
 
     def _oldest(self) -> tuple[int, _Stage]:
-        """Return the rank and the stage of the agent whose stage began first."""
+        """Returns the rank and the stage of the agent whose stage began first."""
         return min(self._current.items(), key=lambda each: (each[1].began, each[1].done / each[1].total))
 
     def _write(self, text: str) -> None:
-        """Write a line above the progress bar."""
+        """Writes a line above the progress bar."""
         if not self._closed.is_set():
             self._console.print(text)
             self._shown_at = self._clock()

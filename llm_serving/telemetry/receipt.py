@@ -72,14 +72,14 @@ class WaitingLine:
         self._blocked_us: dict[BlockReason, int] = {}
 
     def blocked(self, reason: BlockReason, by: Sequence[str], now: float) -> None:
-        """Note that the first request could not start. The time until the next attempt counts for ``reason``."""
+        """Records that the first request could not start. The time until the next attempt counts for ``reason``."""
         self.moved(now)
         self._reason, self._since = reason, microseconds(now)
         if by:
             self.blockers = tuple(by[:MAX_BLOCKERS])
 
     def moved(self, now: float) -> None:
-        """Note that the first request starts, or that the queue is empty. The present time of blocking ends."""
+        """Records that the first request starts, or that the queue is empty. The present time of blocking ends."""
         if self._reason is not None:
             self._blocked_us = self.total(microseconds(now))
             self._reason = None
@@ -128,14 +128,16 @@ class Receipt:
         """Microseconds in earlier queues (``WaitingLine``), by reason."""
 
     def join(self, line: WaitingLine, now: float | None = None) -> None:
-        """Note that the request waits in a queue from ``now`` on. ``line`` measures how long the queue is blocked."""
+        """Records that the request waits in a queue from ``now`` on. ``line`` measures how long the queue is blocked.
+        """
         now_us = self.start_us if now is None else microseconds(now)
         if self._line is not None:
             self._blocked_before = self._blocked_in_lines(now_us)
         self._line, self._joined_at = line, line.total(now_us)
 
     def enter(self, phase: Phase, now: float) -> None:
-        """End the present phase and begin ``phase``. For PREEMPTED and SWAPPED, also counts a preemption or a swap."""
+        """Ends the present phase and begins ``phase``. For PREEMPTED and SWAPPED, also counts a preemption or a swap.
+        """
         before, since, _ = self._state
         if before is Phase.DONE:
             raise AssertionError(f"a request that has ended enters {phase.name}")
@@ -149,7 +151,7 @@ class Receipt:
             self.swaps += 1
 
     def blocked(self, reason: BlockReason, by: Sequence[str], now: float | None = None) -> None:
-        """Note that the request could not start as the first of the queue, because of the requests ``by``.
+        """Records that the request could not start as the first of the queue, because of the requests ``by``.
 
         ``by`` begins with the most important request, and only its first 8 requests count. With ``now``, the time until
         the next attempt counts for ``reason``.
@@ -163,14 +165,14 @@ class Receipt:
             self._note_blocker(request_id)
 
     def unblocked(self, now: float) -> None:
-        """Note that the request is no longer blocked.
+        """Records that the request is no longer blocked.
 
         ``enter`` does this for every new phase. A preempted request can start without a new phase, and needs this call.
         """
         self._close_block(microseconds(now))
 
     def blocked_until(self, now: float) -> dict[BlockReason, int]:
-        """Return ``blocked_us`` at the time ``now``.
+        """Returns ``blocked_us`` at the time ``now``.
 
         It includes the times for which the request's present queue was blocked.
         """
@@ -198,7 +200,7 @@ class Receipt:
         return [request_id for request_id, _ in seen[:MAX_BLOCKERS]]
 
     def phases_until(self, now: float) -> tuple[int, ...]:
-        """Return the microseconds in each phase up to ``now``, including the present phase.
+        """Returns the microseconds in each phase up to ``now``, including the present phase.
 
         The index is a ``Phase``.
         """
@@ -228,7 +230,7 @@ class Receipt:
                 self._note_blocker(request_id)
 
     def _blocked_in_lines(self, now_us: int) -> dict[BlockReason, int]:
-        """Return the microseconds by reason in all queues in which the request has waited, up to ``now_us``."""
+        """Returns the microseconds by reason in all queues in which the request has waited, up to ``now_us``."""
         line, joined_at, total = self._line, self._joined_at, self._blocked_before
         if line is None:
             return total.copy()
@@ -236,7 +238,7 @@ class Receipt:
         return {reason: total.get(reason, 0) + here.get(reason, 0) for reason in {**total, **here}} if total else here
 
     def _note_blocker(self, request_id: str) -> None:
-        """Count a blocking request in bounded memory (Space-Saving, Metwally et al. 2005).
+        """Counts a blocking request in bounded memory (Space-Saving, Metwally et al. 2005).
 
         A new id replaces the least frequent one and takes over its count, so frequent ids stay.
         """
@@ -251,11 +253,11 @@ class Receipt:
 
 
 def _difference(total: dict[BlockReason, int], before: dict[BlockReason, int]) -> dict[BlockReason, int]:
-    """Return the increase of each reason. Reasons without an increase are left out."""
+    """Returns the increase of each reason. Reasons without an increase are left out."""
     more = {reason: total_us - before.get(reason, 0) for reason, total_us in total.items()}
     return {reason: us for reason, us in more.items() if us > 0}
 
 
 def microseconds(seconds: float) -> int:
-    """Return seconds as whole microseconds, the unit of receipts."""
+    """Returns seconds as whole microseconds, the unit of receipts."""
     return round(seconds * 1e6)

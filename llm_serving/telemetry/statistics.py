@@ -47,7 +47,7 @@ EMPTY_SUMMARY = Summary(0, None, None, None, None, None, None, None)
 
 
 def percentile(sorted_values: Sequence[float], percent: float) -> float:
-    """Return the value below which ``percent`` (0 to 100) of the values lie, interpolated linearly.
+    """Returns the value below which ``percent`` (0 to 100) of the values lie, interpolated linearly.
 
     ``sorted_values`` must be ascending and not empty.
     """
@@ -58,7 +58,7 @@ def percentile(sorted_values: Sequence[float], percent: float) -> float:
 
 
 def summarize(values: Iterable[float]) -> Summary:
-    """Return the exact summary of ``values``, which may have any order."""
+    """Returns the exact summary of ``values``, which may have any order."""
     ordered = sorted(values)
     if not ordered:
         return EMPTY_SUMMARY
@@ -75,14 +75,14 @@ def summarize(values: Iterable[float]) -> Summary:
 
 
 def time_per_output_token(first_token: float, last_token: float, output_tokens: int) -> float | None:
-    """Return the mean time between tokens, in the unit of the two times. None for fewer than two tokens."""
+    """Returns the mean time between tokens, in the unit of the two times. None for fewer than two tokens."""
     if output_tokens < 2:
         return None
     return (last_token - first_token) / (output_tokens - 1)
 
 
 def normalized_latency(e2e: float, output_tokens: int) -> float | None:
-    """Return the end-to-end latency per output token, in the unit of ``e2e``. None without a token."""
+    """Returns the end-to-end latency per output token, in the unit of ``e2e``. None without a token."""
     if output_tokens < 1:
         return None
     return e2e / output_tokens
@@ -126,7 +126,7 @@ class Distribution:
             self._values = array("d")
 
     def extend(self, values: Sequence[float]) -> None:
-        """Add several values. This is faster than calling ``add`` for each of them."""
+        """Adds several values. This is faster than calling ``add`` for each of them."""
         if not values or not self.is_exact or len(self._values) + len(values) > self._exact_limit:
             for value in values:
                 self.add(value)
@@ -164,7 +164,7 @@ class Distribution:
         return lower + (self._bucket_value(math.ceil(rank)) - lower) * (rank - math.floor(rank))
 
     def _bucket_value(self, rank: int) -> float:
-        """Return the approximate value at index ``rank``, from 0, of all values in ascending order."""
+        """Returns the approximate value at index ``rank``, from 0, of all values in ascending order."""
         seen = self._zeros
         if seen > rank:
             return max(self._min, 0.0)

@@ -42,7 +42,7 @@ class ReplicaStatus:
     """Counts of the KV tiers. None without KV tiers."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the status as a JSON object with the member names of ``/server_info``."""
+        """Returns the status as a JSON object with the member names of ``/server_info``."""
         return {
             "replica": self.replica,
             "state": self.state,
@@ -81,7 +81,7 @@ class EngineStatus:
         return self.figures.waiting + self.awaits_retry
 
     def as_json(self) -> dict[str, Any]:
-        """Return the status as a JSON object with the member names of ``/server_info``."""
+        """Returns the status as a JSON object with the member names of ``/server_info``."""
         return {
             "state": self.state,
             "steps": self.steps,

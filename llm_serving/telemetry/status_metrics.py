@@ -95,7 +95,7 @@ class DroppedLinesCollector(Collector):
 
 
 def _value(status: EngineStatus | ReplicaStatus, field: str) -> float:
-    """Return the value of ``field``, which is an attribute of the status or of the status's ``figures``."""
+    """Returns the value of ``field``, which is an attribute of the status or of the status's ``figures``."""
     value: float = getattr(status if hasattr(status, field) else status.figures, field)
     return value
 
@@ -115,7 +115,7 @@ def _engine_families(status: EngineStatus) -> Iterable[Metric]:
 
 
 def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
-    """Return the metrics of each replica, with the label ``replica``."""
+    """Returns the metrics of each replica, with the label ``replica``."""
     ready = GaugeMetricFamily("llm_serving_replica_ready", "1 while the replica serves.", labels=["replica"])
     used = GaugeMetricFamily(
         "llm_serving_replica_kv_blocks_used", "Cache blocks of the replica in use.", labels=["replica"]
@@ -142,7 +142,7 @@ def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
 
 
 def _agent_families(agents: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
-    """Return the metrics of each agent, with the labels ``replica`` and ``rank``."""
+    """Returns the metrics of each agent, with the labels ``replica`` and ``rank``."""
     state = GaugeMetricFamily(
         "llm_serving_agent_state", "1 for the agent's present state.", labels=[*_AGENT_LABELS, "state"]
     )

@@ -27,7 +27,7 @@ _FILE_COUNTERS = {
 
 
 def tier_families(tiers: Sequence[TierFigures]) -> Iterable[Metric]:
-    """Return the metrics of the KV tiers of all replicas together."""
+    """Returns the metrics of the KV tiers of all replicas together."""
     if not tiers:
         return
     hits = CounterMetricFamily(

@@ -84,7 +84,7 @@ class VllmCollector(Collector):
                 yield self._copy(row, sources[row.source])
 
     def _copy(self, row: VllmName, source: Metric) -> Metric:
-        """Return ``source`` under the name of ``row``. Samples that then have the same labels are added up."""
+        """Returns ``source`` under the name of ``row``. Samples that then have the same labels are added up."""
         name = row.name.removesuffix("_total") if source.type == "counter" else row.name
         values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for sample in source.samples:

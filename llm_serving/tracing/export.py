@@ -26,7 +26,7 @@ PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def check_packages() -> None:
-    """Raise ConfigError if the packages that export spans are not installed."""
+    """Raises ConfigError if the packages that export spans are not installed."""
     try:
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     except ModuleNotFoundError as error:
@@ -66,7 +66,7 @@ class Tracing:
         self._thread.start()
 
     def begin(self, traceparent: str | None, method: str, path: str, began: float) -> HttpTrace | None:
-        """Return the trace of an HTTP request that arrived at ``began`` (``time.monotonic``), or None.
+        """Returns the trace of an HTTP request that arrived at ``began`` (``time.monotonic``), or None.
 
         A valid ``traceparent`` decides whether the request is traced. Without one, the sample ratio decides.
         """
@@ -137,7 +137,7 @@ class _Exporter:
         self._scope = InstrumentationScope("llm_serving", version)
 
     def export(self, spans: Sequence[SpanRecord]) -> bool:
-        """Send spans. Return False if the collector did not accept them."""
+        """Sends spans. Returns False if the collector did not accept them."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         try:
@@ -146,7 +146,7 @@ class _Exporter:
             return False
 
     def shutdown(self) -> None:
-        """End a running attempt to send spans."""
+        """Ends a running attempt to send spans."""
         self._exporter.shutdown()
 
     def _span(self, record: SpanRecord) -> Any:

@@ -75,7 +75,7 @@ class TraceParent:
 
 
 def parse_traceparent(value: str) -> TraceParent | None:
-    """Return the client's span, or None if ``value`` is not a valid ``traceparent`` (W3C Trace Context)."""
+    """Returns the client's span, or None if ``value`` is not a valid ``traceparent`` (W3C Trace Context)."""
     match = _TRACEPARENT.fullmatch(value)
     if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
         return None
@@ -86,7 +86,7 @@ def parse_traceparent(value: str) -> TraceParent | None:
 
 
 def new_id(bits: int) -> int:
-    """Return a random id that is not 0."""
+    """Returns a random id that is not 0."""
     return _RANDOM.getrandbits(bits) or 1
 
 
@@ -130,7 +130,7 @@ class HttpTrace:
         self._sink(spans)
 
     def end(self, now: float) -> None:
-        """Emit the span of the HTTP request."""
+        """Emits the span of the HTTP request."""
         attributes: dict[str, Value] = {
             "http.request.method": self._method,
             "http.route": self.route,
@@ -179,7 +179,7 @@ class SequenceTrace:
             self.steps.append(_Step(sent, done, kind, sequences, tokens, *parts_us))
 
     def end(self, request: Request, output: RequestOutput, timings: RequestTimings) -> None:
-        """Emit the spans of a sequence that has ended. ``output`` is its last piece."""
+        """Emits the spans of a sequence that has ended. ``output`` is its last piece."""
         http, arrival = self.http, request.arrival_time
         span_id = new_id(64)
         queued = arrival + timings.tokenise
@@ -212,7 +212,7 @@ class SequenceTrace:
 
     def _phase(self, name: str, parent: int, start: float, end: float, attributes: Attributes,
                steps: Sequence[_Step] = ()) -> SpanRecord:  # fmt: skip
-        """Return the span of a phase, whose events are ``steps``."""
+        """Returns the span of a phase, whose events are ``steps``."""
         http = self.http
         events = tuple(SpanEvent("agent step", http.at(one.done), _step_attributes(one)) for one in steps)
         return SpanRecord(name, http.trace_id, new_id(64), parent, http.at(start), http.at(end), attributes, events)

@@ -40,7 +40,7 @@ class StaticFile:
 
 @functools.cache
 def static_files() -> Mapping[str, StaticFile]:
-    """Return all files of the web pages by their paths."""
+    """Returns all files of the web pages by their paths."""
     folder = Path(__file__).parent / "static"
     found = {}
     for place in sorted(folder.rglob("*")):

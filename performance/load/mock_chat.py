@@ -45,7 +45,7 @@ class UserResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the client. Returns 1 if a request failed."""
+    """Runs the client. Returns 1 if a request failed."""
     arguments = _parser().parse_args(argv)
     start = time.monotonic()
     try:
@@ -80,7 +80,7 @@ def _positive(text: str) -> int:
 
 
 def _converse(arguments: argparse.Namespace, user: int) -> UserResult:
-    """Return the replies of one user, whose history grows with each round."""
+    """Returns the replies of one user, whose history grows with each round."""
     questions, history, result = arguments.question or QUESTIONS, [], UserResult()
     for number in range(arguments.rounds):
         query = questions[number % len(questions)]
@@ -101,7 +101,7 @@ def _converse(arguments: argparse.Namespace, user: int) -> UserResult:
 
 
 def _ask(arguments: argparse.Namespace, body: dict[str, Any]) -> str:
-    """Return the reply to one question. Raises ChatError or OSError."""
+    """Returns the reply to one question. Raises ChatError or OSError."""
     headers = {"Content-Type": "application/json"}
     if arguments.api_key:
         headers["Authorization"] = f"Bearer {arguments.api_key}"
@@ -117,7 +117,7 @@ def _ask(arguments: argparse.Namespace, body: dict[str, Any]) -> str:
 
 
 def _read_stream(lines: Any) -> str:
-    """Return the text of a stream, which must end with ``"flag": "end"``. Raises ChatError."""
+    """Returns the text of a stream, which must end with ``"flag": "end"``. Raises ChatError."""
     text = []
     for line in lines:
         if not line.startswith(b"data:"):

@@ -73,7 +73,7 @@ def send(server, method, path, *headers, body=b""):
 
 @pytest.mark.parametrize("way", WITHOUT_KEY)
 def test_no_route_is_open_without_a_key(served, way):
-    """Check E8 of docs/reliability.md: without a key, a request reaches only the routes of the allowlist."""
+    """Checks E8 of docs/reliability.md: without a key, a request reaches only the routes of the allowlist."""
     statuses = {route: send(served, *route, *WITHOUT_KEY[way])[0] for route in ROUTES}
     assert len(statuses) > 20
     assert {route for route, status in statuses.items() if status != 401} == OPEN
@@ -199,7 +199,7 @@ def test_keys_are_exchanged_while_the_server_runs(served):
 
 
 def test_secrets_are_compared_in_constant_time():
-    """Check E8 of docs/reliability.md: comparing secrets with == would reveal by its time how many characters are
+    """Checks E8 of docs/reliability.md: comparing secrets with == would reveal by its time how many characters are
     right.
     """
     tree = ast.parse((REPOSITORY / "llm_serving/access/key_store.py").read_text())

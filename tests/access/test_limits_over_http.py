@@ -139,7 +139,7 @@ def test_the_name_of_the_key_is_the_tenant(server):
 
 
 def test_keys_do_not_share_the_prefix_cache(server):
-    """Check E9 of docs/reliability.md: requests of two keys have different cache salts, even if they state the same
+    """Checks E9 of docs/reliability.md: requests of two keys have different cache salts, even if they state the same
     salt.
     """
     for name in ("alice", "alice", "here"):

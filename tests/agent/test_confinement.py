@@ -169,7 +169,7 @@ INSTRUCTION = struct.Struct("=HBBI")
 
 
 def verdict(program: bytes, arch: int, number: int, first_argument: int) -> int:
-    """Run a seccomp filter as the kernel does, and return the filter's result for a system call."""
+    """Runs a seccomp filter as the kernel does, and returns the filter's result for a system call."""
     lines = [INSTRUCTION.unpack_from(program, at) for at in range(0, len(program), INSTRUCTION.size)]
     data = struct.pack("=IIQ6Q", number, arch, 0, first_argument, 0, 0, 0, 0, 0)
     accumulator, at = 0, 0

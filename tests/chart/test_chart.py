@@ -48,7 +48,7 @@ POOL = {
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the chart's values with ``changes``, merged as Helm merges them."""
+    """Returns the chart's values with ``changes``, merged as Helm merges them."""
     values = copy.deepcopy(VALUES)
     for key, change in changes.items():
         values[key] = {**values[key], **change} if isinstance(change, dict) else change
@@ -56,7 +56,7 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def manifests(folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the manifests that the chart renders to. Checks the values against the schema first, as Helm does."""
+    """Returns the manifests that the chart renders to. Checks the values against the schema first, as Helm does."""
     values = changed(changes)
     jsonschema.validate(values, SCHEMA)
     data = folder / "data.yaml"

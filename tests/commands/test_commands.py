@@ -93,7 +93,7 @@ def test_completion_knows_a_command_whose_packages_are_missing(monkeypatch: pyte
 
 
 def completed(script: Path, *words: str) -> list[str]:
-    """Return the completions that bash proposes for the last word."""
+    """Returns the completions that bash proposes for the last word."""
     program = f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
     program += f"_shtab_llm_serving; printf '%s\\n' ${{COMPREPLY[@]}} # {words[-1]}"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=time_limit(30))

@@ -39,7 +39,7 @@ class Recorded:
         self.closed += 1
 
     def take(self, piece: RequestOutput) -> None:
-        """Receive the last piece, as ``AsyncEngine`` does."""
+        """Receives the last piece, as ``AsyncEngine`` does."""
         self.opened.is_ended, self.opened.last_piece = True, piece
 
     def end(self) -> dict[str, Any]:

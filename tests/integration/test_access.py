@@ -61,7 +61,7 @@ def complete(http, name, **fields):
 
 
 def test_the_prefix_cache_reveals_nothing_of_other_keys(http):
-    """Check E9 of docs/reliability.md: a key never hits cached blocks of another key, even with the same salt.
+    """Checks E9 of docs/reliability.md: a key never hits cached blocks of another key, even with the same salt.
 
     The text is the same with and without a hit.
     """

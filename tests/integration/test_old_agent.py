@@ -19,7 +19,7 @@ QUESTION = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0, "r
 
 
 def mapped_segments(pid: int) -> set[str]:
-    """Return the shared-memory segments of servers that a process maps, each as its inode number and name."""
+    """Returns the shared-memory segments of servers that a process maps, each as its inode number and name."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {" ".join(line.split()[4:6]) for line in lines if "/dev/shm/llm-serving-" in line}
 

@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: tuple[str, ...]) -> int:
-    """Run the faults of a seed for ``minutes`` and print the ledger. Returns the exit code."""
+    """Runs the faults of a seed for ``minutes`` and prints the ledger. Returns the exit code."""
     load, watch = ChaosLoad(server.url, seed), MemoryWatch()
     with load:
         rig = FaultRig(server, orders, load)
@@ -95,7 +95,7 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
 
 
 def inject_faults(rig: FaultRig, load: ChaosLoad, minutes: float, faults: Iterator[Injection]) -> list[Outcome]:
-    """Inject one fault after the other until the time is over.
+    """Injects one fault after the other until the time is over.
 
     Stops early if the server does not recover from a fault. Returns the outcome of each fault.
     """

@@ -62,7 +62,7 @@ def is_good(name: str, cases: int, seed: int) -> bool:
 
 
 def run_child(name: str, seeds: range) -> int:
-    """Run the cases of one format in this process, with limited memory."""
+    """Runs the cases of one format in this process, with limited memory."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     findings = Findings()
     with tempfile.TemporaryDirectory() as folder:

@@ -57,7 +57,7 @@ class Report:
 
 
 def play_seeds(seeds: Iterable[int]) -> Report:
-    """Run the scripts of these seeds until one fails. Returns what occurred in them."""
+    """Runs the scripts of these seeds until one fails. Returns what occurred in them."""
     report = Report()
     for seed in seeds:
         script = draw_script(seed)
@@ -74,7 +74,7 @@ def play_seeds(seeds: Iterable[int]) -> Report:
 
 
 def soak(steps: int, seed: int, jobs: int) -> Report:
-    """Run scripts until ``steps`` steps have run, or one script has failed."""
+    """Runs scripts until ``steps`` steps have run, or one script has failed."""
     total, begin = Report(), time.monotonic()
     with ProcessPoolExecutor(jobs) as pool:
         batches = _batches(seed)
@@ -104,7 +104,7 @@ def failure_of(script: Script) -> str | None:
 
 
 def explain(script: Script) -> None:
-    """Print the smallest script that fails in the same way as ``script``, and its traceback."""
+    """Prints the smallest script that fails in the same way as ``script``, and its traceback."""
     failure = failure_of(script)
     small = minimise(script, lambda candidate: failure_of(candidate) == failure)
     print(f"{failure}; {len(script.operations)} operations, {len(small.operations)} are enough:")
@@ -116,7 +116,7 @@ def explain(script: Script) -> None:
 
 
 def summarise(total: Report) -> list[str]:
-    """Print the configurations and events that occurred. Returns the expected events that did not occur."""
+    """Prints the configurations and events that occurred. Returns the expected events that did not occur."""
     print(f"configurations {' x '.join(_CROSSED)}: {len(total.configurations)} different ones")
     for place, name in enumerate(_CROSSED):
         scripts: Counter[str] = Counter()

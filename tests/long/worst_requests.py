@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _measure_all(folder: Path, settings: list[str], requests: list[WorstRequest], repeats: int) -> dict[str, float]:
-    """Return the longest stall of each kind of request, in milliseconds."""
+    """Returns the longest stall of each kind of request, in milliseconds."""
     kinds = {}
     with running_server(folder, settings, forks=False) as server, StallWatch(server) as watch:
         port = int(server.url.rsplit(":", 1)[1])

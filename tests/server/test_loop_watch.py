@@ -21,7 +21,7 @@ def short_times(monkeypatch):
 
 
 async def pause_of(watch: LoopWatch) -> None:
-    """Wait until the watch has no timer."""
+    """Waits until the watch has no timer."""
     while watch._timer is not None:
         await asyncio.sleep(0.001)
 
@@ -65,7 +65,7 @@ def test_a_stopped_watch_stays_stopped():
 
 
 def _blocks_the_loop() -> None:
-    """Compute in C, without giving up the interpreter lock, for much longer than a reported block."""
+    """Computes in C, without giving up the interpreter lock, for much longer than a reported block."""
     sum(range(15_000_000))
 
 

@@ -32,7 +32,7 @@ def bearer(name: str) -> dict[str, str]:
 
 
 def write_keys(path: Path, lines: Sequence[str]) -> Path:
-    """Write a key file by an atomic rename. Each line has a name and its rights, for example ``alice admin``."""
+    """Writes a key file by an atomic rename. Each line has a name and its rights, for example ``alice admin``."""
     new = path.with_suffix(".new")
     parts = [line.partition(" ") for line in lines]
     new.write_text("".join(f"{name} sha256:{digest_of(secret_of(name)).hex()} {rest}\n" for name, _, rest in parts))

@@ -105,7 +105,7 @@ class Load:
 
 
 def kill_agent(server: ServerProcess, rank: int, nth: int, timeout_s: float = 120.0) -> Kill:
-    """Kill the agent of a rank with SIGKILL and wait until its group serves again.
+    """Kills the agent of a rank with SIGKILL and waits until its group serves again.
 
     ``nth`` is the number of earlier kills.
     """

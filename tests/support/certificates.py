@@ -10,13 +10,13 @@ _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days
 
 
 def make_authority(folder: Path, name: str) -> Path:
-    """Make ``NAME.pem`` and ``NAME.key`` of a certificate authority. Returns the path of the certificate."""
+    """Makes ``NAME.pem`` and ``NAME.key`` of a certificate authority. Returns the path of the certificate."""
     _openssl(folder, name, "-subj", f"/CN={name}", "-addext", "keyUsage=critical,keyCertSign")
     return folder / f"{name}.pem"
 
 
 def make_certificate(folder: Path, name: str, authority: Path) -> tuple[Path, Path]:
-    """Make a certificate for 127.0.0.1 and localhost. Returns the paths of the certificate and of its key."""
+    """Makes a certificate for 127.0.0.1 and localhost. Returns the paths of the certificate and of its key."""
     issuer = ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")))
     names = ("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-addext", "basicConstraints=CA:FALSE")
     _openssl(folder, name, "-subj", f"/CN={name}", *issuer, *names)

@@ -106,7 +106,7 @@ class FaultRig:
         """Responses to the requests that a fault itself sends."""
 
     def inject(self, injection: Injection) -> Outcome:
-        """Inject one fault and wait until the server has recovered from it."""
+        """Injects one fault and waits until the server has recovered from it."""
         restarts, num_losses = self._restarts(), len(self._server.events("agent_lost"))
         began = time.monotonic()
         problem, detected = "", None
@@ -127,7 +127,7 @@ class FaultRig:
         return Outcome(injection, began, ended, detected, recovered, pause, problem)
 
     def agents(self) -> list[dict[str, Any]]:
-        """Return the agents in order of rank, as ``/server_info`` describes them."""
+        """Returns the agents in order of rank, as ``/server_info`` describes them."""
         found: list[dict[str, Any]] = self._server.get("/server_info")["engine"]["agents"]
         return sorted(found, key=lambda agent: agent["rank"])
 
@@ -135,7 +135,7 @@ class FaultRig:
         return [agent["restarts"] for agent in self.agents()]
 
     def _detection_limit_s(self, kind: str) -> float:
-        """Return the maximum seconds until a fault of this kind must be detected, on this machine with its present
+        """Returns the maximum seconds until a fault of this kind must be detected, on this machine with its present
         load.
         """
         return time_limit(DETECTION_LIMIT_S.get(kind, 0.0) + DETECTION_STEPS * self._load.step_s)
@@ -153,7 +153,7 @@ class FaultRig:
         return max(pauses.values(), default=0.0)
 
     def _is_recovered(self) -> bool:
-        """Return True if all agents are ready and a request gets its expected text."""
+        """Returns True if all agents are ready and a request gets its expected text."""
         try:
             if any(agent["state"] != "ready" for agent in self.agents()):
                 return False
@@ -189,7 +189,7 @@ class FaultRig:
         (self._folder / str(self._pid(injection))).write_text(injection.order)
 
     def _disconnect(self, injection: Injection) -> None:
-        """Start some streams, then reset their connections."""
+        """Starts some streams, then resets their connections."""
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         clients = []
         for _ in range(12):
@@ -202,7 +202,7 @@ class FaultRig:
             client.close()
 
     def _flood(self, injection: Injection) -> None:
-        """Send many requests at the same time. Each must get its expected text or a refusal."""
+        """Sends many requests at the same time. Each must get its expected text or a refusal."""
         threads = [threading.Thread(target=self._ask_one, args=(n % len(REQUESTS),)) for n in range(_FLOOD_CLIENTS)]
         for thread in threads:
             thread.start()
@@ -213,7 +213,7 @@ class FaultRig:
         self.extra_answers.append(ask(self._server.url, number))
 
     def _descriptors(self, injection: Injection) -> None:
-        """Limit the server to three more file descriptors and connect to it many times."""
+        """Limits the server to three more file descriptors and connects to it many times."""
         soft = psutil.Process(self._server.pid).num_fds() + 3
         with self._limited(resource.RLIMIT_NOFILE, soft), contextlib.ExitStack() as held:
             for _ in range(50):
@@ -224,14 +224,14 @@ class FaultRig:
             time.sleep(_HELD_S)
 
     def _memory(self, injection: Injection) -> None:
-        """Limit the server to a few more MiB of address space, and send it large bodies."""
+        """Limits the server to a few more MiB of address space, and sends it large bodies."""
         soft = psutil.Process(self._server.pid).memory_info().vms + int(injection.order) * 2**20
         with self._limited(resource.RLIMIT_AS, soft):
             self.send_large_bodies()
             time.sleep(_HELD_S / 2)
 
     def send_large_bodies(self) -> None:
-        """Send three large bodies, which the server refuses.
+        """Sends three large bodies, which the server refuses.
 
         The server keeps the memory of the first bodies for later ones, so this memory does not count as a leak.
         """
@@ -243,13 +243,13 @@ class FaultRig:
                 client.recv(4096)
 
     def _disk(self, injection: Injection) -> None:
-        """Prevent the server's files from growing, as on a full disk."""
+        """Prevents the server's files from growing, as on a full disk."""
         with self._limited(resource.RLIMIT_FSIZE, max(1, self._server.log.stat().st_size)):
             time.sleep(_HELD_S)
 
     @contextlib.contextmanager
     def _limited(self, kind: int, soft: int) -> Iterator[None]:
-        """Set a resource limit of the server, and restore the old limit at the end of the context."""
+        """Sets a resource limit of the server, and restores the old limit at the end of the context."""
         before = resource.prlimit(self._server.pid, kind)
         resource.prlimit(self._server.pid, kind, (soft, before[1]))
         try:
@@ -258,7 +258,7 @@ class FaultRig:
             resource.prlimit(self._server.pid, kind, before)
 
     def _query(self, injection: Injection) -> None:
-        """Send a request that kills its agent each time (a query of death).
+        """Sends a request that kills its agent each time (a query of death).
 
         The server must end this request with an error.
         """

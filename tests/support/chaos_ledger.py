@@ -42,12 +42,12 @@ class Holdings:
 
     @classmethod
     def of(cls, server: ServerProcess) -> Holdings:
-        """Count the resources that the server has now. The caller has waited until the server is idle."""
+        """Counts the resources that the server has now. The caller has waited until the server is idle."""
         process = psutil.Process(server.pid)
         return cls(len(server.agents()), process.num_fds(), process.num_threads(), len(shm_entries(server.pid)))
 
     def leaks(self, later: Holdings) -> list[str]:
-        """Return a line for each resource of which ``later`` has more than is allowed.
+        """Returns a line for each resource of which ``later`` has more than is allowed.
 
         A line has the name of the resource, the earlier number and the later number.
         """
@@ -71,33 +71,33 @@ class MemoryWatch:
     """The samples of each agent, by process id. A restarted agent is another one."""
 
     def add(self, server: ServerProcess) -> None:
-        """Take a sample of the memory of each process that runs now."""
+        """Takes a sample of the memory of each process that runs now."""
         self.samples.append(_sample(psutil.Process(server.pid)))
         with contextlib.suppress(psutil.Error):  # an agent may end between the listing and the sample
             for agent in server.agents():
                 self.agents.setdefault(agent.pid, []).append(_sample(agent))
 
     def counted(self) -> Samples:
-        """Return the samples of the server's memory after the warm-up."""
+        """Returns the samples of the server's memory after the warm-up."""
         return self.samples[int(len(self.samples) * WARM_UP) :]
 
     def slope_mib(self) -> float:
-        """Return the growth of the server's memory in MiB in 10 minutes, after the warm-up."""
+        """Returns the growth of the server's memory in MiB in 10 minutes, after the warm-up."""
         return _slope_mib([self.counted()])
 
     def agents_counted(self) -> list[Samples]:
-        """Return the memory samples of each agent after its warm-up."""
+        """Returns the memory samples of each agent after its warm-up."""
         return [_after_loading(life) for life in self.agents.values()]
 
     def agents_slope_mib(self) -> float:
-        """Return the growth of an agent's memory in MiB in 10 minutes, over the lifetimes of all agents."""
+        """Returns the growth of an agent's memory in MiB in 10 minutes, over the lifetimes of all agents."""
         return _slope_mib(self.agents_counted())
 
     def leak(self) -> str:
-        """Return a description of the leak if memory grew faster than allowed, and by more than the noise of a short
+        """Returns a description of the leak if memory grew faster than allowed, and by more than the noise of a short
         run.
 
-        Return an empty text if there is no leak.
+        Returns an empty text if there is no leak.
         """
         server = _too_much("memory", [self.counted()])
         return server or _too_much("memory of an agent", self.agents_counted())
@@ -113,7 +113,7 @@ def _after_loading(life: Samples) -> Samples:
 
 
 def _slope_mib(lives: Iterable[Samples]) -> float:
-    """Return the growth of the memory in MiB in 10 minutes, by a least-squares fit of straight lines.
+    """Returns the growth of the memory in MiB in 10 minutes, by a least-squares fit of straight lines.
 
     All processes share one slope, but each process has its own start value.
     """
@@ -128,7 +128,7 @@ def _slope_mib(lives: Iterable[Samples]) -> float:
 
 
 def _too_much(what: str, lives: list[Samples]) -> str:
-    """Return a description of the growth if it exceeds the limit, and otherwise an empty text.
+    """Returns a description of the growth if it exceeds the limit, and otherwise an empty text.
 
     The growth is the common slope of all processes times the duration of the longest process.
     """
@@ -205,7 +205,7 @@ class Ledger:
             self.losses.append(f"request {answer.number} got another text during {kind}: {answer.texts!r:.200}")
 
     def figures(self) -> dict[str, Any]:
-        """Return the numbers of the ledger for the JSON line."""
+        """Returns the numbers of the ledger for the JSON line."""
         rows = self.rows.values()
         detected = [each for row in rows for each in row.detected_s]
         return {

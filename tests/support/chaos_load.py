@@ -56,7 +56,7 @@ class Answer:
 
 
 def ask(url: str, number: int, timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
-    """Send one request of ``REQUESTS`` and wait for its end."""
+    """Sends one request of ``REQUESTS`` and waits for its end."""
     path, body = REQUESTS[number]
     began = time.monotonic()
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"content-type": "application/json"})
@@ -74,7 +74,7 @@ def ask(url: str, number: int, timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
 
 
 def _texts_of(data: bytes, *, streamed: bool) -> tuple[tuple[str, ...], str]:
-    """Return the text of each choice in a response, and the message of an error event if there is one."""
+    """Returns the text of each choice in a response, and the message of an error event if there is one."""
     parts = [line[6:] for line in data.splitlines() if line.startswith(b"data: ")] if streamed else [data]
     texts: dict[int, str] = {}
     for part in parts:
@@ -143,7 +143,7 @@ class ChaosLoad:
         return sum(thread.is_alive() for thread in self._threads) if self._ended.is_set() else 0
 
     def pause(self, timeout_s: float) -> bool:
-        """Let every client finish its request and then wait. Returns False if a client has not finished in time."""
+        """Lets every client finish its request and then wait. Returns False if a client has not finished in time."""
         self._running.clear()
         deadline = time.monotonic() + timeout_s
         while self._waiting < self.num_clients and time.monotonic() < deadline:
@@ -154,7 +154,7 @@ class ChaosLoad:
         self._running.set()
 
     def is_equal(self, answer: Answer) -> bool:
-        """Return True if an answer is an error, or if its texts are those that the request got when no fault was
+        """Returns True if an answer is an error, or if its texts are those that the request got when no fault was
         active.
         """
         return bool(answer.error) or answer.texts == self.expected[answer.number]

@@ -25,7 +25,7 @@ class ChatPage:
         """Parts of messages in the console that the test expects."""
 
     def forget(self) -> None:
-        """Remove everything that the browser has stored, and stop simulating another device."""
+        """Removes everything that the browser has stored, and stops simulating another device."""
         for command in ("Emulation.clearDeviceMetricsOverride", "Network.enable"):
             self.browser.command(command)
         self.browser.command("Emulation.setEmulatedMedia", features=[])
@@ -39,7 +39,7 @@ class ChatPage:
         self.browser.command("Network.setUserAgentOverride", userAgent=agent, acceptLanguage=names)
 
     def phone(self) -> None:
-        """Show the page with the screen of a phone."""
+        """Shows the page with the screen of a phone."""
         size = {"width": 375, "height": 700, "deviceScaleFactor": 2}
         self.browser.command("Emulation.setDeviceMetricsOverride", mobile=True, **size)
 
@@ -54,7 +54,7 @@ class ChatPage:
         return self.browser.wait(condition, time_limit(20))
 
     def ask(self, text: str, *, says: str | None = None, wait: bool = True) -> None:
-        """Type a question and send it. ``says`` is the answer that the model will give."""
+        """Types a question and sends it. ``says`` is the answer that the model will give."""
         if says is not None:
             self.engine.say(says)
         self.write(text)
@@ -79,7 +79,7 @@ class ChatPage:
         return self.run(script)  # type: ignore[no-any-return]
 
     def shown(self, text: str) -> None:
-        """Make the page show a text as the answer of the model."""
+        """Makes the page show a text as the answer of the model."""
         self.ask("show", says=text)
 
     def count(self, selector: str) -> int:
@@ -96,7 +96,7 @@ class ChatPage:
         return json.loads(self.run("return JSON.stringify(window.sent?.at(-1) ?? null)"))  # type: ignore[no-any-return]
 
     def watch_requests(self) -> None:
-        """Keep the bodies of all requests that the page sends after this call."""
+        """Keeps the bodies of all requests that the page sends after this call."""
         self.run(
             "window.sent = []; const real = window.fetch; window.fetch = (path, options) => {"
             " if (options?.body) window.sent.push(JSON.parse(options.body)); return real(path, options); }"
@@ -109,11 +109,11 @@ class ChatPage:
         self.browser.click(selector)
 
     def choose_file(self, selector: str, file: Path) -> None:
-        """Choose a file as in the browser's dialog for files."""
+        """Chooses a file as in the browser's dialog for files."""
         self.browser.type(selector, str(file))
 
     def downloaded(self, name: str) -> Path:
-        """Wait for a file that the page has saved, and return its path."""
+        """Waits for a file that the page has saved, and returns its path."""
         file = self.browser.downloads / name
         wait_until(file.is_file, 10)
         return file

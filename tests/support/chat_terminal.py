@@ -39,7 +39,7 @@ class ChatTerminal:
         os.write(self._master, text.encode())
 
     def expect(self, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
-        """Read until ``pattern`` matches, and return the match. The next call begins after the match."""
+        """Reads until ``pattern`` matches, and returns the match. The next call begins after the match."""
         deadline = time.monotonic() + time_limit(timeout_s)
         while (found := re.search(pattern, self._unread, re.DOTALL)) is None:
             ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))

@@ -25,7 +25,7 @@ from support.small_configs import small_config
 
 
 def outcome(action: Callable[[], object]) -> str:
-    """Return ``done``, or the name of the error that ``action`` raises."""
+    """Returns ``done``, or the name of the error that ``action`` raises."""
     try:
         action()
     except OSError as error:
@@ -49,7 +49,7 @@ def map_segment(path: str) -> None:
 
 
 def read_memory() -> None:
-    """Read zero bytes of this process with the system call that can read the memory of other processes."""
+    """Reads zero bytes of this process with the system call that can read the memory of other processes."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.process_vm_readv(os.getpid(), None, 0, None, 0, 0) < 0:
         code = ctypes.get_errno()

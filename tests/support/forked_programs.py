@@ -83,6 +83,6 @@ def run_forked(
     preload: str = "support.agent_preload",
     **variables: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, as ``json_program.run_program`` does."""
+    """Runs a program to its end, as ``json_program.run_program`` does."""
     with ForkedProgram(program, *arguments, folder=folder, preload=preload, **variables) as started:
         return started.wait(timeout)

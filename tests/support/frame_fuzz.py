@@ -56,7 +56,7 @@ _CONTROL = messages.Connect | messages.Abort | messages.Status
 
 
 def fuzz_frames(cases: int, seed: int) -> dict[str, Findings]:
-    """Run ``cases`` streams in each direction. Returns the findings by direction."""
+    """Runs ``cases`` streams in each direction. Returns the findings by direction."""
     found = {}
     for direction, receive in (("to_agent", _agent_receives), ("to_server", _server_receives)):
         findings = found[direction] = Findings()
@@ -70,14 +70,14 @@ def fuzz_frames(cases: int, seed: int) -> dict[str, Findings]:
 
 
 def run_case(direction: str, seed: int, findings: Findings, receive: Callable[[random.Random, bytes], None]) -> None:
-    """Run the case of one seed: make its stream and give it to the receiver."""
+    """Runs the case of one seed: makes its stream and gives it to the receiver."""
     rng = random.Random(f"{direction} {seed}")
     stream = make_stream(rng, _TO_AGENT if direction == "to_agent" else _TO_SERVER)
     findings.run(f"{direction} {seed}", lambda: receive(rng, stream), (ProtocolError, AgentLostError))
 
 
 def make_stream(rng: random.Random, kinds: tuple[messages.Message, ...]) -> bytes:
-    """Return the bytes of one to four messages with changes in values, bytes or lengths. A few streams are valid."""
+    """Returns the bytes of one to four messages with changes in values, bytes or lengths. A few streams are valid."""
     frames = []
     for _ in range(rng.randint(1, 4)):
         payload = msgspec.msgpack.encode(_message(rng, rng.choice(kinds)))

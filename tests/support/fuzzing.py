@@ -46,7 +46,7 @@ class Findings:
         return not self.crashed and not self.hangs and self.growth_mib <= MAX_GROWTH_MIB
 
     def run(self, name: str, case: Callable[[], None], refusals: tuple[type[Exception], ...]) -> None:
-        """Run one case. The case may return, or raise one of ``refusals``. Every other exception counts as a crash."""
+        """Runs one case. The case may return, or raise one of ``refusals``. Every other exception counts as a crash."""
         began = time.process_time()
         self.cases += 1
         try:
@@ -69,7 +69,7 @@ class Findings:
         self.slowest_s = max(self.slowest_s, time.process_time() - began)
 
     def figures(self) -> str:
-        """Return one JSON line with the counts and the crashes."""
+        """Returns one JSON line with the counts and the crashes."""
         values = {**self.__dict__, "slowest_s": round(self.slowest_s, 4), "growth_mib": round(self.growth_mib, 1)}
         return json.dumps({**values, "pass": self.is_good})
 

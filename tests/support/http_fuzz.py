@@ -87,7 +87,7 @@ class RequestDrawing:
         """All operations as method, path and description."""
 
     def draw(self, seed: int) -> FuzzRequest:
-        """Return the request of a seed.
+        """Returns the request of a seed.
 
         Half of the bodies fit the schemas. The other half has changed values, and many of these have changed bytes,
         too.
@@ -158,7 +158,7 @@ class RequestDrawing:
                 body[nested] = {**settings, "max_new_tokens": MAX_TOKENS}
 
     def _value(self, rng: random.Random, schema: dict[str, Any], name: str, depth: int) -> Any:
-        """Return a random value that usually fits a JSON schema."""
+        """Returns a random value that usually fits a JSON schema."""
         if "$ref" in schema:
             schema = self._schemas[schema["$ref"].removeprefix(_REF)]
         for key in ("anyOf", "oneOf"):
@@ -197,7 +197,8 @@ class RequestDrawing:
 
 
 def exchange(port: int, request: FuzzRequest, timeout_s: float) -> FuzzAnswer:
-    """Send a request and read the response to its end. Raises TimeoutError if a whole request gets no response in time.
+    """Sends a request and reads the response to its end. Raises TimeoutError if a whole request gets no response in
+    time.
 
     If the request is not whole, the client reads for ``PATIENCE_S``. Then it closes its sending side and reads the
     rest.

@@ -52,7 +52,7 @@ class HttpFindings:
         return not has_errors and self.growth_mib <= MAX_GROWTH_MIB and self.text_is_equal
 
     def figures(self) -> str:
-        """Return the findings as one JSON line."""
+        """Returns the findings as one JSON line."""
         values = {
             "requests": self.requests,
             "statuses": {str(status): self.statuses[status] for status in sorted(self.statuses)},
@@ -71,7 +71,7 @@ class HttpFindings:
 
 
 def fuzz_http(server: ServerProcess, requests: int, seed: int, clients: int = 6) -> HttpFindings:
-    """Send ``requests`` random requests from several clients, and return the findings.
+    """Sends ``requests`` random requests from several clients, and returns the findings.
 
     Stops the profile that a random request may have started.
     """

@@ -51,7 +51,7 @@ class LargeInput:
 
 
 def large_requests(sizes: Iterable[int] = SIZES, counts: Iterable[int] = COUNTS) -> Iterator[FuzzRequest]:
-    """Yield requests with large inputs. The ``place`` of a request has the size and the kind of its input."""
+    """Yields requests with large inputs. The ``place`` of a request has the size and the kind of its input."""
     for name, unit in UNITS.items():
         for size in sizes:
             text, what = unit * (size // len(unit.encode())), f"{size} bytes of {name}"
@@ -65,7 +65,7 @@ def large_requests(sizes: Iterable[int] = SIZES, counts: Iterable[int] = COUNTS)
 
 
 def send_large(server: ServerProcess, requests: Iterable[FuzzRequest]) -> Iterator[LargeInput]:
-    """Send the requests one after the other, and yield the outcome of each."""
+    """Sends the requests one after the other, and yields the outcome of each."""
     port = int(server.url.rsplit(":", 1)[1])
     with StallWatch(server) as watch:
         for request in requests:
@@ -77,7 +77,7 @@ def send_large(server: ServerProcess, requests: Iterable[FuzzRequest]) -> Iterat
 
 
 def figures(found: list[LargeInput]) -> dict[str, Any]:
-    """Return the figures of a run for its JSON line."""
+    """Returns the figures of a run for its JSON line."""
     stall_ms, failures = max(each.own_s for each in found) * 1000, sum(each.is_failure for each in found)
     return {
         "inputs": len(found),

@@ -185,7 +185,7 @@ class LoaderFuzz:
         self._originals = {file: (folder / file).read_bytes() for file in self._format.files}
 
     def run(self, seeds: range, findings: Findings) -> None:
-        """Run the case of each seed and add its outcome to ``findings``."""
+        """Runs the case of each seed and adds its outcome to ``findings``."""
         before = peak_mib()
         for seed in seeds:
             rng = random.Random(f"{self._name} {seed}")
@@ -197,7 +197,7 @@ class LoaderFuzz:
         findings.growth_mib += peak_mib() - before
 
     def keep_case(self, seed: int, place: Path) -> None:
-        """Write the damaged folder of one seed to ``place``, so that it can be inspected."""
+        """Writes the damaged folder of one seed to ``place``, so that it can be inspected."""
         rng = random.Random(f"{self._name} {seed}")
         file = rng.choice(self._format.files)
         shutil.copytree(self._folder, place, dirs_exist_ok=True)
@@ -209,7 +209,7 @@ class LoaderFuzz:
 
 
 def damaged(rng: random.Random, file: str, content: bytes) -> bytes:
-    """Return the damaged content of a file.
+    """Returns the damaged content of a file.
 
     The damage is a change that fits the format of the file, or random changes of bytes.
     """

@@ -18,7 +18,7 @@ MAX_BLOCK = 64
 
 
 def mutate_bytes(rng: random.Random, data: bytes, *, until: int | None = None) -> bytes:
-    """Return ``data`` with one to four changes. If ``until`` is given, only bytes before this offset change."""
+    """Returns ``data`` with one to four changes. If ``until`` is given, only bytes before this offset change."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         _BYTE_CHANGES[rng.randrange(len(_BYTE_CHANGES))](rng, changed, min(until or len(changed), len(changed)))
@@ -26,7 +26,7 @@ def mutate_bytes(rng: random.Random, data: bytes, *, until: int | None = None) -
 
 
 def mutate_value(rng: random.Random, value: Any) -> Any:
-    """Return a copy of a JSON value with one change: a place gets another value or another key, or is deleted."""
+    """Returns a copy of a JSON value with one change: a place gets another value or another key, or is deleted."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.05:
         return rng.choice(VALUES) if rng.random() < 0.7 else _near(rng, value)
     changed = copy.deepcopy(value)
@@ -49,7 +49,7 @@ def mutate_value(rng: random.Random, value: Any) -> Any:
 
 
 def _near(rng: random.Random, value: Any) -> Any:
-    """Return a value that is nearly right. It has the same type, or a type that resembles it."""
+    """Returns a value that is nearly right. It has the same type, or a type that resembles it."""
     if isinstance(value, bool):
         return rng.choice((not value, int(value), str(value).lower()))
     if isinstance(value, int):
@@ -72,7 +72,7 @@ def _nested(rng: random.Random, depth: int) -> Any:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Return each place inside a JSON value as a pair: the dict or list, and the key or index in it."""
+    """Returns each place inside a JSON value as a pair: the dict or list, and the key or index in it."""
     places: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting:
@@ -118,7 +118,7 @@ def _insert(rng: random.Random, data: bytearray, until: int) -> None:
 
 
 def _set_integer(rng: random.Random, data: bytearray, until: int) -> None:
-    """Overwrite 2, 4 or 8 bytes with an extreme number, because they may be a length, a count or an offset."""
+    """Overwrites 2, 4 or 8 bytes with an extreme number, because they may be a length, a count or an offset."""
     size = rng.choice((2, 4, 8))
     if until >= size:
         start = rng.randrange(until - size + 1)
@@ -127,7 +127,8 @@ def _set_integer(rng: random.Random, data: bytearray, until: int) -> None:
 
 
 def _announce_huge(rng: random.Random, data: bytearray, until: int) -> None:
-    """Overwrite 5 bytes with a MessagePack header that announces a map, list, text or binary of up to 2^32 - 1 entries.
+    """Overwrites 5 bytes with a MessagePack header that announces a map, list, text or binary of up to 2^32 - 1
+    entries.
     """
     start = rng.randrange(until + 1)
     data[start : start + 5] = struct.pack(">BI", rng.choice((0xDD, 0xDF, 0xDB, 0xC6)), rng.choice((2**32 - 1, 2**31)))

@@ -138,7 +138,7 @@ class ServerProcess:
             time.sleep(0.05)
 
     def wait_end(self, timeout_s: float = 20.0) -> int:
-        """Wait until the process ends by itself. Returns its exit code."""
+        """Waits until the process ends by itself. Returns its exit code."""
         return self._process.wait(timeout=time_limit(timeout_s))
 
     def stop(self, with_signal: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
@@ -201,7 +201,7 @@ def running_server(
 
 
 def run_start_server(*arguments: str, timeout_s: float = 60.0, forks: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a server to its end and check that it leaves no shared memory. For ``forks`` see ServerProcess."""
+    """Runs a server to its end and checks that it leaves no shared memory. For ``forks`` see ServerProcess."""
     return _run_forked(arguments, timeout_s) if forks else _run_program(arguments, timeout_s)
 
 

@@ -60,7 +60,7 @@ class StallWatch:
         self._thread.join()
 
     def take(self) -> Stall:
-        """Return the longest stall since the last call."""
+        """Returns the longest stall since the last call."""
         loop_s, busy_s = self._loop_stall()
         machine_s, self._longest = self._longest, 0.0
         before, self._waited_ns = self._waited_ns, self._wait_ns()
@@ -75,7 +75,7 @@ class StallWatch:
         return float(stall[1]), float(busy[1])
 
     def _wait_ns(self) -> int:
-        """Return the kernel's count of nanoseconds for which the server's threads have waited for a processor."""
+        """Returns the kernel's count of nanoseconds for which the server's threads have waited for a processor."""
         waited = 0
         for file in Path(f"/proc/{self._server.pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError):  # a thread may end before its file is read

@@ -9,7 +9,7 @@ import pytest
 
 
 def with_sweeps(cases: Iterable[tuple[Any, ...]], is_swept: Callable[..., bool]) -> list[Any]:
-    """Return the parameters of each case. ``make test`` omits a case if ``is_swept(*case)`` is true."""
+    """Returns the parameters of each case. ``make test`` omits a case if ``is_swept(*case)`` is true."""
     return [
         pytest.param(*case, id=case_id(case), marks=[pytest.mark.sweep] if is_swept(*case) else []) for case in cases
     ]

@@ -60,7 +60,7 @@ class WorstRequest:
     read: Callable[[http.client.HTTPResponse], None] = lambda response: _read_all(response)
 
     def send(self, port: int) -> None:
-        """Send the request and read the response. Raises AssertionError if it is not accepted."""
+        """Sends the request and reads the response. Raises AssertionError if it is not accepted."""
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=time_limit(TIMEOUT_S))
         try:
             connection.connect()
@@ -74,7 +74,7 @@ class WorstRequest:
 
 
 def slow_model(folder: Path) -> Path:
-    """Make a copy of the tiny model whose chat template takes many steps."""
+    """Makes a copy of the tiny model whose chat template takes many steps."""
     model = folder / "slow_model"
     shutil.copytree(TINY_LLAMA, model)
     settings = model / "tokenizer_config.json"
@@ -83,12 +83,12 @@ def slow_model(folder: Path) -> Path:
 
 
 def worst_requests(max_tokens: int) -> list[WorstRequest]:
-    """Return the requests. The server must run with ``OVERRIDES``. ``max_tokens`` limits the length of outputs."""
+    """Returns the requests. The server must run with ``OVERRIDES``. ``max_tokens`` limits the length of outputs."""
     return [*_bodies(), *_texts(), *_outputs(max_tokens)]
 
 
 def worst_image_requests() -> list[WorstRequest]:
-    """Return requests with the largest images, for a server of ``performance.models.vision`` with ``IMAGE_OVERRIDES``.
+    """Returns requests with the largest images, for a server of ``performance.models.vision`` with ``IMAGE_OVERRIDES``.
 
     The files are as large, or have as many pixels, as the server accepts. All APIs receive one of them.
     """
@@ -212,6 +212,6 @@ def _read_all(response: http.client.HTTPResponse) -> None:
 
 
 def _read_late(response: http.client.HTTPResponse) -> None:
-    """Read the response after a pause of 5 s, in which the server must keep the pieces of the stream."""
+    """Reads the response after a pause of 5 s, in which the server must keep the pieces of the stream."""
     time.sleep(5.0)
     _read_all(response)

@@ -37,7 +37,7 @@ PAIRS = [
 
 
 def found(tmp_path: Path, name: str, text: str) -> list[tuple[int, str]]:
-    """Return line and text of the sentences in a file with this text."""
+    """Returns line and text of the sentences in a file with this text."""
     path = tmp_path / name
     path.write_text(text)
     return [(sentence.line, sentence.text) for sentence in check_language.sentences(path)]

@@ -49,7 +49,7 @@ def write_bundle(
     logs: Path | None,
     attached: Sequence[Path] = (),
 ) -> list[str]:
-    """Write the archive ``out`` (tar.gz), readable by this user only. Returns the names of its files.
+    """Writes the archive ``out`` (tar.gz), readable by this user only. Returns the names of its files.
 
     ``logs`` is the folder of the server's logs; None means the folder in the config. ``attached`` are further text
     files, such as outputs of commands. Raises FileExistsError if ``out`` exists, and OSError if it cannot be written or
@@ -79,7 +79,7 @@ def write_bundle(
 def _files(
     host: Host, config_name: str, overrides: Sequence[str], logs: Path | None, findings: Sequence[Finding]
 ) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each file, the most important first, because the size of the bundle is limited."""
+    """Yields name and text of each file, the most important first, because the size of the bundle is limited."""
     rows = [{**asdict(finding), "level": finding.level.name.lower()} for finding in findings]
     yield "findings.json", _json(redact_value(rows))
     yield "environment.json", _json(redact_environment(host.environment, _ENVIRONMENT))
@@ -103,12 +103,12 @@ def _files(
 
 
 def _attached(files: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return name and text of each attached file. Files of the same name get numbers."""
+    """Returns name and text of each attached file. Files of the same name get numbers."""
     return [(f"attached/{number}_{file.name}", redact_log(_end_of(file))) for number, file in enumerate(files, 1)]
 
 
 def _server_pages(host: Host, name: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield pages of the server of this config, if it runs on this machine."""
+    """Yields pages of the server of this config, if it runs on this machine."""
     from llm_serving.config import load_config
     from llm_serving.errors import LLMServingError
 
@@ -126,7 +126,7 @@ def _server_pages(host: Host, name: str, overrides: Sequence[str]) -> Iterator[t
 
 
 def _is_any_address(text: str) -> bool:
-    """Return True for 0.0.0.0 and ::. A server can listen on these addresses, but a client cannot connect to them."""
+    """Returns True for 0.0.0.0 and ::. A server can listen on these addresses, but a client cannot connect to them."""
     return text != "localhost" and ipaddress.ip_address(text).is_unspecified
 
 
@@ -138,7 +138,7 @@ def _without_secrets(text: str) -> str:
 
 
 def _config(name: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the config file, the overrides and the complete loaded config, or the reason why it cannot be loaded."""
+    """Yields the config file, the overrides and the complete loaded config, or the reason why it cannot be loaded."""
     from llm_serving.config import load_config
     from llm_serving.config.lookup import find_config_file
     from llm_serving.errors import LLMServingError
@@ -166,7 +166,7 @@ def _log_folder(name: str, overrides: Sequence[str]) -> Path | None:
 
 
 def _logs(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the last lines of each log in a folder, the newest log first."""
+    """Yields the last lines of each log in a folder, the newest log first."""
     found = [file for pattern in _LOGS for file in folder.rglob(pattern) if file.is_file() and not file.is_symlink()]
     for file in sorted(found, key=lambda each: -each.stat().st_mtime)[:MAX_FILES]:
         try:
@@ -176,7 +176,7 @@ def _logs(folder: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _end_of(file: Path) -> str:
-    """Return the last whole lines of a file, at most ``MAX_FILE_BYTES``."""
+    """Returns the last whole lines of a file, at most ``MAX_FILE_BYTES``."""
     with file.open("rb") as opened:
         size = opened.seek(0, os.SEEK_END)
         opened.seek(max(0, size - MAX_FILE_BYTES))

@@ -38,25 +38,25 @@ _PLAIN_VALUE = re.compile(r"(?i)[\"']?(?:[-+]?[0-9.]+|true|false|null|none)[\"']
 
 
 def redact_text(text: str) -> str:
-    """Return ``text`` without values that look like a secret. Numbers after a name like ``max_tokens`` stay."""
+    """Returns ``text`` without values that look like a secret. Numbers after a name like ``max_tokens`` stay."""
     for pattern in _PATTERNS:
         text = pattern.sub(REMOVED, text)
     return _ASSIGNMENT.sub(_without_value, text)
 
 
 def redact_log(text: str) -> str:
-    """Return a log without secrets, prompts and outputs. Lines of the event log are JSON objects."""
+    """Returns a log without secrets, prompts and outputs. Lines of the event log are JSON objects."""
     return "".join(_redact_line(line) for line in text.splitlines(keepends=True))
 
 
 def redact_environment(variables: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables whose names begin with one of ``prefixes``, sorted, without secrets."""
+    """Returns the variables whose names begin with one of ``prefixes``, sorted, without secrets."""
     kept = {name: value for name, value in sorted(variables.items()) if name.startswith(prefixes)}
     return {name: REMOVED if _is_secret(name) else redact_text(value) for name, value in kept.items()}
 
 
 def redact_value(value: Any) -> Any:
-    """Return a value of a JSON document without secrets, prompts and outputs."""
+    """Returns a value of a JSON document without secrets, prompts and outputs."""
     if isinstance(value, dict):
         return {key: _redact_field(key, item) for key, item in value.items()}
     if isinstance(value, list):

@@ -35,7 +35,7 @@ class _Joined:
 
 @contextmanager
 def open_logs(paths: Sequence[Path]) -> Iterator[LineSource]:
-    """Open the files of a log. Several files are read in the order of their first events. Raises OSError."""
+    """Opens the files of a log. Several files are read in the order of their first events. Raises OSError."""
     with ExitStack() as opened:
         if len(paths) > 1:
             paths = sorted(paths, key=_first_time)
@@ -50,7 +50,7 @@ def _open(path: Path) -> BinaryIO | gzip.GzipFile:
 
 
 def _first_time(path: Path) -> float:
-    """Return the time of a file's first event. Standard input and files without events come last."""
+    """Returns the time of a file's first event. Standard input and files without events come last."""
     if path == STANDARD_INPUT:
         return float("inf")
     with _open(path) as file:

@@ -19,7 +19,7 @@ class LineSource(Protocol):
     """A stream of lines, such as a binary file."""
 
     def readline(self, limit: int, /) -> bytes:
-        """Return the next line with its newline, at most ``limit`` bytes. At the end of the stream, return b""."""
+        """Returns the next line with its newline, at most ``limit`` bytes. At the end of the stream, returns b""."""
 
 
 @dataclass(frozen=True, slots=True)

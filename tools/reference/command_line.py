@@ -107,7 +107,7 @@ def _shown(program: str) -> str:
 
 
 def help_of(program: str) -> str:
-    """Return what ``program --help`` prints, with the default width of the page."""
+    """Returns what ``program --help`` prints, with the default width of the page."""
     path, *arguments = program.split()
     saved, output = (sys.argv, dict(os.environ), list(sys.path)), io.StringIO()
     sys.argv, os.environ["COLUMNS"] = [path, *arguments, "--help"], "110"

@@ -11,7 +11,7 @@ _LIFE = "integration/test_life_and_death.py"
 
 
 def _wall_clocks() -> Iterator[str]:
-    """Yield calls that read the wall clock, in packages that compare times. Only logs and time stamps may read it."""
+    """Yields calls that read the wall clock, in packages that compare times. Only logs and time stamps may read it."""
     packages = ("scheduler", "waiting", "routing", "executor", "ipc")
     for package in (*(f"llm_serving/{package}" for package in packages), "agent"):
         yield from calls(package, {"time.time", "datetime.now", "datetime.utcnow"})

@@ -39,7 +39,7 @@ class Verdict:
     places: tuple[str, ...]
 
     def outcome(self, results: dict[str, dict[str, str]]) -> Outcome:
-        """Return the outcome of the tests. ``results`` has, for each place, the problem of each test by its name.
+        """Returns the outcome of the tests. ``results`` has, for each place, the problem of each test by its name.
 
         An empty problem means that the test passed. A place at which no test ran counts as a failed test.
         """
@@ -65,7 +65,7 @@ class Program:
     is_minimum: bool = False
 
     def outcome(self) -> Outcome:
-        """Run the program. The check passes if the program exits with 0 and the figure is within the limit."""
+        """Runs the program. The check passes if the program exits with 0 and the figure is within the limit."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "figures.json"
             options = (self.file_option, str(file)) if self.file_option else ()
@@ -111,7 +111,7 @@ class Check:
     limit: str = "0"
 
     def line(self, outcome: Outcome) -> dict[str, object]:
-        """Return the fields of the check's JSON line."""
+        """Returns the fields of the check's JSON line."""
         fields = {
             "id": self.id,
             "pass": outcome.passed,
@@ -123,12 +123,12 @@ class Check:
 
 
 def tests(*places: str) -> Verdict:
-    """Return a check that runs tests. A place is a file or a test, as a path below ``tests/``."""
+    """Returns a check that runs tests. A place is a file or a test, as a path below ``tests/``."""
     return Verdict(tuple(f"tests/{place}" for place in places))
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, Outcome]]:
-    """Run the checks and yield each with its outcome, in their order."""
+    """Runs the checks and yields each with its outcome, in their order."""
     results = run_tests(
         sorted({place for each in checks if isinstance(each.how, Verdict) for place in each.how.places})
     )
@@ -138,7 +138,7 @@ def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, Outcome]]:
 
 
 def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Run the tests at these places. Returns, for each place, the problem of each test by its name.
+    """Runs the tests at these places. Returns, for each place, the problem of each test by its name.
 
     The problem of a test that passed is an empty text.
     """
@@ -159,7 +159,7 @@ def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def read_report(report: Path) -> dict[str, str]:
-    """Return the problem of each test in a JUnit report, by the name of the test.
+    """Returns the problem of each test in a JUnit report, by the name of the test.
 
     The problem of a test that passed is an empty text. A skipped test has a problem.
     """
@@ -173,7 +173,7 @@ def read_report(report: Path) -> dict[str, str]:
 
 
 def _belongs(name: str, place: str) -> bool:
-    """Return True if ``place`` is the file of the test ``name``, or the test itself with or without its parameters."""
+    """Returns True if ``place`` is the file of the test ``name``, or the test itself with or without its parameters."""
     return name == place or name.startswith((f"{place}::", f"{place}["))
 
 

@@ -10,7 +10,7 @@ from tools.reliability.registry import REPOSITORY
 
 
 def calls(package: str, names: set[str]) -> Iterator[str]:
-    """Yield ``file:line name`` of each call of one of the dotted ``names`` in a package."""
+    """Yields ``file:line name`` of each call of one of the dotted ``names`` in a package."""
     last = {name.rpartition(".")[2] for name in names}
     for path, tree in _trees(package, last):
         for node in ast.walk(tree):
@@ -26,7 +26,7 @@ def _last_name(called: ast.expr) -> str | None:
 
 
 def imports(package: str, modules: set[str]) -> Iterator[str]:
-    """Yield ``file:line module`` of each import of one of the ``modules`` in a package."""
+    """Yields ``file:line module`` of each import of one of the ``modules`` in a package."""
     for path, tree in _trees(package, modules):
         for node in ast.walk(tree):
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -37,7 +37,7 @@ def imports(package: str, modules: set[str]) -> Iterator[str]:
 
 
 def keywords(package: str, keyword: str, value: object) -> Iterator[str]:
-    """Yield ``file:line`` of each call with the argument ``keyword=value`` in a package."""
+    """Yields ``file:line`` of each call with the argument ``keyword=value`` in a package."""
     for path, tree in _trees(package, {keyword}):
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
@@ -47,7 +47,7 @@ def keywords(package: str, keyword: str, value: object) -> Iterator[str]:
 
 
 def _trees(package: str, words: set[str]) -> Iterator[tuple[Path, ast.Module]]:
-    """Yield the syntax tree of each file that contains one of the words. Parsing all files would take seconds."""
+    """Yields the syntax tree of each file that contains one of the words. Parsing all files would take seconds."""
     for path in sorted((REPOSITORY / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if any(word in text for word in words):

@@ -14,7 +14,7 @@ _MAX_REASON_CHARS = 100
 
 
 def row(check: Check, outcome: Outcome, stamp: str) -> str:
-    """Return the row of a check. If the check did not pass, the row states the reason."""
+    """Returns the row of a check. If the check did not pass, the row states the reason."""
     figure = "-" if outcome.figure is None else f"{outcome.figure:g} {check.unit}"
     reason = " ".join(outcome.reason.replace("|", "/").split())[:_MAX_REASON_CHARS]
     verdict = "yes" if outcome.passed else f"no: {reason or 'over the limit'}"
@@ -22,7 +22,7 @@ def row(check: Check, outcome: Outcome, stamp: str) -> str:
 
 
 def write(page: Path, checks: Sequence[Check], outcomes: Sequence[tuple[Check, Outcome]], stamp: str) -> None:
-    """Replace the table of a page. A check without an outcome keeps its row, or gets a row without a figure."""
+    """Replaces the table of a page. A check without an outcome keeps its row, or gets a row without a figure."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     old, _, after = rest.partition(END)

@@ -14,29 +14,29 @@ _READ_BYTES = 1 << 20
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder that only this user can read. Missing parent folders are created, too."""
+    """Creates a folder that only this user can read. Missing parent folders are created, too."""
     path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def open_new(path: Path) -> int:
-    """Create a file for writing and return its descriptor. Raises FileExistsError if the file exists."""
+    """Creates a file for writing and returns its descriptor. Raises FileExistsError if the file exists."""
     return os.open(path, _NEW | os.O_EXCL, FILE_MODE)
 
 
 def open_appending(path: Path) -> int:
-    """Open a file for appending, and create it if it does not exist. Returns its descriptor."""
+    """Opens a file for appending, and creates it if it does not exist. Returns its descriptor."""
     return os.open(path, _NEW | os.O_APPEND, FILE_MODE)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of ``data``. A loop is needed, because one call of ``os.write`` may write only a part."""
+    """Writes all of ``data``. A loop is needed, because one call of ``os.write`` may write only a part."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the content of a file atomically. After a crash, the file has either the old or the new content."""
+    """Replaces the content of a file atomically. After a crash, the file has either the old or the new content."""
     part = path.with_suffix(".part")
     with contextlib.suppress(FileNotFoundError):
         part.unlink()
@@ -51,7 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to disk, so that a renamed or removed file stays so after a power failure."""
+    """Flushes the entries of a folder to disk, so that a renamed or removed file stays so after a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -60,7 +60,7 @@ def sync_folder(path: Path) -> None:
 
 
 def cut_partial_line(path: Path) -> int:
-    """Remove the incomplete last line of a file, which a killed process has left. Returns the file's new size."""
+    """Removes the incomplete last line of a file, which a killed process has left. Returns the file's new size."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def cut_partial_line(path: Path) -> int:
 
 
 def lines_of(path: Path, max_bytes: int) -> Generator[tuple[int, bytes | None], None, None]:
-    """Yield the number and the bytes of each line that is not empty. Numbers begin at 1.
+    """Yields the number and the bytes of each line that is not empty. Numbers begin at 1.
 
     For a line with more than ``max_bytes`` bytes, yields None instead of the bytes.
     """

@@ -44,7 +44,8 @@ def _check_window(text: str) -> str:
 
 
 def _hours(text: str) -> int:
-    """Return the length of a completion window, such as ``24h`` or ``2d``, in hours. 0 if the text has another form."""
+    """Returns the length of a completion window, such as ``24h`` or ``2d``, in hours. 0 if the text has another form.
+    """
     found = _WINDOW.fullmatch(text)
     return 0 if found is None else int(found[1]) * (24 if found[2] == "d" else 1)
 

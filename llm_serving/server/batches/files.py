@@ -36,14 +36,14 @@ class UploadForm(StrictModel):
 
 
 def store_of(state: ServerState) -> BatchStore:
-    """Return the store of files and batches. Raises BatchesOffError if the server has no store."""
+    """Returns the store of files and batches. Raises BatchesOffError if the server has no store."""
     if state.batches is None:
         raise BatchesOffError
     return state.batches
 
 
 async def _create_file(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``POST /v1/files``: write the file of a form to disk while it arrives."""
+    """Handles ``POST /v1/files``: write the file of a form to disk while it arrives."""
     store = store_of(state)
     parser = FormParser(boundary_of(request.headers.get("content-type", "")))
     upload = await store.run(store.begin_upload, tenant_of(request))
@@ -60,7 +60,7 @@ async def _create_file(state: ServerState, request: Request) -> AnyResponse:
 
 
 async def _receive_form(request: Request, parser: FormParser, form: _Form) -> None:
-    """Read the body until its last boundary. Raises RequestError or ClientGoneError."""
+    """Reads the body until its last boundary. Raises RequestError or ClientGoneError."""
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -86,7 +86,7 @@ class _Form:
         self._name = ""
 
     def begin(self, part: PartBegin) -> None:
-        """Begin a part. Raises RequestError for an unknown or repeated field."""
+        """Begins a part. Raises RequestError for an unknown or repeated field."""
         self._name = part.name
         if part.name not in ("file", "purpose"):
             raise RequestError(
@@ -101,7 +101,7 @@ class _Form:
             self._fields[part.name] = b""
 
     async def add(self, data: bytes) -> None:
-        """Add content to the part that began last."""
+        """Adds content to the part that began last."""
         if self._name == "file":
             await self._store.run(self._upload.write, data)
             return
@@ -110,7 +110,7 @@ class _Form:
             raise InvalidFormError(f"'{self._name}' has more than {_MAX_FIELD_BYTES} bytes.", param=self._name)
 
     def names(self) -> tuple[str, str]:
-        """Return the file's name and purpose. Raises RequestError if the form is not complete."""
+        """Returns the file's name and purpose. Raises RequestError if the form is not complete."""
         for name, value in (("file", self._filename), ("purpose", self._fields.get("purpose"))):
             if value is None:
                 raise RequestError(
@@ -127,7 +127,7 @@ class _Form:
 
 
 def _clean_name(name: str) -> str:
-    """Return the last part of a client's file name. The server shows this name, but uses it for no file on disk."""
+    """Returns the last part of a client's file name. The server shows this name, but uses it for no file on disk."""
     last = name.replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[:MAX_NAME_CHARS]
 
@@ -166,7 +166,7 @@ async def _delete_file(state: ServerState, request: Request) -> Response:
 
 
 def page_of(request: Request, items: list[dict[str, Any]], default: int, most: int) -> dict[str, Any]:
-    """Return one page of a list: at most ``limit`` items after the item with the id ``after``. Raises RequestError."""
+    """Returns one page of a list: at most ``limit`` items after the item with the id ``after``. Raises RequestError."""
     text, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
     if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
         raise RequestError(

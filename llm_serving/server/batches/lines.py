@@ -37,7 +37,8 @@ class LineProblem:
 
 
 def read_line(number: int, line: bytes | None, endpoint: str, max_bytes: int) -> LineRequest | LineProblem:
-    """Return the request in an input line, or the problem. ``line`` is None if it has more than ``max_bytes`` bytes."""
+    """Returns the request in an input line, or the problem. ``line`` is None if it has more than ``max_bytes`` bytes.
+    """
     if line is None:
         message = f"has more than {max_bytes} bytes (serving_config.max_body_bytes)"
         return _problem(number, None, "line_too_long", message)
@@ -61,7 +62,7 @@ def read_line(number: int, line: bytes | None, endpoint: str, max_bytes: int) ->
 
 
 def _wrong_member(value: dict[str, Any], endpoint: str) -> tuple[str, str] | None:
-    """Return code and text of the first wrong member of a line. None if all members are right."""
+    """Returns code and text of the first wrong member of a line. None if all members are right."""
     if unknown := sorted(value.keys() - _MEMBERS):
         return "unknown_parameter", f"has the unknown member {short(unknown[0])}"
     if value.get("method") != "POST":
@@ -81,21 +82,21 @@ def _problem(number: int, custom_id: str | None, code: str, message: str) -> Lin
 
 
 def response_entry(batch_id: str, line: LineRequest, status: int, body: bytes) -> bytes:
-    """Return the output line for a request with a response. ``body`` is JSON."""
+    """Returns the output line for a request with a response. ``body`` is JSON."""
     name = _entry_id(batch_id, line.number)
     response = {"status_code": status, "request_id": name, "body": orjson.Fragment(body)}
     return orjson.dumps({"id": name, "custom_id": line.custom_id, "response": response, "error": None}) + b"\n"
 
 
 def problem_entry(batch_id: str, problem: LineProblem) -> bytes:
-    """Return the output line for an input line that got no response."""
+    """Returns the output line for an input line that got no response."""
     error = {"code": problem.code, "message": problem.message}
     name = _entry_id(batch_id, problem.number)
     return orjson.dumps({"id": name, "custom_id": problem.custom_id, "response": None, "error": error}) + b"\n"
 
 
 def number_of_entry(entry: bytes) -> int | None:
-    """Return the number of the input line to which an output line belongs. None if ``entry`` is not an output line."""
+    """Returns the number of the input line to which an output line belongs. None if ``entry`` is not an output line."""
     found = _ENTRY_ID.match(entry)
     return None if found is None else int(found[1])
 

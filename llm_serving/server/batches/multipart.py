@@ -41,7 +41,7 @@ class PartData:
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Return the boundary that a header ``Content-Type`` states. Raises InvalidFormError."""
+    """Returns the boundary that a header ``Content-Type`` states. Raises InvalidFormError."""
     kind, _, options = content_type.partition(";")
     found = _BOUNDARY.search(options)
     if kind.strip().lower() != "multipart/form-data" or found is None:
@@ -67,7 +67,7 @@ class FormParser:
         return self._state == "end"
 
     def feed(self, chunk: bytes) -> Iterator[PartBegin | PartData]:
-        """Yield each part that begins in the next chunk of the body, and the content of parts.
+        """Yields each part that begins in the next chunk of the body, and the content of parts.
 
         Raises InvalidFormError.
         """

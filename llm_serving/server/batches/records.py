@@ -34,7 +34,7 @@ class StoredFile:
         return _FILE_ID.fullmatch(self.id) is not None and self.num_bytes >= 0
 
     def shown(self) -> dict[str, Any]:
-        """Return the file as a JSON object of OpenAI's API."""
+        """Returns the file as a JSON object of OpenAI's API."""
         return {
             "id": self.id,
             "object": "file",
@@ -90,7 +90,7 @@ class Batch:
         return self.status in ENDED
 
     def shown(self) -> dict[str, Any]:
-        """Return the batch as a JSON object of OpenAI's API."""
+        """Returns the batch as a JSON object of OpenAI's API."""
         return {
             "id": self.id,
             "object": "batch",
@@ -116,12 +116,12 @@ class Batch:
 
 
 def encoded(record: StoredFile | Batch) -> bytes:
-    """Return a record as JSON for the disk."""
+    """Returns a record as JSON for the disk."""
     return orjson.dumps(asdict(record))
 
 
 def decoded(kind: type[RecordT], data: bytes) -> RecordT | None:
-    """Return a record from its JSON. None if the JSON is not a valid record."""
+    """Returns a record from its JSON. None if the JSON is not a valid record."""
     try:
         value = orjson.loads(data)
         record = kind(**value) if value.keys() == {each.name for each in fields(kind)} else None

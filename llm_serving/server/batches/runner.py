@@ -55,12 +55,12 @@ class BatchRunner:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Continue the batches that have not ended, and run new ones. Call this method on the event loop."""
+        """Continues the batches that have not ended, and runs new ones. Call this method on the event loop."""
         self.store.changed.set()
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self) -> None:
-        """Cancel all running lines. Their batches continue at the next start. May be called twice."""
+        """Cancels all running lines. Their batches continue at the next start. May be called twice."""
         tasks = [run.task for run in self._running.values()] + ([] if self._task is None else [self._task])
         for task in tasks:
             task.cancel()
@@ -84,7 +84,7 @@ class BatchRunner:
         run.start(partial(self._ended, batch.owner))
 
     def _ended(self, owner: str, task: asyncio.Task[None]) -> None:
-        """Let the tenant's next batch begin, unless the batch that ended raised an exception."""
+        """Lets the tenant's next batch begin, unless the batch that ended raised an exception."""
         self._running.pop(owner, None)
         if task.cancelled():
             return
@@ -95,7 +95,7 @@ class BatchRunner:
             self._app.state.log.error(f"a batch of {owner!r} stopped: {error!r}", event="batch_failed")
 
     async def _respond(self, batch: Batch, line: LineRequest) -> tuple[int, bytes]:
-        """Return status and body of the response to a line.
+        """Returns status and body of the response to a line.
 
         While the server is unavailable or refuses the request with "try later", the method waits and tries again. It
         also tries again after the loss of an agent, up to ``_MAX_LOSSES`` times.
@@ -122,7 +122,7 @@ class BatchRunner:
             await asyncio.sleep(delay)
 
     async def _call(self, endpoint: Endpoint, batch: Batch, line: LineRequest) -> bytes:
-        """Call the endpoint on behalf of the batch's tenant. The request counts for the quotas of its API key."""
+        """Calls the endpoint on behalf of the batch's tenant. The request counts for the quotas of its API key."""
         access = self._app.state.access
         if access is None or access.keys is None:
             # Without API keys, the tenant's name is a hash of the client's bearer token. This hash is sent as the
@@ -160,12 +160,12 @@ class BatchRun:
         self.task: asyncio.Task[None]
 
     def start(self, ended: Callable[[asyncio.Task[None]], None]) -> None:
-        """Start the task. ``ended`` is called at its end."""
+        """Starts the task. ``ended`` is called at its end."""
         self.task = asyncio.get_running_loop().create_task(self._run())
         self.task.add_done_callback(ended)
 
     def cancel_lines(self) -> None:
-        """Cancel the running lines, and begin no further lines."""
+        """Cancels the running lines, and begins no further lines."""
         self._is_cut.set()
         for line in self._lines:
             line.cancel()
@@ -194,7 +194,7 @@ class BatchRun:
                 os.close(descriptor)
 
     async def _validate(self) -> None:
-        """Count the lines. A batch without lines, or with too many, fails as a whole."""
+        """Counts the lines. A batch without lines, or with too many, fails as a whole."""
         batch, store = self.batch, self._store
         limit = store.config.max_lines
         batch.total = await _in_thread(_count_lines, self._input, self._max_bytes, limit)
@@ -210,7 +210,7 @@ class BatchRun:
         await store.run(store.save_batch, batch)
 
     async def _run_lines(self) -> None:
-        """Compute the lines that have no result yet."""
+        """Computes the lines that have no result yet."""
         batch, store = self.batch, self._store
         self._outputs = await store.run(store.open_results, batch)
         done = await _in_thread(self._done_lines)
@@ -235,7 +235,7 @@ class BatchRun:
             raise self._failure
 
     async def _begin_line(self, line: LineRequest) -> None:
-        """Wait for a free slot and start the line, unless no further line may begin."""
+        """Waits for a free slot and starts the line, unless no further line may begin."""
         await self._slots.acquire()
         if self._is_cut.is_set():
             self._slots.release()
@@ -260,7 +260,7 @@ class BatchRun:
         await asyncio.shield(note)
 
     async def _note(self, line: LineRequest | LineProblem, entry: bytes, *, is_failed: bool) -> None:
-        """Write the result of a line and count it."""
+        """Writes the result of a line and counts it."""
         assert self._outputs is not None
         batch, store = self.batch, self._store
         await store.run(store.append, batch, self._outputs[is_failed], entry)
@@ -273,7 +273,8 @@ class BatchRun:
             await store.run(store.save_batch, batch)
 
     async def _finish(self) -> None:
-        """Set and write the final state of the batch. An expired batch gets an entry for each line without a result."""
+        """Sets and writes the final state of the batch. An expired batch gets an entry for each line without a result.
+        """
         batch, store = self.batch, self._store
         if batch.errors:
             status = "failed"
@@ -319,7 +320,7 @@ class BatchRun:
         return self._app.state.settings.max_body_bytes
 
     def _done_lines(self) -> set[int]:
-        """Return the numbers of the lines with a result, and count the results."""
+        """Returns the numbers of the lines with a result, and counts the results."""
         batch, done = self.batch, set[int]()
         counts = []
         for file_id in (batch.output_id, batch.error_id):
@@ -331,7 +332,7 @@ class BatchRun:
 
 
 def _count_lines(path: Path, max_bytes: int, limit: int) -> int:
-    """Return the number of lines with content, at most ``limit`` + 1."""
+    """Returns the number of lines with content, at most ``limit`` + 1."""
     count = 0
     for _ in lines_of(path, max_bytes):
         count += 1
@@ -351,7 +352,7 @@ def _result_numbers(path: Path) -> Iterator[int]:
 
 
 def _with_unique_name(line: LineRequest | LineProblem, names: set[str]) -> LineRequest | LineProblem:
-    """Return the line, or a problem if an earlier line has the same ``custom_id``."""
+    """Returns the line, or a problem if an earlier line has the same ``custom_id``."""
     if line.custom_id is None:
         return line
     if line.custom_id in names:

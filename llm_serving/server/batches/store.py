@@ -71,7 +71,7 @@ class BatchStore:
     """Keeps files and batches on disk. All methods except ``run`` block. ``run`` calls them in the store's thread."""
 
     def __init__(self, config: BatchConfig, warn: Callable[[str], None]) -> None:
-        """Open the folder of ``config``, and find what an earlier server has left there.
+        """Opens the folder of ``config``, and finds what an earlier server has left there.
 
         ``warn`` receives a message for each record that cannot be read. Raises ConfigError if the folder cannot be
         used, or if another server uses it.
@@ -92,11 +92,11 @@ class BatchStore:
             raise ConfigError(f"batch_config.folder: {self._root}: {error.strerror or error}") from None
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a blocking call in the store's thread, which runs one call at a time."""
+        """Runs a blocking call in the store's thread, which runs one call at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def close(self) -> None:
-        """Wait for running calls and unlock the folder for other servers. May be called twice."""
+        """Waits for running calls and unlocks the folder for other servers. May be called twice."""
         self._thread.shutdown()
         if self._lock >= 0:
             os.close(self._lock)
@@ -105,7 +105,7 @@ class BatchStore:
     # The following methods keep files.
 
     def begin_upload(self, owner: str) -> Upload:
-        """Begin a new file, whose content then arrives in parts. Raises StorageLimitError."""
+        """Begins a new file, whose content then arrives in parts. Raises StorageLimitError."""
         tenant = self._tenant(owner)
         if len(tenant.files) >= self.config.max_files:
             raise StorageLimitError(
@@ -115,26 +115,26 @@ class BatchStore:
         return Upload(self, owner, tenant)
 
     def files(self, owner: str) -> list[StoredFile]:
-        """Return the files of a tenant, oldest first."""
+        """Returns the files of a tenant, oldest first."""
         return sorted(self._found(owner).files.values(), key=lambda file: (file.created_at, file.id))
 
     def file(self, owner: str, file_id: str, param: str = "file_id") -> StoredFile:
-        """Return a file of a tenant. Raises UnknownFileError, which names the field ``param``."""
+        """Returns a file of a tenant. Raises UnknownFileError, which names the field ``param``."""
         found = self._found(owner).files.get(file_id)
         if found is None:
             raise UnknownFileError(f"The file {short(file_id)} does not exist for this API key.", param=param)
         return found
 
     def path_of(self, file: StoredFile) -> Path:
-        """Return the path of a file's content."""
+        """Returns the path of a file's content."""
         return self.data_path(file.owner, file.id)
 
     def data_path(self, owner: str, file_id: str) -> Path:
-        """Return the path of a file's content by the file's id, also before the file exists."""
+        """Returns the path of a file's content by the file's id, also before the file exists."""
         return self._tenant(owner).folder / "files" / f"{file_id}.data"
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Delete a file. Raises UnknownFileError, and FileInUseError if a batch still reads the file."""
+        """Deletes a file. Raises UnknownFileError, and FileInUseError if a batch still reads the file."""
         file, tenant = self.file(owner, file_id), self._tenant(owner)
         for batch in tenant.batches.values():
             if batch.input_file_id == file_id and not batch.has_ended:
@@ -150,7 +150,7 @@ class BatchStore:
         self._count(tenant, -_counted(file.num_bytes))
 
     def keep_file(self, file: StoredFile, *, is_counted: bool = False) -> None:
-        """Add a file, whose content is already on disk, to its tenant's files.
+        """Adds a file, whose content is already on disk, to its tenant's files.
 
         ``is_counted`` is True if the bytes of the file are already counted.
         """
@@ -163,7 +163,7 @@ class BatchStore:
     # The following methods keep batches.
 
     def add_batch(self, batch: Batch) -> None:
-        """Add a new batch.
+        """Adds a new batch.
 
         Raises UnknownFileError, StorageLimitError, or RequestError for a file of another purpose.
         """
@@ -189,23 +189,23 @@ class BatchStore:
         self._count(tenant, MIN_FILE_BYTES)
 
     def save_batch(self, batch: Batch) -> None:
-        """Write the record of a batch."""
+        """Writes the record of a batch."""
         replace_file(self._tenant(batch.owner).folder / "batches" / f"{batch.id}.json", encoded(batch))
 
     def batches(self, owner: str) -> list[Batch]:
-        """Return the batches of a tenant, newest first."""
+        """Returns the batches of a tenant, newest first."""
         found = self._found(owner).batches.values()
         return sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     def batch(self, owner: str, batch_id: str) -> Batch:
-        """Return a batch of a tenant. Raises UnknownBatchError."""
+        """Returns a batch of a tenant. Raises UnknownBatchError."""
         found = self._found(owner).batches.get(batch_id)
         if found is None:
             raise UnknownBatchError(f"The batch {short(batch_id)} does not exist for this API key.", param="batch_id")
         return found
 
     def cancel_batch(self, owner: str, batch_id: str) -> Batch:
-        """Ask the runner to cancel a batch. Raises UnknownBatchError, and RequestError if it has ended."""
+        """Asks the runner to cancel a batch. Raises UnknownBatchError, and RequestError if it has ended."""
         batch = self.batch(owner, batch_id)
         if batch.has_ended or batch.status == "finalizing":
             raise RequestError(
@@ -230,7 +230,7 @@ class BatchStore:
     # The following methods write the results of batches.
 
     def open_results(self, batch: Batch) -> tuple[int, int]:
-        """Open the output file and the error file for appending after their last complete line.
+        """Opens the output file and the error file for appending after their last complete line.
 
         Returns their descriptors.
         """
@@ -242,14 +242,14 @@ class BatchStore:
         return descriptors[0], descriptors[1]
 
     def append(self, batch: Batch, descriptor: int, line: bytes) -> None:
-        """Append one line to a file of results. Raises StorageLimitError."""
+        """Appends one line to a file of results. Raises StorageLimitError."""
         tenant = self._tenant(batch.owner)
         self._check_space(tenant, len(line))
         write_all(descriptor, line)
         self._count(tenant, len(line))
 
     def end_batch(self, batch: Batch, status: str) -> None:
-        """Add the files with results to the tenant's files. Then write the batch's record with its last ``status``.
+        """Adds the files with results to the tenant's files. Then writes the batch's record with its last ``status``.
 
         Empty results are removed.
         """
@@ -274,7 +274,7 @@ class BatchStore:
     # The following methods are parts of the methods above.
 
     def _tenant(self, owner: str) -> _Tenant:
-        """Return the record of a tenant. If the tenant is new, creates its folder."""
+        """Returns the record of a tenant. If the tenant is new, creates its folder."""
         found = self._tenants.get(owner)
         if found is None:
             folder = self._root / blake2b(owner.encode(), digest_size=16).hexdigest()
@@ -284,11 +284,11 @@ class BatchStore:
         return found
 
     def _found(self, owner: str) -> _Tenant:
-        """Return the record of a tenant. For an unknown tenant, returns an empty record and does not store it."""
+        """Returns the record of a tenant. For an unknown tenant, returns an empty record and does not store it."""
         return self._tenants.get(owner) or _Tenant(self._root)
 
     def _drop_oldest(self, tenant: _Tenant) -> None:
-        """Forget the oldest batch that has ended if the tenant has too many batches. Its files stay."""
+        """Forgets the oldest batch that has ended if the tenant has too many batches. Its files stay."""
         while len(tenant.batches) >= self.config.max_batches:
             ended = [batch for batch in tenant.batches.values() if batch.has_ended]
             if not ended:
@@ -316,7 +316,7 @@ class BatchStore:
         self._num_bytes += size
 
     def _scan(self) -> None:
-        """Read the records of all tenants. Remove content without a record, unless a batch still writes it."""
+        """Reads the records of all tenants. Removes content without a record, unless a batch still writes it."""
         for folder in sorted(path for path in self._root.iterdir() if path.is_dir()):
             tenant = _Tenant(folder)
             owners = set()
@@ -372,7 +372,7 @@ class Upload:
         self._size = 0
 
     def write(self, data: bytes) -> None:
-        """Append content. Raises PayloadTooLargeError or StorageLimitError."""
+        """Appends content. Raises PayloadTooLargeError or StorageLimitError."""
         limit = self._store.config.max_file_bytes
         if self._size + len(data) > limit:
             raise PayloadTooLargeError(
@@ -384,7 +384,7 @@ class Upload:
         self._store._count(self._tenant, len(data))
 
     def finish(self, filename: str, purpose: str) -> StoredFile:
-        """Make the content a file of the tenant."""
+        """Makes the content a file of the tenant."""
         os.fsync(self._descriptor)
         self._close()
         self._path.replace(self._path.with_suffix(".data"))
@@ -394,7 +394,7 @@ class Upload:
         return file
 
     def abort(self) -> None:
-        """Remove the content of the upload."""
+        """Removes the content of the upload."""
         self._close()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
@@ -405,12 +405,12 @@ class Upload:
 
 
 def new_file_id() -> str:
-    """Return a new id of a file."""
+    """Returns a new id of a file."""
     return f"file-{secrets.token_hex(12)}"
 
 
 def new_batch_id() -> str:
-    """Return a new id of a batch."""
+    """Returns a new id of a batch."""
     return f"batch_{secrets.token_hex(12)}"
 
 
@@ -419,7 +419,7 @@ def _counted(size: int) -> int:
 
 
 def _locked(root: Path) -> int:
-    """Make the folder and lock it for this process. Returns the descriptor of the lock. Raises ConfigError."""
+    """Makes the folder and locks it for this process. Returns the descriptor of the lock. Raises ConfigError."""
     make_folder(root)
     descriptor = open_appending(root / "lock")
     try:

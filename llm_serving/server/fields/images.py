@@ -25,12 +25,12 @@ class ImageField:
 
 
 def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
-    """Return an image as a part of a chat's message."""
+    """Returns an image as a part of a chat's message."""
     return {"type": "image_url", "image_url": {"url": url} | ({} if detail is None else {"detail": detail})}
 
 
 def joined(parts: Iterable[dict[str, Any]], between: str) -> str | list[dict[str, Any]]:
-    """Join parts to the content of a chat message: one text, or a list of parts if there are images.
+    """Joins parts to the content of a chat message: one text, or a list of parts if there are images.
 
     ``between`` separates neighbouring texts.
     """
@@ -46,7 +46,7 @@ def joined(parts: Iterable[dict[str, Any]], between: str) -> str | list[dict[str
 
 
 def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the content of a message as a list of parts. An empty text has no parts."""
+    """Returns the content of a message as a list of parts. An empty text has no parts."""
     if isinstance(content, list):
         return content
     return [text_part(content)] if content else []
@@ -57,7 +57,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def named_images(error: RequestError, messages: Sequence[Message], fields: Sequence[ImageField]) -> RequestError:
-    """Return ``error`` with the image's field name in the client's API, if the error is about an image of the chat.
+    """Returns ``error`` with the image's field name in the client's API, if the error is about an image of the chat.
 
     ``fields`` has the names of all images in ``messages``, in order. Other errors are returned unchanged.
     """

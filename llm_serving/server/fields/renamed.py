@@ -10,7 +10,7 @@ from llm_serving.errors import RequestError
 
 
 def renamed(error: RequestError, fields: Sequence[tuple[str, str]]) -> RequestError:
-    """Return a copy of ``error`` with replaced field names in its ``param`` and text.
+    """Returns a copy of ``error`` with replaced field names in its ``param`` and text.
 
     ``fields`` are pairs: a pattern for the start of a name, and its replacement. The first pattern that matches is
     used.

@@ -35,7 +35,7 @@ from llm_serving.server.limits import (
 
 
 def _strings(value: object, info: ValidationInfo) -> object:
-    """Return a string, or a list of strings, as a tuple. ``PARAMETERS`` limits their number and their length."""
+    """Returns a string, or a list of strings, as a tuple. ``PARAMETERS`` limits their number and their length."""
     if value is None:
         return ()
     parameter = PARAMETERS[info.field_name or ""]
@@ -54,7 +54,7 @@ def _strings(value: object, info: ValidationInfo) -> object:
 
 
 def _parameter(name: str) -> Any:
-    """Return the pydantic field of a sampling parameter, with meaning and range from ``sampling_params.py``."""
+    """Returns the pydantic field of a sampling parameter, with meaning and range from ``sampling_params.py``."""
     parameter = PARAMETERS[name]
     return Field(ge=parameter.low, gt=parameter.above, le=parameter.high, description=parameter.meaning)
 
@@ -71,7 +71,7 @@ TokenIds = Annotated[list[int], Field(max_length=PARAMETERS["stop_token_ids"].ma
 
 
 def _logit_bias(value: object) -> object:
-    """Return the field ``logit_bias``, an object from token ids to numbers, as pairs in the order of the ids."""
+    """Returns the field ``logit_bias``, an object from token ids to numbers, as pairs in the order of the ids."""
     if value is None:
         return ()
     if not isinstance(value, dict):
@@ -108,7 +108,7 @@ _Strings = Annotated[
 
 
 def _described(name: str) -> Any:
-    """Return the pydantic field of a sampling parameter whose value is a list of strings."""
+    """Returns the pydantic field of a sampling parameter whose value is a list of strings."""
     return Field(description=f"{PARAMETERS[name].meaning} At most {PARAMETERS[name].max_items}.")
 
 
@@ -201,12 +201,12 @@ class DialectSampling(LaxModel):
 
 
 def is_image(part: object) -> bool:
-    """Return whether a part of a message's content is an image."""
+    """Returns whether a part of a message's content is an image."""
     return isinstance(part, dict) and part.get("type") == "image_url"
 
 
 def _join_content(value: object) -> object:
-    """Return a message's ``content`` as one text. Clients send a text, or a list of parts of type ``text``.
+    """Returns a message's ``content`` as one text. Clients send a text, or a list of parts of type ``text``.
 
     Parts of type ``image_url`` are skipped, because ``Message`` keeps them itself.
     """
@@ -229,14 +229,14 @@ def _join_content(value: object) -> object:
 
 
 def _check_content(value: str | None, info: ValidationInfo) -> str | None:
-    """Check that ``content`` is null only in a message of the assistant with tool calls."""
+    """Checks that ``content`` is null only in a message of the assistant with tool calls."""
     if value is None and not (info.data.get("role") == "assistant" and info.data.get("tool_calls")):
         raise PydanticKnownError("string_type")
     return value
 
 
 def _check_tool_call_id(value: str | None, info: ValidationInfo) -> str | None:
-    """Check that each message of a tool has ``tool_call_id``, and that other messages do not have it."""
+    """Checks that each message of a tool has ``tool_call_id``, and that other messages do not have it."""
     is_tool = info.data.get("role") == "tool"
     if is_tool and value is None:
         raise PydanticKnownError("missing")
@@ -333,7 +333,7 @@ class Message(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _without_content(cls, data: object) -> object:
-        """Add ``"content": null`` to messages with tool calls, because some clients leave the member out."""
+        """Adds ``"content": null`` to messages with tool calls, because some clients leave the member out."""
         return (
             {**data, "content": None}
             if isinstance(data, dict) and data.get("tool_calls") and "content" not in data
@@ -341,7 +341,7 @@ class Message(StrictModel):
         )
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as a dict, which is the input of chat templates.
+        """Returns the message as a dict, which is the input of chat templates.
 
         A message with images also has ``parts``, the parts of its content.
         """
@@ -357,7 +357,7 @@ class Message(StrictModel):
 
 
 def _template_values(value: object) -> object:
-    """Return ``chat_template_kwargs`` after checks. Keys must be names of variables, and values plain JSON scalars."""
+    """Returns ``chat_template_kwargs`` after checks. Keys must be names of variables, and values plain JSON scalars."""
     if value is None:
         return {}
     if not isinstance(value, dict):

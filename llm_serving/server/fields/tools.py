@@ -18,7 +18,7 @@ ToolName = Annotated[str, Field(max_length=MAX_TOOL_NAME_CHARS, pattern="^[a-zA-
 
 
 def _object_schema(value: object) -> object:
-    """Check that the schema of a tool's arguments describes an object."""
+    """Checks that the schema of a tool's arguments describes an object."""
     if isinstance(value, dict) and value.get("type", "object") != "object":
         raise PydanticCustomError(
             "parameters_type", f"has type {short(value['type'])}; arguments are always an object, so write 'object'"
@@ -46,12 +46,12 @@ class Tool(StrictModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool in the form that chat templates expect."""
+        """Returns the tool in the form that chat templates expect."""
         return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_none=True)}
 
 
 def _check_tools(tools: list[Tool]) -> list[Tool]:
-    """Check the number, the names and the size of all tools together."""
+    """Checks the number, the names and the size of all tools together."""
     names: dict[str, int] = {}
     for i, tool in enumerate(tools):
         first = names.setdefault(tool.function.name, i)
@@ -82,7 +82,7 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 def _tool_choice(value: object) -> object:
-    """Return ``tool_choice``: ``auto``, ``none``, ``required``, a ``NamedTool``, or None without the field."""
+    """Returns ``tool_choice``: ``auto``, ``none``, ``required``, a ``NamedTool``, or None without the field."""
     if value is None or value in ("auto", "none", "required"):
         return value
     if isinstance(value, dict) and value.get("type") == "function" and value.keys() == {"type", "function"}:
@@ -136,7 +136,7 @@ class EarlierCall(StrictModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates expect, with the arguments as an object."""
+        """Returns the call in the form that chat templates expect, with the arguments as an object."""
         function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -152,7 +152,7 @@ def _check_arguments(text: str) -> str:
 
 
 def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose calls have their arguments as JSON text, for templates that expect text."""
+    """Returns messages whose calls have their arguments as JSON text, for templates that expect text."""
     return [
         {
             **message,

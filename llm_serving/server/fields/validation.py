@@ -49,7 +49,7 @@ class LaxModel(RequestModel):
 
 
 def short(value: object) -> str:
-    """Return a value as JSON, shortened for an error message."""
+    """Returns a value as JSON, shortened for an error message."""
     try:
         return clip(orjson.dumps(value).decode())
     except (orjson.JSONEncodeError, TypeError):
@@ -57,12 +57,12 @@ def short(value: object) -> str:
 
 
 def clip(text: str) -> str:
-    """Return a client's text, shortened for an error message."""
+    """Returns a client's text, shortened for an error message."""
     return text if len(text) <= SHORT_CHARS else f"{text[:SHORT_CHARS]}..."
 
 
 def request_error(error: ValidationError) -> RequestError:
-    """Return an error for the client about the first wrong field, with its value and the allowed values."""
+    """Returns an error for the client about the first wrong field, with its value and the allowed values."""
     first = error.errors(include_url=False)[0]
     param = _path(first["loc"])
     kind = first["type"]
@@ -85,7 +85,7 @@ def request_error(error: ValidationError) -> RequestError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Return the location of a field as text: ``('messages', 0, 'role')`` becomes ``messages[0].role``."""
+    """Returns the location of a field as text: ``('messages', 0, 'role')`` becomes ``messages[0].role``."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part

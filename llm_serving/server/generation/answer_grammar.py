@@ -34,7 +34,7 @@ async def answer_constraint(
     ignore_eos: bool,
     beams: bool,
 ) -> ConstraintSource | None:
-    """Return the constraint of each choice, or None if any text is allowed. Raises RequestError."""
+    """Returns the constraint of each choice, or None if any text is allowed. Raises RequestError."""
     wanted = wanted_grammar(fields)
     has_parts = plan is not None and (plan.tools is not None or plan.reasoning is not None)
     if plan is not None and has_parts:
@@ -51,7 +51,7 @@ async def answer_constraint(
 def _with_plan(
     state: ServerState, body: ToolRequest, plan: AnswerPlan, wanted: tuple[str, Grammar] | None
 ) -> tuple[str, Grammar] | None:
-    """Return the field that needs a grammar, and the grammar of the whole answer. None if no grammar is needed."""
+    """Returns the field that needs a grammar, and the grammar of the whole answer. None if no grammar is needed."""
     thinking = None if plan.reasoning is None or plan.is_over else Thinking(plan.reasoning, plan.is_thinking)
     tokenizer = state.engine.tokenizer
     special = {tokenizer.token_bytes(one).decode(): one for one in plan.shown_token_ids}
@@ -90,7 +90,7 @@ def _with_plan(
 
 
 def _can_be_composed(grammar: Grammar) -> bool:
-    """Return whether a client's grammar can be a part of a larger grammar.
+    """Returns whether a client's grammar can be a part of a larger grammar.
 
     It must be short enough. A JSON schema must also be a valid JSON object.
     """
@@ -107,7 +107,7 @@ def _can_be_composed(grammar: Grammar) -> bool:
 def _is_constrained(
     state: ServerState, body: ToolRequest, plan: AnswerPlan, tools: list[CallableTool], special: Mapping[str, int]
 ) -> bool:
-    """Return whether the arguments of optional calls (``tool_choice`` "auto") must fit the schemas of their tools."""
+    """Returns whether the arguments of optional calls (``tool_choice`` "auto") must fit the schemas of their tools."""
     assert plan.tools is not None
     explicit = next((i for i, one in enumerate(body.tools or ()) if one.function.strict), None)
     has_trigger = has_free_text(plan.tools, special)
@@ -123,7 +123,7 @@ def _is_constrained(
 
 
 def _check_content(plan: AnswerPlan, param: str, content: Grammar) -> None:
-    """Raise RequestError if a text that may contain calls cannot also be constrained by ``content``.
+    """Raises RequestError if a text that may contain calls cannot also be constrained by ``content``.
 
     This needs a JSON schema for the content, and a format of calls with a trigger that does not start with a brace.
     """

@@ -59,26 +59,27 @@ class AnswerPlan:
     """The special tokens that the parser must see."""
 
     def parser(self) -> OutputParser:
-        """Return the parser of one choice."""
+        """Returns the parser of one choice."""
         return OutputParser(
             self.tools, self.reasoning, self.options, is_thinking=self.is_thinking, max_calls=self.max_calls
         )
 
     def watch(self, token_bytes: Callable[[int], bytes]) -> ThinkingWatch | None:
-        """Return the counter of one choice's reasoning tokens. None for a model without reasoning."""
+        """Returns the counter of one choice's reasoning tokens. None for a model without reasoning."""
         if self.reasoning is None:
             return None
         return ThinkingWatch(self.reasoning, token_bytes, is_thinking=self.is_thinking)
 
     def call_id(self) -> str:
-        """Return a new id for a tool call."""
+        """Returns a new id for a tool call."""
         if self.tools is not None and self.tools.id_chars:
             return "".join(secrets.choice(_LETTERS) for _ in range(self.tools.id_chars))
         return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def check_tool_fields(state: ServerState, body: ToolRequest) -> None:
-    """Raise RequestError for fields of tools and reasoning that contradict each other or need an unsupported format."""
+    """Raises RequestError for fields of tools and reasoning that contradict each other or need an unsupported format.
+    """
     formats, choice = state.output_format, body.tool_choice
     if body.tools and formats.tools is None:
         raise RequestError(
@@ -110,12 +111,12 @@ def _no_reasoning(param: str) -> RequestError:
 
 
 def offered_tools(body: ToolRequest) -> Sequence[Tool]:
-    """Return the tools that the model sees. With the choice ``none`` it sees no tools."""
+    """Returns the tools that the model sees. With the choice ``none`` it sees no tools."""
     return () if body.tool_choice == "none" else body.tools or ()
 
 
 def template_values(state: ServerState, body: ToolRequest) -> Mapping[str, Any]:
-    """Return the variables for the chat template. ``chat_template_kwargs`` overrides ``reasoning_effort``."""
+    """Returns the variables for the chat template. ``chat_template_kwargs`` overrides ``reasoning_effort``."""
     effort = body.reasoning_effort
     if effort is None:
         return body.chat_template_kwargs
@@ -125,7 +126,7 @@ def template_values(state: ServerState, body: ToolRequest) -> Mapping[str, Any]:
 
 
 def plan_answer(state: ServerState, body: ToolRequest, prompt: Prompt) -> AnswerPlan | None:
-    """Return the plan by which the text of the choices is read. None if all text is content."""
+    """Returns the plan by which the text of the choices is read. None if all text is content."""
     formats, tools = state.output_format, offered_tools(body)
     channels = formats.tools if formats.reasoning is not None and formats.reasoning.is_in_channels else None
     used = formats.tools if tools else channels

@@ -28,7 +28,7 @@ _SAMPLING: dict[str, tuple[object, ...]] = {
 
 
 def check_beam_fields(fields: SamplingFields) -> None:
-    """Raise RequestError for fields of beam search without ``use_beam_search``, and for sampling fields with it."""
+    """Raises RequestError for fields of beam search without ``use_beam_search``, and for sampling fields with it."""
     if not fields.use_beam_search:
         for name in ("beam_width", "length_penalty"):
             if getattr(fields, name) is not None:
@@ -48,7 +48,7 @@ def check_beam_fields(fields: SamplingFields) -> None:
 async def search_answers(
     generation: Generation, fields: SamplingFields, best_of: int | None, *, has_limit: bool
 ) -> list[Answer]:
-    """Return the ``n`` best beams of each prompt, best first. ``has_limit`` is True if the client gave a maximum
+    """Returns the ``n`` best beams of each prompt, best first. ``has_limit`` is True if the client gave a maximum
     length."""
     n = fields.n or 1
     firsts = generation.choices[::n]
@@ -67,7 +67,7 @@ async def search_answers(
 
 
 def name_of_width(fields: SamplingFields, best_of: int | None) -> str:
-    """Return the name of the field that sets the number of beams."""
+    """Returns the name of the field that sets the number of beams."""
     return "beam_width" if fields.beam_width else "best_of" if best_of else "n"
 
 
@@ -113,7 +113,7 @@ def _params(
 
 
 def _max_tokens(generation: Generation, choice: Choice, *, has_limit: bool) -> int:
-    """Return the maximum number of tokens of a beam.
+    """Returns the maximum number of tokens of a beam.
 
     Each step of the search sends the prompt and the beam as one prompt, whose length is limited. Raises
     ContextLengthError if the client's maximum length is too large. ``has_limit`` is True if the client gave a maximum
@@ -132,7 +132,7 @@ def _max_tokens(generation: Generation, choice: Choice, *, has_limit: bool) -> i
 
 
 def _answer(generation: Generation, choice: Choice, beam: Beam) -> Answer:
-    """Return a beam as the output of a choice. The text includes the end token only if the request asks for it."""
+    """Returns a beam as the output of a choice. The text includes the end token only if the request asks for it."""
     sampling, engine = choice.sampling, generation.state.engine
     ended = beam.finish_reason is FinishReason.STOP
     shown = beam.token_ids[:-1] if ended and not sampling.include_stop_str_in_output else beam.token_ids

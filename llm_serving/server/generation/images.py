@@ -51,13 +51,13 @@ class ReadImages:
     pool: TilePool
 
     def in_text(self, text: str) -> str:
-        """Return ``text`` with the tokens of its images. Raises RequestError if it names another number of images."""
+        """Returns ``text`` with the tokens of its images. Raises RequestError if it names another number of images."""
         from llm_serving.images.prompt import expanded
 
         return expanded(text, self.images, self.vision)
 
     async def placed(self, token_ids: Sequence[int]) -> PromptImages:
-        """Return the tiles at their positions in the prompt, in the memory of the agents.
+        """Returns the tiles at their positions in the prompt, in the memory of the agents.
 
         Raises RequestError if the tokens do not fit the tiles, and UnavailableError if too few places are free.
         """
@@ -76,7 +76,7 @@ class ReadImages:
 
 
 async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadImages | None:
-    """Return the decoded images of a conversation, or None if it has no images. Raises RequestError.
+    """Returns the decoded images of a conversation, or None if it has no images. Raises RequestError.
 
     Other threads read, decode and cut the images, one after the other. Before that, the number of images is checked.
     """
@@ -92,7 +92,7 @@ async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadIm
 
 
 def _image_urls(messages: Sequence[Message], settings: ServerSettings) -> Iterator[ImageURL]:
-    """Yield the images of a conversation. Raises RequestError for a wrong field, a wrong role or too many images."""
+    """Yields the images of a conversation. Raises RequestError for a wrong field, a wrong role or too many images."""
     from llm_serving.server.fields.shared import is_image
 
     number = 0
@@ -134,7 +134,7 @@ def _image_url(part: dict[str, object], param: str) -> ImageURL:
 
 
 async def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_places: int) -> list[Tiles]:
-    """Return the tiles of images. Raises RequestError for an unreadable image.
+    """Returns the tiles of images. Raises RequestError for an unreadable image.
 
     The size of all tiles is checked after each image. If they cannot fit the prompt or the memory, raises RequestError.
     """
@@ -159,7 +159,7 @@ async def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_plac
 
 
 def _cut(each: ImageURL, settings: ServerSettings, data: bytes | None = None) -> Tiles:
-    """Return the tiles of an image. ``data`` is a file from another host, or None if the URL itself has the image."""
+    """Returns the tiles of an image. ``data`` is a file from another host, or None if the URL itself has the image."""
     from llm_serving.images.decoding import decode
     from llm_serving.images.resizing import resized
     from llm_serving.images.tiling import cut
@@ -178,7 +178,7 @@ def _cut(each: ImageURL, settings: ServerSettings, data: bytes | None = None) ->
 
 
 def _check_tiles(each: ImageURL, num_tiles: int, num_rows: int, settings: ServerSettings, num_places: int) -> None:
-    """Raise RequestError if the tiles of the images up to ``each`` cannot fit a prompt or the memory."""
+    """Raises RequestError if the tiles of the images up to ``each`` cannot fit a prompt or the memory."""
     if num_rows > settings.max_prompt_tokens:
         raise ContextLengthError(
             f"The images up to '{each.param}' have {num_tiles} tiles with {num_rows} tokens; the maximum of a prompt "

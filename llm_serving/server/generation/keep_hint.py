@@ -13,7 +13,7 @@ from llm_serving.server.state import ServerSettings
 
 
 def keep_seconds_of(fields: SchedulingFields, settings: ServerSettings) -> float | None:
-    """Return the time for which a request keeps its blocks, in seconds, or None. Raises RequestError above the limit.
+    """Returns the time for which a request keeps its blocks, in seconds, or None. Raises RequestError above the limit.
     """
     if fields.cache_keep_s is not None and fields.cache_keep_s > settings.max_keep_s:
         raise RequestError(
@@ -26,7 +26,7 @@ def keep_seconds_of(fields: SchedulingFields, settings: ServerSettings) -> float
 
 
 def keep_blocks(engine: AsyncEngine, owner: str, request: Request, seconds: float) -> None:
-    """Keep the blocks of a request that has ended, if the model has KV tiers, within the limits of ``owner``."""
+    """Keeps the blocks of a request that has ended, if the model has KV tiers, within the limits of ``owner``."""
     if engine.transfers is None:
         return
     tokens = [*request.prompt_token_ids, *request.output_token_ids][:-1]  # the last token is not computed

@@ -16,7 +16,7 @@ LOWEST = -9999.0
 
 
 def token_string(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the token's text, or ``bytes:\\xe4\\xbd`` for part of a character."""
+    """Returns the token's text, or ``bytes:\\xe4\\xbd`` for part of a character."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -25,7 +25,7 @@ def token_string(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def chat_entries(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> Iterator[dict[str, Any]]:
-    """Yield the members of ``content`` in a chat's ``logprobs``. Each token has its ``count`` best alternatives."""
+    """Yields the members of ``content`` in a chat's ``logprobs``. Each token has its ``count`` best alternatives."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
@@ -56,7 +56,7 @@ class CompletionLogprobs:
         self._echoed_text = IncrementalDetokenizer(tokenizer, skip_special_tokens=choice.sampling.skip_special_tokens)
 
     def encoded(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
-        """Return ``logprobs`` for all tokens of the choice. The lists are already encoded as JSON."""
+        """Returns ``logprobs`` for all tokens of the choice. The lists are already encoded as JSON."""
         return {
             "text_offset": EncodedList(self._next_offset(token) for token in logits),
             "token_logprobs": EncodedList(_finite(token.logprob) for token in logits),
@@ -65,7 +65,7 @@ class CompletionLogprobs:
         }
 
     def echoed(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
-        """Return ``logprobs`` for the prompt and all tokens of the choice.
+        """Returns ``logprobs`` for the prompt and all tokens of the choice.
 
         ``logits`` begin with the second token of the prompt, because the first token has no log-probability.
         """
@@ -82,7 +82,7 @@ class CompletionLogprobs:
         }
 
     def take(self, logits: Sequence[TokenLogits]) -> dict[str, Any]:
-        """Return ``logprobs`` for the tokens of the choice's next piece."""
+        """Returns ``logprobs`` for the tokens of the choice's next piece."""
         return {
             "text_offset": [self._next_offset(token) for token in logits],
             "token_logprobs": [_finite(token.logprob) for token in logits],
@@ -91,7 +91,7 @@ class CompletionLogprobs:
         }
 
     def _next_offset(self, token: TokenLogits) -> int:
-        """Return the position of the next token's text in the choice's text."""
+        """Returns the position of the next token's text in the choice's text."""
         offset = self._offset
         self._offset += len(self._text.append((token.token_id,))[0])
         return offset
@@ -104,7 +104,7 @@ class CompletionLogprobs:
 
 
 def step_logits(entries: Sequence[TokenLogits]) -> Iterator[dict[str, Any]]:
-    """Yield the members of ``logits``: for each token, its logit and the logits of the best tokens, best first."""
+    """Yields the members of ``logits``: for each token, its logit and the logits of the best tokens, best first."""
     for entry in entries:
         yield {
             "token_id": entry.token_id,
@@ -115,7 +115,7 @@ def step_logits(entries: Sequence[TokenLogits]) -> Iterator[dict[str, Any]]:
 
 
 def prompt_entries(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> Iterator[dict[str, Any] | None]:
-    """Yield the members of vLLM's ``prompt_logprobs``: null for the first token, then an object for each token.
+    """Yields the members of vLLM's ``prompt_logprobs``: null for the first token, then an object for each token.
 
     An object has the token and the ``count`` best tokens by id. The rank of a token that is none of the best is null.
     """
@@ -137,5 +137,5 @@ def _finite(logprob: float) -> float:
 
 
 def _top(entry: TokenLogits, count: int) -> list[tuple[int, float]]:
-    """Return the ids and log-probabilities of the ``count`` best tokens."""
+    """Returns the ids and log-probabilities of the ``count`` best tokens."""
     return [(token_id, _finite(logit - entry.logsumexp)) for token_id, logit in entry.top[:count]]

@@ -28,7 +28,7 @@ class OpenSession:
 
     @classmethod
     def of(cls, state: ServerState, fields: RequestModel, request: HttpRequest) -> OpenSession | None:
-        """Return the session that a request names, or None."""
+        """Returns the session that a request names, or None."""
         session_id = session_id_of(fields, request)
         if session_id is None:
             return None
@@ -38,11 +38,11 @@ class OpenSession:
         return cls(state.sessions, tenant, session_id, model, nonce)
 
     def with_salt(self, scheduling: SchedulingParams) -> SchedulingParams:
-        """Return the parameters with which the request finds the blocks of an imported session."""
+        """Returns the parameters with which the request finds the blocks of an imported session."""
         return replace(scheduling, cache_salt=session_salt(self.nonce)) if self.nonce else scheduling
 
     def note(self, request: Request, adapter: Adapter | None) -> None:
-        """Remember the tokens of a request that has ended, unless it has images.
+        """Remembers the tokens of a request that has ended, unless it has images.
 
         The blocks of an image's tokens depend on its pixels, which a session does not have.
         """

@@ -19,7 +19,7 @@ class PieceReader:
         return self._parser is not None and self._parser.has_calls
 
     def events(self, text: str, *, is_last: bool) -> list[Event]:
-        """Return the parser's events for the next piece of text."""
+        """Returns the parser's events for the next piece of text."""
         if self._parser is None:
             return [Content(text)] if text else []
         events = self._parser.feed(text)

@@ -34,12 +34,12 @@ class _ForcedSource:
 
 
 def scoring_name(request_id: str, number: int) -> str:
-    """Return the name of the sequence that scores prompt ``number`` of a request."""
+    """Returns the name of the sequence that scores prompt ``number`` of a request."""
     return f"{request_id}-prompt-{number}"
 
 
 def check_prompt_scores(param: str, *, stream: bool, beams: bool) -> None:
-    """Raise RequestError if log-probabilities of the prompt, which the field ``param`` asks for, are not available."""
+    """Raises RequestError if log-probabilities of the prompt, which the field ``param`` asks for, are not available."""
     for name, is_set in (("stream", stream), ("use_beam_search", beams)):
         if is_set:
             raise RequestError(
@@ -52,7 +52,7 @@ def check_prompt_scores(param: str, *, stream: bool, beams: bool) -> None:
 def scoring_choices(
     state: ServerState, request_id: str, choices: Sequence[Choice], n: int, top: int, param: str
 ) -> list[Choice]:
-    """Return the sequences that score the prompts: one for each prompt with at least two tokens.
+    """Returns the sequences that score the prompts: one for each prompt with at least two tokens.
 
     ``choices`` are those of a request with ``n`` choices for each prompt. ``top`` is the number of best tokens at each
     position. Raises RequestError, which names the field ``param``.

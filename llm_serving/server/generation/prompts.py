@@ -40,16 +40,16 @@ class Prompt:
     """The images of the prompt. None if the prompt has no images."""
 
     def work(self) -> int:
-        """Return the work of the prefill in tokens: the number of tokens, and the cost of each tile of an image."""
+        """Returns the work of the prefill in tokens: the number of tokens, and the cost of each tile of an image."""
         return len(self.token_ids) + (0 if self.images is None else sum(tile.cost for tile in self.images.tiles))
 
     def as_text(self, tokenizer: Tokenizer) -> str:
-        """Return the text of the prompt, which ``echo`` puts before the output."""
+        """Returns the text of the prompt, which ``echo`` puts before the output."""
         return tokenizer.decode(self.token_ids) if self.text is None else self.text
 
 
 async def read_prompts(state: ServerState, value: object, n: int) -> list[Prompt]:
-    """Return the prompts of a ``prompt`` field as token ids: text, token ids, or a list of either.
+    """Returns the prompts of a ``prompt`` field as token ids: text, token ids, or a list of either.
 
     Another thread checks long lists of token ids. ``n`` is the number of sequences for each prompt. Raises
     RequestError.
@@ -62,7 +62,7 @@ async def read_prompts(state: ServerState, value: object, n: int) -> list[Prompt
 
 
 def check_lengths(value: object, n: int, settings: ServerSettings, param: str = "prompt") -> None:
-    """Raise RequestError if the number of prompts or of token ids is too high, before the prompts are examined.
+    """Raises RequestError if the number of prompts or of token ids is too high, before the prompts are examined.
 
     ``param`` is the name of their field.
     """
@@ -82,7 +82,7 @@ def check_lengths(value: object, n: int, settings: ServerSettings, param: str = 
 
 
 def parse_prompts(value: object, param: str = "prompt") -> list[str | list[int]]:
-    """Return the prompts of the field ``param``: text, token ids, or a list of either. Raises RequestError."""
+    """Returns the prompts of the field ``param``: text, token ids, or a list of either. Raises RequestError."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -103,7 +103,7 @@ def parse_prompts(value: object, param: str = "prompt") -> list[str | list[int]]
 
 
 async def resolve_prompts(state: ServerState, prompts: Sequence[str | list[int]], param: str) -> list[Prompt]:
-    """Return the prompts as token ids, checked against vocabulary and context. Raises RequestError."""
+    """Returns the prompts as token ids, checked against vocabulary and context. Raises RequestError."""
     inline = sum(len(prompt) for prompt in prompts) <= INLINE_TOKENIZE_CHARS
     names = [param] if len(prompts) == 1 else [f"{param}[{i}]" for i in range(len(prompts))]
     return [await _resolve(state, prompt, name, inline) for prompt, name in zip(prompts, names, strict=True)]
@@ -112,7 +112,7 @@ async def resolve_prompts(state: ServerState, prompts: Sequence[str | list[int]]
 async def encode_text(
     state: ServerState, text: str, param: str, *, add_special_tokens: bool = True, inline: bool = True
 ) -> list[int]:
-    """Return the token ids of a text. A text that cannot fit the context is refused before it is tokenized.
+    """Returns the token ids of a text. A text that cannot fit the context is refused before it is tokenized.
 
     A long text is tokenized in another thread, so that it does not delay other requests. With ``inline=False``, another
     thread tokenizes texts of any length. Errors name the field ``param``.
@@ -149,7 +149,7 @@ async def encode_chat(
     suffix: str = "",
     images: ReadImages | None = None,
 ) -> Prompt:
-    """Return the prompt of a conversation: the text of the chat template, followed by ``suffix``.
+    """Returns the prompt of a conversation: the text of the chat template, followed by ``suffix``.
 
     If the template does not render ``tools``, the system message describes the tools. ``template_values`` are
     further variables for the template. ``images`` are the images of the messages. Long conversations and slow templates
@@ -193,7 +193,7 @@ async def encode_chat(
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a list of parts, as the templates of models that read images expect it."""
+    """Returns a message whose content is a list of parts, as the templates of models that read images expect it."""
     others = {key: value for key, value in message.items() if key != "parts"}
     return {**others, "content": message.get("parts") or [{"type": "text", "text": message["content"] or ""}]}
 
@@ -203,14 +203,15 @@ def _has_calls(message: Mapping[str, Any]) -> bool:
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
-    """Return the size of a conversation and its tools: characters of messages, and bytes of tools and calls as JSON."""
+    """Returns the size of a conversation and its tools: characters of messages, and bytes of tools and calls as JSON.
+    """
     contents = sum(len(message["content"] or "") for message in messages)
     objects = [*tools, *(call for message in messages for call in message.get("tool_calls") or ())]
     return contents + (len(orjson.dumps(objects)) if objects else 0)
 
 
 def max_chars(state: ServerState) -> int:
-    """Return the maximum number of characters of a text that can fit the context.
+    """Returns the maximum number of characters of a text that can fit the context.
 
     A longer text has too many tokens, because the text of every token has a maximum length.
     """
@@ -218,7 +219,7 @@ def max_chars(state: ServerState) -> int:
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raise RequestError for a token id outside the model's vocabulary."""
+    """Raises RequestError for a token id outside the model's vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise RequestError(
@@ -229,7 +230,7 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def check_prompt(num_tokens: int, settings: ServerSettings, param: str) -> None:
-    """Raise ContextLengthError if a prompt with ``num_tokens`` tokens leaves no space for an output."""
+    """Raises ContextLengthError if a prompt with ``num_tokens`` tokens leaves no space for an output."""
     if num_tokens > settings.max_prompt_tokens:
         raise ContextLengthError(
             f"The prompt has {num_tokens} tokens; the maximum is {settings.max_prompt_tokens} "
@@ -245,7 +246,7 @@ def check_prompt(num_tokens: int, settings: ServerSettings, param: str) -> None:
 
 
 def max_output_tokens(num_tokens: int, max_tokens: int | None, settings: ServerSettings, param: str) -> int:
-    """Return the maximum number of output tokens after a prompt with ``num_tokens`` tokens.
+    """Returns the maximum number of output tokens after a prompt with ``num_tokens`` tokens.
 
     It is ``max_tokens``, or the rest of the context if ``max_tokens`` is None. Raises ContextLengthError, which names
     the field ``param``, if prompt and output do not fit the context.
@@ -264,7 +265,7 @@ def max_output_tokens(num_tokens: int, max_tokens: int | None, settings: ServerS
 
 
 def check_choices(num_prompts: int, n: int) -> None:
-    """Raise RequestError if one HTTP request would make too many sequences."""
+    """Raises RequestError if one HTTP request would make too many sequences."""
     if num_prompts * n > MAX_SEQUENCES:
         raise RequestError(
             f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; the maximum for one request is "

@@ -26,7 +26,7 @@ class ConstraintSource(Protocol):
     """Makes the constraint of each choice, for example a compiled grammar."""
 
     def start(self) -> Constraint:
-        """Return the constraint of a sequence without output."""
+        """Returns the constraint of a sequence without output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Choice:
 
 
 def base_sampling(fields: SamplingFields, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters of an OpenAI request. ``max_tokens``, seed and log-probabilities are set later.
+    """Returns the sampling parameters of an OpenAI request. ``max_tokens``, seed and log-probabilities are set later.
 
     ``defaults`` are the values that the model recommends. They apply to parameters that the request does not set. A
     beam search does not use them.
@@ -65,7 +65,7 @@ def base_sampling(fields: SamplingFields, defaults: Mapping[str, Any]) -> Sampli
 
 
 def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: bool = False) -> SamplingParams:
-    """Return the sampling parameters of ``/generate`` and ``/chat``. ``max_tokens`` and the seed are set later.
+    """Returns the sampling parameters of ``/generate`` and ``/chat``. ``max_tokens`` and the seed are set later.
 
     A request is greedy unless it has ``do_sample``, ``temperature``, ``top_k`` or ``top_p``. ``top_logits`` is the
     number of best tokens for which the response has logits. The field ``return_logits`` sets it to the maximum.
@@ -84,12 +84,12 @@ def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: 
 
 
 def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
-    """Return the sampling parameters that the client has set, without the seed, which ``make_choices`` sets."""
+    """Returns the sampling parameters that the client has set, without the seed, which ``make_choices`` sets."""
     return _usable({name: value for name in _NAMES if (value := getattr(fields, name, None)) is not None})
 
 
 def _usable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert sampling parameters to the sampler's values: a temperature near 0 becomes 0 (greedy), ``top_k`` -1
+    """Converts sampling parameters to the sampler's values: a temperature near 0 becomes 0 (greedy), ``top_k`` -1
     becomes 0.
     """
     values = dict(given)
@@ -109,7 +109,7 @@ def make_choices(
     seed: int | None,
     grammar: ConstraintSource | None = None,
 ) -> list[Choice]:
-    """Make ``n`` choices for each prompt. ``sampling`` has the parameters and ``max_tokens`` of each prompt.
+    """Makes ``n`` choices for each prompt. ``sampling`` has the parameters and ``max_tokens`` of each prompt.
 
     ``grammar`` constrains the text of all choices. Raises RequestError if the request could need more work than the
     server's limits allow.
@@ -132,12 +132,12 @@ def make_choices(
 
 
 def _entries_per_token(params: SamplingParams) -> int:
-    """Return the number of log-probabilities for each output token: the best tokens and the token itself."""
+    """Returns the number of log-probabilities for each output token: the best tokens and the token itself."""
     return params.top_logits + 1 if params.wants_logits else 0
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of choice ``index`` of a prompt. The first choice uses the request's own seed.
+    """Returns the seed of choice ``index`` of a prompt. The first choice uses the request's own seed.
 
     Further seeds come from SplitMix64 (Steele, Lea and Flood 2014). So requests with neighbouring seeds never use the
     same seed.

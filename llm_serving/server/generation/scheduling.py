@@ -68,7 +68,7 @@ SCHEDULING_HEADERS = {name: str(field.alias) for name, field in SchedulingHeader
 
 
 def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSettings) -> SchedulingParams:
-    """Return the scheduling parameters of a request. A body field takes precedence over its header.
+    """Returns the scheduling parameters of a request. A body field takes precedence over its header.
 
     Raises RequestError with the name of a wrong header, and NotPermittedError for a priority that the key may not use.
     """
@@ -87,13 +87,14 @@ def scheduling_of(fields: SchedulingFields, request: Request, settings: ServerSe
 
 
 def session_id_of(fields: RequestModel, request: Request) -> str | None:
-    """Return the id of the session of a request, or None. Raises RequestError with the name of a wrong header."""
+    """Returns the id of the session of a request, or None. Raises RequestError with the name of a wrong header."""
     found: str | None = _urgency(fields, request)["session_id"]
     return found
 
 
 def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
-    """Return the deadline of a request in seconds after its arrival, or None. ``fields`` may be None or lack the field.
+    """Returns the deadline of a request in seconds after its arrival, or None. ``fields`` may be None or lack the
+    field.
 
     Raises RequestError with the name of a wrong header.
     """
@@ -101,7 +102,7 @@ def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
 
 
 def _urgency(fields: RequestModel | None, request: Request) -> dict[str, Any]:
-    """Return the values of the body fields in ``SCHEDULING_HEADERS``. If a field is missing, its header is used."""
+    """Returns the values of the body fields in ``SCHEDULING_HEADERS``. If a field is missing, its header is used."""
     given = {alias: request.headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in request.headers}
     try:
         from_headers = SchedulingHeaders.model_validate(given)
@@ -112,13 +113,13 @@ def _urgency(fields: RequestModel | None, request: Request) -> dict[str, Any]:
 
 
 def visit_of(request: Request) -> Visit | None:
-    """Return the access control's record of a request. None if the server has neither keys nor an audit log."""
+    """Returns the access control's record of a request. None if the server has neither keys nor an audit log."""
     visit: Visit | None = request.scope.get(VISIT)
     return visit
 
 
 def tenant_of(request: Request) -> str:
-    """Return the tenant of a request: the name of its API key.
+    """Returns the tenant of a request: the name of its API key.
 
     If the server has no keys, the tenant is a short hash of the bearer token, or an empty text without a token. The
     hash separates the requests of different tokens and does not reveal the token.
@@ -128,7 +129,7 @@ def tenant_of(request: Request) -> str:
 
 
 def _owner(request: Request) -> bytes:
-    """Return the name of the request's API key, or the bearer token if the server has no keys.
+    """Returns the name of the request's API key, or the bearer token if the server has no keys.
 
     Requests share blocks of the prefix cache only if this value is the same for them.
     """
@@ -137,7 +138,7 @@ def _owner(request: Request) -> bytes:
 
 
 def _api_key(headers: Headers) -> bytes:
-    """Return the API key after ``Bearer`` in the header ``Authorization``, or in ``X-Api-Key``. Empty without both."""
+    """Returns the API key after ``Bearer`` in the header ``Authorization``, or in ``X-Api-Key``. Empty without both."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if not scheme:
         return headers.get("x-api-key", "").strip().encode()
@@ -149,7 +150,7 @@ def _tenant(key: bytes) -> str:
 
 
 def _cache_salt(salt: str | None, key: bytes) -> bytes:
-    """Return a hash of the client's salt and the tenant's API key.
+    """Returns a hash of the client's salt and the tenant's API key.
 
     Two requests share blocks of the prefix cache only if their hashes are equal.
     """

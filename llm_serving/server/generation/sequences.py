@@ -60,13 +60,13 @@ class Answer:
 
 
 def count_items(answers: Sequence[Answer]) -> int:
-    """Return the number of tokens and log-probabilities that a response with these answers has."""
+    """Returns the number of tokens and log-probabilities that a response with these answers has."""
     tokens = sum(len(answer.token_ids) for answer in answers)
     return tokens + sum(len(answer.logits) * (answer.choice.sampling.top_logits + 1) for answer in answers)
 
 
 def _forkable(choice: Choice) -> ForkableConstraint | None:
-    """Return the constraint of a beam search, or None if any text is allowed."""
+    """Returns the constraint of a beam search, or None if any text is allowed."""
     constraint = None if choice.grammar is None else choice.grammar.start()
     assert constraint is None or isinstance(constraint, ForkableConstraint), "beams have grammars only"
     return constraint
@@ -156,7 +156,7 @@ class Generation:
         return self.scoring if self.is_scoring_only else [*self.choices, *self.scoring]
 
     def watch_reasoning(self, plan: AnswerPlan | None) -> None:
-        """Count the reasoning tokens of each choice, if ``plan`` has a format of reasoning."""
+        """Counts the reasoning tokens of each choice, if ``plan`` has a format of reasoning."""
         token_bytes = self.state.engine.tokenizer.token_bytes
         for choice in self.choices:
             watch = None if plan is None else plan.watch(token_bytes)
@@ -164,14 +164,14 @@ class Generation:
                 self._watches[choice.index] = watch
 
     def note_tokens(self, index: int, token_ids: Sequence[int]) -> None:
-        """Count the next tokens of choice ``index`` if they are part of the reasoning."""
+        """Counts the next tokens of choice ``index`` if they are part of the reasoning."""
         watch = self._watches.get(index)
         if watch is not None:
             for token_id in token_ids:
                 watch.advance(token_id)
 
     def receipt(self) -> dict[str, Any]:
-        """Return the receipt of the HTTP request: the time that it has spent in each phase until now."""
+        """Returns the receipt of the HTTP request: the time that it has spent in each phase until now."""
         now = time.monotonic()
         receipts = [opened.receipt(now) for opened in self._open]
         receipts += filter(None, map(self.state.engine.receipt, self._searches))
@@ -208,11 +208,11 @@ class Generation:
             self._open.append(opened)
 
     def delivered(self, index: int, now: float) -> None:
-        """Note that a piece of choice ``index`` was written to the client's socket at the time ``now``."""
+        """Records that a piece of choice ``index`` was written to the client's socket at the time ``now``."""
         self._open[index].delivered(now)
 
     def close(self, now: float | None = None) -> None:
-        """Close all sequences after the response, and abort those that have not ended. May be called twice.
+        """Closes all sequences after the response, and aborts those that have not ended. May be called twice.
 
         ``now`` is the time when the response was written. The default is the time of the last ``delivered``.
         """
@@ -232,7 +232,7 @@ class Generation:
         self._open.clear()  # breaks a reference cycle, which only the garbage collector would free
 
     async def answers(self, *, keep_logits: bool = False) -> list[Answer]:
-        """Return the complete outputs of all choices, followed by the outputs of ``scoring``.
+        """Returns the complete outputs of all choices, followed by the outputs of ``scoring``.
 
         Raises LLMServingError if an output cannot be completed.
         """
@@ -246,7 +246,7 @@ class Generation:
             del collector  # breaks a reference cycle: an error in the collector refers to this frame
 
     async def search(self, name: str, choice: Choice, params: BeamSearchParams) -> list[Beam]:
-        """Run a beam search for the choice's prompt. Returns the beams, best first. Raises LLMServingError."""
+        """Runs a beam search for the choice's prompt. Returns the beams, best first. Raises LLMServingError."""
         num_prompt_tokens = len(choice.prompt.token_ids)
         if self._visit is not None:
             self._visit.reserve(num_prompt_tokens, params.width * params.max_tokens)
@@ -272,7 +272,7 @@ class Generation:
         return result.beams
 
     def note_end(self, index: int, piece: RequestOutput) -> LLMServingError | None:
-        """Record the last piece of choice ``index``. Returns an error for the client if the output is not complete."""
+        """Records the last piece of choice ``index``. Returns an error for the client if the output is not complete."""
         self._cached_tokens[index] = piece.num_cached_tokens
         if piece.finish_reason is FinishReason.ERROR:
             if piece.error == NOT_FINITE_ERROR:
@@ -285,7 +285,7 @@ class Generation:
         return UnavailableError("The request was aborted by the server.", "aborted")
 
     def note_refusal(self, error: Exception) -> None:
-        """Log that the engine refused a choice. For each request, only the first refusal is logged."""
+        """Logs that the engine refused a choice. For each request, only the first refusal is logged."""
         if self._is_refused or not isinstance(error, RequestError):
             return
         self._is_refused = True
@@ -348,7 +348,7 @@ class _Collector:
 
 
 def _scheduling_fields(scheduling: SchedulingParams) -> dict[str, Any]:
-    """Return the scheduling parameters that differ from their defaults, as fields of a log event."""
+    """Returns the scheduling parameters that differ from their defaults, as fields of a log event."""
     values = {
         "tenant": scheduling.tenant or None,
         "priority": scheduling.priority or None,

@@ -12,7 +12,7 @@ from llm_serving.server.state import ServerState
 async def compiled_grammar(
     state: ServerState, fields: StructuredFields, *, ignore_eos: bool, beams: bool
 ) -> CompiledGrammar | None:
-    """Return the compiled grammar of a request, or None if any text is allowed. Raises RequestError."""
+    """Returns the compiled grammar of a request, or None if any text is allowed. Raises RequestError."""
     wanted = wanted_grammar(fields)
     return None if wanted is None else await compile_grammar(state, *wanted, ignore_eos=ignore_eos, beams=beams)
 
@@ -20,14 +20,14 @@ async def compiled_grammar(
 async def compile_grammar(
     state: ServerState, param: str, grammar: Grammar, *, ignore_eos: bool, beams: bool
 ) -> CompiledGrammar:
-    """Compile ``grammar``. Raises RequestError, which names the field ``param``."""
+    """Compiles ``grammar``. Raises RequestError, which names the field ``param``."""
     check_available(state, param, ignore_eos=ignore_eos, beams=beams)
     assert state.grammars is not None
     return await state.grammars.compile(grammar, param)
 
 
 def check_available(state: ServerState, param: str, *, ignore_eos: bool, beams: bool) -> None:
-    """Raise RequestError if the output cannot be constrained. ``param`` is the field that asks for the constraint."""
+    """Raises RequestError if the output cannot be constrained. ``param`` is the field that asks for the constraint."""
     if state.grammars is None:
         raise RequestError(
             f"'{param}' is turned off on this server (serving_config.structured_outputs).",
@@ -40,7 +40,7 @@ def check_available(state: ServerState, param: str, *, ignore_eos: bool, beams: 
 
 
 def wanted_grammar(fields: StructuredFields) -> tuple[str, Grammar] | None:
-    """Return the field that constrains the text, and its grammar. Raises RequestError if there are several."""
+    """Returns the field that constrains the text, and its grammar. Raises RequestError if there are several."""
     form, outputs = fields.response_format, fields.structured_outputs
     wanted = [] if form is None else _of_response_format(form)
     if outputs is not None:

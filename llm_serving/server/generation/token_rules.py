@@ -36,7 +36,7 @@ class RuledSource:
 async def with_token_rules(
     state: ServerState, sampling: SamplingParams, max_tokens: int, grammar: ConstraintSource | None
 ) -> ConstraintSource | None:
-    """Return the constraint of each choice: ``grammar`` and the rules of ``sampling``. None if any token may follow.
+    """Returns the constraint of each choice: ``grammar`` and the rules of ``sampling``. None if any token may follow.
 
     ``max_tokens`` is the smallest ``max_tokens`` of all choices. Raises RequestError.
     """
@@ -80,7 +80,7 @@ async def with_token_rules(
 
 
 def _forbidden(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Return the token sequences of words: as the start of a text, and after a space.
+    """Returns the token sequences of words: as the start of a text, and after a space.
 
     The form after a space is added only if it begins with another token and has the same number of tokens, as in vLLM.
     """

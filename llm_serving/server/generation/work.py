@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def off_loop(num_items: int, work: Callable[[], T]) -> T:
-    """Return the result of ``work``. If it processes more than ``INLINE_ITEMS`` items, another thread runs it.
+    """Returns the result of ``work``. If it processes more than ``INLINE_ITEMS`` items, another thread runs it.
 
     ``work`` must not use objects that the event loop changes. It should make only short calls into C code, because each
     of them blocks the event loop.
@@ -27,7 +27,7 @@ async def off_loop(num_items: int, work: Callable[[], T]) -> T:
 def check_work(
     settings: ServerSettings, lengths: Sequence[tuple[int, int]], n: int, entries_per_token: int = 0, *, name: str = "n"
 ) -> None:
-    """Raise RequestError if the worst case of a request exceeds the server's limits. The error shows the calculation.
+    """Raises RequestError if the worst case of a request exceeds the server's limits. The error shows the calculation.
 
     ``lengths`` has, for each prompt, its number of tokens and the maximum number of output tokens. ``n`` is the number
     of sequences for each prompt, which the client sets with the field ``name``. ``entries_per_token`` is the number of
@@ -54,7 +54,7 @@ def check_work(
 
 
 def check_beams(settings: ServerSettings, lengths: Sequence[tuple[int, int]], width: int, name: str) -> None:
-    """Raise RequestError if a beam search of ``width`` beams may take too long.
+    """Raises RequestError if a beam search of ``width`` beams may take too long.
 
     Each step of the search sends the prompt and the beam to the engine again. Without the prefix cache, the agent
     computes all of these tokens in each step.
@@ -77,7 +77,7 @@ _SHOWN_PROMPTS = 3
 
 
 def _product(lengths: Sequence[tuple[int, int]], n: int, name: str) -> str:
-    """Return the calculation of the number of tokens as text: ``32 (n) x (100 prompt + 4000 output tokens)``."""
+    """Returns the calculation of the number of tokens as text: ``32 (n) x (100 prompt + 4000 output tokens)``."""
     prompts, outputs = sum(prompt for prompt, _ in lengths), sum(output for _, output in lengths)
     together = f" of {len(lengths)} prompts together" if len(lengths) > 1 else ""
     return f"{n} ({name}) x ({prompts} prompt + {outputs} output tokens{together})"

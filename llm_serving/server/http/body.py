@@ -45,7 +45,7 @@ PARSED_BYTES = 20
 
 
 async def read_request(model: type[ModelT], request: Request, max_bytes: int) -> ModelT:
-    """Read the JSON body of a request as an object of the pydantic class ``model``.
+    """Reads the JSON body of a request as an object of the pydantic class ``model``.
 
     Raises RequestError (status 400, 408, 413 or 415), or ClientGoneError. NaN, Infinity, numbers beyond a double, text
     that is not UTF-8 and objects with a repeated key are refused.
@@ -77,7 +77,7 @@ class _CountedBytes:
         self._size = 0
 
     def add(self, size: int) -> None:
-        """Count bytes that have arrived. Raises UnavailableError if all bodies together are too large."""
+        """Counts bytes that have arrived. Raises UnavailableError if all bodies together are too large."""
         limit = self._state.settings.max_body_bytes_in_flight
         if self._state.body_bytes + size > limit:
             raise UnavailableError(
@@ -94,13 +94,13 @@ class _CountedBytes:
 
 
 def json_response(content: Any, request_id: str | None = None, status: int = 200) -> Response:
-    """Return ``content`` as a JSON response."""
+    """Returns ``content`` as a JSON response."""
     headers = {} if request_id is None else {"X-Request-Id": request_id}
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
 async def whole_response(generation_id: str, num_items: int, build: Callable[[], object]) -> Response | PiecesResponse:
-    """Return a response whose content ``build`` makes. If it has many items, another thread makes and encodes it.
+    """Returns a response whose content ``build`` makes. If it has many items, another thread makes and encodes it.
 
     ``num_items`` is the number of tokens and log-probabilities in the content.
     """
@@ -112,7 +112,7 @@ async def whole_response(generation_id: str, num_items: int, build: Callable[[],
 
 
 def _check_headers(request: Request) -> None:
-    """Raise MediaTypeError unless the body is declared as JSON.
+    """Raises MediaTypeError unless the body is declared as JSON.
 
     This also stops forms of foreign web pages, which a browser sends without a check: a form cannot declare JSON.
     """
@@ -130,7 +130,7 @@ def _check_headers(request: Request) -> None:
 
 
 async def _read_in_time(request: Request, max_bytes: int, counted: _CountedBytes) -> bytes:
-    """Read the body within ``BODY_TIMEOUT_S``. A timer is cheaper than ``asyncio.wait_for``, which starts a task."""
+    """Reads the body within ``BODY_TIMEOUT_S``. A timer is cheaper than ``asyncio.wait_for``, which starts a task."""
     task = asyncio.current_task()
     if task is None:
         raise AssertionError("a body is read by a task")
@@ -182,7 +182,7 @@ def _too_large(size: str, max_bytes: int) -> PayloadTooLargeError:
 
 
 async def drain_body(receive: Receive) -> None:
-    """Read and discard the rest of a body for a short time. Many clients read the response only after sending it."""
+    """Reads and discards the rest of a body for a short time. Many clients read the response only after sending it."""
 
     async def discard() -> None:
         size = 0
@@ -199,7 +199,7 @@ async def drain_body(receive: Receive) -> None:
 
 
 def _parse(model: type[ModelT], body: bytes) -> ModelT:
-    """Return a JSON text as an object of ``model``. The limits are checked before the JSON parser runs."""
+    """Returns a JSON text as an object of ``model``. The limits are checked before the JSON parser runs."""
     structure = structure_of(body)
     if structure.num_values > MAX_JSON_VALUES:
         raise _too_many("values", structure.num_values, MAX_JSON_VALUES)
@@ -225,7 +225,7 @@ def _parse(model: type[ModelT], body: bytes) -> ModelT:
 
 
 def _check_memory(num_bytes: int) -> None:
-    """Raise MemoryError if there is too little memory for a body. Without the check, orjson would end the process.
+    """Raises MemoryError if there is too little memory for a body. Without the check, orjson would end the process.
 
     The check allocates a large ``bytes`` object of zeros. This is fast, because it reserves addresses and writes
     nothing. A ``bytearray`` would write every byte.
@@ -238,7 +238,7 @@ def _too_many(what: str, number: int, limit: int) -> InvalidJSONError:
 
 
 def _repeated_key(body: bytes) -> str:
-    """Return a message that names the repeated key of a body. orjson keeps the last value and reports nothing."""
+    """Returns a message that names the repeated key of a body. orjson keeps the last value and reports nothing."""
     try:
         json.loads(body, object_pairs_hook=no_duplicate_keys)
     except ValueError as reason:

@@ -17,7 +17,7 @@ _REQUESTED_METHOD, _REQUESTED_HEADERS = "access-control-request-method", "access
 
 
 def cors_headers(origin: str) -> list[Header]:
-    """Return the headers that allow pages of ``origin`` to read a response in a browser."""
+    """Returns the headers that allow pages of ``origin`` to read a response in a browser."""
     return [
         (b"access-control-allow-origin", origin.encode("latin-1")),
         (b"access-control-expose-headers", b"x-request-id, retry-after"),
@@ -26,7 +26,7 @@ def cors_headers(origin: str) -> list[Header]:
 
 
 def preflight_response(method: str, headers: Headers) -> Response | None:
-    """Return the response to a preflight request, or None for any other request."""
+    """Returns the response to a preflight request, or None for any other request."""
     if method != "OPTIONS" or _REQUESTED_METHOD not in headers:
         return None
     allowed = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": str(MAX_AGE_S)}

@@ -23,7 +23,7 @@ _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-
 
 
 def check_origin(headers: Headers, settings: ServerSettings) -> str | None:
-    """Return the ``Origin`` of a request if ``serving_config.cors_origins`` allows it, or None for the server's own
+    """Returns the ``Origin`` of a request if ``serving_config.cors_origins`` allows it, or None for the server's own
     pages.
 
     Raises ForbiddenError (403) if a web page of any other origin made the browser send the request.
@@ -46,7 +46,7 @@ def check_origin(headers: Headers, settings: ServerSettings) -> str | None:
 
 
 def is_on_this_machine(request: Request) -> bool:
-    """Return whether a request comes from a program on this machine, and not through a reverse proxy."""
+    """Returns whether a request comes from a program on this machine, and not through a reverse proxy."""
     if request.client is None or any(name in request.headers for name in _PROXY_HEADERS):
         return False
     try:
@@ -66,13 +66,14 @@ def _is_own_name(name: str, settings: ServerSettings) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Return ``host`` without its port, in lower case."""
+    """Returns ``host`` without its port, in lower case."""
     name, _, port = host.rpartition(":")
     return (name if port.isdecimal() and name else host).lower()
 
 
 def _authority(origin: str) -> str | None:
-    """Return host and port of an ``Origin`` header. None if the header names no host, for example if it is ``null``."""
+    """Returns host and port of an ``Origin`` header. None if the header names no host, for example if it is ``null``.
+    """
     try:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:

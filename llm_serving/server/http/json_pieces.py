@@ -26,14 +26,14 @@ class EncodedList:
 
     @classmethod
     def of_encoded(cls, items: Iterable[bytes]) -> EncodedList:
-        """Return a list whose items are already encoded as JSON."""
+        """Returns a list whose items are already encoded as JSON."""
         encoded = cls(())
         encoded.pieces = [b"[", b",".join(items), b"]"]
         return encoded
 
 
 def encode_in_pieces(content: object) -> list[bytes]:
-    """Return a JSON value as pieces of bytes. Each ``EncodedList`` in the value adds its pieces unchanged."""
+    """Returns a JSON value as pieces of bytes. Each ``EncodedList`` in the value adds its pieces unchanged."""
     lists: list[EncodedList] = []
 
     def default(value: object) -> orjson.Fragment:
@@ -79,7 +79,7 @@ def _pieces_of_list(items: Iterator[object]) -> Iterator[bytes]:
 
 
 def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Join small pieces to parts of about ``SEND_BYTES``."""
+    """Joins small pieces to parts of about ``SEND_BYTES``."""
     part: list[bytes] = []
     size = 0
     for piece in pieces:

@@ -28,7 +28,7 @@ class JSONStructure:
     """All brackets in their order. Braces are written as square brackets."""
 
     def is_deeper_than(self, depth: int) -> bool:
-        """Return whether containers are nested deeper than ``depth``. Returns False if brackets do not match."""
+        """Returns whether containers are nested deeper than ``depth``. Returns False if brackets do not match."""
         brackets = self.brackets
         for _ in range(depth):  # each pass removes the innermost brackets
             brackets = brackets.replace(b"[]", b"")
@@ -36,7 +36,7 @@ class JSONStructure:
 
 
 def structure_of(text: bytes) -> JSONStructure:
-    """Return the structure of a JSON text. The time and the memory are proportional to its length.
+    """Returns the structure of a JSON text. The time and the memory are proportional to its length.
 
     For invalid JSON the counts mean nothing, and no error is raised. The JSON parser refuses the text afterwards.
     """
@@ -57,7 +57,7 @@ def structure_of(text: bytes) -> JSONStructure:
 
 
 def count_keys(value: object) -> int:
-    """Return the number of keys of all objects in a parsed JSON value."""
+    """Returns the number of keys of all objects in a parsed JSON value."""
     keys = 0
     values = [value]
     while values:
@@ -71,7 +71,7 @@ def count_keys(value: object) -> int:
 
 
 def _slice_end(text: bytes, start: int) -> int:
-    """Return the end of the slice that begins at ``start``. A slice never ends inside an escape sequence."""
+    """Returns the end of the slice that begins at ``start``. A slice never ends inside an escape sequence."""
     end = min(start + SLICE_BYTES, len(text))
     backslashes = end - start - len(text[start:end].rstrip(b"\\"))
     return min(end + backslashes % 2, len(text))

@@ -37,7 +37,7 @@ class ActiveRequests:
 
     @contextlib.contextmanager
     def this_task(self) -> Iterator[None]:
-        """Register the running task for the ``with`` block. Raises UnavailableError if the server stops meanwhile."""
+        """Registers the running task for the ``with`` block. Raises UnavailableError if the server stops meanwhile."""
         task = asyncio.current_task()
         if task is None:
             raise AssertionError("only a task can be an active request")
@@ -52,7 +52,7 @@ class ActiveRequests:
             self.discard(task)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, wait ``grace_s`` seconds for the active requests, then end them with an error."""
+        """Refuses new requests, waits ``grace_s`` seconds for the active requests, then ends them with an error."""
         self.stopping = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -62,7 +62,7 @@ class ActiveRequests:
 
 
 async def run_while_connected(active: ActiveRequests, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine ``work`` and return its result, but cancel it if the client closes the connection before.
+    """Runs the coroutine ``work`` and returns its result, but cancels it if the client closes the connection before.
 
     Raises ClientGoneError in that case, and UnavailableError if the server stops. The caller must have read the request
     body, so that ``receive`` can only report the end of the connection.

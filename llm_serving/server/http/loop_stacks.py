@@ -36,20 +36,20 @@ class LoopStacks:
         self._thread.start()
 
     def iterated(self) -> None:
-        """Note that the loop runs, and forget the functions of the iteration before."""
+        """Records that the loop runs, and forgets the functions of the iteration before."""
         self._iterated_at, self._found = time.monotonic(), ""
         if not self._is_awake.is_set():
             self._is_awake.set()
 
     def found(self) -> str:
-        """Return the functions that blocked the loop since the last call of ``iterated``, innermost first.
+        """Returns the functions that blocked the loop since the last call of ``iterated``, innermost first.
 
         The text is empty if the loop was not blocked for ``LOOK_EVERY_S``.
         """
         return self._found
 
     def pause(self) -> None:
-        """Let the thread sleep until the next call of ``iterated``."""
+        """Lets the thread sleep until the next call of ``iterated``."""
         self._iterated_at = None
         self._is_awake.clear()
 
@@ -70,7 +70,7 @@ class LoopStacks:
 
 
 def described(frame: FrameType | None) -> str:
-    """Return the functions of a stack as ``FILE:LINE FUNCTION``, separated by `` < ``, innermost first."""
+    """Returns the functions of a stack as ``FILE:LINE FUNCTION``, separated by `` < ``, innermost first."""
     return " < ".join(_functions(frame))
 
 

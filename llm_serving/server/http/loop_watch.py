@@ -39,7 +39,7 @@ class LoopWatch:
         self._stacks: LoopStacks | None = None
 
     def start(self, is_busy: Callable[[], bool], log: EventLog) -> None:
-        """Start to measure on the running event loop, whose thread must call this method. ``stop`` ends the
+        """Starts to measure on the running event loop, whose thread must call this method. ``stop`` ends the
         measurement.
 
         ``is_busy`` returns True while a request is active.
@@ -48,7 +48,7 @@ class LoopWatch:
         self.wake()
 
     def wake(self) -> None:
-        """Measure for at least ``AWAKE_S`` seconds. Call this method at each event that may cause work on the event
+        """Measures for at least ``AWAKE_S`` seconds. Call this method at each event that may cause work on the event
         loop."""
         self._awake_until = time.monotonic() + AWAKE_S
         if self._timer is None and self._is_busy is not None:
@@ -64,7 +64,7 @@ class LoopWatch:
             self._stacks = None
 
     def take_longest(self) -> tuple[float, float]:
-        """Return two maxima since the last call, in seconds.
+        """Returns two maxima since the last call, in seconds.
 
         The first is the longest time for which the event loop was blocked. The second is the maximum processor time
         that this process used during one of these times.

@@ -61,7 +61,7 @@ class ConnectionRules:
 
 
 def age_of(value: bytes, now: float) -> float:
-    """Return the seconds from a value of ``X-Request-Start`` to ``now``, a Unix time.
+    """Returns the seconds from a value of ``X-Request-Start`` to ``now``, a Unix time.
 
     The result is 0 if the value is not a time, is in the future, or is older than ``MAX_AGE_S``.
     """
@@ -101,11 +101,11 @@ class StreamChannel:
         return self._protocol.flow.write_paused
 
     def add_headers(self, headers: Iterable[Header]) -> None:
-        """Add headers to the response, which must not have begun. Both this channel and ASGI's ``send`` send them."""
+        """Adds headers to the response, which must not have begun. Both this channel and ASGI's ``send`` send them."""
         self._cycle.default_headers = [*self._cycle.default_headers, *headers]
 
     def attach(self, user: ChannelUser) -> None:
-        """Report the connection's events to ``user``. If the connection is already closed, call ``user.lost`` now."""
+        """Reports the connection's events to ``user``. If the connection is already closed, calls ``user.lost`` now."""
         # With these limits, ``is_full`` becomes True as soon as the socket refuses a byte. A TLS transport of uvloop
         # needs a limit of 1, because a limit of 0 means "always full". The TLS transport also has its own buffer of 64
         # KiB, which the limit does not count.
@@ -115,11 +115,11 @@ class StreamChannel:
             user.lost()
 
     def detach(self) -> None:
-        """Stop reporting events to the ``ChannelUser``. If nothing was written, ASGI's ``send`` may then respond."""
+        """Stops reporting events to the ``ChannelUser``. If nothing was written, ASGI's ``send`` may then respond."""
         self._protocol.channel_user = None
 
     def start(self, headers: Iterable[Header], body: bytes, *, is_last: bool = False) -> None:
-        """Write status 200, the headers and the first HTTP chunk, in one system call."""
+        """Writes status 200, the headers and the first HTTP chunk, in one system call."""
         cycle = self._cycle
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
@@ -133,7 +133,7 @@ class StreamChannel:
         self._write(b"".join(lines), body, is_last)
 
     def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """Write one HTTP chunk, which must not be empty. If ``is_last`` is True, end the response."""
+        """Writes one HTTP chunk, which must not be empty. If ``is_last`` is True, ends the response."""
         self._write(b"", body, is_last)
 
     def _write(self, head: bytes, body: bytes, is_last: bool) -> None:
@@ -144,7 +144,7 @@ class StreamChannel:
             self._complete()
 
     def _complete(self) -> None:
-        """Mark the response as complete in uvicorn's objects, so that the connection can serve its next request."""
+        """Marks the response as complete in uvicorn's objects, so that the connection can serve its next request."""
         cycle = self._cycle
         cycle.response_complete = True
         cycle.message_event.set()
@@ -264,7 +264,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to data that is not HTTP, or that is refused. The parser cannot continue afterwards."""
+        """Responds to data that is not HTTP, or that is refused. The parser cannot continue afterwards."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or self._in_body:
             self._refuse(b"400 Bad Request")
@@ -273,7 +273,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.keep_alive = False  # the connection closes after the response
 
     def _count_framing(self, received: int) -> None:
-        """Refuse a chunked body with too many bytes of framing, for example endless trailers or chunk extensions.
+        """Refuses a chunked body with too many bytes of framing, for example endless trailers or chunk extensions.
 
         Without this check, the parser would store an unfinished line of any length.
         """
@@ -305,7 +305,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._message_timer = None
 
     def _refuse(self, status: bytes) -> None:
-        """Close the connection. Before that, send a response without a body, unless a response has already begun."""
+        """Closes the connection. Before that, sends a response without a body, unless a response has already begun."""
         has_response = self._in_body and self.cycle.response_started
         self._headers_done()
         self._message_done()

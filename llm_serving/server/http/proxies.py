@@ -19,7 +19,7 @@ class TrustedProxies:
         self._networks = [ipaddress.ip_network(network, strict=False) for network in networks]
 
     def trusts(self, client: tuple[str, int] | None) -> bool:
-        """Return whether the peer of a connection, (address, port), is a trusted proxy. False for an unknown peer."""
+        """Returns whether the peer of a connection, (address, port), is a trusted proxy. False for an unknown peer."""
         if client is None:
             return False
         try:

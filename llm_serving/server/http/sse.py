@@ -30,13 +30,13 @@ class EventFormat(Protocol):
     """Formats the pieces of one stream as an API's events. An event ends with an empty line."""
 
     def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
-        """Return the events of a piece of ``choice``. Empty if the client needs no event for the piece."""
+        """Returns the events of a piece of ``choice``. Empty if the client needs no event for the piece."""
 
     def last(self) -> bytes:
-        """Return the events that end the stream, after all choices have ended."""
+        """Returns the events that end the stream, after all choices have ended."""
 
     def error(self, reply: ErrorReply, /) -> bytes:
-        """Return the event of an error that happened after the stream began."""
+        """Returns the event of an error that happened after the stream began."""
 
 
 class _Backlog:
@@ -60,14 +60,14 @@ class _Backlog:
             self._pieces = []
 
     def take(self) -> RequestOutput:
-        """Remove the oldest pieces and return them merged into one. The backlog must not be empty."""
+        """Removes the oldest pieces and returns them merged into one. The backlog must not be empty."""
         if self._merged:
             return self._merged.popleft()
         pieces, self._pieces = self._pieces, []
         return merge_outputs(pieces)
 
     def rest(self) -> Iterator[RequestOutput]:
-        """Remove and return all pieces."""
+        """Removes and returns all pieces."""
         while self:
             yield self.take()
 
@@ -123,7 +123,7 @@ class EventStream:
     # The following methods are those of ``PieceSink``, which the engine calls.
 
     def push(self, index: int, piece: RequestOutput) -> None:
-        """Write a piece of choice ``index``, or keep it while the socket accepts no data."""
+        """Writes a piece of choice ``index``, or keeps it while the socket accepts no data."""
         if self._is_over:
             return
         if piece.finish_reason is not None and (failure := self._generation.note_end(index, piece)) is not None:
@@ -137,14 +137,15 @@ class EventStream:
                 self._end(error)
 
     def fail(self, error: Exception) -> None:
-        """End the response because the engine refused a choice."""
+        """Ends the response because the engine refused a choice."""
         self._generation.note_refusal(error)
         self._end(error)
 
     # The following methods are those of ``ChannelUser``, which the connection calls.
 
     def drained(self) -> None:
-        """Report the written pieces as delivered, and write the kept pieces, because the socket accepts data again."""
+        """Reports the written pieces as delivered, and writes the kept pieces, because the socket accepts data again.
+        """
         now = time.monotonic()
         for index in self._unsent:
             self._generation.delivered(index, now)
@@ -152,7 +153,7 @@ class EventStream:
         self._write_backlog()
 
     def lost(self) -> None:
-        """End the response because the client has closed the connection."""
+        """Ends the response because the client has closed the connection."""
         self._end(ClientGoneError())
 
     @property
@@ -194,7 +195,7 @@ class EventStream:
             self._check_over()
 
     def _write_backlog(self) -> None:
-        """Write the kept pieces while the socket accepts data.
+        """Writes the kept pieces while the socket accepts data.
 
         After every ``INLINE_ITEMS`` tokens and log-probabilities, lets other tasks run.
         """
@@ -215,13 +216,13 @@ class EventStream:
         self._check_over()
 
     def _held_back(self) -> bytes:
-        """Return the events of the pieces that were kept because the socket accepted no data."""
+        """Returns the events of the pieces that were kept because the socket accepted no data."""
         choices = self._generation.choices
         return b"".join(
             self._format.events(choices[index], piece) for index, kept in self._backlog.items() for piece in kept.rest()
         )
 
     def _check_over(self) -> None:
-        """End the response if the socket has accepted the last piece of every choice."""
+        """Ends the response if the socket has accepted the last piece of every choice."""
         if self._num_open == 0 and not self._unsent and self._over is not None and not self._over.done():
             self._over.set_result(None)

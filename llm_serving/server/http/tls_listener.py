@@ -44,13 +44,13 @@ class TlsListener:
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     def close(self) -> None:
-        """Accept no more connections, end the unfinished handshakes, and close the socket."""
+        """Accepts no more connections, ends the unfinished handshakes, and closes the socket."""
         self._accepting.add_done_callback(lambda _: self._socket.close())
         for task in (self._accepting, *self._rules.handshakes):
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until all handshakes have ended."""
+        """Waits until all handshakes have ended."""
         await asyncio.gather(self._accepting, *self._rules.handshakes, return_exceptions=True)
 
     async def _accept(self) -> None:

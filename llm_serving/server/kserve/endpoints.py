@@ -61,7 +61,7 @@ async def _model_ready(state: ServerState, request: Request) -> Response:
 
 
 async def _is_model_ready(state: ServerState, request: Request, name: str) -> bool:
-    """Return whether a model serves requests now. The call does not start a model that is not in memory."""
+    """Returns whether a model serves requests now. The call does not start a model that is not in memory."""
     model = None if state.models is None else state.models.find(name)
     if model is None:
         return (await is_ready_for(request, lambda: present(state)))[0]
@@ -90,7 +90,7 @@ async def _model(state: ServerState, request: Request) -> Response:
 
 
 async def _infer(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``infer``: continue each prompt of the input tensors."""
+    """Handles ``infer``: continues each prompt of the input tensors."""
     body = await _body(state, request, InferRequest)
     prompts, parameters = read_tensors(body)
     wanted = wanted_outputs(body)
@@ -109,7 +109,7 @@ async def _infer(state: ServerState, request: Request) -> AnyResponse:
 
 
 async def _generate(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``generate``: continue one prompt."""
+    """Handles ``generate``: continues one prompt."""
     body = await _body(state, request, GenerateExtensionRequest)
     completion, excludes = completion_of(request.path_params["name"], body.text_input, body.parameters, stream=False)
     generation, [answer] = await _answers(state, request, completion)
@@ -119,7 +119,7 @@ async def _generate(state: ServerState, request: Request) -> AnyResponse:
 
 
 async def _generate_stream(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``generate_stream``: continue one prompt, piece by piece."""
+    """Handles ``generate_stream``: continues one prompt, piece by piece."""
     body = await _body(state, request, GenerateExtensionRequest)
     completion, _ = completion_of(request.path_params["name"], body.text_input, body.parameters, stream=True)
     generation = await _started(state, request, completion)
@@ -150,13 +150,13 @@ async def _answers(
 
 
 def _text(generation: Generation, answer: Answer, excludes: bool) -> str:
-    """Return the text of an answer. The prompt comes before it, unless ``excludes`` is True."""
+    """Returns the text of an answer. The prompt comes before it, unless ``excludes`` is True."""
     prompt = "" if excludes else answer.choice.prompt.as_text(generation.state.engine.tokenizer)
     return prompt + answer.text
 
 
 def _head(request: Request, request_id: str | None) -> dict[str, Any]:
-    """Return the members that every response has: the model's name and version, and the id if the client sent one."""
+    """Returns the members that every response has: the model's name and version, and the id if the client sent one."""
     named = {} if request_id is None else {"id": request_id}
     return {**named, "model_name": request.path_params["name"], "model_version": MODEL_VERSION}
 

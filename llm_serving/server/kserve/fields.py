@@ -75,7 +75,7 @@ class InferRequest(StrictModel):
 def completion_of(
     model: str, prompts: str | Sequence[object], parameters: Mapping[str, Any], *, stream: bool
 ) -> tuple[CompletionRequest, bool]:
-    """Return a completion with these parameters, and whether the response has only new text. Raises RequestError."""
+    """Returns a completion with these parameters, and whether the response has only new text. Raises RequestError."""
     fields = dict(parameters)
     exclude = fields.pop(EXCLUDE_INPUT, False)
     if not isinstance(exclude, bool):
@@ -100,7 +100,8 @@ def completion_of(
 
 
 def named_by_parameters(error: RequestError) -> RequestError:
-    """Return the error with the field's name as a member of ``parameters``, because the client sent the field there."""
+    """Returns the error with the field's name as a member of ``parameters``, because the client sent the field there.
+    """
     if error.param is None or error.param.startswith("prompt"):
         return error
     text, param = str(error), f"parameters.{error.param}"
@@ -108,7 +109,7 @@ def named_by_parameters(error: RequestError) -> RequestError:
 
 
 def read_tensors(body: InferRequest) -> tuple[list[object], dict[str, Any]]:
-    """Return the prompts, and the parameters of the body and of its tensors. Raises RequestError."""
+    """Returns the prompts, and the parameters of the body and of its tensors. Raises RequestError."""
     prompts: list[object] | None = None
     parameters = dict(body.parameters)
     for i, tensor in enumerate(body.inputs):
@@ -138,7 +139,7 @@ def read_tensors(body: InferRequest) -> tuple[list[object], dict[str, Any]]:
 
 
 def wanted_outputs(body: InferRequest) -> list[str]:
-    """Return the names of the output tensors that the client wants. Raises RequestError for unknown names."""
+    """Returns the names of the output tensors that the client wants. Raises RequestError for unknown names."""
     known = [TEXT_OUTPUT, FINISH_REASON]
     if not body.outputs:
         return known
@@ -153,7 +154,7 @@ def wanted_outputs(body: InferRequest) -> list[str]:
 
 
 def _elements(tensor: InputTensor, where: str) -> list[object]:
-    """Check type, number and shape of a tensor's elements, and return them as one flat list."""
+    """Checks type, number and shape of a tensor's elements, and returns them as one flat list."""
     if tensor.parameters:
         raise RequestError(
             f"'{where}.parameters' is not supported; send the data as JSON in 'data'.",
@@ -213,9 +214,9 @@ def _ids(tensor: InputTensor, values: list[object], where: str) -> list[object]:
 
 
 def _parameter(tensor: InputTensor, values: list[object], where: str) -> object:
-    """Return the value of a parameter that the client sent as a tensor.
+    """Returns the value of a parameter that the client sent as a tensor.
 
-    Stop strings and token ids are lists; other parameters have one element.
+    Stops strings and token ids are lists; other parameters have one element.
     """
     if tensor.name in _LISTS:
         return values

@@ -17,7 +17,7 @@ from llm_serving.server.messages.blocks import BlockWriter, blocks_of
 
 
 def call_id(plan: AnswerPlan | None) -> str:
-    """Return a new id for a tool call. Formats with ids of a fixed length keep that length."""
+    """Returns a new id for a tool call. Formats with ids of a fixed length keep that length."""
     assert plan is not None, "only a plan with tools has calls"
     made = plan.call_id()
     return f"toolu_{made.removeprefix('call_')}" if made.startswith("call_") else made
@@ -26,7 +26,7 @@ def call_id(plan: AnswerPlan | None) -> str:
 def message_of(
     generation: Generation, plan: AnswerPlan | None, answer: Answer, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the message of a complete answer. Any thread may call this function.
+    """Returns the message of a complete answer. Any thread may call this function.
 
     ``more`` has further members of the message.
     """
@@ -51,7 +51,7 @@ class MessageStream:
         self._end: dict[str, Any] = {}
 
     def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
-        """Return the events of a piece. The first piece also begins the message."""
+        """Returns the events of a piece. The first piece also begins the message."""
         found: list[dict[str, Any]] = []
         if not self._has_begun:
             self._has_begun = True
@@ -68,7 +68,7 @@ class MessageStream:
         return b"".join(map(_encoded, found))
 
     def last(self) -> bytes:
-        """Return the end of the message: stop reason and usage."""
+        """Returns the end of the message: stop reason and usage."""
         usage = _usage(self._generation, self._num_tokens, self._generation.num_cached_tokens)
         event: dict[str, Any] = {"type": "message_delta", "delta": self._end, "usage": usage}
         if self._generation.return_receipt:
@@ -76,7 +76,7 @@ class MessageStream:
         return _encoded(event) + _encoded({"type": "message_stop"})
 
     def error(self, reply: ErrorReply, /) -> bytes:
-        """Return an error as the end of the stream."""
+        """Returns an error as the end of the stream."""
         return b"event: error\ndata: " + reply.body() + b"\n\n"
 
 
@@ -90,7 +90,7 @@ def _head(generation: Generation) -> dict[str, Any]:
 
 
 def _stop(finish_reason: str | None, stop_reason: str | int | None, *, has_calls: bool) -> dict[str, Any]:
-    """Return the members that state why the message ended."""
+    """Returns the members that state why the message ended."""
     if finish_reason == FinishReason.LENGTH.value:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(stop_reason, str):
@@ -99,7 +99,7 @@ def _stop(finish_reason: str | None, stop_reason: str | int | None, *, has_calls
 
 
 def _usage(generation: Generation, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """Return the token counts. ``input_tokens`` leaves out the tokens that were found in the prefix cache."""
+    """Returns the token counts. ``input_tokens`` leaves out the tokens that were found in the prefix cache."""
     usage: dict[str, Any] = {
         "input_tokens": generation.num_prompt_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,

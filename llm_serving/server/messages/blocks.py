@@ -19,7 +19,7 @@ class BlockWriter:
         self._kind: str | None = None
 
     def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the events of Anthropic's stream for the next events of the parser."""
+        """Returns the events of Anthropic's stream for the next events of the parser."""
         found: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, Content | Reasoning):
@@ -41,7 +41,7 @@ class BlockWriter:
         return found
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the event that ends the open block. Empty if no block is open."""
+        """Returns the event that ends the open block. Empty if no block is open."""
         if self._kind is None:
             return []
         self._kind = None
@@ -66,7 +66,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
 
 
 def blocks_of(events: Iterable[Event], call_id: Callable[[], str]) -> list[dict[str, Any]]:
-    """Return the content blocks of a complete answer."""
+    """Returns the content blocks of a complete answer."""
     writer, blocks, texts = BlockWriter(call_id), [], []
     for event in writer.write(events):
         if event["type"] == "content_block_start":
@@ -90,7 +90,7 @@ text."""
 
 
 def input_of(text: str) -> dict[str, Any]:
-    """Return the input of a tool call, which the model wrote as the JSON object ``text``.
+    """Returns the input of a tool call, which the model wrote as the JSON object ``text``.
 
     If ``max_tokens`` has cut the text, the input has only the complete members. Anthropic's clients do the same.
     """

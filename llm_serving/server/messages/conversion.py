@@ -45,7 +45,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> ChatRequest:
-    """Convert ``body`` to a chat request with the same meaning. Raises RequestError.
+    """Converts ``body`` to a chat request with the same meaning. Raises RequestError.
 
     ``known_variables`` are the variables of the chat template that control the reasoning.
     """
@@ -90,17 +90,17 @@ _TAGS = (
 
 
 def without_tags(error: RequestError) -> RequestError:
-    """Return the error with the field's location as the client sent it. ``error`` has pydantic's location."""
+    """Returns the error with the field's location as the client sent it. ``error`` has pydantic's location."""
     return renamed(error, _TAGS)
 
 
 def named_back(error: RequestError) -> RequestError:
-    """Return the error of the converted chat request with the field names of Anthropic's API."""
+    """Returns the error of the converted chat request with the field names of Anthropic's API."""
     return renamed(error, _FIELDS)
 
 
 def image_fields(body: ConversationFields) -> list[ImageField]:
-    """Return the field names of all images in ``body``, in the order in which the chat has the images."""
+    """Returns the field names of all images in ``body``, in the order in which the chat has the images."""
     fields = []
     for i, message in enumerate(body.messages):
         for j, block in enumerate(message.content):
@@ -115,7 +115,7 @@ def image_fields(body: ConversationFields) -> list[ImageField]:
 
 
 def chat_messages(body: ConversationFields) -> list[dict[str, Any]]:
-    """Return the system prompt and the messages as those of a chat. Raises RequestError.
+    """Returns the system prompt and the messages as those of a chat. Raises RequestError.
 
     Neighbouring messages of the user, or of the assistant, become one message.
     """
@@ -139,7 +139,7 @@ def chat_messages(body: ConversationFields) -> list[dict[str, Any]]:
 
 
 def _converted(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the chat messages of an input message: one for each tool result, and one for each series of other
+    """Yields the chat messages of an input message: one for each tool result, and one for each series of other
     blocks."""
     if message.role == "assistant":
         yield _assistant(message, where)
@@ -181,7 +181,7 @@ def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
 
 
 def _merge(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Append the content, tool calls and reasoning of message ``second`` to ``first``, which has the same role."""
+    """Appends the content, tool calls and reasoning of message ``second`` to ``first``, which has the same role."""
     parts = [*as_parts(first["content"] or ""), *as_parts(second["content"] or "")]
     first["content"] = joined(parts, "\n" if first["role"] == "user" else "")
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
@@ -194,7 +194,7 @@ def _merge(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 def _joined(blocks: Iterable[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
-    """Return blocks as the content of a chat's message. Neighbouring texts become lines of one text."""
+    """Returns blocks as the content of a chat's message. Neighbouring texts become lines of one text."""
     parts = (text_part(block.text) if isinstance(block, TextBlock) else _image(block.source) for block in blocks)
     return joined(parts, "\n")
 
@@ -235,7 +235,7 @@ def _choice_fields(body: ConversationFields) -> dict[str, Any]:
 
 
 def _thinking_fields(body: ConversationFields, known_variables: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of the chat request that control the reasoning."""
+    """Returns the fields of the chat request that control the reasoning."""
     thinking, values = body.thinking, dict(body.chat_template_kwargs or {})
     fields: dict[str, Any] = {}
     if body.output_config is not None and body.output_config.effort is not None:

@@ -20,7 +20,7 @@ from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 
 async def _create_message(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``POST /v1/messages``: answer a conversation, streamed or not."""
+    """Handles ``POST /v1/messages``: answers a conversation, streamed or not."""
     state.check_queue(tenant_of(request))
     body = await _read(MessagesRequest, state, request)
     state = await served(state, request, body.model, body)
@@ -39,7 +39,7 @@ async def _create_message(state: ServerState, request: Request) -> AnyResponse:
 
 
 async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``POST /v1/messages/count_tokens``: the number of tokens of a prompt."""
+    """Handles ``POST /v1/messages/count_tokens``: the number of tokens of a prompt."""
     body = await _read(CountRequest, state, request)
     state = await served(state, request, body.model, body)
     chat = chat_request(body, state.output_format.effort_variables)
@@ -51,7 +51,7 @@ async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
 
 
 def _named(error: RequestError, body: ConversationFields, chat: ChatRequest) -> RequestError:
-    """Return the error of the converted chat with the field names of the client's request."""
+    """Returns the error of the converted chat with the field names of the client's request."""
     return named_back(named_images(error, chat.messages, image_fields(body)))
 
 

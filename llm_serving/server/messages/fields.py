@@ -78,21 +78,21 @@ class ToolUseBlock(StrictModel):
 
 
 def _only_text(value: object) -> object:
-    """Refuse blocks of other types than text, with a message that names the type."""
+    """Refuses blocks of other types than text, with a message that names the type."""
     if isinstance(value, list):
         _check_types(value, ("text",))
     return value
 
 
 def _blocks_of_result(value: object) -> object:
-    """Return the content of a tool's result as blocks. Refuses blocks that are neither text nor images."""
+    """Returns the content of a tool's result as blocks. Refuses blocks that are neither text nor images."""
     if isinstance(value, list):
         _check_types(value, ("text", "image"))
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 def _known_blocks(value: object) -> object:
-    """Refuse blocks of unknown types, with a message that names the type."""
+    """Refuses blocks of unknown types, with a message that names the type."""
     if isinstance(value, list):
         _check_types(value, _BLOCKS)
     return [{"type": "text", "text": value}] if isinstance(value, str) else value

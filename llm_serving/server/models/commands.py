@@ -36,7 +36,7 @@ class ReloadRequest(StrictModel):
 
 
 async def _start(state: ServerState, request: Request) -> Response:
-    """Handle ``load`` and ``wake``: bring a model into memory."""
+    """Handles ``load`` and ``wake``: bring a model into memory."""
     models, model = _named(state, request)
     state.check_running()
     await models.start(model)
@@ -66,7 +66,7 @@ async def _reload(state: ServerState, request: Request) -> Response:
 
 
 def _named(state: ServerState, request: Request) -> tuple[ModelRegistry[ServerState], ServedModel[ServerState]]:
-    """Return the registry, and the model in the path. Raises ModelNotFoundError, also for the name of an adapter."""
+    """Returns the registry, and the model in the path. Raises ModelNotFoundError, also for the name of an adapter."""
     name = request.path_params["name"]
     if state.models is None:
         raise ModelStateError("The models of this server cannot be loaded, unloaded or reloaded.")

@@ -39,7 +39,7 @@ LEASE = "llm_serving.lease"
 def open_models(
     state: ServerState, models: PlannedModels, settings: ModelsConfig, agents: ExitStack
 ) -> ModelRegistry[ServerState]:
-    """Return the registry of a server. ``state`` serves the main model, and closing ``agents`` ends its agents."""
+    """Returns the registry of a server. ``state`` serves the main model, and closing ``agents`` ends its agents."""
     main = RunningVersion(0, state.engine, state, models.models[0].need, agents)
     make_view = partial(view_of, state)
     starter = VersionStarter(state.log, state.metrics, make_view, state.engine.observe)
@@ -60,7 +60,7 @@ def open_models(
 
 
 def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerState:
-    """Return the view of a version that ``engine`` serves. Objects that do not depend on the model are those of
+    """Returns the view of a version that ``engine`` serves. Objects that do not depend on the model are those of
     ``state``.
     """
     _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
@@ -75,7 +75,7 @@ def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerSta
 async def served(
     state: ServerState, request: Request, name: str | None, fields: RequestModel | None = None
 ) -> ServerState:
-    """Return the view of the model ``name``, or of the main model for None. The model stays in memory until the
+    """Returns the view of the model ``name``, or of the main model for None. The model stays in memory until the
     response.
 
     A model that is not in memory is started first. ``fields`` may have the request's deadline. Raises
@@ -103,12 +103,12 @@ async def served(
 
 
 def present(state: ServerState) -> ServerState:
-    """Return the present view of the main model, which a reload replaces."""
+    """Returns the present view of the main model, which a reload replaces."""
     return state if state.models is None else state.models.main.view
 
 
 def main_model(state: ServerState, request: Request) -> ServerState:
-    """Return the present view of the main model. Its version stays in memory until the response.
+    """Returns the present view of the main model. Its version stays in memory until the response.
 
     Call this method after the body was read, because a reload may replace the version meanwhile.
     """
@@ -121,14 +121,14 @@ def main_model(state: ServerState, request: Request) -> ServerState:
 
 
 def release_lease(scope: Scope) -> None:
-    """Release the lease of a request, if the request has one."""
+    """Releases the lease of a request, if the request has one."""
     lease: Lease[ServerState] | None = scope.pop(LEASE, None)
     if lease is not None:
         lease.release()
 
 
 def _time_left(request: Request, fields: RequestModel | None) -> float | None:
-    """Return the seconds until the deadline of a request, or None without a deadline."""
+    """Returns the seconds until the deadline of a request, or None without a deadline."""
     deadline = deadline_of(fields, request)
     received: float = request.scope[RECEIVED_AT]
     return None if deadline is None else deadline - (time.monotonic() - received)

@@ -16,7 +16,7 @@ TOOL_CALLS = "tool_calls"
 
 
 def message_of(plan: AnswerPlan, text: str) -> tuple[dict[str, Any], bool]:
-    """Return the message of a choice with the output ``text``, and whether the message has tool calls."""
+    """Returns the message of a choice with the output ``text``, and whether the message has tool calls."""
     parser = plan.parser()
     answer = collect([*parser.feed(text), *parser.finish()])
     content = answer.content or (None if answer.calls else "")
@@ -39,14 +39,14 @@ class DeltaWriter:
         self._parser: OutputParser = plan.parser()
 
     def deltas(self, text: str, *, is_last: bool) -> list[bytes]:
-        """Return the deltas of the next piece of text."""
+        """Returns the deltas of the next piece of text."""
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.finish()
         return [orjson.dumps(self._delta(event)) for event in events if not isinstance(event, CallEnd)]
 
     def finish_reason(self, reason: FinishReason) -> bytes | None:
-        """Return the finish reason ``tool_calls`` as JSON for a choice with tool calls. None for other choices."""
+        """Returns the finish reason ``tool_calls`` as JSON for a choice with tool calls. None for other choices."""
         return f'"{TOOL_CALLS}"'.encode() if self._parser.has_calls and reason is FinishReason.STOP else None
 
     def _delta(self, event: Event) -> dict[str, Any]:

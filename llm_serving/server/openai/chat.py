@@ -81,7 +81,7 @@ class ChatRequest(ToolFields, SamplingFields):
 
 
 async def _create_chat_completion(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``POST /v1/chat/completions``: answer a conversation ``n`` times, streamed or not."""
+    """Handles ``POST /v1/chat/completions``: answers a conversation ``n`` times, streamed or not."""
     state.check_queue(tenant_of(request))
     body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
@@ -109,7 +109,7 @@ async def _create_chat_completion(state: ServerState, request: Request) -> AnyRe
 async def start_chat(
     state: ServerState, request: Request, body: ChatRequest, api: str, id_prefix: str
 ) -> tuple[Generation, AnswerPlan | None]:
-    """Return the choices of a chat, ready for the engine, and the plan by which their text is read.
+    """Returns the choices of a chat, ready for the engine, and the plan by which their text is read.
 
     All APIs with conversations call this function. ``api`` is the API's name in the log. Raises RequestError, and
     UnavailableError if the server cannot serve requests now.
@@ -124,7 +124,7 @@ async def start_chat(
 
 
 async def chat_prompt(state: ServerState, body: ChatRequest) -> Prompt:
-    """Return the prompt of a chat. Raises RequestError."""
+    """Returns the prompt of a chat. Raises RequestError."""
     check_tool_fields(state, body)
     return await _prompt(state, body)
 
@@ -189,7 +189,7 @@ async def _prompt(state: ServerState, body: ChatRequest) -> Prompt:
 
 
 def _check_image_fields(body: ChatRequest) -> None:
-    """Raise RequestError for fields that a conversation with images cannot have."""
+    """Raises RequestError for fields that a conversation with images cannot have."""
     name = "use_beam_search" if body.use_beam_search else "prompt_logprobs"
     if body.use_beam_search or body.prompt_logprobs is not None:
         raise RequestError(
@@ -198,7 +198,7 @@ def _check_image_fields(body: ChatRequest) -> None:
 
 
 def _prompt_members(generation: Generation, body: ChatRequest, scores: Sequence[TokenLogits]) -> dict[str, object]:
-    """Return the members of the response with data of the prompt, which all choices share. Their names are vLLM's."""
+    """Returns the members of the response with data of the prompt, which all choices share. Their names are vLLM's."""
     members: dict[str, object] = {}
     if body.return_token_ids:
         members["prompt_token_ids"] = EncodedList(generation.choices[0].prompt.token_ids)

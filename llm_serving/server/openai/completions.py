@@ -77,7 +77,7 @@ class CompletionRequest(SamplingFields):
 
 
 async def _create_completion(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``POST /v1/completions``: continue each prompt ``n`` times, streamed or not."""
+    """Handles ``POST /v1/completions``: continues each prompt ``n`` times, streamed or not."""
     state.check_queue(tenant_of(request))
     body = await read_request(CompletionRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
@@ -102,7 +102,7 @@ async def _create_completion(state: ServerState, request: Request) -> AnyRespons
 async def start_completion(
     state: ServerState, request: Request, body: CompletionRequest, api: str, id_prefix: str
 ) -> Generation:
-    """Return the choices of a completion, ready for the engine.
+    """Returns the choices of a completion, ready for the engine.
 
     All APIs that continue prompts may call this function. ``api`` is the API's name in the log. Raises RequestError,
     and UnavailableError if the server cannot serve requests now.
@@ -145,7 +145,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 def _prompt_scores(body: CompletionRequest) -> tuple[str, int] | None:
-    """Return the field that asks for log-probabilities of the prompt, and the number of best tokens.
+    """Returns the field that asks for log-probabilities of the prompt, and the number of best tokens.
 
     None if the request has neither of these fields.
     """
@@ -176,7 +176,7 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
 def _choice(
     generation: Generation, body: CompletionRequest, scores: Mapping[str, Sequence[TokenLogits]], answer: Answer
 ) -> dict[str, Any]:
-    """Return one choice as JSON. ``scores`` maps the name of a scoring sequence to the scores of its prompt."""
+    """Returns one choice as JSON. ``scores`` maps the name of a scoring sequence to the scores of its prompt."""
     tokenizer, choice = generation.state.engine.tokenizer, answer.choice
     if generation.is_scoring_only:
         answer.finish_reason = FinishReason.LENGTH.value

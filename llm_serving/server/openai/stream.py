@@ -32,7 +32,7 @@ async def response_of(
     num_prompt_items: int = 0,
     more: Callable[[], dict[str, object]] | None = None,
 ) -> AnyResponse:
-    """Return a response that is not streamed.
+    """Returns a response that is not streamed.
 
     ``kind`` is the value of the response's member ``object``, OpenAI's name for the kind of a response. The function
     ``choice`` makes one member of ``choices`` from an answer. If the response is long, another thread calls ``choice``.
@@ -52,7 +52,7 @@ async def response_of(
 
 
 def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], logprobs: object) -> dict[str, Any]:
-    """Return one member of ``choices`` in a response. ``output`` is the member with the generated text or message."""
+    """Returns one member of ``choices`` in a response. ``output`` is the member with the generated text or message."""
     choice = {
         "index": answer.choice.index,
         **output,
@@ -67,7 +67,7 @@ def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], l
 
 
 def stop_reason_json(piece: RequestOutput) -> bytes:
-    """Return the JSON member ``stop_reason`` for the last piece of a choice, and empty bytes for other pieces.
+    """Returns the JSON member ``stop_reason`` for the last piece of a choice, and empty bytes for other pieces.
 
     Its value is the stop string or token id that ended the text, or null.
     """
@@ -75,7 +75,7 @@ def stop_reason_json(piece: RequestOutput) -> bytes:
 
 
 def check_stream_options(request: SamplingFields) -> None:
-    """Raise RequestError for ``stream_options`` without ``stream``."""
+    """Raises RequestError for ``stream_options`` without ``stream``."""
     if request.stream_options is not None and not request.stream:
         raise RequestError(
             "'stream_options' is only allowed when 'stream' is true.", param="stream_options", code="invalid_value"
@@ -100,20 +100,20 @@ class OpenAIStream(ABC):
 
     @abstractmethod
     def events(self, choice: Choice, piece: RequestOutput) -> bytes:
-        """Return the chunks of a piece as bytes. An implementation must call ``count`` first."""
+        """Returns the chunks of a piece as bytes. An implementation must call ``count`` first."""
 
     def last(self) -> bytes:
-        """Return the end of the stream: usage and receipt, if the request asked for them, and then ``[DONE]``."""
+        """Returns the end of the stream: usage and receipt, if the request asked for them, and then ``[DONE]``."""
         wanted = self._include_usage or self.generation.return_receipt
         return self._usage_chunk() + DONE if wanted else DONE
 
     def error(self, reply: ErrorReply) -> bytes:
-        """Return an error as the end of the stream. Clients raise an error at the key ``error``, and stop at
+        """Returns an error as the end of the stream. Clients raise an error at the key ``error``, and stop at
         ``[DONE]``."""
         return b"data: " + reply.body() + b"\n\n" + DONE
 
     def count(self, choice: Choice, piece: RequestOutput) -> bool:
-        """Count the tokens of a piece for the usage. Returns True for the first piece of a choice."""
+        """Counts the tokens of a piece for the usage. Returns True for the first piece of a choice."""
         self._num_output_tokens += len(piece.token_ids)
         if choice.index in self._started:
             return False
@@ -121,14 +121,14 @@ class OpenAIStream(ABC):
         return True
 
     def event(self, index: int, *fields: bytes, more: bytes = b"") -> bytes:
-        """Return one chunk for choice ``index``. ``fields`` are encoded JSON members, each with a comma before it.
+        """Returns one chunk for choice ``index``. ``fields`` are encoded JSON members, each with a comma before it.
 
         ``more`` are further members, which belong to the chunk and not to the choice.
         """
         return b"".join((self._head, b"%d" % index, *fields, b"}]", more, self._tail))
 
     def token_ids(self, choice: Choice, token_ids: Sequence[int], first: bool) -> bytes:
-        """Return the JSON member ``token_ids`` if the request asked for it. ``first`` adds ``prompt_token_ids`` to
+        """Returns the JSON member ``token_ids`` if the request asked for it. ``first`` adds ``prompt_token_ids`` to
         it."""
         if not self.wants_token_ids:
             return b""
@@ -145,7 +145,7 @@ class OpenAIStream(ABC):
 
 
 def _head(generation: Generation, kind: str) -> dict[str, Any]:
-    """Return the first members of a response or of a chunk. ``kind`` is the value of the member ``object``."""
+    """Returns the first members of a response or of a chunk. ``kind`` is the value of the member ``object``."""
     return {
         "id": generation.request_id,
         "object": kind,
@@ -155,7 +155,7 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
 
 
 def _usage(generation: Generation, num_output_tokens: int) -> dict[str, Any]:
-    """Return the member ``usage`` of a response: OpenAI's token counts."""
+    """Returns the member ``usage`` of a response: OpenAI's token counts."""
     num_prompt_tokens = generation.num_prompt_tokens
     usage: dict[str, Any] = {
         "prompt_tokens": num_prompt_tokens,

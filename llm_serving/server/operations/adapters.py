@@ -82,7 +82,7 @@ async def _unload(state: ServerState, request: Request) -> Response:
 
 
 def adapter_json(state: ServerState, adapter: Adapter) -> dict[str, Any]:
-    """Return an adapter as an entry of ``/v1/models``."""
+    """Returns an adapter as an entry of ``/v1/models``."""
     return {
         "id": adapter.name,
         "object": "model",

@@ -82,13 +82,13 @@ async def _get_model(state: ServerState, request: Request) -> Response:
 
 
 async def _health_live(state: ServerState, request: Request) -> Response:
-    """Handle ``/health/live``. Responds with 200 unless the server has ended, also while its agents restart."""
+    """Handles ``/health/live``. Responds with 200 unless the server has ended, also while its agents restart."""
     is_live = not state.has_ended
     return json_response({"status": "live" if is_live else "stopped"}, status=200 if is_live else 503)
 
 
 async def is_ready(find: Callable[[], ServerState]) -> tuple[bool, str]:
-    """Return whether a model would serve a request now, and the name of its state.
+    """Returns whether a model would serve a request now, and the name of its state.
 
     ``find`` returns the present view of the model. If a reload replaces the version while its agents are asked, the new
     version is asked instead.
@@ -101,7 +101,7 @@ async def is_ready(find: Callable[[], ServerState]) -> tuple[bool, str]:
 
 
 async def is_ready_for(request: Request, find: Callable[[], ServerState]) -> tuple[bool, str]:
-    """Return the same as ``is_ready``. Raises ClientGoneError if the client of ``request`` leaves before.
+    """Returns the same as ``is_ready``. Raises ClientGoneError if the client of ``request`` leaves before.
 
     The request is not one of the server's active requests, because a stop of the server must not wait for slow agents.
     """
@@ -109,7 +109,7 @@ async def is_ready_for(request: Request, find: Callable[[], ServerState]) -> tup
 
 
 async def _is_version_ready(state: ServerState) -> tuple[bool, str]:
-    """Return whether a version of a model would serve a request now, and the name of its state.
+    """Returns whether a version of a model would serve a request now, and the name of its state.
 
     The version is ready if a step completed recently, or if all agents reply to a status request.
     """
@@ -125,7 +125,7 @@ async def _is_version_ready(state: ServerState) -> tuple[bool, str]:
 
 
 async def _health_ready(state: ServerState, request: Request) -> Response:
-    """Handle ``/health/ready``. Responds with 200 if the server would serve a request now, otherwise with 503."""
+    """Handles ``/health/ready``. Responds with 200 if the server would serve a request now, otherwise with 503."""
     ready, name = await is_ready_for(request, lambda: present(state))
     return json_response({"status": name, "ready": ready}, status=200 if ready else 503)
 
@@ -136,7 +136,7 @@ async def _metrics(state: ServerState, request: Request) -> Response:
 
 
 def _engine_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
-    """Return the status of a model's engine. Only a client on this machine gets all facts about the agents."""
+    """Returns the status of a model's engine. Only a client on this machine gets all facts about the agents."""
     engine = state.engine.status().as_json()
     if not is_local:
         engine["agents"] = [
@@ -146,7 +146,7 @@ def _engine_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
 
 
 def _models_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
-    """Return the member ``models``: the state and the engine of each model. Empty if the server has only one model."""
+    """Returns the member ``models``: the state and the engine of each model. Empty if the server has only one model."""
     if state.models is None or not state.models.has_several:
         return {}
     found = []
@@ -158,7 +158,7 @@ def _models_json(state: ServerState, *, is_local: bool) -> dict[str, Any]:
 
 
 async def _server_info(state: ServerState, request: Request) -> Response:
-    """Respond with facts about the server. Only clients on this machine see processes, addresses and files."""
+    """Responds with facts about the server. Only clients on this machine see processes, addresses and files."""
     tokenizer, formats = state.engine.tokenizer, state.output_format
     is_local = is_on_this_machine(request)
     engine = _engine_json(state, is_local=is_local)
@@ -219,7 +219,7 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
 
 
 async def _detokenize(state: ServerState, request: Request) -> Response:
-    """Respond with the text of tokens.
+    """Responds with the text of tokens.
 
     The text is in both fields, ``text`` and ``prompt``, because some clients read one and some the other.
     """

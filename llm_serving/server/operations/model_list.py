@@ -10,7 +10,7 @@ from llm_serving.server.state import ServerState
 
 
 def model_entries(state: ServerState) -> list[dict[str, Any]]:
-    """Return the JSON objects of all models and of the adapters that are in memory. The main model is the first."""
+    """Returns the JSON objects of all models and of the adapters that are in memory. The main model is the first."""
     if state.models is None:
         return [_entry(state, state.engine.model_name, state.settings.max_context), *_adapters(state)]
     entries = []
@@ -32,7 +32,7 @@ def _entry(state: ServerState, name: str, max_model_len: int) -> dict[str, Any]:
 
 
 def _state_members(state: ServerState, model: ServedModel[ServerState]) -> dict[str, Any]:
-    """Return the members about a model's state. Empty if the server has only one model, which always serves."""
+    """Returns the members about a model's state. Empty if the server has only one model, which always serves."""
     has_states = state.models is not None and (state.models.has_several or state.engine.standby is not None)
     return model.status().as_json() if has_states else {}
 

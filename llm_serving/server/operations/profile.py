@@ -77,14 +77,14 @@ async def _start(state: ServerState, request: Request) -> Response:
 
 
 def _new_folder(state: ServerState) -> str:
-    """Return the path of a folder that no other profile has."""
+    """Returns the path of a folder that no other profile has."""
     now = time.time()
     name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now * 1000) % 1000:03d}"
     return str(Path(state.settings.profile_folder).absolute() / name)
 
 
 async def _started(state: ServerState, folder: str, *, is_local: bool) -> list[dict[str, object]]:
-    """Start the profile in all agents. Raises UnavailableError if an agent does not start, and stops all others."""
+    """Starts the profile in all agents. Raises UnavailableError if an agent does not start, and stops all others."""
     running = state.profile
     try:
         agents = await _tell(state.engine, folder, START_TIMEOUT_S)
@@ -114,7 +114,8 @@ async def _stop(state: ServerState, request: Request) -> Response:
 
 
 async def _finish(state: ServerState, folder: str | None = None) -> dict[str, Any]:
-    """Stop the running profile and return its result. If ``folder`` is given, stop only the profile of this folder."""
+    """Stops the running profile and returns its result. If ``folder`` is given, stops only the profile of this folder.
+    """
     running = state.profile
     async with running.lock:
         if running.folder is None or folder not in (None, running.folder):
@@ -136,14 +137,14 @@ async def _finish(state: ServerState, folder: str | None = None) -> dict[str, An
 
 
 def _stop_after(state: ServerState, seconds: float) -> None:
-    """Stop the running profile after this time, if it still runs."""
+    """Stops the running profile after this time, if it still runs."""
     loop, folder = asyncio.get_running_loop(), state.profile.folder
     assert folder is not None, "only a running profile is stopped"
     state.profile.timer = loop.call_later(seconds, lambda: loop.create_task(_stop_late(state, folder)))
 
 
 async def _stop_late(state: ServerState, folder: str) -> None:
-    """Stop a profile at its maximum time. The result is kept until ``POST /profile/stop`` asks for it."""
+    """Stops a profile at its maximum time. The result is kept until ``POST /profile/stop`` asks for it."""
     try:
         state.profile.last = await _finish(state, folder)
     except LLMServingError as error:
@@ -151,14 +152,14 @@ async def _stop_late(state: ServerState, folder: str) -> None:
 
 
 def _is_on(running: RunningProfile) -> bool:
-    """Return whether a profile runs, or its agents may still start it. Forgets a profile whose engine has ended."""
+    """Returns whether a profile runs, or its agents may still start it. Forgets a profile whose engine has ended."""
     if running.engine is not None and running.engine.state == "stopped":
         running.folder = running.engine = None
     return running.folder is not None
 
 
 async def _tell(engine: AsyncEngine, folder: str | None, timeout: float) -> list[dict[str, object]]:
-    """Start a profile of all agents with files in ``folder``. If ``folder`` is None, stop the profile.
+    """Starts a profile of all agents with files in ``folder``. If ``folder`` is None, stops the profile.
 
     Raises NoReplyError if the agents do not reply within ``timeout`` seconds, UnavailableError if no agent is ready,
     and AgentLostError if the engine has ended.

@@ -33,7 +33,7 @@ class UnknownRequestError(RequestError):
 
 
 def receipt_json(request_id: str, receipts: Sequence[RequestReceipt]) -> dict[str, Any]:
-    """Return the receipt of an HTTP request. With several prompts or ``n > 1``, it has several sequences."""
+    """Returns the receipt of an HTTP request. With several prompts or ``n > 1``, it has several sequences."""
     return {"id": request_id, "sequences": [receipt.to_json() for receipt in receipts]}
 
 
@@ -50,7 +50,7 @@ async def _get_request(state: ServerState, request: Request) -> Response:
 
 
 async def _get_requests(state: ServerState, request: Request) -> Response:
-    """Respond with the receipts of live and recent requests of all tenants, without any text."""
+    """Responds with the receipts of live and recent requests of all tenants, without any text."""
     stated = request.query_params.get("limit", str(DEFAULT_LISTED))
     limit = int(stated) if stated.isascii() and stated.isdecimal() and len(stated) < 6 else 0
     if not 1 <= limit <= MAX_LISTED:
@@ -64,7 +64,7 @@ async def _get_requests(state: ServerState, request: Request) -> Response:
 
 
 def _receipts(state: ServerState, request_id: str) -> list[RequestReceipt]:
-    """Return the receipts of the HTTP request with this id, one for each sequence. The id may also name a sequence."""
+    """Returns the receipts of the HTTP request with this id, one for each sequence. The id may also name a sequence."""
     one = state.engine.receipt(request_id)
     if one is not None:
         return [one]

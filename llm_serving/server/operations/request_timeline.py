@@ -42,7 +42,7 @@ async def _get_timeline(state: ServerState, request: Request) -> Response:
 
 
 def _read(folder: str, request_id: str) -> bytes:
-    """Run ``READER`` for one request and return its JSON. Raises UnavailableError if it takes too long or fails."""
+    """Runs ``READER`` for one request and returns its JSON. Raises UnavailableError if it takes too long or fails."""
     command = [sys.executable, "-m", READER, folder, request_id]
     try:
         done = subprocess.run(

@@ -35,7 +35,7 @@ class ClassifyRequest(SchedulingFields, StrictModel):
 
 
 async def classify(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``/classify``: return the most probable class of each text, and the probabilities of all classes."""
+    """Handles ``/classify``: return the most probable class of each text, and the probabilities of all classes."""
     state.check_queue(tenant_of(request))
     body = await read_request(ClassifyRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
@@ -67,7 +67,8 @@ async def classify(state: ServerState, request: Request) -> AnyResponse:
 
 
 def probabilities(logits: Vector, activation: str) -> Vector:
-    """Return the probabilities of classes. ``activation`` is a function of the logits: softmax, sigmoid or identity."""
+    """Returns the probabilities of classes. ``activation`` is a function of the logits: softmax, sigmoid or identity.
+    """
     if activation == IDENTITY:
         return logits
     if activation == SOFTMAX:

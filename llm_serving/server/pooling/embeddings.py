@@ -58,7 +58,7 @@ class EmbeddingRequest(SchedulingFields, StrictModel):
 
 
 async def create_embeddings(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``POST /v1/embeddings``: return an embedding for each input."""
+    """Handles ``POST /v1/embeddings``: return an embedding for each input."""
     state.check_queue(tenant_of(request))
     body = await read_request(EmbeddingRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
@@ -97,7 +97,7 @@ ENDPOINTS = (
 
 
 async def read_inputs(state: ServerState, value: object) -> list[str | list[int]]:
-    """Return the inputs of a request: texts or lists of token ids. Raises RequestError."""
+    """Returns the inputs of a request: texts or lists of token ids. Raises RequestError."""
     check_lengths(value, 1, state.settings, "input")
     num_items = sum(len(one) if isinstance(one, list) else 1 for one in value) if isinstance(value, list) else 1
     inputs = await off_loop(num_items, partial(parse_prompts, value, "input"))
@@ -106,7 +106,7 @@ async def read_inputs(state: ServerState, value: object) -> list[str | list[int]
 
 
 def prompt_text(pooling: Pooling, name: str | None) -> str:
-    """Return the text of the model's prompt ``name``. If ``name`` is None, returns the text of the default prompt.
+    """Returns the text of the model's prompt ``name``. If ``name`` is None, returns the text of the default prompt.
 
     Raises RequestError if the model has no prompt with this name.
     """
@@ -124,7 +124,7 @@ def prompt_text(pooling: Pooling, name: str | None) -> str:
 
 
 def with_prompt(inputs: list[str | list[int]], prompt: str) -> list[str | list[int]]:
-    """Return the inputs with ``prompt`` before each text. Token ids and empty texts stay unchanged."""
+    """Returns the inputs with ``prompt`` before each text. Token ids and empty texts stay unchanged."""
     return [prompt + each if isinstance(each, str) and each else each for each in inputs]
 
 

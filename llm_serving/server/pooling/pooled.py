@@ -32,7 +32,7 @@ _RESULTS = {"embed": "embeddings", "score": "scores", "classify": "classes"}
 
 
 def pooling_of(state: ServerState, *tasks: str) -> Pooling:
-    """Return how the server computes pooled results. ``tasks`` are the tasks that the endpoint supports.
+    """Returns how the server computes pooled results. ``tasks`` are the tasks that the endpoint supports.
 
     Raises RequestError if the server has another task.
     """
@@ -49,7 +49,7 @@ def pooling_of(state: ServerState, *tasks: str) -> Pooling:
 async def pooled_results(
     generation: Generation, request: Request, prompts: Sequence[Prompt], param: str
 ) -> list[Vector]:
-    """Return the pooled result of each prompt, before truncation and normalisation.
+    """Returns the pooled result of each prompt, before truncation and normalisation.
 
     Raises RequestError, which names the field ``param``, if the prompts have too many tokens together. Raises
     LLMServingError if a result cannot be computed.
@@ -67,7 +67,7 @@ async def pooled_results(
 
 
 def finished(vector: Vector, dimensions: int | None, *, normalises: bool) -> Vector:
-    """Return an embedding made from ``vector``: its first ``dimensions`` values, or all of them for None.
+    """Returns an embedding made from ``vector``: its first ``dimensions`` values, or all of them for None.
 
     If ``normalises`` is True, the values are divided by their length.
     """
@@ -79,18 +79,18 @@ def finished(vector: Vector, dimensions: int | None, *, normalises: bool) -> Vec
 
 
 def cosine(first: Vector, second: Vector) -> float:
-    """Return the cosine of the angle between two vectors."""
+    """Returns the cosine of the angle between two vectors."""
     one, other = (finished(vector, None, normalises=True) for vector in (first, second))
     return float(np.add.reduce(one * other))
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
-    """Return the member ``usage`` of a response without output tokens."""
+    """Returns the member ``usage`` of a response without output tokens."""
     tokens = generation.num_prompt_tokens
     details = {"cached_tokens": generation.num_cached_tokens}
     return {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": details}
 
 
 def receipt_member(generation: Generation) -> dict[str, Any]:
-    """Return the member ``receipt`` of a response, or {} if the request did not ask for it."""
+    """Returns the member ``receipt`` of a response, or {} if the request did not ask for it."""
     return {"receipt": generation.receipt()} if generation.return_receipt else {}

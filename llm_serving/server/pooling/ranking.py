@@ -79,7 +79,7 @@ class ScoreRequest(RankingFields):
 
 
 async def rerank(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``/v1/rerank`` and ``/v2/rerank``: return the documents with scores, the most relevant first."""
+    """Handles ``/v1/rerank`` and ``/v2/rerank``: return the documents with scores, the most relevant first."""
     state.check_queue(tenant_of(request))
     body = await read_request(RerankRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
@@ -114,7 +114,7 @@ async def rerank(state: ServerState, request: Request) -> AnyResponse:
 
 
 async def score(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``/v1/score``: return the score of each pair of texts."""
+    """Handles ``/v1/score``: return the score of each pair of texts."""
     state.check_queue(tenant_of(request))
     body = await read_request(ScoreRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
@@ -170,7 +170,7 @@ async def _judged(
     second: Sequence[str],
     names: tuple[str, str],
 ) -> list[float]:
-    """Return the scores of pairs of texts, from a model that judges each pair with yes or no.
+    """Returns the scores of pairs of texts, from a model that judges each pair with yes or no.
 
     ``names`` are the request's fields of ``first`` and ``second``, for errors.
     """
@@ -196,7 +196,7 @@ async def _compared(
     names: tuple[str, str],
     before: tuple[str, str],
 ) -> list[float]:
-    """Return the cosine of the two embeddings of each pair of texts.
+    """Returns the cosine of the two embeddings of each pair of texts.
 
     ``before`` has the prompts for the texts of ``first`` and of ``second``.
     """

@@ -43,7 +43,7 @@ class Turn(LaxModel):
 
 
 def _turns(value: object) -> object:
-    """Return ``history`` as a list of messages. Clients send objects with role and content, or pairs of strings."""
+    """Returns ``history`` as a list of messages. Clients send objects with role and content, or pairs of strings."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -112,7 +112,7 @@ class ChatDialectRequest(SchedulingFields, LaxModel):
 
 
 async def chat(state: ServerState, request: Request, *, stream: bool = False) -> AnyResponse:
-    """Handle ``/chat``: answer the question. With ``stream``, send the answer piece by piece as events."""
+    """Handles ``/chat``: answers the question. With ``stream``, sends the answer piece by piece as events."""
     state.check_queue(tenant_of(request))
     body = await read_request(ChatDialectRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, None, body)
@@ -158,7 +158,7 @@ async def _choices(
 
 
 async def _prompt(state: ServerState, body: ChatDialectRequest, prefix: str | list[int] | None) -> Prompt:
-    """Return the prompt of a conversation. ``prefix`` is the given beginning of the response. Raises RequestError."""
+    """Returns the prompt of a conversation. ``prefix`` is the given beginning of the response. Raises RequestError."""
     turns = [*body.history, Turn(role=body.role, content=body.query)]
     role = _observation_role(state.engine.tokenizer.chat_template.source)
     messages = [{"role": role if turn.role == OBSERVATION else turn.role, "content": turn.content} for turn in turns]
@@ -170,7 +170,7 @@ async def _prompt(state: ServerState, body: ChatDialectRequest, prefix: str | li
 
 
 def _observation_role(template: str | None) -> str:
-    """Return the role of a tool's result in a chat template: ``observation`` as in ChatGLM's template, or ``tool``."""
+    """Returns the role of a tool's result in a chat template: ``observation`` as in ChatGLM's template, or ``tool``."""
     return OBSERVATION if template is not None and OBSERVATION in template else "tool"
 
 
@@ -205,7 +205,7 @@ def _usage(generation: Generation, num_output_tokens: int) -> dict[str, int]:
 
 
 def _output_limit(settings: GenerationSettings, num_prompt_tokens: int) -> tuple[int | None, str]:
-    """Return the maximum number of new tokens, and the name of the setting that limits them.
+    """Returns the maximum number of new tokens, and the name of the setting that limits them.
 
     ``max_length`` counts the prompt as well. Raises ContextLengthError if the prompt alone reaches ``max_length``.
     """

@@ -68,7 +68,7 @@ class GenerateRequest(SchedulingFields, LaxModel):
 
 
 async def generate(state: ServerState, request: Request, *, stream: bool = False) -> AnyResponse:
-    """Handle ``/generate``: continue the prompt ``inputs``. With ``stream``, send an event for each token."""
+    """Handles ``/generate``: continues the prompt ``inputs``. With ``stream``, sends an event for each token."""
     state.check_model(request.path_params.get("name"))
     state.check_queue(tenant_of(request))
     body = await read_request(GenerateRequest, request, state.settings.max_body_bytes)
@@ -123,7 +123,7 @@ ENDPOINTS = (
 
 
 def _summary(answer: Answer, details: Mapping[str, EncodedList] | None, receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON members next to ``generated_text``: finish reason, number of tokens, seed, details and receipt.
+    """Returns the JSON members next to ``generated_text``: finish reason, number of tokens, seed, details and receipt.
 
     ``details`` has the lists of tokens. If it is None, the request did not ask for details, and the member is null.
     ``receipt`` is ``{"receipt": ...}``, or empty if the request did not ask for it.
@@ -167,7 +167,7 @@ class _Details:
         self._top_tokens: list[bytes] = []
 
     def add(self, entries: Sequence[TokenLogits]) -> None:
-        """Add the next tokens, if the request asked for details."""
+        """Adds the next tokens, if the request asked for details."""
         if not self._parameters.details:
             return
         for entry in entries:
@@ -175,7 +175,7 @@ class _Details:
             self._top_tokens.append(orjson.dumps(_top_tokens(self._generation, self._parameters, entry)))
 
     def lists(self) -> dict[str, EncodedList] | None:
-        """Return the members of ``details`` with lists. None if the request did not ask for details."""
+        """Returns the members of ``details`` with lists. None if the request did not ask for details."""
         if not self._parameters.details:
             return None
         return {
@@ -217,7 +217,7 @@ class GenerateEvents:
         return b"data:" + reply.body() + b"\n\n"
 
     def _token_events(self, piece: RequestOutput, first_index: int, last: dict[str, Any]) -> bytes:
-        """Return an event for each token of a piece. The text of the whole piece is in the event of its last token."""
+        """Returns an event for each token of a piece. The text of the whole piece is in the event of its last token."""
         parameters = self._parameters
         entries: Sequence[TokenLogits | None] = piece.logits or (None,)
         events: list[bytes] = []

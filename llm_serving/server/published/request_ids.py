@@ -26,7 +26,7 @@ class RequestIds:
         return len(self._used)
 
     def claim(self, tenant: str, request_id: str) -> Callable[[], None]:
-        """Mark an id as used, and return a function that releases it. Raises DuplicateRequestError."""
+        """Marks an id as used, and returns a function that releases it. Raises DuplicateRequestError."""
         used = (tenant, request_id)
         if used in self._used:
             raise DuplicateRequestError(

@@ -38,22 +38,22 @@ class Responder:
         self._writer = ItemWriter(generation.request_id, lambda: plan.call_id() if plan is not None else "")
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the response of a complete answer. If the text is long, another thread parses it."""
+        """Returns the response of a complete answer. If the text is long, another thread parses it."""
         is_cut = answer.finish_reason == FinishReason.LENGTH.value
         await off_loop(len(answer.token_ids), lambda: self.events(answer.text, is_last=True, is_cut=is_cut))
         return self.complete(len(answer.token_ids), is_cut=is_cut)
 
     def events(self, text: str, *, is_last: bool, is_cut: bool) -> list[dict[str, Any]]:
-        """Return the events of the next piece of text. ``is_cut`` is True if the token limit ended the output."""
+        """Returns the events of the next piece of text. ``is_cut`` is True if the token limit ended the output."""
         found = self._writer.write(self._reader.events(text, is_last=is_last))
         return found + self._writer.end(is_cut=is_cut) if is_last else found
 
     def begun(self) -> dict[str, Any]:
-        """Return the response as it is before its first item, with the status ``in_progress``."""
+        """Returns the response as it is before its first item, with the status ``in_progress``."""
         return self._response("in_progress", [], None)
 
     def complete(self, num_output_tokens: int, *, is_cut: bool) -> dict[str, Any]:
-        """Return the complete response."""
+        """Returns the complete response."""
         response = self._response("incomplete" if is_cut else "completed", self._writer.items, num_output_tokens)
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -62,13 +62,13 @@ class Responder:
         return response
 
     def failed(self, reply: ErrorReply) -> dict[str, Any]:
-        """Return the response that ended with an error."""
+        """Returns the response that ended with an error."""
         response = self._response("failed", self._writer.items, None)
         response["error"] = {"code": reply.code or "server_error", "message": reply.message}
         return response
 
     def keep(self, response: dict[str, Any]) -> None:
-        """Store a complete response, unless the request has ``"store": false``. Call this method on the event loop.
+        """Stores a complete response, unless the request has ``"store": false``. Call this method on the event loop.
 
         If the response is too large, its member ``store`` becomes false.
         """
@@ -121,7 +121,7 @@ class ResponseStream:
         self._is_cut = False
 
     def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
-        """Return the events of a piece. The first piece also begins the response."""
+        """Returns the events of a piece. The first piece also begins the response."""
         found = []
         if self._next == 0:
             begun = self._responder.begun()
@@ -133,13 +133,13 @@ class ResponseStream:
         return self._encoded(found)
 
     def last(self) -> bytes:
-        """Return the event with the complete response, which is also stored."""
+        """Returns the event with the complete response, which is also stored."""
         response = self._responder.complete(self._num_tokens, is_cut=self._is_cut)
         self._responder.keep(response)
         return self._encoded([{"type": f"response.{response['status']}", "response": response}])
 
     def error(self, reply: ErrorReply, /) -> bytes:
-        """Return an error as the end of the stream."""
+        """Returns an error as the end of the stream."""
         return self._encoded([{"type": "response.failed", "response": self._responder.failed(reply)}])
 
     def _encoded(self, events: Sequence[dict[str, Any]]) -> bytes:

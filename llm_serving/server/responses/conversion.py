@@ -51,17 +51,18 @@ types, pydantic adds the name of the type."""
 
 
 def without_tags(error: RequestError) -> RequestError:
-    """Return the error with the field's location as the client sent it. ``error`` has pydantic's location."""
+    """Returns the error with the field's location as the client sent it. ``error`` has pydantic's location."""
     return renamed(error, _TAGS)
 
 
 def named_back(error: RequestError) -> RequestError:
-    """Return the error of the converted chat request with the field names of ``/v1/responses``."""
+    """Returns the error of the converted chat request with the field names of ``/v1/responses``."""
     return renamed(error, _FIELDS)
 
 
 def image_fields(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[ImageField]:
-    """Return the field names of all images in ``body`` and ``earlier``, in the same order as the images of the chat."""
+    """Returns the field names of all images in ``body`` and ``earlier``, in the same order as the images of the chat.
+    """
     stored = "previous_response_id"
     parts = chain.from_iterable(as_parts(message["content"] or "") for message in earlier)
     fields = [ImageField(stored, stored) for part in parts if is_image(part)]
@@ -75,7 +76,7 @@ def image_fields(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> l
 
 
 def conversation(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the conversation as chat messages, without the instructions. ``earlier`` are its stored messages.
+    """Returns the conversation as chat messages, without the instructions. ``earlier`` are its stored messages.
 
     Raises RequestError for an image in a message of the assistant.
     """
@@ -99,7 +100,7 @@ def conversation(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> l
 
 
 def chat_request(body: ResponsesRequest, messages: Sequence[dict[str, Any]]) -> ChatRequest:
-    """Convert ``body`` to a chat request for these messages, with the same meaning. Raises RequestError."""
+    """Converts ``body`` to a chat request for these messages, with the same meaning. Raises RequestError."""
     chat: dict[str, Any] = {name: getattr(body, name) for name in SchedulingFields.model_fields}
     names = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "chat_template_kwargs")
     chat |= {name: getattr(body, name) for name in names}
@@ -128,7 +129,7 @@ def chat_request(body: ResponsesRequest, messages: Sequence[dict[str, Any]]) -> 
 
 
 def answer_message(output: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the items of a response's output as a message of the assistant."""
+    """Returns the items of a response's output as a message of the assistant."""
     messages: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     for item in output:
         if item["type"] == "message":
@@ -144,7 +145,7 @@ def answer_message(output: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message. If the last message and the new one are the assistant's, they become one message."""
+    """Appends a message. If the last message and the new one are the assistant's, they become one message."""
     if message["role"] != "assistant" or not messages or messages[-1]["role"] != "assistant":
         messages.append(message)
         return

@@ -39,7 +39,7 @@ class UnknownResponseError(RequestError):
 
 
 async def _create_response(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``POST /v1/responses``: answer a conversation, streamed or not, and store the response."""
+    """Handles ``POST /v1/responses``: answers a conversation, streamed or not, and stores the response."""
     tenant = tenant_of(request)
     state.check_queue(tenant)
     try:
@@ -79,7 +79,7 @@ async def _delete_response(state: ServerState, request: Request) -> Response:
 
 
 def _stored(state: ServerState, tenant: str, response_id: str, param: str) -> StoredResponse:
-    """Return a stored response of the tenant. Raises UnknownResponseError."""
+    """Returns a stored response of the tenant. Raises UnknownResponseError."""
     found = state.responses.get(tenant, response_id)
     if found is None:
         raise UnknownResponseError(

@@ -22,7 +22,7 @@ _PARTS = ("input_text", "output_text", "input_image")
 
 
 def _parts(value: object) -> object:
-    """Return the content of a message as a list of parts. Refuses parts that are neither text nor images."""
+    """Returns the content of a message as a list of parts. Refuses parts that are neither text nor images."""
     if isinstance(value, str):
         return [{"type": "input_text", "text": value}]
     for i, part in enumerate(value if isinstance(value, list) else ()):
@@ -119,7 +119,7 @@ class ReasoningItem(StrictModel):
 
 
 def _items(value: object) -> object:
-    """Return the input as a list of items. An item without a type is a message."""
+    """Returns the input as a list of items. An item without a type is a message."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):

@@ -22,7 +22,7 @@ class ItemWriter:
         self._is_open = False
 
     def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the stream's events for the next events of the parser. The caller adds the sequence numbers."""
+        """Returns the stream's events for the next events of the parser. The caller adds the sequence numbers."""
         found: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, Content | Reasoning):
@@ -43,7 +43,7 @@ class ItemWriter:
         return found
 
     def end(self, *, is_cut: bool = False) -> list[dict[str, Any]]:
-        """Return the events that end the open item. ``is_cut`` is True if the token limit ended the output."""
+        """Returns the events that end the open item. ``is_cut`` is True if the token limit ended the output."""
         if not self._is_open:
             return []
         self._is_open = False

@@ -52,7 +52,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
-        """Store a response. If it is larger than a tenant's limit, stores nothing and returns False."""
+        """Stores a response. If it is larger than a tenant's limit, stores nothing and returns False."""
         if response.size > min(self._max_tenant_bytes, self._max_bytes):
             return False
         shelf = self._shelves.setdefault(tenant, _Shelf())
@@ -66,12 +66,12 @@ class ResponseStore:
         return True
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """Return a response of the tenant. None if the store does not have the response."""
+        """Returns a response of the tenant. None if the store does not have the response."""
         shelf = self._shelves.get(tenant)
         return None if shelf is None else shelf.entries.get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Delete a response of the tenant. Returns False if the store does not have the response."""
+        """Deletes a response of the tenant. Returns False if the store does not have the response."""
         if self.get(tenant, response_id) is None:
             return False
         self._drop(tenant, response_id)

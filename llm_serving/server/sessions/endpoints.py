@@ -37,7 +37,7 @@ async def _list_sessions(state: ServerState, request: Request) -> Response:
 
 
 async def _export(state: ServerState, request: Request) -> AnyResponse:
-    """Handle ``GET /v1/sessions/{session_id}``: send a session as a file."""
+    """Handles ``GET /v1/sessions/{session_id}``: send a session as a file."""
     _check_right(request)
     session = _found(state, request)
     state = await served(state, request, session.model)
@@ -48,7 +48,7 @@ async def _export(state: ServerState, request: Request) -> AnyResponse:
 
 
 async def _import(state: ServerState, request: Request) -> Response:
-    """Handle ``PUT /v1/sessions/{session_id}``: read a session from the body, while it arrives."""
+    """Handles ``PUT /v1/sessions/{session_id}``: read a session from the body, while it arrives."""
     _check_right(request)
     session_id = _session_id(request)
     try:
@@ -143,7 +143,7 @@ def _check_right(request: Request) -> None:
 
 
 def _check_body(state: ServerState, request: Request) -> None:
-    """Check the headers of an import before the body is read. Raises RequestError."""
+    """Checks the headers of an import before the body is read. Raises RequestError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != MEDIA_TYPE:  # a form on a foreign web page cannot declare this type
         raise MediaTypeError(f"The content type is {clip(kind) or 'not given'!r}; send 'Content-Type: {MEDIA_TYPE}'.")
@@ -159,7 +159,7 @@ def _too_large(size: str, limit: int) -> PayloadTooLargeError:
 
 
 def _session_id(request: Request) -> str:
-    """Return the session id in the URL's path. Raises RequestError if it is not a valid id."""
+    """Returns the session id in the URL's path. Raises RequestError if it is not a valid id."""
     session_id: str = request.path_params["session_id"]
     if not SESSION_ID.fullmatch(session_id):
         raise RequestError(
@@ -171,7 +171,7 @@ def _session_id(request: Request) -> str:
 
 
 def _found(state: ServerState, request: Request) -> Session:
-    """Return the session that the URL's path names. Raises UnknownSessionError, also for a session of another key."""
+    """Returns the session that the URL's path names. Raises UnknownSessionError, also for a session of another key."""
     session_id = _session_id(request)
     session = state.sessions.find(tenant_of(request), session_id)
     if session is None:
@@ -192,7 +192,7 @@ def _tiers_of(state: ServerState) -> tuple[KvTiers, BlockTransfers]:
 
 
 async def _identity(tiers: KvTiers) -> BlockIdentity:
-    """Return the facts that determine the values in the blocks: model, weights and kernels.
+    """Returns the facts that determine the values in the blocks: model, weights and kernels.
 
     Raises UnavailableError if the weights on disk have changed.
     """
@@ -204,7 +204,7 @@ async def _identity(tiers: KvTiers) -> BlockIdentity:
 
 @contextlib.contextmanager
 def _transfer(state: ServerState) -> Iterator[None]:
-    """Count an export or an import during the ``with`` block. Raises UnavailableError if too many run."""
+    """Counts an export or an import during the ``with`` block. Raises UnavailableError if too many run."""
     book = state.sessions
     if book.num_transfers >= MAX_TRANSFERS:
         raise UnavailableError(f"{MAX_TRANSFERS} sessions are being exported or imported; try again.", "overloaded")

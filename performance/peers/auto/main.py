@@ -95,9 +95,9 @@ def parse_kinds(text: str) -> tuple[str, ...]:
 
 
 def _prepared(programs: Sequence[Program], file: Path, folder: Path) -> tuple[dict[Program, Peer | None], set[str]]:
-    """Create the environments and models of the programs.
+    """Creates the environments and models of the programs.
 
-    Return the peer of each program (None for this server), and the names of programs whose preparation failed.
+    Returns the peer of each program (None for this server), and the names of programs whose preparation failed.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def _peer(program: Program, file: Path, folder: Path, python_of: Callable[[str],
 def _round(
     number: int, programs: dict[Program, Peer | None], file: Path, parsed: argparse.Namespace
 ) -> tuple[dict[str, Rates], set[str]]:
-    """Measure each program once. Return the rates by program, and the names of programs that failed."""
+    """Measures each program once. Returns the rates by program, and the names of programs that failed."""
     order = list(programs)
     order = order[number % len(order) :] + order[: number % len(order)]
     rates: dict[str, Rates] = {}
@@ -141,7 +141,7 @@ def _round(
 
 @contextlib.contextmanager
 def _reported(name: str, failures: set[str]) -> Iterator[None]:
-    """Print an error of the ``with`` block and add ``name`` to ``failures``, so that the comparison continues."""
+    """Prints an error of the ``with`` block and adds ``name`` to ``failures``, so that the comparison continues."""
     try:
         yield
     except LoadTestError as error:

@@ -44,7 +44,7 @@ def model_path(folder: Path, name: str, file: Path, python_of: Callable[[str], P
 
 
 def _run(command: Sequence[str], target: Path) -> None:
-    """Run a conversion. Raise LoadTestError with the end of its output if it fails or writes nothing."""
+    """Runs a conversion. Raises LoadTestError with the end of its output if it fails or writes nothing."""
     print(f"writing {target}", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0 or not target.exists():

@@ -67,7 +67,7 @@ def _patch_runner(module: ModuleType) -> None:
 
 
 def damaged(order: str, frame: bytes) -> bytes:
-    """Return the bytes that are sent instead of ``frame``, damaged as the order demands."""
+    """Returns the bytes that are sent instead of ``frame``, damaged as the order demands."""
     if order == "flip":
         return frame[:4] + bytes([frame[4] ^ 0x40]) + frame[5:]
     if order == "truncate":
@@ -131,7 +131,7 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 
 def _audit(event: str, values: tuple[Any, ...]) -> None:
-    """Write a line to the audit file for each connection and for each unpickled class."""
+    """Writes a line to the audit file for each connection and for each unpickled class."""
     if event == "socket.connect":
         line = f"connect {values[1]!r}"
     elif event == "pickle.find_class":
