@@ -55,7 +55,7 @@ class VirtualAgent:
     """Simulates an agent that runs submitted steps, one at a time.
 
     The caller submits each step together with the time at which the step reaches the agent's queue. The result of a
-    step reaches the caller ``answer_delay_s`` seconds after the end of the step. ``next_answer`` returns the arrival
+    step reaches the caller ``result_delay_s`` seconds after the end of the step. ``next_result`` returns the arrival
     time of the next result. After ``run_until(now)``, no step may be submitted that reaches the queue before ``now``.
     """
 
@@ -66,12 +66,12 @@ class VirtualAgent:
         sample: Sampler,
         spread: Spread | None = None,
         seed: int = 0,
-        answer_delay_s: float = 0.0,
+        result_delay_s: float = 0.0,
     ) -> None:
         self._device = device
         self._order = agent_order(policy)
         self._sample = sample
-        self._answer_delay_s = answer_delay_s
+        self._result_delay_s = result_delay_s
         self._draws = None if spread is None else spread.draws(random.Random(f"steps/{seed}"))
         self._noise_s = 0.0
         """Seconds by which random noise has lengthened all steps so far.
@@ -100,15 +100,15 @@ class VirtualAgent:
         self.num_steps[kind] = self.num_steps.get(kind, 0) + 1
         self.kind_s[kind] = self.kind_s.get(kind, 0.0) + seconds
 
-    def next_answer(self) -> float | None:
+    def next_result(self) -> float | None:
         """Returns the time at which the next result arrives if no other step is submitted, or None if no step is left.
         """
         if self._running is not None:
-            return self._free_at + self._answer_delay_s
+            return self._free_at + self._result_delay_s
         if not self._queue:
             return None
         start, chosen = self._next_start()
-        return start + chosen.seconds + self._answer_delay_s
+        return start + chosen.seconds + self._result_delay_s
 
     def interrupt(self, moment: float, seconds: float) -> None:
         """Delays the step that runs at the time ``moment``, because other work takes the device's cores for
@@ -137,18 +137,18 @@ class VirtualAgent:
 
         Returns the results that arrive by ``now``, each with the time at which its step ended on the device.
         """
-        answers = []
+        results = []
         while True:
             if self._running is None and not self._begin(now):
                 break
             assert self._running is not None
-            # This must be exactly the sum that next_answer returns. If it were rounded differently, the result might
+            # This must be exactly the sum that next_result returns. If it were rounded differently, the result might
             # not be returned at the announced time.
-            if self._free_at + self._answer_delay_s > now:
+            if self._free_at + self._result_delay_s > now:
                 break
-            answers.append((self._free_at, self._answer(self._running)))
+            results.append((self._free_at, self._result_of(self._running)))
             self._running = None
-        return answers
+        return results
 
     def _begin(self, now: float) -> bool:
         """Starts the next step if one can start by ``now``. Returns True if a step was started."""
@@ -172,7 +172,7 @@ class VirtualAgent:
         start = max(self._free_at, min(each.ready for each in queue))
         return start, min((each for each in queue if each.ready <= start), key=_rank)
 
-    def _answer(self, ran: _Queued) -> StepResult:
+    def _result_of(self, ran: _Queued) -> StepResult:
         step, zeros = ran.step, [0.0] * len(ran.step.rows)
         queued_s = self._free_at - ran.seconds - ran.ready
         queue_us, graph_us = round(queued_s * 1e6), round(ran.seconds * 1e6)

@@ -73,7 +73,7 @@ class ClusterModel:
     """
 
 
-REST = HostModel(answer_s=22e-6, answer_seq_s=1.0e-6, send_s=14e-6, send_seq_s=0.3e-6, request_s=5e-6)
+REST = HostModel(result_s=22e-6, result_seq_s=1.0e-6, send_s=14e-6, send_seq_s=0.3e-6, request_s=5e-6)
 """The engine thread's times without those of router and scheduler, measured by ``performance/bench_engine_host.py``.
 
 Used if the times of router and scheduler are measured (``ClusterModel.measures``).
@@ -167,13 +167,13 @@ class VirtualCluster(VirtualServer):
         host = host or HostModel()
         base = replace(host, from_agent_s=host.from_agent_s + cluster.latency_s)
         if cluster.measures:
-            names = ("answer_s", "answer_seq_s", "send_s", "send_seq_s", "request_s")
+            names = ("result_s", "result_seq_s", "send_s", "send_seq_s", "request_s")
             base = replace(base, **{name: getattr(REST, name) for name in names})
         super().__init__(limits, device, source, base, spread, seed, max(cluster.num_replicas, 2), routing, split)
         assert self._router is not None
         self._model = cluster
         self._new_agent: Callable[[int], VirtualAgent] = lambda index: VirtualAgent(
-            device, limits.policy.value, self._sample, spread, seed + index, answer_delay_s=base.from_agent_s
+            device, limits.policy.value, self._sample, spread, seed + index, result_delay_s=base.from_agent_s
         )
         self._outcome: ClusterOutcome = ClusterOutcome([])
         self._events: list[tuple[float, int]] = []
@@ -233,8 +233,8 @@ class VirtualCluster(VirtualServer):
         """Returns when a replica has its next result or wake-up. None: there is none, or its node has stopped."""
         if index in self._dead:
             return None
-        answer, wakeup = self._replicas[index].agent.next_answer(), self._wakeups.get(index)
-        return answer if wakeup is None else wakeup if answer is None else min(answer, wakeup)
+        result, wakeup = self._replicas[index].agent.next_result(), self._wakeups.get(index)
+        return result if wakeup is None else wakeup if result is None else min(result, wakeup)
 
     def _step(self, now: float) -> None:
         self._now = now
@@ -318,7 +318,7 @@ class VirtualCluster(VirtualServer):
             replica = self._replicas[index]
             for _, result in replica.agent.run_until(now):
                 updates, seconds = self._call("process a result", lambda: replica.source.update(result, now))  # noqa: B023
-                clock += seconds + host.answer_s + host.answer_seq_s * len(result.sampled_ids)
+                clock += seconds + host.result_s + host.result_seq_s * len(result.sampled_ids)
                 replica.num_in_flight -= 1
                 self._deliver(updates, clock)
         return clock

@@ -17,9 +17,9 @@ __all__ = ["HostModel"]
 class HostModel:
     """Times that the server process needs for steps and requests, in seconds."""
 
-    answer_s: float = 32e-6
+    result_s: float = 32e-6
     """Time of the engine thread for the result of a step."""
-    answer_seq_s: float = 1.25e-6
+    result_seq_s: float = 1.25e-6
     """Additional time of the engine thread for the result of each sequence of a step."""
     send_s: float = 25e-6
     """Time of the engine thread to schedule and write a step. ``send_seq_s`` is added for each sequence."""

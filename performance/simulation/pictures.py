@@ -164,9 +164,9 @@ def batching_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
     """Draws the number of requests that receive tokens during the first seconds, with one panel per mode."""
     figure, panels = _figure(path, len(runs))
     for axes, run in zip(panels, runs, strict=True):
-        answered = [record for record in run.run.records if record.piece_times]
-        changes = [(record.piece_times[0], 1) for record in answered]
-        changes += [(record.end, -1) for record in answered if record.end is not None]
+        with_output = [record for record in run.run.records if record.piece_times]
+        changes = [(record.piece_times[0], 1) for record in with_output]
+        changes += [(record.end, -1) for record in with_output if record.end is not None]
         _steps(axes, changes, None, "#2f855a")
         axes.set_xlim(0, SHOWN_S)
         axes.set_ylim(0, STUDY_CLIENTS + 5)

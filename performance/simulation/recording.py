@@ -78,11 +78,11 @@ def timed_steps(stretch: Stretch) -> list[TimedStep]:
         TimedStep(
             step,
             scheduled,
-            answer.now,
-            answer.queue_us * MICROSECOND,
-            (answer.graph_us + answer.sample_us) * MICROSECOND,
+            result.now,
+            result.queue_us * MICROSECOND,
+            (result.graph_us + result.sample_us) * MICROSECOND,
         )
-        for step, scheduled, answer in completed_steps(stretch)
+        for step, scheduled, result in completed_steps(stretch)
     ]
 
 
@@ -137,7 +137,7 @@ def with_delivery(fit: StepFit, path: Path, records: Iterable[RequestRecord]) ->
             delays.append(record.piece_times[0] - request.first_token_time)
     if not delays:
         raise UsageError(f"{path}: none of the clients' requests is in the recording")
-    deliver_s = max(0.0, statistics.median(delays) - fit.host.answer_s)
+    deliver_s = max(0.0, statistics.median(delays) - fit.host.result_s)
     return replace(fit, host=replace(fit.host, deliver_s=deliver_s))
 
 

@@ -121,7 +121,7 @@ class VirtualServer:
                     self._sample,
                     spread,
                     seed + index,
-                    answer_delay_s=self._host.from_agent_s,
+                    result_delay_s=self._host.from_agent_s,
                 ),
             )
             for index, each in enumerate(sources)
@@ -202,7 +202,7 @@ class VirtualServer:
         """Returns the times of the next results and of the schedulers' next wake-ups, of all replicas."""
         times: list[float] = []
         for replica in self._replicas:
-            moments = (replica.agent.next_answer(), replica.source.next_wakeup(self._free_at))
+            moments = (replica.agent.next_result(), replica.source.next_wakeup(self._free_at))
             times += [moment for moment in moments if moment is not None]
         return times
 
@@ -260,7 +260,7 @@ class VirtualServer:
         for replica in self._replicas:
             for _, result in replica.agent.run_until(now):
                 updates = replica.source.update(result, now)
-                clock += host.answer_s + host.answer_seq_s * len(result.sampled_ids)
+                clock += host.result_s + host.result_seq_s * len(result.sampled_ids)
                 replica.num_in_flight -= 1
                 self._deliver(updates, clock)
         return clock

@@ -170,14 +170,14 @@ def test_a_running_step_is_not_overtaken() -> None:
 
     agent = VirtualAgent(OneSecond(), "prefill_first", lambda step: [])
     agent.submit(ScheduledStep(0, StepKind.DECODE), ready=0.0)
-    assert agent.next_answer() == 1.0
+    assert agent.next_result() == 1.0
     assert agent.run_until(0.5) == []
     agent.submit(ScheduledStep(1, StepKind.DECODE), ready=0.6)
     agent.submit(ScheduledStep(2, StepKind.PREFILL), ready=0.7)
     assert [(time, result.seq) for time, result in agent.run_until(9.0)] == [(1.0, 0), (2.0, 2), (3.0, 1)]
-    assert agent.next_answer() is None
+    assert agent.next_result() is None
     agent.submit(ScheduledStep(3, StepKind.PREFILL), ready=5.0)
-    assert agent.next_answer() == 6.0
+    assert agent.next_result() == 6.0
     assert agent_order("chunked")["move"] == 0
 
 

@@ -114,7 +114,7 @@ def test_the_delivery_time_comes_from_clients_and_recording(tmp_path: Path) -> N
     fit = fit_recording(tmp_path / "flight", CONFIG)
     assert fit.host.deliver_s != pytest.approx(0.004, abs=1e-3)
     delivered = with_delivery(fit, tmp_path / "flight", outcome.records)
-    assert delivered.host.deliver_s == pytest.approx(0.004 - fit.host.answer_s, abs=1e-6)
+    assert delivered.host.deliver_s == pytest.approx(0.004 - fit.host.result_s, abs=1e-6)
     assert replace(delivered, host=fit.host) == fit
     with pytest.raises(UsageError, match="none of the clients' requests"):
         with_delivery(fit, tmp_path / "flight", [])

@@ -141,7 +141,7 @@ class _VirtualRun:
         self._recorder.close()
 
     def _next_event(self, now: float) -> float | None:
-        result_time = self._agent.next_answer()
+        result_time = self._agent.next_result()
         times = [
             None if result_time is None else result_time + self._back_s,
             _arrival_time(self._arriving[0]) if self._arriving else None,
