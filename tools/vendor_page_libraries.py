@@ -50,7 +50,7 @@ def vendored_files(manifest: dict[str, Any]) -> dict[str, bytes]:
 
 
 def renew(path: Path, check: bool) -> list[str]:
-    """Writes the files of one manifest, and the manifest. With ``check``, only return the files that differ."""
+    """Writes the files of one manifest, and the manifest. With ``check``, only returns the files that differ."""
     manifest = json.loads(path.read_text("utf-8"))
     contents = vendored_files(manifest)
     contents[path.name] = (json.dumps(manifest, indent=1) + "\n").encode()

@@ -35,7 +35,7 @@ class StepForecast:
         self._largest: _Sizes = (0.0, 0.0, 0.0, 0.0)
 
     def learn(self, slot: StepSlot, done: StepDone) -> None:
-        """Learn from the result of the step in ``slot``, which must still hold the step's inputs."""
+        """Learns from the result of the step in ``slot``, which must still hold the step's inputs."""
         self._num_results += 1
         if self._num_results > LEARNT_AT_FIRST and self._num_results % LEARN_EVERY:
             return
