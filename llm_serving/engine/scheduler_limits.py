@@ -23,6 +23,8 @@ def scheduler_limits(config: Config) -> SchedulerLimits:
         chunk_tokens=scheduler.chunk_tokens,
         page_attention=model.page_attention,
         prefix_cache=config.uses_prefix_cache,
+        # A copy within an Ascend takes two calls for each cache of each layer, and each call waits for all streams.
+        copies_tails=config.device != "Ascend",
         cache_namespace=config.cache_namespace,
         # A pooled result needs the sum of the sequence's hidden states. A swap to the host would lose this sum.
         preemption=PreemptionKind(scheduler.preemption if config.pooling is None else "recompute"),

@@ -39,7 +39,7 @@ class KVCacheManager:
     ``prefix_cache``: keep computed blocks for other sequences. ``namespace`` identifies the model, the weights and the
     cache format. Together with tokens and salt, they determine the content of a block. ``contiguous``: each block table
     is a range of consecutive blocks, which cannot be shared. ``num_host_blocks``: size of the host pool for swapped
-    sequences.
+    sequences. ``copies_tails``: whether a sequence may copy a cached block of which only the first tokens match.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class KVCacheManager:
         contiguous: bool = False,
         namespace: bytes = b"",
         num_host_blocks: int = 0,
+        copies_tails: bool = True,
         block_hash: BlockHash = blake2b_128,
     ) -> None:
         if block_size < 1:
@@ -63,6 +64,7 @@ class KVCacheManager:
         self.host_pool = HostBlockPool(num_host_blocks)
         self._prefix_cache = PrefixCache(self._pool, block_size, namespace, block_hash) if prefix_cache else None
         self._copies = BlockCopies(self._pool)
+        self._copies_tails = copies_tails
         self._lent: Counter[int] = Counter()
 
     @property
@@ -177,9 +179,10 @@ class KVCacheManager:
         too few blocks are free for this, the tail is not used. If too few blocks are free for the sequence, returns
         None and changes nothing.
 
-        Copying a tail is always faster than computing its tokens. A copy moves some KB per token. The computation takes
-        two operations per token for each weight of the model, which takes about a thousand times longer. So even a
-        prompt that is completely cached copies its last block, except one token.
+        On a CPU, copying a tail is always faster than computing its tokens. A copy moves some KB per token. The
+        computation takes two operations per token for each weight of the model, which takes about a thousand times
+        longer. So even a prompt that is completely cached copies its last block, except one token. A device whose
+        copies stop all streams computes the tail instead (``copies_tails``).
         """
         if block_table:
             raise AssertionError(f"a table of {len(block_table)} blocks cannot adopt a prefix: it must be empty")
@@ -272,7 +275,7 @@ class KVCacheManager:
 
         ``spare`` is the number of free blocks that the sequence does not need otherwise. If the tail's block is free, a
         copy needs one spare block. A free block that has only the matching tokens needs no copy: the sequence continues
-        in this block.
+        in this block. If tails are not copied, the sequence computes the tokens of any other tail.
         """
         num_tokens = len(block_table) * self.block_size
         if tail is None:
@@ -282,7 +285,7 @@ class KVCacheManager:
             pool.share([tail.block])
             block_table.append(tail.block)
             return Adoption(num_tokens + tail.num_tokens, [])
-        if is_free and not spare:
+        if not self._copies_tails or (is_free and not spare):
             return Adoption(num_tokens, [])
         copy = self._copies.begin(tail.block)
         block_table.append(copy.destination)

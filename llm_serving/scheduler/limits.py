@@ -98,6 +98,8 @@ class SchedulerLimits:
     page_attention: bool = True
     """Sequences get blocks on demand. Otherwise a sequence reserves one range of blocks for its longest output."""
     prefix_cache: bool = False
+    copies_tails: bool = True
+    """Whether a sequence copies a cached block of which only the first tokens match. Otherwise it computes them."""
     cache_namespace: bytes = b""
     """Everything except tokens that keys and values depend on: model, weights, format of the cache."""
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE

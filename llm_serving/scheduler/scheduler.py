@@ -74,6 +74,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
             contiguous=not limits.page_attention,
             namespace=limits.cache_namespace,
             num_host_blocks=limits.num_host_blocks,
+            copies_tails=limits.copies_tails,
         )
         self._supply = make_block_supply(limits, self._kv_cache)
         self._intake = Intake(limits, make_order(limits))

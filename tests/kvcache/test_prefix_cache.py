@@ -130,6 +130,19 @@ def test_a_tail_is_not_used_if_its_source_is_the_last_free_block() -> None:
     assert (table, adoption) == ([1, 2], Adoption(4, []))
 
 
+def test_without_copies_of_tails_only_a_free_block_with_the_same_tokens_is_continued() -> None:
+    manager = KVCacheManager(16, 4, prefix_cache=True, copies_tails=False)
+    serve(manager, PROMPT)
+    table, chain, adoption = start(manager, [*PROMPT[:9], 1, 2])
+    assert (table, adoption) == ([1, 2, 4], Adoption(8, []))
+    manager.free(table, chain)
+    table, chain, adoption = start(manager, [*PROMPT, 1, 2])
+    assert (table, adoption) == ([1, 2, 3], Adoption(10, []))
+    other, _, adoption = start(manager, [*PROMPT, 3])  # the last block is now held, so it would have to be copied
+    assert (other[:2], adoption) == ([1, 2], Adoption(8, []))
+    manager.check_integrity([table, other])
+
+
 def test_the_first_of_two_equal_blocks_is_found() -> None:
     manager = cached_manager()
     first, first_chain, _ = start(manager, PROMPT)

@@ -56,6 +56,12 @@ def test_every_limit_comes_from_its_configuration_key() -> None:
     assert limits.cache_namespace == config.cache_namespace
 
 
+@pytest.mark.parametrize(("device", "copied"), [("CPU", True), ("Ascend", False)])
+def test_an_ascend_copies_no_tails_of_prefixes(device: str, copied: bool) -> None:
+    settings = ["model_config.model_dtype=bfloat16", f"model_config.device_target={device}"]
+    assert scheduler_limits(load_config("llama_tiny_cpu.yaml", settings, ascend=True)).copies_tails is copied
+
+
 def test_caches_of_different_models_and_formats_have_different_namespaces() -> None:
     configs = [
         load_config("llama_tiny_cpu.yaml", overrides)
