@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -11,24 +12,30 @@ from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.agent_process import AgentProgram, bind_agent_ports
 from llm_serving.model.parallel import group_ranks
 from support.executor_steps import shm_entries
+from support.forks import fork_server, forked_agents, forked_program
 from support.small_configs import REPOSITORY, small_config
 
 
 @pytest.fixture
 def make_executor(tmp_path, monkeypatch):
-    """Makes and starts the executor of a replica. ``overrides`` change the config."""
+    """Makes and starts the executor of a replica. ``overrides`` change the config.
+
+    Agents are forked from a process that has imported their modules (``support.forks``). With ``forks=False``, the
+    executor starts them as it does in production.
+    """
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
     before, made = shm_entries(), []
     earlier = set(psutil.Process().children(recursive=True))
 
-    def make(*overrides, report=None, replica=0):
+    def make(*overrides, report=None, replica=0, forks=True):
         config = small_config(tmp_path, overrides)
         ranks = group_ranks(replica, config.parallel_config)
         ports = bind_agent_ports("127.0.0.1", [0] * len(ranks))
         listeners = ports.__enter__()
-        executor = AgentExecutor(
-            config, listeners, tmp_path, report, program=AgentProgram("support.stub_agent"), replica=replica
-        )
+        program = AgentProgram("support.stub_agent")
+        if forks:
+            program = replace(program, launch=forked_program(fork_server("support.node_preload")).launch)
+        executor = AgentExecutor(config, listeners, tmp_path, report, program=program, replica=replica)
         made.append((executor, ports))
         executor.start()
         return executor
@@ -39,4 +46,5 @@ def make_executor(tmp_path, monkeypatch):
         executor.close()
         ports.__exit__(None, None, None)
     assert [child for child in children if child.is_running()] == []
+    assert forked_agents(os.getpid()) == []
     assert shm_entries() == before

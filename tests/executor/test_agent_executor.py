@@ -32,7 +32,9 @@ def pid_of(executor):
 
 def test_starts_runs_steps_and_reports_progress(make_executor):
     stages = []
-    executor = make_executor(report=lambda rank, stage, done, total: stages.append((rank, stage, done, total)))
+    executor = make_executor(
+        report=lambda rank, stage, done, total: stages.append((rank, stage, done, total)), forks=False
+    )
     assert executor.num_free_slots == 0
     [ready] = events_until(executor, AgentReady)
     assert ready.summary["device"] == "stub"
@@ -354,7 +356,7 @@ def test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting
 
 
 def test_an_agent_holds_no_listening_socket(make_executor):
-    executor = make_executor()
+    executor = make_executor(forks=False)
     events_until(executor, AgentReady)
     assert [each for each in psutil.Process(pid_of(executor)).net_connections() if each.status == "LISTEN"] == []
 
@@ -391,7 +393,7 @@ def test_a_folder_of_the_same_name_in_the_working_directory_is_not_run(make_exec
         for module in ("__init__", "__main__", "stub_agent"):
             (tmp_path / package / f"{module}.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
     monkeypatch.chdir(tmp_path)
-    executor = make_executor()
+    executor = make_executor(forks=False)
     events_until(executor, AgentReady)
     assert not (tmp_path / "planted").exists()
 
@@ -424,7 +426,7 @@ def test_a_taken_agent_port_is_an_error_that_names_it():
 
 
 def test_the_secret_is_in_no_argument_and_no_environment(make_executor):
-    executor = make_executor()
+    executor = make_executor(forks=False)
     events_until(executor, AgentReady)
     secret = executor._group.links[0].process.secret
     process = Path("/proc", str(pid_of(executor)))
