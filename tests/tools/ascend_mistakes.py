@@ -46,7 +46,8 @@ from tools.ascend_graph.listing import list_graph
 from tools.ascend_graph.rules import check_graph
 
 TINY = ascend_config("llama_tiny_cpu.yaml", ["model_config.model_dtype=float16"])
-GQA = replace(TINY.shape, num_layers=2, num_key_value_heads=2, tie_word_embeddings=False)
+GQA = replace(TINY.shape, num_layers=1, num_key_value_heads=2, tie_word_embeddings=False)
+"""A model with one layer, because the compilation takes time in proportion to the layers."""
 CONFIG = replace(TINY, shape=GQA)
 HEADS, KV_HEADS = GQA.num_attention_heads, GQA.num_key_value_heads
 SQUARE = replace(CONFIG, shape=replace(GQA, num_key_value_heads=HEADS))
@@ -66,7 +67,10 @@ INT8_PAIR, INT4_PAIR = (replace(config, parallel_config=PAIR.parallel_config) fo
 MOE = replace(
     QWEN3,
     shape=replace(
-        QWEN3.shape, architecture="Qwen3MoeForCausalLM", experts=Experts(8, 3, 128, normalised=True, dense_layers=(1,))
+        QWEN3.shape,
+        architecture="Qwen3MoeForCausalLM",
+        num_layers=2,
+        experts=Experts(8, 3, 128, normalised=True, dense_layers=(1,)),
     ),
 )
 INT8_MOE, INT4_MOE, INT8_WEIGHTS_MOE = (
@@ -77,7 +81,9 @@ BFLOAT16_MOE = replace(INT8_MOE, model_config=replace(INT8_MOE.model_config, mod
 INT8_MOE_PAIR, INT4_MOE_PAIR = (
     replace(config, parallel_config=PAIR.parallel_config) for config in (INT8_MOE, INT4_MOE)
 )
-STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
+STAGES = replace(
+    CONFIG, shape=replace(GQA, num_layers=2), parallel_config=ParallelConfig(pipeline_parallel=2)
+)
 LORA = LoraConfig(max_adapters=3, max_rank=8)
 ADAPTED = replace(SQUARE, lora_config=LORA)
 ADAPTED_QWEN2 = replace(QWEN2, lora_config=LORA, parallel_config=PAIR.parallel_config)

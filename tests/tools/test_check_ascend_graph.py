@@ -35,25 +35,25 @@ CAUGHT = {
     "pairs for halves": "cos_format is 3",
     "names of inputs": "context_lens i32[-1], query_lens i32[-1]",
     "vocabulary": "the graph gives ['f16[-1,2064]', 'i32[-1]', 'f16[-1]']; it must give logits, best",
-    "sums of an agent's part": "0 x AllReduce for 2 layers; there should be 5",
+    "sums of an agent's part": "0 x AllReduce for 1 layers; there should be 3",
     "outputs": "the graph gives ['f16[-1,2048]']; it must give logits, best tokens and their logits",
     "best tokens of other type": "the graph gives ['f16[-1,2048]', 'i64[-1]', 'f16[-1]']",
     "best tokens by another primitive": "the primitive Argmax is not one whose kernels are known to be right",
-    "best tokens of one agent": "0 x AllGather for 2 layers; there should be 2",
-    "best tokens, ids of an agent's part": "1 x Add for 2 layers; there should be 2",
+    "best tokens of one agent": "0 x AllGather for 1 layers; there should be 2",
+    "best tokens, ids of an agent's part": "1 x Add for 1 layers; there should be 2",
     "candidates, too few": "TopkExt has k, dim, largest, sorted [32, -1, True, True]; they must be [64, ",
     "candidates, smallest": "TopkExt has k, dim, largest, sorted [64, -1, False, True]",
     "candidates, rounded logits": "TopkExt does not read the logits in float32",
     "candidates, no mass at the temperature": "0 x RealDiv; there should be 2",
     "candidates, parts not gathered": "0 x AllGather; there should be 5",
     "int8, no scales of tokens": "the scales of the tokens are not those of the DynamicQuantExt that x1 comes from",
-    "int8, scales of other tokens": "18 x DynamicQuantExt for 2 layers; there should be 9",
+    "int8, scales of other tokens": "10 x DynamicQuantExt for 1 layers; there should be 5",
     "int8, type of scales": "QuantBatchMatmul of layer 0: scale is bf16[768]; it must be f32[768]",
     "int4, transposed weight": "refused: ",
     "int4, group size": "antiquant_group_size is 32; the weight's groups are of 64",
     "int4, scales turned round": "WeightQuantBatchMatmul of layer 0: scale is f16[768,4]; it must be f16[4,768]",
     "int4, bytes for pairs": "refused: ",
-    "int8, sums of an agent's part": "0 x AllReduce for 2 layers; there should be 5",
+    "int8, sums of an agent's part": "0 x AllReduce for 1 layers; there should be 3",
     "int4, scales of the whole": "WeightQuantBatchMatmul of layer 0: scale is f16[8,384]; it must be f16[4,384]",
     "int8 weights, scales for offsets": "WeightQuantBatchMatmul of layer 0: offset is given; there is none",
     "int8 weights, no transpose": "refused: ",
@@ -290,7 +290,7 @@ def test_a_mistake_without_a_rule_changes_the_listing(findings: Findings) -> Non
     """The planted mistake exchanges keys and values. No rule finds it, but the listing of the graph changes."""
     plain, turned = findings("listing"), findings("turned listing")
     changed = [line.split(" = ")[1].split("(")[0] for line in turned if line not in plain]
-    assert changed == 2 * ["ApplyRotaryPosEmb", "ReshapeAndCache"]
+    assert changed == ["ApplyRotaryPosEmb", "ReshapeAndCache"]
 
 
 def test_every_config_has_its_golden_listings() -> None:
