@@ -33,7 +33,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
         replace_product_library()
     golden, driver = golden_of(model["name"]), start_driver(setup, model, rank)
     result: dict[str, Any] = {"summary": driver.runner.summary()}
-    for way in ("free", "forced"):
+    for way in (each for each in ("free", "forced") if each in model["ways"]):
         recorded = way == "forced" and "routes" in model
         with recorded_routes(model["routes"]) if recorded else nullcontext(Routes()) as routes:
             steps = generate(driver, golden["cases"], forced=way == "forced")
@@ -44,8 +44,10 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
                 for index in range(len(golden["cases"]))
             ]
             result["routes"], result["route_margin"] = routes.chosen, routes.widest_margin
-    result["invariance"] = run_invariance(driver, golden)
-    result["penalised"] = run_penalised(driver)
+    if "invariance" in model["ways"]:
+        result["invariance"] = run_invariance(driver, golden)
+    if "penalised" in model["ways"]:
+        result["penalised"] = run_penalised(driver)
     return result
 
 

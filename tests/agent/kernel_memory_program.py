@@ -25,6 +25,7 @@ from support.step_config import BLOCK_SIZE, make_config  # noqa: E402
 TOKENS, LONGEST, SEQS, VOCABULARY = 1024, 2048, 8, 8000
 BLOCKS = LONGEST // BLOCK_SIZE
 SIZES = {
+    "num_hidden_layers": 1,
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_attention_heads": 8,
@@ -40,6 +41,7 @@ EXPERTS = {
 }
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 2,
     "num_key_value_heads": 8,
     "q_lora_rank": 384,
     "kv_lora_rank": 256,

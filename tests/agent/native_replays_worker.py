@@ -32,6 +32,10 @@ PLANTS = ("unnamed", "differs", "differs later", "refuses")
 """
 
 
+PLANTED_STEPS = 10
+"""Number of tokens that each sequence decodes with a planted fault. All faults appear in the first three steps."""
+
+
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     golden, driver = golden_of(model["name"]), start_driver(setup, model, rank)
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
@@ -43,9 +47,10 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     result: dict[str, Any] = {way: steps() for way in ("replayed", "replayed again")} | native_replays(graph)
     graph.replays = {}
     result["by the graph"] = steps()
-    result["decodes by the graph"] = decodes(driver, prompts, tokens)
+    few = tokens[:PLANTED_STEPS]
+    result["decodes by the graph"] = decodes(driver, prompts, few)
     if setup.tensor_parallel > 1:
-        result["planted"] = {name: run_planted(driver, name, rank, prompts, tokens) for name in PLANTS}
+        result["planted"] = {name: run_planted(driver, name, rank, prompts, few) for name in PLANTS}
     return result
 
 

@@ -32,11 +32,12 @@ from llm_serving.ipc.messages import Decode, Prefill, Shutdown  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN, NO_ADAPTER, MoveKind, StepSlot  # noqa: E402
 from performance.models.folders import write_model  # noqa: E402
 from performance.models.variants import VARIANTS  # noqa: E402
+from support.agent_group import with_layers  # noqa: E402
 from support.lora_folders import random_adapter  # noqa: E402
 from support.step_config import make_config  # noqa: E402
 
 MODEL = "llama3_rope"
-"""A model of two layers, because MindSpore compiles its graphs many times."""
+"""One layer of this model runs, because MindSpore compiles its graphs many times."""
 GREEDY = {"num_top_logits": -1}
 IN_FLIGHT = 2
 ROWS, PROMPT, ROUNDS = 6, 9, 14
@@ -269,7 +270,7 @@ PARTS: dict[str, Callable[[Pair], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    write_model(VARIANTS[MODEL], Path.cwd() / MODEL)
+    write_model(with_layers(VARIANTS[MODEL], 1), Path.cwd() / MODEL)
     adapted = {"lora_config.max_adapters": 2, "lora_config.max_rank": 8} if "adapters" in sys.argv else {}
     config = make_config(Path.cwd() / MODEL, "bfloat16", "native", extra=adapted)
     start_runtime(config)

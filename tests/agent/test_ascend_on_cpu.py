@@ -71,5 +71,5 @@ def test_a_device_with_its_own_memory_keeps_no_host_copies_and_gives_the_same_bi
     result = run("own_memory")
     assert result["own"] == result["plain"]
     assert (result["host weights"], result["host caches"]) == ([], [])
-    assert result["caches"] == 2 * 2, "keys and values of two layers"
+    assert result["caches"] == 2, "keys and values of one layer"
     assert result["bytes"] == result["plain bytes"]

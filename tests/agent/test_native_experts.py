@@ -76,7 +76,8 @@ def runs(folder_of: Callable[[str, str], Path]) -> Callable[..., Results]:
 
     @cache
     def known(setup: str, model: str, kind: str) -> Results:
-        found: Results = run_group(by_name[setup], {model: folder_of(kind, model)})[0][model]
+        agents = run_group(by_name[setup], {model: folder_of(kind, model)}, ways=("forced", "invariance"))
+        found: Results = agents[0][model]
         return found
 
     by_name: dict[str, Setup] = {}

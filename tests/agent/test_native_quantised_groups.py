@@ -17,7 +17,7 @@ import pytest
 
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
-from support.agent_group import Setup, run_group, with_two_layers
+from support.agent_group import Setup, run_group, with_layers
 from support.golden_files import golden_of
 from support.position_bits import check_position_bits
 from support.sweeps import with_sweeps
@@ -41,7 +41,13 @@ PAIRS = {
     "int8 cache": Setup(2, 1, "float16", "native", "int8_weight_only", "int8"),
     "int8 stored": Setup(2, 1, "float16", "native", "int8_weight_only"),
     "int4 stored": Setup(2, 1, "float16", "native", "int4"),
+    "int8 stages": Setup(2, 1, "bfloat16", "native", "int8"),
 }
+ALL_LAYERS = ("int4", "int8 stages")
+"""Names of the setups with all layers of a model. int4 is also compared with the oracle, and stages divide the layers.
+
+Other setups have one layer: its sums and the output layer are all that two agents compute together.
+"""
 CASES = [("int8", "llama_yarn_bias"), ("int8", "qwen3_moe"), ("int4 stored", "mha")]
 """Models with biases before and after the sum, experts, and uneven columns."""
 SWEPT_CASES = [
@@ -92,12 +98,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
         if model not in SEEDED:
             return ROOT / "models" / model
         folder = scratch / f"{model} {has_all_layers}"
-        write_model(SEEDED[model] if has_all_layers else with_two_layers(SEEDED[model]), folder)
+        write_model(SEEDED[model] if has_all_layers else with_layers(SEEDED[model], 1), folder)
         return folder
 
     @cache
     def folder(name: str, model: str) -> Path:
-        source = plain(model, name == "int4")  # the tokens of int4 are also compared with those of the oracle
+        source = plain(model, name in ALL_LAYERS)
         if name not in STORED:
             return source
         quantise_folder(source, scratch / f"{name} {model}", STORED[name], lambda *_: None, calibration=None)
@@ -119,7 +125,8 @@ def runs(folder_of: Callable[[str, str], Path]) -> Runs:
             if model in WITH_EXPERTS:
                 alone = replace(PAIRS[name], tensor_parallel=1)
                 routes = {} if setup == alone else {model: run(alone, name, model)[0]["routes"]}
-            agents = run_group(setup, {model: folder_of(name, model)}, routes=routes)
+            ways = ("free", "forced", "invariance") if name == "int8 stages" else ("forced", "invariance")
+            agents = run_group(setup, {model: folder_of(name, model)}, routes=routes, ways=ways)
             known[key] = [agent[model] for agent in agents]
         return known[key]
 
@@ -213,9 +220,9 @@ def test_stages_change_no_bit(runs: Runs) -> None:
 
     A tied output layer stays a float, also if another stage has the embedding.
     """
-    pair = PAIRS["int8"]
-    found = runs(replace(pair, pipeline_parallel=2), "int8", "gqa_tied")[2]
-    wanted = runs(pair, "int8", "gqa_tied")[0]
+    pair = PAIRS["int8 stages"]
+    found = runs(replace(pair, pipeline_parallel=2), "int8 stages", "gqa_tied")[2]
+    wanted = runs(pair, "int8 stages", "gqa_tied")[0]
     for way in ("free", "forced", "invariance"):
         assert found[way] == wanted[way], way
 

@@ -13,7 +13,7 @@ import pytest
 from agent.group.model_part import ModelPart
 from performance.models.folders import write_model
 from performance.models.variants import VARIANTS
-from support.agent_group import Setup, run_group
+from support.agent_group import Setup, run_group, with_layers
 from support.forked_programs import run_forked
 from support.json_program import printed_json
 from support.small_configs import TINY_LLAMA
@@ -119,7 +119,7 @@ def test_a_failed_step_fails_alone(run: Run) -> None:
 def group(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Returns the output of both agents of a group, with and without steps ahead."""
     folder = tmp_path_factory.mktemp("group") / "model"
-    write_model(VARIANTS["llama3_rope"], folder)
+    write_model(with_layers(VARIANTS["llama3_rope"], 1), folder)
     setup = Setup(2, 1, "bfloat16", "native")
     return run_group(setup, {"plain": folder, "ahead": folder}, "run_ahead_group_worker.py")
 

@@ -12,12 +12,15 @@ import pytest
 
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
+from support.agent_group import with_layers
 from support.forked_programs import ForkedProgram
 from support.json_program import printed_json, run_program
 
 pytestmark = pytest.mark.timeout(400)
 
-MODELS = ("gqa_tied", "qwen3_next")
+NUM_LAYERS = {"gqa_tied": 1, "qwen3_next": 4}
+"""The models, and their numbers of layers. The second model has layers of several kinds."""
+MODELS = tuple(NUM_LAYERS)
 REFUSED = {
     "damaged program": "the stored program in",
     "damaged weights": "the converted weights in",
@@ -40,7 +43,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """
     folder = tmp_path_factory.mktemp("stored")
     for model in MODELS:
-        write_model({**VARIANTS, **FAMILY_VARIANTS}[model], folder / model)
+        variant = {**VARIANTS, **FAMILY_VARIANTS}[model]
+        write_model(with_layers(variant, NUM_LAYERS[model]), folder / model)
     with (
         ForkedProgram(WORKER, "first", str(folder), folder=folder) as one,
         ForkedProgram(WORKER, "first", str(folder), folder=folder) as two,

@@ -19,16 +19,19 @@ pytestmark = pytest.mark.skipif(
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text(encoding="utf-8"))
 CONFIG = "smollm2_135m_cpu.yaml"
-SIZES = ["pa_config.num_blocks=512", "model_config.decode_batch_size=[40]", "model_config.max_generate_length=1024"]
+SIZES = ["model_config.decode_batch_size=[40]", "model_config.max_generate_length=1024"]
 SIZES += ["model_config.seq_length=[1024]", "pa_config.decode_seq_length=1024"]
-SIZES += ["scheduler_config.max_num_batched_tokens=256"]  # the warm-up runs the largest step
+SIZES += ["scheduler_config.max_num_batched_tokens=128"]  # the warm-up runs the largest step
+FLOAT32 = ["model_config.weight_format=float32", "model_config.weight_cache_gib=0"]
+"""Settings of a server that computes with the weights as floats, and writes no converted weights for a later start."""
 TIE = 1e-3
 """Difference of the two best logits below which float32 sums in another order may choose the other token."""
 
 
-def ask_all(folder: Path, answers: Sequence[dict[str, Any]], *overrides: str) -> list[str]:
-    """Returns the server's answers to questions that are asked at the same time."""
-    with running_server(folder, [*SIZES, *overrides], CONFIG, forks=False) as server:
+def ask_all(folder: Path, answers: Sequence[dict[str, Any]], *overrides: str, forks: bool = False) -> list[str]:
+    """Returns the server's answers to questions that are asked at the same time. For ``forks`` see ServerProcess."""
+    settings = [*SIZES, f"pa_config.num_blocks={64 + 12 * len(answers)}", *overrides]
+    with running_server(folder, settings, CONFIG, forks=forks) as server:
 
         def ask(answer: dict[str, Any]) -> str:
             messages = [{"role": "user", "content": answer["question"]}]
@@ -47,7 +50,7 @@ def ask_all(folder: Path, answers: Sequence[dict[str, Any]], *overrides: str) ->
 def test_float32_answers_equal_those_of_transformers(tmp_path: Path, count: int) -> None:
     answers = GOLDEN["answers"][:count]
     assert len(answers) == count
-    texts = ask_all(tmp_path, answers, "model_config.weight_format=float32")
+    texts = ask_all(tmp_path, answers, *FLOAT32, forks=True)
     differing = [
         (answer["question"], text, answer["text"])
         for answer, text in zip(answers, texts, strict=True)

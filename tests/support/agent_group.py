@@ -22,6 +22,9 @@ from support.step_config import make_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "agent"
 TIMEOUT_S = 850
+WAYS = ("free", "forced", "invariance", "penalised")
+"""The parts of ``group_worker.py``: tokens of the model itself, tokens after those of the oracle, the same positions in
+several kinds of steps, and tokens with penalties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,11 @@ def run_group(
     folders: dict[str, Path],
     worker: str = "group_worker.py",
     routes: Mapping[str, Sequence[int]] | None = None,
+    ways: Sequence[str] = WAYS,
 ) -> list[dict[str, Any]]:
     """Runs a group of agents with these models. Returns the output of each rank.
+
+    ``ways`` are the parts that ``group_worker.py`` runs.
 
     If an agent fails, the test fails with the messages of all agents. If ``routes`` is given, the agents record the
     experts that compute each token. If ``routes`` has a list of experts for a model, the tokens of this model are sent
@@ -63,7 +69,7 @@ def run_group(
     with ExitStack() as stack:
         models = []
         for name, folder in folders.items():
-            model: dict[str, Any] = {"name": name, "folder": str(folder), "exchange": None}
+            model: dict[str, Any] = {"name": name, "folder": str(folder), "exchange": None, "ways": list(ways)}
             if routes is not None:
                 model["routes"] = list(routes.get(name, ()))
             config = setup.config(folder)
@@ -82,27 +88,31 @@ def run_group(
     return [json.loads(agent.stdout.splitlines()[-1]) for agent in ended]
 
 
-def with_two_layers(variant: Variant) -> Variant:
-    """Returns the model with its first two layers, for tests that compare runs with each other and not with an oracle.
+def with_layers(variant: Variant, number: int) -> Variant:
+    """Returns the model with at most its first ``number`` layers.
 
-    The compilation of native graphs takes time in proportion to the number of layers.
+    It is for tests that compare runs with each other and not with an oracle. The compilation of native graphs takes
+    time in proportion to the number of layers.
     """
     layers = variant.config_json()["num_hidden_layers"]
-    return replace(variant, config={**variant.config, "num_hidden_layers": min(2, layers)})
+    return replace(variant, config={**variant.config, "num_hidden_layers": min(number, layers)})
 
 
-def seeded_runs(setups: Mapping[str, Setup], scratch: Path, worker: str) -> Callable[[str, str], list[dict[str, Any]]]:
+def seeded_runs(
+    setups: Mapping[str, Setup], scratch: Path, worker: str, num_layers: Callable[[str], int] = lambda name: 2
+) -> Callable[[str, str], list[dict[str, Any]]]:
     """Returns a function that runs a seeded model in a named setup and returns the output of each agent.
 
-    Each pair of model and setup runs only once. The models have two layers.
+    Each pair of model and setup runs only once. The models have ``num_layers(name)`` layers, where ``name`` is that of
+    the setup.
     """
     seeded = {**VARIANTS, **FAMILY_VARIANTS}
 
     @cache
     def run(name: str, model: str) -> list[dict[str, Any]]:
-        folder = scratch / model
+        folder = scratch / f"{model} {num_layers(name)}"
         if not folder.exists():
-            write_model(with_two_layers(seeded[model]), folder)
+            write_model(with_layers(seeded[model], num_layers(name)), folder)
         return [agent[model] for agent in run_group(setups[name], {model: folder}, worker)]
 
     return run

@@ -24,6 +24,12 @@ from support.small_configs import REPOSITORY, small_overrides
 from support.time_limits import time_limit
 
 SHM_DIRECTORY = Path("/dev/shm")
+ONE_THREAD = ("model_config.cpu_threads=1",)
+"""The setting of forked servers. With small models, other threads only wait in a loop, which takes processor time.
+
+The bits do not depend on the number of threads. The shared server of the integration tests, with whose texts many tests
+compare, has a thread for each core.
+"""
 
 
 def shm_entries(pid: int | None = None) -> set[str]:
@@ -51,16 +57,19 @@ class ServerProcess:
         """``program`` are the arguments of Python before those of the server, for example the path of start_server.py.
 
         Without ``program``, server and agents are forked from processes that have imported their modules
-        (``support.forks``). With ``forks=False``, start_server.py starts the server, which starts its agents itself.
+        (``support.forks``), and an agent has one computing thread. With ``forks=False``, start_server.py starts the
+        server, which starts its agents itself, with a thread for each core.
         ``faulty`` are the arguments PART and FILE of ``support.faulty_server``. The forked server is then that one.
         """
         self.folder = folder
         self.log = folder / "server.log"
         self._stderr = (folder / "stderr.txt").open("wb")
+        is_forked = forks and not program
+        overrides = [*(ONE_THREAD if is_forked else ()), *overrides]
         sets = [part for override in small_overrides(folder, overrides) for part in ("--set", override)]
         arguments = ["--config", config, *sets]
         self._process: ForkedProcess | subprocess.Popen[bytes]
-        if forks and not program:
+        if is_forked:
             self._process, self._stdout = _forked_server(faulty, arguments, self._stderr)
         else:
             self._process = subprocess.Popen(

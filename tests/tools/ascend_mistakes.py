@@ -81,9 +81,7 @@ BFLOAT16_MOE = replace(INT8_MOE, model_config=replace(INT8_MOE.model_config, mod
 INT8_MOE_PAIR, INT4_MOE_PAIR = (
     replace(config, parallel_config=PAIR.parallel_config) for config in (INT8_MOE, INT4_MOE)
 )
-STAGES = replace(
-    CONFIG, shape=replace(GQA, num_layers=2), parallel_config=ParallelConfig(pipeline_parallel=2)
-)
+STAGES = replace(CONFIG, shape=replace(GQA, num_layers=2), parallel_config=ParallelConfig(pipeline_parallel=2))
 LORA = LoraConfig(max_adapters=3, max_rank=8)
 ADAPTED = replace(SQUARE, lora_config=LORA)
 ADAPTED_QWEN2 = replace(QWEN2, lora_config=LORA, parallel_config=PAIR.parallel_config)
