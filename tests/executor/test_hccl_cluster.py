@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +12,8 @@ import psutil
 import pytest
 
 from llm_serving.executor.hccl_cluster import HcclCluster
-from support.forked_programs import ForkedProgram
 from support.small_configs import small_config
+from support.time_limits import time_limit
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 
@@ -20,14 +22,17 @@ WORKER = Path(__file__).with_name("cluster_worker.py")
 def test_agents_find_each_other_and_have_the_ranks_they_were_given(tmp_path):
     cluster = HcclCluster("localhost", 2, 120.0, tmp_path / "cluster_0.log")
     workers = []
-    with contextlib.ExitStack() as ended:
-        ended.callback(cluster.close)
+    try:
         for member in (1, 0):  # the first process that connects does not have rank 0
-            variables = cluster.environment(member)
-            worker = ForkedProgram(WORKER, folder=tmp_path, preload="support.mindspore_preload", **variables)
-            workers.append(ended.enter_context(worker))
-        outputs = [printed.split() for printed in (worker.wait(200).stdout for worker in workers)]
+            environment = {**os.environ, **cluster.environment(member), "GLOG_v": "3"}
+            workers.append(subprocess.Popen([sys.executable, str(WORKER)], env=environment, stdout=subprocess.PIPE))
+        outputs = [worker.communicate(timeout=time_limit(200))[0].decode().split() for worker in workers]
         assert outputs == [["RESULT", "1", "2", "3"], ["RESULT", "0", "2", "3"]]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        cluster.close()
     assert not psutil.pid_exists(cluster.pid)
 
 

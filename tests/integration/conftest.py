@@ -7,11 +7,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from llm_serving.executor import agent_executor
 from support.draft_models import write_shorter_model
+from support.forks import fork_server, forked_program
 from support.server_process import ServerProcess, running_server
 
 ROOMY = [
@@ -35,6 +38,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with running_server(tmp_path_factory.mktemp("server"), ROOMY, forks=False) as running:
         yield running
         running.wait_until_idle()
+
+
+@pytest.fixture
+def forked_llm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes ``llm_serving.LLM`` fork its agents from a process that has imported their modules (``support.forks``).
+
+    It is for tests of answers. Tests of the start and the end of an LLM use the agents that users get.
+    """
+    program = forked_program(fork_server("support.agent_preload"))
+    executor = partial(agent_executor.AgentExecutor, program=program)
+    monkeypatch.setattr(agent_executor, "AgentExecutor", executor)
 
 
 @pytest.fixture(scope="session")

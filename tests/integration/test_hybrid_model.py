@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("forked_llm_agents")
 def test_batches_chunks_and_preemptions_give_the_same_bits(folder: Path) -> None:
     with served(folder, pa_config={"num_blocks": 256}, model_config={"decode_batch_size": [1]}) as llm:
         config = llm._host.config

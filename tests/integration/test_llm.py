@@ -117,6 +117,7 @@ def test_wrong_requests_name_their_place_and_leave_the_model_usable(llm):
     assert llm.generate("Once", {"max_tokens": 2})[0].usage["completion_tokens"] == 2
 
 
+@pytest.mark.usefixtures("forked_llm_agents")
 def test_more_requests_than_the_queue_holds_are_served():
     with llm_serving.LLM(**SMALL, scheduler_config={"max_waiting_requests": 2}) as small:
         outputs = small.generate([[1, 300 + i] for i in range(40)], {"max_tokens": 2, "temperature": 0, "n": 2})
@@ -125,6 +126,7 @@ def test_more_requests_than_the_queue_holds_are_served():
         small.generate("a")
 
 
+@pytest.mark.usefixtures("forked_llm_agents")
 def test_embeddings_are_rows_of_an_array(tmp_path):
     folder = write_embedding_folder(tmp_path / "model", "lasttoken")
     with llm_serving.LLM(str(folder), config="llama_tiny_cpu.yaml", pa_config={"num_blocks": 256}) as model:
