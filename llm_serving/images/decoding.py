@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import io
 import math
+import mmap
 import warnings
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from llm_serving.config.image_section import ImageConfig
 from llm_serving.images.urls import ImageError
@@ -16,6 +17,8 @@ from llm_serving.images.urls import ImageError
 KINDS = ("PNG", "JPEG", "WEBP")
 """The supported file formats, by Pillow's names."""
 _WEBP_HEADER_BYTES = 30
+_PIXEL_BYTES = {"L": 1, "P": 1, "I;16": 2, "LA": 4, "RGB": 4, "RGBA": 4, "CMYK": 4}
+"""Number of bytes of a pixel in Pillow's memory, by the mode of an image."""
 MAX_WEBP_PIXELS = 4 * 1024 * 1024
 """Maximum width x height of a WebP. Pillow copies all pixels of a WebP in one call that blocks all other threads. A
 WebP of 8 million pixels takes 17 ms.
@@ -42,6 +45,7 @@ def decode(data: bytes, settings: ImageConfig, param: str) -> Image.Image:
             _check_pixels(*image.size, settings, param)
             if getattr(image, "n_frames", 1) > 1:
                 raise ImageError(f"'{param}' is an animation; send one image.", param=param)
+            _allocate(image)
             ImageOps.exif_transpose(image, in_place=True)
             image.load()
             return _on_white(image)
@@ -55,6 +59,20 @@ def decode(data: bytes, settings: ImageConfig, param: str) -> Image.Image:
         except Exception as problem:  # Pillow's decoders raise errors of many classes for damaged files
             reason = str(problem)[:200] or type(problem).__name__
             raise ImageError(f"'{param}' is a damaged image: {reason}.", param=param) from None
+
+
+def _allocate(image: ImageFile.ImageFile) -> None:
+    """Gives the image the memory of its pixels, which have not been decoded yet.
+
+    If Pillow allocates this memory, it fills all pages with zeros and blocks all other threads meanwhile: 36 ms for 16
+    million pixels on a busy machine. The system provides these pages while Pillow decodes, without blocking.
+    """
+    if image.mode not in _PIXEL_BYTES:
+        return
+    row_bytes = image.width * _PIXEL_BYTES[image.mode]
+    memory = mmap.mmap(-1, row_bytes * image.height, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    core = Image.core  # type: ignore[attr-defined]
+    image.im = core.map_buffer(memory, image.size, "raw", 0, (image.mode, row_bytes, 1))
 
 
 def _on_white(image: Image.Image) -> Image.Image:

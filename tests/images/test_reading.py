@@ -248,6 +248,28 @@ def test_other_kinds_and_animations_are_refused() -> None:
         decode(file.getvalue(), SETTINGS, "field")
 
 
+MODES = [*(("PNG", mode) for mode in ("L", "LA", "P", "RGB", "RGBA", "I;16")),
+         *(("JPEG", mode) for mode in ("L", "RGB", "CMYK")), ("WEBP", "RGB")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "mode"), MODES)
+def test_pillow_never_fills_the_memory_of_an_image(monkeypatch: pytest.MonkeyPatch, kind: str, mode: str) -> None:
+    """Pillow would block the event loop meanwhile. The pixels are those that Pillow decodes into its own memory."""
+    made = Image.fromarray(np.random.default_rng(3).integers(0, 255, (57, 91, 3), np.uint8))
+    made = Image.fromarray(np.array(made)[:, :, 0].astype(np.uint16) * 257) if mode == "I;16" else made.convert(mode)
+    data = png_of(made, kind)
+    expected = Image.open(io.BytesIO(data))
+    assert expected.mode == mode
+    expected.load()
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("Pillow allocates and fills the memory of an image")
+
+    monkeypatch.setattr(Image.core, "new", refuse)  # type: ignore[attr-defined]
+    found = decode(data, ImageConfig(), "x")
+    assert np.array_equal(np.array(found), np.array(expected.convert("RGB")))
+
+
 def test_an_image_is_turned_and_gets_a_white_background() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
