@@ -337,7 +337,7 @@ class EngineCore:
         for replica in replicas:
             self._outputs += replica.send_steps(now)
         # While this loop scheduled steps for one replica, the router may have placed requests at other replicas.
-        while self._router is not None and (placed := self._router.take_placed()):
+        while self._router is not None and (placed := self._router.take_placed(now)):
             for index in placed:
                 self._outputs += self._replicas[index].send_steps(now)
 

@@ -1,13 +1,14 @@
 """Allocates the blocks of the hand-over pool, and records which hand-over holds each block and which content it must
 have.
 
-The agents own the memory.
+The agents own the memory. If replicas are on several machines, each machine has a pool. A hand-over then holds the
+blocks with the same numbers in all pools.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llm_serving.handover.header import namespace_digest, pack_header
 from llm_serving.kvcache.host_block_pool import HostBlockPool
@@ -23,11 +24,17 @@ class Lease:
     asked_at: float
     """The time at which the replica asked for the blocks, after it had computed the prompt. In seconds."""
     is_complete: bool = False
-    """True if the pool has the content of all blocks."""
+    """True if at least one pool got the content of all blocks."""
+    holders: set[int] = field(default_factory=set)
+    """Indices of the replicas whose pools have the content of all blocks."""
+    num_trips: int = 0
+    """Number of transfers between pools that use the blocks now."""
+    is_dropped: bool = False
+    """True if the blocks must be freed when the last transfer has ended."""
 
 
 class HandOverPool:
-    """Allocates the blocks ``0 .. num_blocks - 1`` of the hand-over pool, which all replicas share.
+    """Allocates the blocks ``0 .. num_blocks - 1`` of the hand-over pool.
 
     ``namespace`` is ``SchedulerLimits.cache_namespace``.
     """

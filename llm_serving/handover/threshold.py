@@ -7,6 +7,8 @@ FIRST_TOKENS = 256
 PROBE_INTERVAL = 64
 """While hand-overs do not pay, one of every ``PROBE_INTERVAL`` long prompts is handed over, to measure the times again.
 """
+FAILURES = 3
+"""Number of consecutive transfers that must fail before hand-overs pay no more."""
 _KEEP = 1 - 1 / 16
 """The learned latency is an average. Each new hand-over multiplies the weights of earlier hand-overs by this factor."""
 
@@ -20,7 +22,8 @@ class PromptThreshold:
 
         tokens * prefill seconds per token > overhead + blocks * transfer seconds per block
 
-    ``fixed`` is an operator's threshold in tokens, which replaces the learned one.
+    ``fixed`` is an operator's threshold in tokens, which replaces the learned one. If the last transfers between
+    machines have failed, hand-overs do not pay for any number of tokens.
     """
 
     def __init__(self, block_size: int, fixed: int | None = None) -> None:
@@ -30,6 +33,7 @@ class PromptThreshold:
         self._blocks = 0.0
         self._count = 0.0
         self._num_refused = 0
+        self._num_failed = 0
 
     def note(self, latency_s: float, num_blocks: int) -> None:
         """Learns from a completed hand-over: seconds from the end of the prefill to the arrival of all blocks."""
@@ -37,30 +41,36 @@ class PromptThreshold:
         self._blocks = self._blocks * _KEEP + num_blocks
         self._count = self._count * _KEEP + 1.0
 
-    def tokens(self, token_s: float | None, block_s: float | None) -> int | None:
+    def note_transfer(self, *, failed: bool) -> None:
+        """Learns whether a transfer of blocks between machines has failed."""
+        self._num_failed = self._num_failed + 1 if failed else 0
+
+    def tokens(self, token_s: float | None, block_s: float | None, wire_s: float = 0.0) -> int | None:
         """Returns the smallest number of uncached tokens for which a hand-over pays, or None if hand-overs do not pay
         for any number.
 
         ``token_s`` is the prefill time per token, and ``block_s`` the copy time per block, both in seconds or None if
-        unknown. A hand-over copies each block twice.
+        unknown. A hand-over copies each block twice. ``wire_s`` is the time per block of transfers between machines.
         """
+        if self._num_failed >= FAILURES:
+            return None
         if self._fixed is not None:
             return self._fixed
         if token_s is None or block_s is None or not self._count:
             return FIRST_TOKENS
-        transfer_s = 2.0 * block_s
+        transfer_s = 2.0 * block_s + wire_s
         overhead_s = max(0.0, self._seconds - transfer_s * self._blocks) / self._count
         saved_s = token_s - transfer_s / self._block_size
         if saved_s <= 0.0:
             return None
         return max(self._block_size, int(overhead_s / saved_s) + 1)
 
-    def pays(self, num_tokens: int, token_s: float | None, block_s: float | None) -> bool:
-        """Returns True if a prompt with ``num_tokens`` uncached tokens should be handed over."""
-        threshold = self.tokens(token_s, block_s)
+    def pays(self, num_tokens: int, token_s: float | None, block_s: float | None, wire_s: float = 0.0) -> bool:
+        """Returns True if a prompt with ``num_tokens`` uncached tokens should be handed over. See ``tokens``."""
+        threshold = self.tokens(token_s, block_s, wire_s)
         if threshold is not None and num_tokens >= threshold:
             return True
-        if self._fixed is not None or num_tokens < FIRST_TOKENS:
+        if num_tokens < (FIRST_TOKENS if self._fixed is None else self._fixed):
             return False
         self._num_refused += 1
         return self._num_refused % PROBE_INTERVAL == 0

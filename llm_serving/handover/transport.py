@@ -1,4 +1,4 @@
-"""Copies handed blocks from the hand-over pool of one machine to that of another machine.
+"""Copies handed blocks from the hand-over pools of one machine to those of another machine.
 
 A block is sent with its stored header and checksum. The transport does not check the content. The agent that reads the
 block checks its copy, so damaged or outdated blocks cannot change a text.
@@ -11,7 +11,7 @@ machine. It has its own thread and socket, so no step waits for a transfer:
        |<--- magic, proof, sizes -------------|   the sizes of the sender's blocks must be those of the receiver's
        |---- magic, or an error text -------->|
        |<--- number, count, destinations -----|   a transfer
-       |<--- count x (header, block) ---------|
+       |<--- count x pools x (header, block) -|   a pool for each agent of a replica
        |---- number -------------------------->|   all blocks are in the receiver's pool
 """
 
@@ -34,12 +34,16 @@ import numpy.typing as npt
 from llm_serving.errors import LLMServingError, ProtocolError
 from llm_serving.ipc.messages import NONCE_BYTES, check_proof, prove
 
-MAGIC = b"LLMHAND1"
+MAGIC = b"LLMHAND2"
 TIMEOUT_S = 10.0
 """Seconds without progress of the peer after which the connection counts as lost."""
-MAX_CONNECTIONS = 16
+MAX_CONNECTIONS = 256
+MAX_POOLS = 256
+_END_WAIT_S = 1.0
+"""Seconds that ``TcpTransport.close`` waits for its thread, which may be in the middle of connecting."""
 _CHALLENGE = struct.Struct(f"<8s{NONCE_BYTES}s")
-_HELLO = struct.Struct("<8s32sQQQ")
+_HELLO = struct.Struct("<8s32sI")
+_SIZES = struct.Struct("<QQ")
 _REPLY = struct.Struct("<8sI")
 _TRANSFER = struct.Struct("<QI")
 _ACKNOWLEDGEMENT = struct.Struct("<Q")
@@ -82,6 +86,17 @@ class BlockTransport(Protocol):
         """Ends the transport. Transfers that have not ended fail."""
 
 
+class BlockPools(Protocol):
+    """The hand-over pools of the replicas, and the transports between them."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True if all replicas map one pool, which outlives their agents. False if each pool ends with its agents."""
+
+    def transport(self, source: int, target: int) -> BlockTransport:
+        """Returns the transport from the pool of one replica to that of another one. The arguments are indices."""
+
+
 class SharedPoolTransport:
     """The transport between replicas that map the same pool. Nothing must be copied."""
 
@@ -93,6 +108,15 @@ class SharedPoolTransport:
         """Does nothing."""
 
 
+class SharedPools:
+    """The pools of replicas on one machine: a single one."""
+
+    is_shared = True
+
+    def transport(self, source: int, target: int) -> BlockTransport:
+        return SharedPoolTransport()
+
+
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     pairs: Pairs
@@ -100,26 +124,31 @@ class _Transfer:
 
 
 class TcpTransport:
-    """Sends blocks of ``pool`` through a connected ``connection`` to a ``PoolReceiver`` with the same ``secret``.
+    """Sends blocks of ``pools`` to a ``PoolReceiver`` with the same ``secret`` and as many pools.
 
-    The socket may be a TLS socket. This object owns the socket, and its thread uses it.
+    A block of a transfer is a block of every pool. The thread of this object calls ``connect`` for the first transfer.
+    The returned socket may be a TLS socket. This object owns it.
     """
 
-    def __init__(self, pool: Pool, connection: socket.socket, secret: bytes) -> None:
-        """Raises ProtocolError if the receiver refuses, and OSError if the connection breaks."""
-        self._pool, self._socket = pool, connection
+    def __init__(self, pools: Sequence[Pool], connect: Callable[[], socket.socket], secret: bytes) -> None:
+        """``connect`` raises OSError if the other machine cannot be reached. The first transfer then fails."""
+        self._pools, self._connect, self._secret = pools, connect, secret
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
         self._number = 0
         self._waiting: SimpleQueue[_Transfer | None] = SimpleQueue()
         self._is_closed = threading.Event()
-        connection.settimeout(TIMEOUT_S)
-        _send_promptly(connection)
-        self._introduce(secret)
         self._thread = threading.Thread(target=self._run, name="hand-over-sender", daemon=True)
         self._thread.start()
 
+    @property
+    def is_closed(self) -> bool:
+        """True after ``close`` and after a failed transfer. Further transfers fail."""
+        return self._is_closed.is_set()
+
     def transfer(self, pairs: Pairs, done: Done) -> None:
         """See ``BlockTransport.transfer``. Raises ValueError if a source block does not exist."""
-        num_blocks = self._pool.blocks.shape[0]
+        num_blocks = self._pools[0].blocks.shape[0]
         wrong = [source for source, _ in pairs if not 0 <= source < num_blocks]
         if wrong:
             raise ValueError(f"blocks {wrong[:4]} are not in the pool of {num_blocks} blocks")
@@ -128,35 +157,26 @@ class TcpTransport:
             self._fail_waiting(TransferError("the transport is closed"))
 
     def close(self) -> None:
-        self._is_closed.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._is_closed.set()
+            if self._socket is not None:
+                _shut_down(self._socket)
         self._waiting.put(None)
-        self._thread.join()
-        self._socket.close()
-
-    def _introduce(self, secret: bytes) -> None:
-        magic, nonce = _CHALLENGE.unpack(_receive(self._socket, _CHALLENGE.size))
-        if magic != MAGIC:
-            raise ProtocolError(f"the peer begins with {magic!r}; it does not receive handed blocks")
-        headers, blocks = self._pool.headers, self._pool.blocks
-        proof = prove(secret, "sender", nonce)
-        self._socket.sendall(_HELLO.pack(MAGIC, proof, headers.shape[1], blocks.shape[1], blocks.shape[0]))
-        magic, length = _REPLY.unpack(_receive(self._socket, _REPLY.size))
-        if magic != MAGIC or length > _MAX_ERROR_BYTES:
-            raise ProtocolError(f"the receiver replied {magic!r} with {length} bytes")
-        if length:
-            raise ProtocolError(f"the receiver refused: {_receive(self._socket, length).decode(errors='replace')}")
+        self._thread.join(_END_WAIT_S)
 
     def _run(self) -> None:
         problem: LLMServingError | None = None
         while problem is None and (transfer := self._waiting.get()) is not None:
             try:
-                self._send(transfer.pairs)
+                self._send(self._socket or self._open(), transfer.pairs)
             except (OSError, LLMServingError) as error:
-                problem = TransferError(f"the connection to the other machine broke: {error}")
+                problem = TransferError(f"the blocks could not be sent to the other machine: {error}")
+                self._is_closed.set()
             transfer.done(problem)
-        self._is_closed.set()
+        with self._lock:
+            self._is_closed.set()
+            if self._socket is not None:
+                self._socket.close()
         self._fail_waiting(problem or TransferError("the transport is closed"))
 
     def _fail_waiting(self, problem: LLMServingError) -> None:
@@ -165,132 +185,133 @@ class TcpTransport:
             if transfer is not None:
                 transfer.done(problem)
 
-    def _send(self, pairs: Pairs) -> None:
+    def _open(self) -> socket.socket:
+        """Connects to the receiver. Raises ProtocolError if it refuses, and OSError if it cannot be reached."""
+        link = self._connect()
+        with self._lock:
+            self._socket = link
+            if self._is_closed.is_set():
+                raise ConnectionError("the transport is closed")
+        link.settimeout(TIMEOUT_S)
+        _send_promptly(link)
+        self._introduce(link)
+        return link
+
+    def _introduce(self, link: socket.socket) -> None:
+        magic, nonce = _CHALLENGE.unpack(_receive(link, _CHALLENGE.size))
+        if magic != MAGIC:
+            raise ProtocolError(f"the peer begins with {magic!r}; it does not receive handed blocks")
+        sizes = b"".join(_SIZES.pack(*each) for each in _sizes_of(self._pools))
+        link.sendall(_HELLO.pack(MAGIC, prove(self._secret, "sender", nonce), len(self._pools)) + sizes)
+        magic, length = _REPLY.unpack(_receive(link, _REPLY.size))
+        if magic != MAGIC or length > _MAX_ERROR_BYTES:
+            raise ProtocolError(f"the receiver replied {magic!r} with {length} bytes")
+        if length:
+            raise ProtocolError(f"the receiver refused: {_receive(link, length).decode(errors='replace')}")
+
+    def _send(self, link: socket.socket, pairs: Pairs) -> None:
         self._number += 1
         destinations = np.array([destination for _, destination in pairs], "<u4").tobytes()
         parts = [memoryview(_TRANSFER.pack(self._number, len(pairs)) + destinations)]
         for source, _ in pairs:
-            parts += [self._pool.headers[source].data, self._pool.blocks[source].data]
-        _send_all(self._socket, parts)
-        (number,) = _ACKNOWLEDGEMENT.unpack(_receive(self._socket, _ACKNOWLEDGEMENT.size))
+            for pool in self._pools:
+                parts += [pool.headers[source].data, pool.blocks[source].data]
+        _send_all(link, parts)
+        (number,) = _ACKNOWLEDGEMENT.unpack(_receive(link, _ACKNOWLEDGEMENT.size))
         if number != self._number:
             raise ProtocolError(f"the receiver acknowledged transfer {number} instead of {self._number}")
 
 
 class PoolReceiver:
-    """Receives blocks into ``pool`` from the senders that connect to ``listener`` and know ``secret``.
+    """Receives blocks into ``pools`` from senders that know ``secret``. A pool has the blocks of one agent."""
 
-    Each connection has its own thread. ``close`` ends all threads. With ``context``, connections use TLS.
-    """
-
-    def __init__(
-        self, pool: Pool, listener: socket.socket, secret: bytes, context: ssl.SSLContext | None = None
-    ) -> None:
-        self._pool, self._listener, self._secret, self._context = pool, listener, secret, context
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._lock = threading.Lock()
+    def __init__(self, pools: Sequence[Pool], secret: bytes) -> None:
+        self._pools, self._secret = pools, secret
+        self._links: set[socket.socket] = set()
+        self._changed = threading.Condition()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._accept, name="hand-over-receiver", daemon=True)
-        self._thread.start()
 
-    def close(self) -> None:
-        """Ends all connections and threads, and closes the listening socket."""
-        with self._lock:
-            self._is_closed = True
-            connections = dict(self._connections)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-        for connection, thread in connections.items():
-            with contextlib.suppress(OSError):
-                # ``SSLSocket.shutdown`` would remove the TLS state that the reading thread uses.
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)
-            thread.join()
+    def serve(self, link: socket.socket) -> None:
+        """Receives blocks from a new connection until it ends, and closes it. Each connection has its own thread.
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(connection,), name="hand-over-receiver", daemon=True)
-            with self._lock:
-                is_full = self._is_closed or len(self._connections) >= MAX_CONNECTIONS
-                if not is_full:
-                    self._connections[connection] = thread
-            if is_full:
-                connection.close()
-            else:
-                thread.start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        link = connection
+        ``link`` may be a TLS socket whose handshake is done.
+        """
+        with self._changed:
+            is_full = self._is_closed or len(self._links) >= MAX_CONNECTIONS
+            if not is_full:
+                self._links.add(link)
         try:
-            connection.settimeout(TIMEOUT_S)
-            _send_promptly(connection)
-            if self._context is not None:
-                # ``wrap_socket`` moves the descriptor from ``connection`` to the TLS socket. So ``close`` must find the
-                # TLS socket.
-                tls = link = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-                self._note_tls(connection, tls)
-                tls.do_handshake()
-            self._introduce(link)
-            link.settimeout(None)
-            while True:
-                self._take(link)
+            if not is_full:
+                link.settimeout(TIMEOUT_S)
+                _send_promptly(link)
+                self._introduce(link)
+                link.settimeout(None)
+                while True:
+                    self._take(link)
         except (OSError, LLMServingError):
             pass  # the sender notices the closed connection, and its requests are computed again
         finally:
-            with self._lock:
-                self._connections.pop(link, None)
             link.close()
+            with self._changed:
+                self._links.discard(link)
+                self._changed.notify_all()
 
-    def _note_tls(self, connection: socket.socket, tls: ssl.SSLSocket) -> None:
-        """Replaces a connection by its TLS socket in the table that ``close`` uses. Raises ConnectionError if ``close``
-        was called before.
-        """
-        with self._lock:
-            self._connections[tls] = self._connections.pop(connection)
-            if self._is_closed:
-                raise ConnectionError("the receiver is closed")
+    def close(self) -> None:
+        """Ends all connections, and waits until no thread uses the pools."""
+        with self._changed:
+            self._is_closed = True
+            for link in self._links:
+                _shut_down(link)
+            self._changed.wait_for(lambda: not self._links)
 
     def _introduce(self, link: socket.socket) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
         link.sendall(_CHALLENGE.pack(MAGIC, nonce))
-        magic, proof, *sizes = _HELLO.unpack(_receive(link, _HELLO.size))
-        own = [self._pool.headers.shape[1], self._pool.blocks.shape[1]]
+        magic, proof, count = _HELLO.unpack(_receive(link, _HELLO.size))
+        if magic != MAGIC or not 1 <= count <= MAX_POOLS:
+            raise ProtocolError(f"a sender begins with {magic!r} and {count} pools")
+        sizes, own = [_SIZES.unpack(_receive(link, _SIZES.size)) for _ in range(count)], _sizes_of(self._pools)
         problem = ""
-        if magic != MAGIC:
-            raise ProtocolError(f"a sender begins with {magic!r}")
         try:
             check_proof(self._secret, "sender", nonce, proof)
         except ProtocolError as error:
             problem = str(error)
-        if not problem and sizes[:2] != own:
-            problem = f"its blocks have headers and contents of {sizes[:2]} bytes, those of the receiver have {own}"
+        if not problem and sizes != own:
+            problem = f"its blocks have headers and contents of {sizes} bytes, those of the receiver have {own}"
         text = problem.encode()[:_MAX_ERROR_BYTES]
         link.sendall(_REPLY.pack(MAGIC, len(text)) + text)
         if problem:
             raise ProtocolError(problem)
 
     def _take(self, link: socket.socket) -> None:
-        """Receives one transfer into the pool. Raises ProtocolError if a destination does not exist."""
-        headers, blocks = self._pool.headers, self._pool.blocks
+        """Receives one transfer into the pools. Raises ProtocolError if a destination does not exist."""
+        num_blocks = self._pools[0].blocks.shape[0]
         number, count = _TRANSFER.unpack(_receive(link, _TRANSFER.size))
-        if not 1 <= count <= blocks.shape[0]:
-            raise ProtocolError(f"a transfer has {count} blocks; the pool has {blocks.shape[0]}")
+        if not 1 <= count <= num_blocks:
+            raise ProtocolError(f"a transfer has {count} blocks; the pool has {num_blocks}")
         destinations = np.frombuffer(_receive(link, 4 * count), "<u4").tolist()
-        if max(destinations) >= blocks.shape[0]:
-            raise ProtocolError(f"a transfer writes block {max(destinations)}; the pool has {blocks.shape[0]}")
+        if max(destinations) >= num_blocks:
+            raise ProtocolError(f"a transfer writes block {max(destinations)}; the pool has {num_blocks}")
         link.settimeout(TIMEOUT_S)
         for destination in destinations:
-            headers[destination] = 0  # no agent may read a block with half of its new content
-            header = _receive(link, headers.shape[1])
-            _receive_into(link, blocks[destination].data)
-            headers[destination] = np.frombuffer(header, np.uint8)
+            for pool in self._pools:
+                pool.headers[destination] = 0  # no agent may read a block with half of its new content
+                header = _receive(link, pool.headers.shape[1])
+                _receive_into(link, pool.blocks[destination].data)
+                pool.headers[destination] = np.frombuffer(header, np.uint8)
         link.settimeout(None)
         link.sendall(_ACKNOWLEDGEMENT.pack(number))
+
+
+def _sizes_of(pools: Sequence[Pool]) -> list[tuple[int, int]]:
+    """Returns the bytes of a header and of a block of each pool."""
+    return [(pool.headers.shape[1], pool.blocks.shape[1]) for pool in pools]
+
+
+def _shut_down(link: socket.socket) -> None:
+    """Ends a connection that another thread uses. ``SSLSocket.shutdown`` would remove the TLS state of that thread."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(link, socket.SHUT_RDWR)
 
 
 def _send_promptly(connection: socket.socket) -> None:

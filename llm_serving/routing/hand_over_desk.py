@@ -1,15 +1,19 @@
 """Follows the hand-overs of computed prompts between the replicas of a router.
 
 A prefill replica asks for blocks of the hand-over pool. Later it reports that these blocks have the content of the
-prompt's blocks. The request then moves to the least loaded decode replica. The blocks stay in the pool until the decode
-replica has loaded them. If this replica is lost before, another decode replica can load them.
+prompt's blocks. The request then moves to the least loaded decode replica. If this replica is on another machine, the
+blocks are first sent to the pool there. The blocks stay in the pools until the decode replica has loaded them. If this
+replica is lost before, another decode replica can load them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
+from llm_serving.errors import LLMServingError
 from llm_serving.handover.header import block_hashes
 from llm_serving.handover.pool import Lease
 from llm_serving.ipc.shm import MoveKind
@@ -19,11 +23,27 @@ from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.replica import Entry, RoutedReplica
 from llm_serving.scheduler.hand_overs import Change, HandOverChange
 from llm_serving.scheduler.output import ScheduledStep
+from llm_serving.telemetry.receipt import Phase
 from llm_serving.waiting.intake import Intake
 
 
+@dataclass(slots=True, eq=False)
+class Trip:
+    """A transfer of a request's blocks to the pool of the replica that will decode the request."""
+
+    entry: Entry
+    lease: Lease
+    target: RoutedReplica
+    began: float
+    is_void: bool = False
+    """True if the target was lost after the transfer had begun. Its pool then has no copy."""
+
+
 class HandOverDesk:
-    """Grants and frees the blocks of hand-overs, and moves the requests between replicas."""
+    """Grants and frees the blocks of hand-overs, and moves the requests between replicas.
+
+    Transfers between pools may end in any thread. ``take_ended`` processes their ends.
+    """
 
     def __init__(
         self,
@@ -44,26 +64,66 @@ class HandOverDesk:
         which the replica asked for the blocks.
         """
         self._leases: dict[Lease, None] = {}
+        self._trips: dict[Trip, None] = {}
+        """The transfers that have not ended."""
+        self._ended: deque[tuple[Trip, LLMServingError | None]] = deque()
+        """The transfers whose end was not processed yet, each with its error."""
+
+    @property
+    def num_travelling(self) -> int:
+        """Number of requests that wait for a transfer of their blocks."""
+        return sum(trip.entry.trip is trip for trip in self._trips)
 
     def take(self, replica: RoutedReplica, now: float) -> None:
         """Processes the changes of hand-overs that a replica's scheduler reports."""
         for change in replica.scheduler.take_hand_overs():
             self._take(change, replica, now)
+        self.take_ended(now)
         if self._wanted:
             self._grant_all()
+
+    def take_ended(self, now: float) -> None:
+        """Processes the transfers that have ended: their requests go to the replicas that have the blocks now."""
+        while self._ended:
+            trip, error = self._ended.popleft()
+            del self._trips[trip]
+            lease, entry = trip.lease, trip.entry
+            lease.num_trips -= 1
+            if error is None and not trip.is_void:
+                lease.holders.add(trip.target.index)
+            if lease.is_dropped:
+                self._free(lease)
+            if entry.trip is not trip:
+                continue  # the request has ended, or its blocks go to another replica
+            entry.trip = None
+            self._split.note_transfer(len(lease.blocks), now - trip.began, failed=error is not None)
+            if error is None:
+                self.hand_over(entry, now)
+            else:
+                self._compute_again(entry, now)
 
     def lose(self, replica: RoutedReplica, now: float) -> None:
         """Processes the changes of hand-overs after a replica has lost its agents.
 
-        If a request was about to load its blocks there, the pool still has these blocks. The request keeps them and
-        loads them at another replica, unless the request may have killed the agents.
+        If a request was about to load its blocks there, another pool may still have these blocks. The request keeps
+        them and loads them at another replica, unless the request may have killed the agents.
         """
+        if not self._split.pools.is_shared:
+            for lease in self._leases:
+                lease.holders.discard(replica.index)
         for change in replica.scheduler.take_hand_overs():
             entry = self._entries.get(change.request_id)
             if entry is not None and _may_reload(entry, change):
                 self._split.figures.reloads += 1
                 continue
             self._take(change, replica, now)
+        for trip in [trip for trip in self._trips if trip.target is replica and not trip.is_void]:
+            trip.is_void = True
+            if trip.entry.trip is trip:
+                self._split.figures.reloads += 1
+                trip.entry.trip = None
+                self.hand_over(trip.entry, now)
+        self.take_ended(now)
         self._wanted = deque(each for each in self._wanted if each[1] is not replica)
         self._grant_all()
 
@@ -75,10 +135,36 @@ class HandOverDesk:
             step.headers = [self._pool.header(move.source) for move in step.moves]
 
     def free(self, entry: Entry) -> None:
-        """Frees the blocks of a request that ended while it waited for a replica."""
+        """Frees the blocks of a request that ended while it waited for a replica or for a transfer."""
+        entry.trip = None
         if entry.lease is not None:
             self._free(entry.lease)
             entry.lease = None
+
+    def hand_over(self, entry: Entry, now: float) -> None:
+        """Gives a request with handed blocks, which is in no queue, to the least loaded decode replica.
+
+        If the blocks are not in the pool of this replica, a transfer begins, and the request follows after its end. If
+        no replica is ready, the request goes back to the queue. If all copies are lost, the request is computed again.
+        """
+        live, lease = [one for one in self._replicas if one.is_live], entry.lease
+        assert lease is not None
+        if not lease.holders:
+            self._compute_again(entry, now)
+            return
+        if not live:
+            self._intake.put_back(entry.sequence)
+            return
+        target = self._split.least_loaded(live)
+        if target.index in lease.holders:
+            self._placer.bind(entry, target, Placed.HANDED, now)
+            return
+        trip = entry.trip = Trip(entry, lease, target, now)
+        self._trips[trip] = None
+        lease.num_trips += 1
+        pairs = [(block, block) for block in lease.blocks]
+        transport = self._split.pools.transport(min(lease.holders), target.index)
+        transport.transfer(pairs, partial(self._note_ended, trip))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the held blocks of the pool are those of the leases."""
@@ -86,6 +172,8 @@ class HandOverDesk:
         held = {entry.lease for entry in self._entries.values() if entry.lease is not None}
         if not held <= self._leases.keys():
             raise AssertionError("a request has blocks of the hand-over pool that are not leased")
+        if any(entry.trip is not None and entry.replica is not None for entry in self._entries.values()):
+            raise AssertionError("a request waits for a transfer and is at a replica")
 
     def _take(self, change: HandOverChange, replica: RoutedReplica, now: float) -> None:
         entry = self._entries.get(change.request_id)
@@ -97,7 +185,10 @@ class HandOverDesk:
         if change.kind is Change.READY:
             assert entry is not None
             lease.is_complete = True
-            self._hand_over(entry, replica, now)
+            lease.holders.add(replica.index)
+            del replica.entries[change.request_id]
+            entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
+            self.hand_over(entry, now)
             return
         self._note_end(change, lease, now)
         self._free(lease)
@@ -115,17 +206,17 @@ class HandOverDesk:
         elif change.kind is Change.MISSED:
             figures.misses += 1
 
-    def _hand_over(self, entry: Entry, replica: RoutedReplica, now: float) -> None:
-        """Moves a request whose blocks are in the pool to the least loaded decode replica. If no replica is ready, the
-        request goes back to the queue.
-        """
-        del replica.entries[entry.request.request_id]
-        entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
-        live = [one for one in self._replicas if one.is_live]
-        if live:
-            self._placer.bind(entry, self._split.least_loaded(live), Placed.HANDED, now)
-        else:
-            self._intake.put_back(entry.sequence)
+    def _note_ended(self, trip: Trip, error: LLMServingError | None) -> None:
+        """Records the end of a transfer. Any thread may call this method."""
+        self._ended.append((trip, error))
+
+    def _compute_again(self, entry: Entry, now: float) -> None:
+        """Puts a request whose blocks cannot arrive back into the queue, and frees the blocks."""
+        self.free(entry)
+        entry.must_stay = True
+        entry.request.num_computed_tokens = 0
+        entry.request.receipt.enter(Phase.RESTARTED, now)
+        self._intake.put_back(entry.sequence)
 
     def _grant_all(self) -> None:
         """Grants blocks to the requests that wait for blocks, in order, until too few blocks are free."""
@@ -157,12 +248,15 @@ class HandOverDesk:
         return lease
 
     def _free(self, lease: Lease) -> None:
-        del self._leases[lease]
-        self._pool.free(lease)
+        """Frees the blocks of a lease, or marks them to be freed when no transfer uses them any more."""
+        lease.is_dropped = lease.num_trips > 0
+        if not lease.is_dropped:
+            del self._leases[lease]
+            self._pool.free(lease)
 
 
 def _may_reload(entry: Entry, change: HandOverChange) -> bool:
     """Returns True if the pool still has the blocks of a request whose decode replica was lost."""
     lease = entry.lease
-    has_copy = lease is not None and lease.is_complete and lease.blocks == change.blocks
-    return has_copy and not entry.request.is_suspect
+    has_copy = lease is not None and lease.is_complete and lease.holders and lease.blocks == change.blocks
+    return bool(has_copy) and not entry.request.is_suspect

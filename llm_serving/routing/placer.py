@@ -6,7 +6,7 @@ Moves a request back to the queue if its replica cannot start it and another rep
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,9 @@ this number.
 MAX_GROUPS = 4096
 """Maximum number of request groups (samples of a prompt, beams of a search) whose replica is remembered."""
 
+HandOver = Callable[[Entry, float], None]
+"""Gives a request, which has left the router's queue, to a replica that decodes. The second argument is the time."""
+
 
 class Placer:
     """Decides when the first request of the router's queue goes to a replica, and to which replica.
@@ -46,6 +49,8 @@ class Placer:
         limits: SchedulerLimits = replicas[0].scheduler.limits
         self.placed: set[int] = set()
         """Indices of the replicas that got requests after their last call of ``schedule``."""
+        self.hand_over: HandOver | None = None
+        """Takes a request that holds blocks of the hand-over pool. None if all replicas compute prompts and decode."""
         self._replicas = replicas
         self._intake = intake
         self._entries = entries
@@ -97,6 +102,11 @@ class Placer:
         surveys: dict[int, Survey] = {}
         while self._intake:
             entry = self._entries[self._intake.peek(now).request.request_id]
+            if entry.lease is not None:
+                assert self.hand_over is not None, "only the hand-over desk gives leases"
+                self._leave_queue(entry, now)
+                self.hand_over(entry, now)
+                continue
             choice = self._replica_of_group(entry)
             if choice is None:
                 if not surveys and self._is_still_blocked(entry, live):
@@ -120,8 +130,6 @@ class Placer:
         if split is None:
             candidates = self._candidates(entry, live, surveys)
             return candidates, self._choose(entry, candidates)
-        if entry.lease is not None:
-            return [], (split.least_loaded(live), Placed.HANDED)
         candidates = self._candidates(entry, split.decoders(live), surveys)
         num_uncached = entry.request.num_tokens - max(one.cached_tokens for one in candidates)
         able = split.for_prompt(entry, num_uncached, live)

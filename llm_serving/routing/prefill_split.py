@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass
 
 from llm_serving.handover.pool import HandOverPool
 from llm_serving.handover.threshold import PromptThreshold
+from llm_serving.handover.transport import BlockPools, SharedPools
 from llm_serving.routing.placement import Role
 from llm_serving.routing.replica import Entry, RoutedReplica
+from llm_serving.scheduler.rates import Rate
 
 
 @dataclass(slots=True)
@@ -31,15 +33,27 @@ class HandOverFigures:
     """Hand-overs that were given up because no replica was ready to decode."""
     seconds: float = 0.0
     """Sum of the latencies of completed hand-overs, from the end of the prefill to the arrival of all blocks."""
+    transfer_seconds: float = 0.0
+    """Sum of the times of transfers between pools."""
+    failed_transfers: int = 0
+    """Transfers between pools that failed. Their requests were computed again."""
 
 
 class PrefillSplit:
     """The roles of a router's replicas, the hand-over pool, and the threshold from which a hand-over pays."""
 
     def __init__(
-        self, roles: Sequence[Role], pool: HandOverPool, threshold: PromptThreshold, block_size: int
+        self,
+        roles: Sequence[Role],
+        pool: HandOverPool,
+        threshold: PromptThreshold,
+        block_size: int,
+        pools: BlockPools | None = None,
     ) -> None:
+        """``pools`` has the memory of the pool: by default, the replicas share it. ``pool`` allocates its blocks."""
         self.roles = list(roles)
+        self.pools: BlockPools = SharedPools() if pools is None else pools
+        self._wire = Rate()
         self._block_size = block_size
         self.pool = pool
         self.threshold = threshold
@@ -58,6 +72,15 @@ class PrefillSplit:
             "threshold_tokens": -1 if threshold is None else threshold,
         }
 
+    def note_transfer(self, num_blocks: int, seconds: float, *, failed: bool) -> None:
+        """Learns from the end of a transfer between pools."""
+        self.threshold.note_transfer(failed=failed)
+        if failed:
+            self.figures.failed_transfers += 1
+        else:
+            self.figures.transfer_seconds += seconds
+            self._wire.note(seconds, num_blocks)
+
     def decoders(self, live: list[RoutedReplica]) -> list[RoutedReplica]:
         """Returns the ready replicas that decode. If there is none, returns all ready replicas."""
         return [replica for replica in live if replica.role is not Role.PREFILL] or live
@@ -74,7 +97,7 @@ class PrefillSplit:
         compute. ``num_uncached`` is the number of its tokens that no prefix cache has.
         """
         decoders = self.decoders(live)
-        if entry.request.group or entry.request.is_suspect or len(decoders) == len(live) or not self._fits(entry):
+        if len(decoders) == len(live) or not self._may_move(entry):
             # No prefill replica can take this prompt. If the prompt is long, it goes to the replicas with the role
             # ``both``.
             both = [replica for replica in decoders if replica.role is Role.BOTH]
@@ -83,13 +106,15 @@ class PrefillSplit:
             return []
         return [replica for replica in live if replica.role is Role.PREFILL]
 
-    def _fits(self, entry: Entry) -> bool:
-        return -(-entry.request.num_tokens // self._block_size) <= self.pool.num_blocks
+    def _may_move(self, entry: Entry) -> bool:
+        request = entry.request
+        fits = -(-request.num_tokens // self._block_size) <= self.pool.num_blocks
+        return fits and not (request.group or request.is_suspect or entry.must_stay)
 
     def _pays(self, num_tokens: int, live: list[RoutedReplica]) -> bool:
         costs = [replica.scheduler.hand_over_costs for replica in live]
         token_s = [token for token, _ in costs if token is not None]
         block_s = [block for _, block in costs if block is not None]
-        known = (min(token_s, default=None), max(block_s, default=None))
+        known = (min(token_s, default=None), max(block_s, default=None), self._wire.seconds_per_unit or 0.0)
         self.threshold_tokens = self.threshold.tokens(*known)
         return self.threshold.pays(num_tokens, *known)

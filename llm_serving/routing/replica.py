@@ -13,12 +13,13 @@ from llm_serving.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from llm_serving.handover.pool import Lease
+    from llm_serving.routing.hand_over_desk import Trip
 
 
 class Entry:
     """A request that the router has accepted and that has not ended."""
 
-    __slots__ = ("cached_tokens", "hashes", "is_paid", "lease", "replica", "request", "sequence")
+    __slots__ = ("cached_tokens", "hashes", "is_paid", "lease", "must_stay", "replica", "request", "sequence", "trip")
 
     def __init__(self, sequence: Sequence) -> None:
         self.request: Request = sequence.request
@@ -32,6 +33,10 @@ class Entry:
         """Number of the request's tokens that were in the replica's prefix cache when the router placed the request."""
         self.lease: Lease | None = None
         """The blocks of the hand-over pool that the request holds, or None."""
+        self.trip: Trip | None = None
+        """The transfer for which the request waits, outside of the router's queue. None if it waits for no transfer."""
+        self.must_stay = False
+        """True if a transfer of the request's blocks has failed. The request is then not handed over again."""
         self.is_paid = False
         """True if the tenant has been charged for the prompt, for fairness between tenants."""
 

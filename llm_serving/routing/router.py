@@ -5,9 +5,10 @@ together. A request waits in the router's queue until a replica can start it in 
 the replica, by load and cached tokens. If the router chose the replica at the arrival of a request, requests could wait
 at one replica while another replica is idle.
 
-A request is in exactly one place: the router's queue or one scheduler. A placed request moves back to the queue if its
-replica has no capacity but another one has, or if the agents are lost. Requests that have run before are first in the
-queue, in order of arrival. Their known tokens are computed again.
+A request is in exactly one place: the router's queue or one scheduler. With separate prefill and decode on several
+machines, it may also wait for a transfer of its blocks. A placed request moves back to the queue if its replica has no
+capacity but another one has, or if the agents are lost. Requests that have run before are first in the queue, in order
+of arrival. Their known tokens are computed again.
 
 Samples of one prompt and beams of one search have the same ``group``. All requests of a group go to one replica, even
 if they must wait there, because they share blocks through its prefix cache.
@@ -60,7 +61,9 @@ class Router:
         """
         from llm_serving.routing.hand_over_desk import HandOverDesk
 
-        return HandOverDesk(split, self.replicas, self._entries, self._intake, self._placer)
+        desk = HandOverDesk(split, self.replicas, self._entries, self._intake, self._placer)
+        self._placer.hand_over = desk.hand_over
+        return desk
 
     @property
     def is_idle(self) -> bool:
@@ -68,8 +71,10 @@ class Router:
 
     @property
     def figures(self) -> Figures:
-        """The sums of the replicas' figures. The waiting requests include those in the router's queue."""
-        own = Figures(waiting=self.num_unplaced)
+        """The sums of the replicas' figures. The waiting requests include those in the router's queue, and those whose
+        blocks are on their way to another machine.
+        """
+        own = Figures(waiting=self.num_unplaced + (0 if self._desk is None else self._desk.num_travelling))
         return sum((replica.scheduler.figures for replica in self.replicas), own)
 
     @property
@@ -128,11 +133,13 @@ class Router:
                 )
             if any(entry.replica is not replica for entry in replica.entries.values()):
                 raise AssertionError(f"a request of replica {replica.index} has another replica in its entry")
-        unplaced = sum(entry.replica is None for entry in self._entries.values())
+        unplaced = sum(entry.replica is None and entry.trip is None for entry in self._entries.values())
         placed = sum(len(replica.entries) for replica in self.replicas)
-        if unplaced != len(self._intake) or unplaced + placed != len(self._entries):
+        travelling = 0 if self._desk is None else self._desk.num_travelling
+        if unplaced != len(self._intake) or unplaced + placed + travelling != len(self._entries):
             raise AssertionError(
-                f"{len(self._entries)} requests: {len(self._intake)} wait for a replica, {placed} have one"
+                f"{len(self._entries)} requests: {len(self._intake)} wait for a replica, {placed} have one, "
+                f"{travelling} wait for a transfer"
             )
         if self._desk is not None:
             self._desk.check_integrity()
@@ -154,10 +161,12 @@ class Router:
         waiting = [entry for entry in replica.entries.values() if not entry.has_run]
         self._placer.recall(replica, waiting, now)
 
-    def take_placed(self) -> list[int]:
+    def take_placed(self, now: float) -> list[int]:
         """Returns the indices of replicas at which requests were placed after the replica's last ``schedule``, and
-        clears this list.
+        clears this list. First places the requests whose blocks have arrived from other machines.
         """
+        if self._desk is not None:
+            self._desk.take_ended(now)
         placed = sorted(self._placer.placed)
         self._placer.placed.clear()
         return placed
@@ -241,11 +250,12 @@ class Router:
                 self._forget(entry)
 
     def _end_waiting(self, entry: Entry, reason: FinishReason, now: float) -> None:
-        """Ends a request that is in the router's queue."""
+        """Ends a request that is in the router's queue, or that waits for a transfer of its blocks."""
         del self._entries[entry.request.request_id]
+        if entry.trip is None:
+            self._intake.remove(entry.sequence)
         if self._desk is not None:
             self._desk.free(entry)
-        self._intake.remove(entry.sequence)
         self._intake.end(entry.sequence, reason, now)
         entry.request.end_tiles()
 

@@ -18,6 +18,14 @@ COUNTERS = {
         "Hand-overs with a block that was not the expected one. Their requests were computed again.",
     ),
     "reloads": ("hand_over_reloads", "Handed requests that a second decode replica loaded, as the first was lost."),
+    "transfer_seconds": (
+        "hand_over_transfer_seconds",
+        "Sum of the times in which blocks were sent to other machines. Without other machines, it is 0.",
+    ),
+    "failed_transfers": (
+        "hand_over_failed_transfers",
+        "Hand-overs whose blocks could not be sent to another machine. Their requests were computed again.",
+    ),
     "refused": ("hand_over_refused", "Hand-overs that were given up because no decode replica was ready."),
 }
 GAUGES = {

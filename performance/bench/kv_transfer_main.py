@@ -199,8 +199,9 @@ def _transfers(options: argparse.Namespace) -> Results:
     source.blocks[:] = np.random.default_rng(0).integers(0, 256, source.blocks.shape, np.uint8)
     source.headers[:] = 7
     secret, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0))
-    receiver = PoolReceiver(target, listener, secret)
-    transport = TcpTransport(source, socket.create_connection(listener.getsockname()), secret)
+    receiver = PoolReceiver([target], secret)
+    transport = TcpTransport([source], lambda: socket.create_connection(listener.getsockname()), secret)
+    threading.Thread(target=lambda: receiver.serve(listener.accept()[0]), daemon=True).start()
     bare = _BareSocket(count * block_bytes)
     ended: Queue[Any] = Queue()
 
@@ -214,6 +215,7 @@ def _transfers(options: argparse.Namespace) -> Results:
     finally:
         transport.close()
         receiver.close()
+        listener.close()
         bare.close()
     if (source.blocks != target.blocks).any() or (source.headers != target.headers).any():
         raise TransferBenchmarkError("the received blocks differ from the sent blocks")

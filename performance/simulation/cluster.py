@@ -331,7 +331,7 @@ class VirtualCluster(VirtualServer):
             for index in waiting:
                 if index not in self._dead:
                     clock = self._send_all(index, now, clock)
-            waiting = [index for index in router.take_placed() if index not in self._dead]
+            waiting = [index for index in router.take_placed(now) if index not in self._dead]
         for update in self.scheduler.take_ended():
             self._end(self._records[update.request.request_id], update.request, update, clock + self._host.deliver_s)
         outcome.peak_waiting = max(outcome.peak_waiting, router.num_unplaced)

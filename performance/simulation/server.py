@@ -269,7 +269,7 @@ class VirtualServer:
         host, scheduler, outcome = self._host, self.scheduler, self._outcome
         for replica in self._replicas:
             clock = self._send_to(replica, now, clock)
-        while self._router is not None and (placed := self._router.take_placed()):
+        while self._router is not None and (placed := self._router.take_placed(now)):
             for index in placed:
                 clock = self._send_to(self._replicas[index], now, clock)
         for update in scheduler.take_ended():

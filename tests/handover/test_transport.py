@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llm_serving.cluster.key import ClusterKey, make_key
-from llm_serving.errors import LLMServingError, ProtocolError
+from llm_serving.errors import LLMServingError
 from llm_serving.handover.transport import (
     MAGIC,
     Array,
@@ -40,25 +40,33 @@ class SomePool:
 
 
 class Rig:
-    """A receiver with a pool, and connections to it."""
+    """A receiver with pools, and connections to it."""
 
-    def __init__(self, key: ClusterKey | None = None) -> None:
-        self.pool = SomePool(seed=1)
-        self.key = key
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.address = listener.getsockname()
-        self.receiver = PoolReceiver(self.pool, listener, SECRET, None if key is None else key.server)
+    def __init__(self, key: ClusterKey | None = None, num_pools: int = 1) -> None:
+        self.pools = [SomePool(seed=1 + number) for number in range(num_pools)]
+        self.pool, self.key = self.pools[0], key
+        self.receiver = PoolReceiver(self.pools, SECRET)
+        self._listener = socket.create_server(("127.0.0.1", 0))
 
     def connect(self) -> socket.socket:
-        plain = socket.create_connection(self.address, timeout=5.0)
+        """Returns a connection whose other end the receiver serves in a thread of its own."""
+        plain = socket.create_connection(self._listener.getsockname(), timeout=5.0)
+        threading.Thread(target=self._serve, args=self._listener.accept(), name="hand-over-receiver").start()
         return plain if self.key is None else self.key.client.wrap_socket(plain)
+
+    def _serve(self, plain: socket.socket, peer: object) -> None:
+        self.receiver.serve(plain if self.key is None else self.key.server.wrap_socket(plain, server_side=True))
+
+    def close(self) -> None:
+        self._listener.close()
+        self.receiver.close()
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
-    made.receiver.close()
+    made.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-over")]
 
 
@@ -79,7 +87,7 @@ def check_arrived(rig: Rig, source: SomePool, pairs: Pairs) -> None:
 
 def test_blocks_arrive_with_their_headers(rig: Rig) -> None:
     source = SomePool(seed=2)
-    transport = TcpTransport(source, rig.connect(), SECRET)
+    transport = TcpTransport([source], rig.connect, SECRET)
     assert transfer(transport, [(3, 0), (1, 11)]) is None
     assert transfer(transport, [(5, 4)]) is None
     check_arrived(rig, source, [(3, 0), (1, 11), (5, 4)])
@@ -91,25 +99,50 @@ def test_blocks_arrive_with_their_headers(rig: Rig) -> None:
 def test_with_tls(tmp_path: Path) -> None:
     make_key(tmp_path / "key")
     rig, source = Rig(ClusterKey(str(tmp_path / "key"))), SomePool(seed=2)
-    transport = TcpTransport(source, rig.connect(), SECRET)
+    transport = TcpTransport([source], rig.connect, SECRET)
     assert transfer(transport, [(3, 0), (1, 11)]) is None
     check_arrived(rig, source, [(3, 0), (1, 11)])
-    silent = socket.create_connection(rig.address, timeout=5.0)
-    closing = threading.Thread(target=rig.receiver.close, daemon=True)
+    closing = threading.Thread(target=rig.close, daemon=True)
     closing.start()
     closing.join(time_limit(5.0))
-    assert not closing.is_alive(), "the idle sender, or the one without a handshake, delays the end"
-    silent.close()
+    assert not closing.is_alive(), "the idle sender delays the end"
     assert isinstance(transfer(transport, [(3, 0)]), TransferError)
     transport.close()
 
 
 def test_a_peer_without_the_secret_or_with_other_blocks_is_refused(rig: Rig) -> None:
-    with pytest.raises(ProtocolError, match="did not prove the launch secret"):
-        TcpTransport(SomePool(), rig.connect(), bytes(32))
-    with pytest.raises(ProtocolError, match=r"\[64, 100\] bytes, those of the receiver have \[64, 200000\]"):
-        TcpTransport(SomePool(block_bytes=100), rig.connect(), SECRET)
+    cases = [
+        ([SomePool()], bytes(32), "did not prove the launch secret"),
+        ([SomePool(block_bytes=100)], SECRET, "[(64, 100)] bytes, those of the receiver have [(64, 200000)]"),
+        ([SomePool(), SomePool()], SECRET, "those of the receiver have [(64, 200000)]"),
+    ]
+    for pools, secret, phrase in cases:
+        transport = TcpTransport(pools, rig.connect, secret)
+        assert phrase in str(transfer(transport, [(3, 0)]))
+        assert transport.is_closed
+        transport.close()
     check_arrived(rig, SomePool(), [])
+
+
+def test_a_receiver_that_cannot_be_reached_fails_the_transfer() -> None:
+    def refuse() -> socket.socket:
+        raise ConnectionRefusedError("no one listens")
+
+    transport = TcpTransport([SomePool()], refuse, SECRET)
+    assert "no one listens" in str(transfer(transport, [(3, 0)]))
+    assert "closed" in str(transfer(transport, [(3, 0)]))
+    transport.close()
+
+
+def test_the_blocks_of_all_agents_travel_together() -> None:
+    rig, sources = Rig(num_pools=2), [SomePool(seed=8), SomePool(seed=9)]
+    transport = TcpTransport(sources, rig.connect, SECRET)
+    assert transfer(transport, [(3, 0), (1, 11)]) is None
+    for source, target in zip(sources, rig.pools, strict=True):
+        np.testing.assert_array_equal(target.blocks[[0, 11]], source.blocks[[3, 1]])
+        np.testing.assert_array_equal(target.headers[[0, 11]], source.headers[[3, 1]])
+    transport.close()
+    rig.close()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +152,7 @@ def test_a_transfer_out_of_range_ends_the_connection(rig: Rig, count: int, desti
     with rig.connect() as link:
         challenge = link.recv(8 + NONCE_BYTES, socket.MSG_WAITALL)
         proof = prove(SECRET, "sender", challenge[8:])
-        link.sendall(struct.pack("<8s32sQQQ", MAGIC, proof, 64, BLOCK_BYTES, BLOCKS))
+        link.sendall(struct.pack("<8s32sIQQ", MAGIC, proof, 1, 64, BLOCK_BYTES))
         assert link.recv(12, socket.MSG_WAITALL) == MAGIC + bytes(4)
         link.sendall(struct.pack("<QI", 1, count) + struct.pack("<I", destination) * (count == 1))
         assert link.recv(8) == b""
@@ -128,7 +161,7 @@ def test_a_transfer_out_of_range_ends_the_connection(rig: Rig, count: int, desti
 
 def test_if_the_connection_breaks_all_waiting_transfers_fail(rig: Rig) -> None:
     source = SomePool(num_blocks=400)
-    transport = TcpTransport(source, rig.connect(), SECRET)
+    transport = TcpTransport([source], rig.connect, SECRET)
     assert transfer(transport, [(0, 0)]) is None
     results: Queue[LLMServingError | None] = Queue()
     for _ in range(40):
@@ -144,7 +177,7 @@ def test_an_unfinished_block_has_no_header(rig: Rig) -> None:
     with rig.connect() as link:
         challenge = link.recv(8 + NONCE_BYTES, socket.MSG_WAITALL)
         proof = prove(SECRET, "sender", challenge[8:])
-        link.sendall(struct.pack("<8s32sQQQ", MAGIC, proof, 64, BLOCK_BYTES, BLOCKS))
+        link.sendall(struct.pack("<8s32sIQQ", MAGIC, proof, 1, 64, BLOCK_BYTES))
         link.recv(12, socket.MSG_WAITALL)
         link.sendall(struct.pack("<QII", 1, 1, 5) + bytes(64) + bytes(BLOCK_BYTES // 2))
     rig.receiver.close()
@@ -153,7 +186,7 @@ def test_an_unfinished_block_has_no_header(rig: Rig) -> None:
 
 
 def test_an_unknown_source_is_refused(rig: Rig) -> None:
-    transport = TcpTransport(SomePool(), rig.connect(), SECRET)
+    transport = TcpTransport([SomePool()], rig.connect, SECRET)
     with pytest.raises(ValueError, match="not in the pool of 12 blocks"):
         transport.transfer([(BLOCKS, 0)], lambda error: None)
     transport.close()

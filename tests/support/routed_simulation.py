@@ -92,7 +92,7 @@ class RoutedSimulation(SimulatedClients):
         Checks that no replica is idle while a request waits.
         """
         number = sum(self._schedule(index) for index in range(len(self.replicas)))
-        while placed := self.router.take_placed():
+        while placed := self.router.take_placed(self.now):
             number += sum(self._schedule(index) for index in placed)
         self.take_ended()
         self._check_busy()
