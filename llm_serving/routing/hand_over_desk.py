@@ -142,7 +142,8 @@ class HandOverDesk:
             entry.lease = None
 
     def hand_over(self, entry: Entry, now: float) -> None:
-        """Gives a request with handed blocks, which is in no queue, to the least loaded decode replica.
+        """Gives a request with handed blocks, which is in no queue, to the least loaded decode replica. Replicas whose
+        pools have the blocks go first.
 
         If the blocks are not in the pool of this replica, a transfer begins, and the request follows after its end. If
         no replica is ready, the request goes back to the queue. If all copies are lost, the request is computed again.
@@ -155,7 +156,8 @@ class HandOverDesk:
         if not live:
             self._intake.put_back(entry.sequence)
             return
-        target = self._split.least_loaded(live)
+        near = [one for one in self._split.decoders(live) if one.index in lease.holders]
+        target = self._split.least_loaded(near or live)
         if target.index in lease.holders:
             self._placer.bind(entry, target, Placed.HANDED, now)
             return

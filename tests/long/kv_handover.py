@@ -1,11 +1,15 @@
 """Hands computed prompts over between replicas while replicas are lost and handed blocks are damaged.
 
-    python tests/long/kv_handover.py --hand-overs 10000
+    python tests/long/kv_handover.py --hand-overs 10000 [--tcp]
 
 Random scripts run on the real router and schedulers, with all combinations of roles. The tokens of the fake devices
 depend on every token that they read. Between the operations of a script, replicas die and return, bits of blocks in the
 hand-over pool flip, and blocks of earlier hand-overs overwrite others. Each request must get the text that it gets when
 it runs alone, and at the end no block may be held.
+
+With ``--tcp``, each replica has a pool of its own, as on several machines. ``TcpTransport`` sends the blocks through
+real sockets of this machine. Bits of the sent blocks flip, connections are cut in the middle of a block, receivers end,
+and transfers of lost replicas arrive late.
 """
 
 from __future__ import annotations
@@ -22,20 +26,23 @@ from support.handover_simulation import ROLES, play_hand_overs
 from support.script_drawing import draw_script
 
 _SHOWN = ("completed", "misses", "reloads", "refused", "agents lost", "bad blocks", "requests", "preemptions", "swaps")
+_SHOWN_WITH_TCP = ("undisturbed", "flipped bit", "cut connection", "killed receiver", "late transfers",
+                   "failed transfers")  # fmt: skip
 
 
-def run(num_hand_overs: int, seed: int, faults: float) -> Counter[str]:
+def run(num_hand_overs: int, seed: int, faults: float, *, tcp: bool) -> Counter[str]:
     """Runs scripts until this number of hand-overs has ended. Raises AssertionError for a wrong text or a leak."""
     seen: Counter[str] = Counter()
     while seen["completed"] + seen["misses"] < num_hand_overs:
-        routed = play_hand_overs(draw_script(seed), ROLES[seed % len(ROLES)], seed, faults=faults)
+        routed = play_hand_overs(draw_script(seed), ROLES[seed % len(ROLES)], seed, faults=faults, tcp=tcp)
         assert routed.split is not None
-        assert routed.handed is not None
         figures = routed.split.figures
         seen.update(completed=figures.completed, misses=figures.misses, reloads=figures.reloads)
         seen.update(refused=figures.refused, scripts=1, requests=len(routed.requests))
         seen.update(routed.seen)
-        seen["bad blocks"] += routed.handed.num_bad
+        seen["bad blocks"] += sum(memory.num_bad for memory in routed.memories)
+        seen["failed transfers"] += figures.failed_transfers
+        seen.update({} if routed.pools is None else routed.pools.seen)
         seed += 1
     return seen
 
@@ -45,12 +52,14 @@ def main() -> None:
     parser.add_argument("--hand-overs", type=int, default=10_000, help="number of hand-overs (default 10000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first script (default 0)")
     parser.add_argument("--faults", type=float, default=0.3, help="chance of a damaged block at each operation")
+    parser.add_argument("--tcp", action="store_true", help="send the blocks through TCP connections")
     options = parser.parse_args()
     begin = time.process_time()
-    seen = run(options.hand_overs, options.seed, options.faults)
+    seen = run(options.hand_overs, options.seed, options.faults, tcp=options.tcp)
     ended = seen["completed"] + seen["misses"]
     print(f"{ended} hand-overs in {seen['scripts']} scripts: 0 wrong texts, 0 leaked blocks")
-    print(", ".join(f"{name}: {seen[name]}" for name in _SHOWN))
+    shown = (*_SHOWN, *_SHOWN_WITH_TCP) if options.tcp else _SHOWN
+    print(", ".join(f"{name}: {seen[name]}" for name in shown))
     print(f"{time.process_time() - begin:.0f} s of CPU time")
 
 

@@ -13,8 +13,10 @@ from collections import Counter
 import pytest
 
 from llm_serving.handover.pool import HandOverPool
-from llm_serving.handover.threshold import PromptThreshold
+from llm_serving.handover.threshold import FAILURES, PROBE_INTERVAL, PromptThreshold
+from llm_serving.handover.transport import BlockPools, BlockTransport, Done, Pairs, TransferError
 from llm_serving.routing.placement import Placed, Role
+from llm_serving.request import FinishReason
 from llm_serving.routing.prefill_split import PrefillSplit
 from support.fakes import make_limits, make_request
 from support.handover_simulation import ROLES, play_hand_overs
@@ -23,6 +25,10 @@ from support.script_drawing import draw_script
 from support.sweeps import with_sweeps
 
 EXPECTED = ("agents lost", "completed", "ends from outside", "misses", "preemptions", "swaps")
+EXPECTED_TCP = (
+    *("undisturbed", "flipped bit", "cut connection", "killed receiver", "late transfers"),
+    *("failed transfers", "completed", "misses"),
+)
 
 
 @pytest.mark.parametrize(("first", "count"), with_sweeps([(0, 36), (36, 400)], lambda first, count: first > 0))
@@ -37,12 +43,32 @@ def test_texts_do_not_depend_on_roles(first: int, count: int) -> None:
     assert not missing, (missing, seen)
 
 
+@pytest.mark.parametrize(("first", "count"), with_sweeps([(0, 24), (24, 200)], lambda first, count: first > 0))
+def test_texts_do_not_depend_on_disturbed_transfers(first: int, count: int) -> None:
+    """The replicas have pools of their own, and send blocks through sockets that lose bytes or flip bits."""
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        routed = play_hand_overs(draw_script(79000 + seed), ROLES[seed % len(ROLES)], seed, faults=0.2, tcp=True)
+        assert routed.split is not None
+        assert routed.pools is not None
+        seen.update(routed.pools.seen)
+        seen.update(completed=routed.split.figures.completed, misses=routed.split.figures.misses)
+        seen.update({"failed transfers": routed.split.figures.failed_transfers})
+    missing = [name for name in EXPECTED_TCP if not seen[name]]
+    assert not missing, (missing, seen)
+
+
 def split_simulation(
-    *roles: Role, pool_blocks: int = 40, threshold: int = 10, seed: int = 0, **limits: object
+    *roles: Role,
+    pool_blocks: int = 40,
+    threshold: int | None = 10,
+    seed: int = 0,
+    pools: BlockPools | None = None,
+    **limits: object,
 ) -> RoutedSimulation:
     made = make_limits(hands_over=True, **limits)
     pool = HandOverPool(pool_blocks, made.cache_namespace)
-    split = PrefillSplit(roles, pool, PromptThreshold(made.block_size, threshold), made.block_size)
+    split = PrefillSplit(roles, pool, PromptThreshold(made.block_size, threshold), made.block_size, pools)
     return RoutedSimulation(made, len(roles), seed, split=split)
 
 
@@ -93,8 +119,7 @@ def test_a_damaged_block_is_computed_again() -> None:
     advance(simulation, simulation.replicas[0], "HAND_OUT")
     simulation.run(simulation.replicas[0])
     simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
-    assert simulation.handed is not None
-    simulation.handed.flip(0)
+    simulation.memories[0].flip(0)
     simulation.finish()
     assert simulation.split is not None
     assert (simulation.split.figures.completed, simulation.split.figures.misses) == (0, 1)
@@ -176,6 +201,136 @@ def test_a_preempted_arrival_keeps_its_blocks_in_the_pool() -> None:
     simulation.finish()
     assert (simulation.split.figures.completed, simulation.split.figures.misses) == (1, 0)
     assert simulation.served_by["long"] == {0, 1}
+
+
+class HeldPools:
+    """Pools on several machines, for the router. The test itself ends the transfers. The devices share a memory."""
+
+    is_shared = False
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, int, Done]] = []
+        """The source, the target and the callback of each transfer that has not ended."""
+
+    def transport(self, source: int, target: int) -> BlockTransport:
+        return HeldTransport(self, source, target)
+
+    def end(self, number: int = 0, error: TransferError | None = None) -> tuple[int, int]:
+        """Ends a transfer, and returns its source and target."""
+        source, target, done = self.held.pop(number)
+        done(error)
+        return source, target
+
+
+class HeldTransport:
+    def __init__(self, pools: HeldPools, source: int, target: int) -> None:
+        self._pools, self._source, self._target = pools, source, target
+
+    def transfer(self, pairs: Pairs, done: Done) -> None:
+        assert all(source == target for source, target in pairs)
+        self._pools.held.append((self._source, self._target, done))
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def travelling(*roles: Role, **options: object) -> tuple[RoutedSimulation, HeldPools]:
+    """Returns a simulation in which the blocks of a request with the name ``long`` are on their way."""
+    pools = HeldPools()
+    simulation = split_simulation(*roles, pools=pools, **options)  # type: ignore[arg-type]
+    simulation.add(make_request("long", 25, 6))
+    advance(simulation, simulation.replicas[0], "HAND_OUT")
+    simulation.run(simulation.replicas[0])
+    simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
+    assert len(pools.held) == 1
+    assert simulation.router.figures.waiting == 1
+    return simulation, pools
+
+
+def num_held_blocks(simulation: RoutedSimulation) -> int:
+    assert simulation.split is not None
+    return simulation.split.pool.num_blocks - simulation.split.pool.num_free
+
+
+def test_a_request_follows_its_blocks_to_another_machine() -> None:
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE)
+    assert simulation.schedule() == 0
+    assert simulation.requests["long"].replica == 0
+    assert pools.end() == (0, 1)
+    simulation.schedule()
+    assert simulation.requests["long"].replica == 1
+    simulation.finish()
+    assert simulation.split is not None
+    assert (simulation.split.figures.completed, simulation.split.figures.failed_transfers) == (1, 0)
+
+
+def test_if_a_transfer_fails_the_request_is_computed_where_it_decodes() -> None:
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE)
+    pools.end(error=TransferError("a test"))
+    simulation.schedule()
+    assert simulation.requests["long"].replica == 1
+    assert num_held_blocks(simulation) == 0
+    simulation.finish()
+    assert simulation.split is not None
+    assert (simulation.split.figures.completed, simulation.split.figures.failed_transfers) == (0, 1)
+
+
+def test_if_the_target_is_lost_during_the_transfer_another_one_gets_the_blocks() -> None:
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE, Role.DECODE)
+    simulation.lose(1, blameless=True)
+    simulation.revive(1)
+    assert [(source, target) for source, target, _ in pools.held] == [(0, 1), (0, 2)]
+    pools.end(1)
+    simulation.schedule()
+    assert simulation.requests["long"].replica == 2
+    pools.end(0)  # it has arrived in the memory of a dead agent
+    simulation.schedule()
+    assert simulation.requests["long"].replica == 2
+    simulation.finish()
+    assert num_held_blocks(simulation) == 0
+
+
+def test_if_the_source_is_lost_after_the_arrival_the_target_has_the_blocks() -> None:
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE, Role.DECODE)
+    pools.end()
+    simulation.schedule()
+    simulation.lose(0, blameless=True)
+    assert simulation.requests["long"].replica == 1
+    simulation.lose(1, blameless=True)  # no pool has the blocks now
+    simulation.schedule()
+    assert not pools.held
+    assert num_held_blocks(simulation) == 0
+    simulation.finish()
+
+
+def test_blocks_of_an_ended_request_are_free_after_the_transfer() -> None:
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE)
+    simulation.end("long", FinishReason.ABORT)
+    assert num_held_blocks(simulation) == 7
+    pools.end()
+    simulation.schedule()
+    assert num_held_blocks(simulation) == 0
+
+
+def test_while_transfers_fail_few_prompts_are_handed_over() -> None:
+    threshold = PromptThreshold(4, 10)
+    for _ in range(FAILURES):
+        assert threshold.pays(10, None, None)
+        threshold.note_transfer(failed=True)
+    assert threshold.tokens(None, None) is None
+    assert [threshold.pays(10, None, None) for _ in range(PROBE_INTERVAL)].count(True) == 1
+    threshold.note_transfer(failed=False)
+    assert threshold.pays(10, None, None)
+
+
+def test_the_threshold_grows_with_the_time_of_the_link() -> None:
+    """A token takes 1 ms, and a hand-over of 10 blocks takes 50 ms: 20 ms of copies, 20 ms on the link, and 10 ms more.
+    """
+    threshold = PromptThreshold(4)
+    threshold.note(0.05, 10)
+    assert threshold.tokens(0.001, 0.001, 0.002) is None, "4 tokens take 4 ms, as their block does"
+    assert threshold.tokens(0.001, 0.001, 0.001) == 81
+    assert threshold.tokens(0.001, 0.001) == 61
 
 
 def test_without_roles_nothing_of_it_is_imported() -> None:

@@ -13,6 +13,7 @@ from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.scheduler.scheduler import Scheduler
 from support.routed_simulation import RoutedPlayer, RoutedSimulation
 from support.scheduler_scripts import Operation, Script, make_script_limits
+from support.tcp_pools import TcpPools
 
 __all__ = ["ROLES", "HandOverPlayer", "play_hand_overs"]
 
@@ -22,7 +23,11 @@ ROLES = ([PREFILL, DECODE], [PREFILL, BOTH], [PREFILL, DECODE, DECODE], [PREFILL
 
 
 class HandOverPlayer(RoutedPlayer):
-    """Runs a script on replicas with ``roles``. ``faults`` is the chance of a damaged block at each operation."""
+    """Runs a script on replicas with ``roles``. ``faults`` is the chance of a damaged block at each operation.
+
+    With ``tcp``, each replica has a pool of its own, blocks go through TCP connections, and ``faults`` is also the
+    chance of a disturbed transfer.
+    """
 
     def __init__(
         self,
@@ -31,6 +36,7 @@ class HandOverPlayer(RoutedPlayer):
         seed: int,
         *,
         faults: float = 0.0,
+        tcp: bool = False,
         record: Callable[[Scheduler, int], Scheduler] | None = None,
     ) -> None:
         made = make_script_limits({**limits, "page_attention": True, "hands_over": True})
@@ -38,15 +44,15 @@ class HandOverPlayer(RoutedPlayer):
         longest = -(-made.max_model_len // made.block_size)
         pool = HandOverPool(longest * self._rng.choice([1, 1, 2, 4]), made.cache_namespace)
         fixed = self._rng.choice([1, 4, 10, None])
-        split = PrefillSplit(roles, pool, PromptThreshold(made.block_size, fixed), made.block_size)
+        pools = TcpPools(len(roles), pool.num_blocks, made.block_size, seed, faults=faults) if tcp else None
+        split = PrefillSplit(roles, pool, PromptThreshold(made.block_size, fixed), made.block_size, pools)
         self.routed = RoutedSimulation(made, len(roles), seed, record=record, split=split)
         self.simulation = self.routed
 
     def do(self, operation: Operation) -> None:
-        assert self.routed.handed is not None
         if self._rng.random() < self._faults:
-            damage = self._rng.choice([self.routed.handed.flip, self.routed.handed.overwrite])
-            damage(self._rng.randrange(self.routed.handed.num_blocks))
+            memory = self._rng.choice(self.routed.memories)
+            self._rng.choice([memory.flip, memory.overwrite])(self._rng.randrange(memory.num_blocks))
         super().do(operation)
 
 
@@ -56,11 +62,19 @@ def play_hand_overs(
     seed: int,
     *,
     faults: float = 0.0,
+    tcp: bool = False,
     record: Callable[[Scheduler, int], Scheduler] | None = None,
 ) -> RoutedSimulation:
-    """Runs a script until all its requests have ended. Raises AssertionError if a check fails."""
-    player = HandOverPlayer(script.limits, roles, seed, faults=faults, record=record)
-    for operation in script.operations:
-        player.do(operation)
-    player.finish()
+    """Runs a script until all its requests have ended. Raises AssertionError if a check fails.
+
+    See ``HandOverPlayer`` for the arguments.
+    """
+    player = HandOverPlayer(script.limits, roles, seed, faults=faults, tcp=tcp, record=record)
+    try:
+        for operation in script.operations:
+            player.do(operation)
+        player.finish()
+    finally:
+        if player.routed.pools is not None:
+            player.routed.pools.close()
     return player.routed

@@ -25,6 +25,7 @@ from support.handed_memory import HandedMemory
 from support.salt_watch import SaltWatch
 from support.scheduler_scripts import Operation, Player, Script, make_script_limits
 from support.simulated_clients import SimulatedClients
+from support.tcp_pools import TcpPools
 
 __all__ = ["RoutedPlayer", "RoutedSimulation", "play_routed"]
 
@@ -62,7 +63,10 @@ class RoutedSimulation(SimulatedClients):
     ) -> None:
         """``split`` separates prefill and decode."""
         self.split = split
-        self.handed = None if split is None else HandedMemory(split.pool.num_blocks, limits.block_size, seed)
+        self.pools = split.pools if split is not None and isinstance(split.pools, TcpPools) else None
+        """The pools of replicas on several machines. None if the replicas share a pool, or have no roles."""
+        memory = None if split is None else HandedMemory(split.pool.num_blocks, limits.block_size, seed)
+        memories = [memory] * num_replicas if self.pools is None else self.pools.memories
         schedulers = [Scheduler(limits) for _ in range(num_replicas)]
         self.inner = schedulers
         self.router = Router(
@@ -73,14 +77,19 @@ class RoutedSimulation(SimulatedClients):
         super().__init__(self.router)
         self.limits = limits
         self.replicas = [
-            FakeReplica(source, inner, limits, self.handed)
-            for source, inner in zip(replica_sources(self.router), schedulers, strict=True)
+            FakeReplica(source, inner, limits, handed)
+            for source, inner, handed in zip(replica_sources(self.router), schedulers, memories, strict=True)
         ]
         for index in range(num_replicas):
             self.router.agent_ready(index)
         self.rng = random.Random(seed)
         self.served_by: dict[str, set[int]] = {}
         """By request, the replicas whose steps contained it."""
+
+    @property
+    def memories(self) -> list[HandedMemory]:
+        """The hand-over pools of the devices, each once."""
+        return list({id(replica.device.handed): replica.device.handed for replica in self.replicas}.values())
 
     def add(self, *requests: Request) -> None:
         super().add(*requests)
@@ -89,8 +98,10 @@ class RoutedSimulation(SimulatedClients):
     def schedule(self) -> int:
         """Schedules all possible steps, as the engine does. Returns their number.
 
-        Checks that no replica is idle while a request waits.
+        Checks that no replica is idle while a request waits. Also runs some of the waiting transfers between machines,
+        and all of them if the devices have no work.
         """
+        self._run_transfers()
         number = sum(self._schedule(index) for index in range(len(self.replicas)))
         while placed := self.router.take_placed(self.now):
             number += sum(self._schedule(index) for index in placed)
@@ -98,6 +109,13 @@ class RoutedSimulation(SimulatedClients):
         self._check_busy()
         self.check()
         return number
+
+    def _run_transfers(self) -> None:
+        while self.pools is not None and self.pools.has_waiting:
+            if any(replica.has_work for replica in self.replicas) and self.rng.random() < 0.8:
+                return
+            self.pools.run()
+            self.now += 0.0001
 
     def _schedule(self, index: int) -> int:
         replica, number = self.replicas[index], 0
@@ -208,6 +226,9 @@ class RoutedSimulation(SimulatedClients):
         self.seen["requests that lost their replica"] += len(self.router.replicas[index].entries)
         replica.device.reset()
         replica.answers.clear()
+        if self.pools is not None:
+            self.pools.lose(index)
+            replica.device.handed = self.pools.memories[index]
         replica.scheduler.agent_lost(self.now, blameless=blameless)
         replica.is_ready = False
         inner = self.inner[index]
