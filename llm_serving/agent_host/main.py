@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from llm_serving.agent_host.session import Session, greet
 from llm_serving.agent_host.settings import NodeSettings
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.dialling import read_listen_address
-from llm_serving.cluster.key import ClusterKey
+from llm_serving.cluster.key import BLOCKS_PROTOCOL, ClusterKey
 from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S
 from llm_serving.errors import ConfigError, ProtocolError
 from llm_serving.ipc.segment import remove_leftovers
@@ -37,6 +38,8 @@ class AgentHost:
         self._listener = listener
         self._key = key
         self._settings = settings
+        self._session: Session | None = None
+        """The link that the node serves. None while it is free."""
         self._is_used = threading.Lock()
         """A lock. It is held while the node serves a link."""
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
@@ -71,26 +74,37 @@ class AgentHost:
 
     def _welcome(self, plain: socket.socket, peer: tuple[str, int]) -> None:
         """Does the handshake of a new connection. If the peer is a server with the same cluster key and the node is
-        free, serves the link.
+        free, serves the link. If the peer is a node with the same key, receives its blocks.
         """
-        channel = None
         try:
             plain.settimeout(HANDSHAKE_TIMEOUT_S)
-            channel = SecureChannel(self._key.server.wrap_socket(plain, server_side=True))
-            is_free = self._is_used.acquire(blocking=False)
+            secure = self._key.server.wrap_socket(plain, server_side=True)
+            sends_blocks = secure.selected_alpn_protocol() == BLOCKS_PROTOCOL
+            channel = None if sends_blocks else SecureChannel(secure)
         except OSError as error:
+            self._handshakes.release()
             note(f"refused {peer[0]}: {getattr(error, 'reason', None) or error}")
             plain.close()
             return
-        finally:
-            if channel is None:
-                self._handshakes.release()
+        if channel is None:
+            self._handshakes.release()
+            self._receive_blocks(secure)
+            return
+        is_free = self._is_used.acquire(blocking=False)
         try:
             self._serve(channel, peer, is_free=is_free)
         finally:
             channel.close()
             if is_free:
                 self._is_used.release()
+
+    def _receive_blocks(self, link: ssl.SSLSocket) -> None:
+        """Passes a connection of another node to the hand-over pools. Without agents, closes it."""
+        session = self._session
+        if session is None or session.handed_blocks is None:
+            link.close()
+        else:
+            session.handed_blocks.receive(link)
 
     def _serve(self, channel: SecureChannel, peer: tuple[str, int], *, is_free: bool) -> None:
         try:
@@ -102,7 +116,9 @@ class AgentHost:
             self._handshakes.release()
         if is_welcome:
             note(f"linked to {peer[0]}")
-            Session(channel, self._settings, note).run(self._stop_descriptor)
+            self._session = Session(channel, self._settings, note, self._key)
+            self._session.run(self._stop_descriptor)
+            self._session = None
 
 
 def note(text: str) -> None:

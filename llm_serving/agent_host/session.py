@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from llm_serving.agent_host.settings import NodeSettings, check_node, config_of_node
 from llm_serving.cluster import messages as link
 from llm_serving.cluster.channel import SecureChannel
+from llm_serving.cluster.key import ClusterKey
 from llm_serving.cluster.messages import BEAT, BEAT_S, NODE_PATIENCE_S, Carried
 from llm_serving.cluster.program import difference, own_program
 from llm_serving.config import Config
@@ -26,6 +28,9 @@ from llm_serving.ipc.messages import AgentMessage, StepDone, StepFailed, Unhealt
 from llm_serving.ipc.shm import SlotLayout
 from llm_serving.ipc.slot_contents import SlotContents
 from llm_serving.planning.machine import Machine
+
+if TYPE_CHECKING:
+    from llm_serving.agent_host.handed_blocks import HandedBlocks
 
 FLUSH_TIMEOUT_S = 1.0
 """Maximum seconds to send the last frame of a link."""
@@ -46,7 +51,12 @@ class Session:
     ``run`` returns when the link and its agents have ended. It raises no errors.
     """
 
-    def __init__(self, channel: SecureChannel, settings: NodeSettings, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, channel: SecureChannel, settings: NodeSettings, note: Callable[[str], None], key: ClusterKey
+    ) -> None:
+        self._key = key
+        self.handed_blocks: HandedBlocks | None = None
+        """The hand-over pools. None before the start of the agents, and if replicas have no roles."""
         self._channel = channel
         self._settings = settings
         self._note = note
@@ -113,6 +123,8 @@ class Session:
             message = link.read_at_node(frame)
             if isinstance(message, Carried):
                 self._forward(message)
+            elif isinstance(message, link.SendBlocks):
+                self._send_blocks(message)
             elif isinstance(message, link.Start):
                 self._begin(message)
             elif isinstance(message, link.End):
@@ -150,14 +162,36 @@ class Session:
         try:
             with contextlib.ExitStack() as owned:
                 listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.group_size)]
-                program = AgentProgram(settings.agent_module)
-                self._group = AgentGroup(config, 0, listeners, settings.log_folder, self._report, program)
+                names = self._make_pools(config)
+                local = (config, 0, listeners, settings.log_folder, self._report, AgentProgram(settings.agent_module))
+                self._group = AgentGroup(*local, hand_over_names=names)
         except OSError as error:
             raise AgentStartError(f"the agents could not be started: {error}") from error
         for source, receive in self._group.sources():
             self._selector.register(source, selectors.EVENT_READ, partial(self._take, receive))
         self._note(f"starts {len(self._group.links)} agents of {config.model_name}")
         self._channel.allow(SlotLayout.of(config.slot_limits()).slot_bytes + MAX_FRAME_BYTES)
+
+    def _make_pools(self, config: Config) -> list[str]:
+        """Creates the hand-over pools, and returns their names. Raises OSError if /dev/shm is too small."""
+        if not config.num_hand_over_blocks:
+            return []
+        from llm_serving.agent_host.handed_blocks import HandedBlocks
+
+        blocks = self.handed_blocks = HandedBlocks.of(config, self._key)
+        assert blocks is not None, "replicas have roles"
+        self._selector.register(blocks.descriptor, selectors.EVENT_READ, self._report_sent)
+        return blocks.names
+
+    def _send_blocks(self, message: link.SendBlocks) -> None:
+        if self.handed_blocks is None:
+            raise ProtocolError("the server wants to send blocks, and replicas have no roles")
+        self.handed_blocks.send(message)
+
+    def _report_sent(self) -> None:
+        assert self.handed_blocks is not None
+        for sent in self.handed_blocks.take_sent():
+            self._send(link.control(sent))
 
     def _report(self, rank: int, stage: str, done: int, total: int) -> None:
         self._send(link.control(link.Progress(rank, stage, done, total)))
@@ -222,22 +256,24 @@ class Session:
             self._pass_on(member, message)
         if not was_ready:
             group.note_progress()
+            if self.handed_blocks is not None and all(agent.is_connected for agent in group.links):
+                self.handed_blocks.unlink()
             if group.is_ready:
                 self._contents = [SlotContents(slot) for slot in group.slots]
                 summaries = [dict(agent.summary) for agent in group.links]
-                self._send(link.control(link.GroupReady(summaries, [agent.pid for agent in group.links])))
+                secret = b"" if self.handed_blocks is None else self.handed_blocks.secret
+                self._send(link.control(link.GroupReady(summaries, [agent.pid for agent in group.links], secret)))
 
     def _pass_on(self, member: int, message: AgentMessage) -> None:
-        """Sends an agent's message to the server. If this agent has written the results of a step, sends the results
-        with it.
+        """Sends an agent's message to the server. Sends the results of a step with the last reply to this step, because
+        every agent may report damaged blocks there.
         """
         contents = b""
         if isinstance(message, _ANSWERS):
             if message.slot not in self._in_flight:
                 raise ProtocolError(f"agent {member} answered for slot {message.slot}, which has no step")
             self._last_result = time.monotonic()
-            assert self._group is not None
-            if isinstance(message, StepDone) and not message.aborted and self._group.answers(member):
+            if isinstance(message, StepDone) and not message.aborted and self._in_flight[message.slot] == 1:
                 contents = self._contents[message.slot].results()
             self._in_flight[message.slot] -= 1
             if not self._in_flight[message.slot]:
@@ -271,6 +307,8 @@ class Session:
         self._channel.close()
         if self._group is not None:
             self._group.close()
+        if self.handed_blocks is not None:
+            self.handed_blocks.close()
         if self._check is not None:
             self._check.close()
         self._selector.close()

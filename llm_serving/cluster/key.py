@@ -17,6 +17,8 @@ from pathlib import Path
 from llm_serving.errors import ConfigError
 
 MAX_KEY_BYTES = 64 * 1024
+BLOCKS_PROTOCOL = "llm-serving-blocks"
+"""The protocol that a node names in the TLS handshake (ALPN) if it connects to send blocks. A server names none."""
 _VALID_DAYS = "36500"
 
 
@@ -27,8 +29,12 @@ class ClusterKey:
         _check_file(path)
         self.server = _context(path, ssl.PROTOCOL_TLS_SERVER)
         """TLS settings of the end that accepts connections: ``agent_host``."""
+        self.server.set_alpn_protocols([BLOCKS_PROTOCOL])
         self.client = _context(path, ssl.PROTOCOL_TLS_CLIENT)
         """TLS settings of the end that connects: the server."""
+        self.blocks = _context(path, ssl.PROTOCOL_TLS_CLIENT)
+        """TLS settings of a node that connects to another node to send blocks."""
+        self.blocks.set_alpn_protocols([BLOCKS_PROTOCOL])
 
 
 def make_key(path: Path) -> None:

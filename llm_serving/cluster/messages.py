@@ -12,6 +12,8 @@ messages of its own, about the node and about all its agents together:
       |--- steps and other messages ----->|
       | <------------- messages of agents |
       | <---------------------- GroupLost |   the agents have ended; the node then closes the link
+      |--- SendBlocks ------------------->|   send blocks of the hand-over pools to another node
+      | <---------------------- BlocksSent |
       |--- End -------------------------->|   end the agents in order; the node then closes the link
       |<-- Beat ------------------- Beat->|   every ``BEAT_S``, in both directions
 
@@ -24,6 +26,7 @@ Content of a frame: one byte with its kind, then
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -31,7 +34,7 @@ import msgspec
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import LongText, ShortText, UInt
 
-LINK_VERSION = 2
+LINK_VERSION = 3
 BEAT_S = 0.5
 """Seconds between two signs of life (messages ``Beat``)."""
 SERVER_PATIENCE_S = 2.4
@@ -44,6 +47,10 @@ agents.
 """
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONFIG_BYTES = 192 * 1024
+SECRET_BYTES = 32
+MAX_SENT_BLOCKS = 1 << 14
+"""Maximum number of blocks of one transfer between nodes."""
+_PAIR = struct.Struct("<II")
 
 CONTROL, MESSAGE = 0, 1
 _HEADER = struct.Struct("<BBI")
@@ -120,11 +127,44 @@ class GroupReady(LinkMessage, frozen=True, tag="group_ready"):
 
     summaries: Annotated[list[dict[str, str | int | float]], msgspec.Meta(max_length=256)]
     pids: Annotated[list[UInt], msgspec.Meta(max_length=256)]
+    secret: Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)] = b""
+    """The secret that nodes must know to send blocks to this node. Empty if replicas have no roles."""
 
 
 class GroupLost(LinkMessage, frozen=True, tag="group_lost"):
     """Node to server: an agent has failed, so the node ends all agents of the group."""
 
+    error: LongText
+
+
+class SendBlocks(LinkMessage, frozen=True, tag="send_blocks"):
+    """Server to node: send blocks of the hand-over pools to the node at ``host`` and ``port``. ``secret`` is the one of
+    that node's ``GroupReady``.
+    """
+
+    number: UInt
+    host: ShortText
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    packed_pairs: Annotated[bytes, msgspec.Meta(min_length=_PAIR.size, max_length=MAX_SENT_BLOCKS * _PAIR.size)]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Pairs (own block, block of the other node). Raises ProtocolError if the last pair is not complete."""
+        if len(self.packed_pairs) % _PAIR.size:
+            raise ProtocolError(f"pairs of blocks have {len(self.packed_pairs)} bytes; a pair has {_PAIR.size}")
+        return [(source, target) for source, target in _PAIR.iter_unpack(self.packed_pairs)]
+
+
+def pack_pairs(pairs: Sequence[tuple[int, int]]) -> bytes:
+    """Returns the bytes of ``SendBlocks.packed_pairs``."""
+    return b"".join(_PAIR.pack(*pair) for pair in pairs)
+
+
+class BlocksSent(LinkMessage, frozen=True, tag="blocks_sent"):
+    """Node to server: a ``SendBlocks`` has ended. ``error`` is empty if all blocks are in the other node's pools."""
+
+    number: UInt
     error: LongText
 
 
@@ -136,8 +176,8 @@ class Beat(LinkMessage, frozen=True, tag="beat"):
     """A sign of life, in both directions."""
 
 
-ToNode = Hello | Start | End | Beat
-ToServer = Welcome | Refused | Progress | GroupReady | GroupLost | Beat
+ToNode = Hello | Start | SendBlocks | End | Beat
+ToServer = Welcome | Refused | Progress | GroupReady | GroupLost | BlocksSent | Beat
 
 _ENCODER = msgspec.msgpack.Encoder()
 _NODE_DECODER = msgspec.msgpack.Decoder(ToNode)

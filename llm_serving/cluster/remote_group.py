@@ -27,6 +27,7 @@ from llm_serving.errors import (
 )
 from llm_serving.executor.agent_link import ProgressReport
 from llm_serving.executor.group import Received, Source
+from llm_serving.handover.transport import Done, Pairs, TransferError
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import MAX_FRAME_BYTES
 from llm_serving.ipc.host_pool import HostPoolMemory
@@ -91,6 +92,11 @@ class RemoteGroup:
         self._events = self._channel.events
         self._selector.register(self._channel, self._events)
         self._next_beat = 0.0
+        self._secret = b""
+        """The secret with which other nodes send blocks to this node."""
+        self._sending: dict[int, Done] = {}
+        """The transfers of blocks to other nodes, by number."""
+        self._num_sent = 0
         self._send(link.control(link.Start(config.to_json(), model)))
         self._channel.allow(layout.slot_bytes + MAX_FRAME_BYTES)
 
@@ -120,6 +126,23 @@ class RemoteGroup:
         elif isinstance(message, messages.Masks):
             contents = self._contents[message.slot].masks()
         self._send(link.carry(messages.encode(message), contents=contents))
+
+    def send_blocks(self, target: RemoteGroup, pairs: Pairs, done: Done) -> None:
+        """Lets the node send blocks of its hand-over pools to the node of another group.
+
+        The executor's thread calls ``done`` once, see ``handover.transport``.
+        """
+        if self._is_closed or not target.is_ready or not self.is_ready:
+            done(TransferError("the agents of a replica were lost before its blocks were sent"))
+            return
+        if len(pairs) > link.MAX_SENT_BLOCKS:
+            done(TransferError(f"a transfer has {len(pairs)} blocks; a node sends at most {link.MAX_SENT_BLOCKS}"))
+            return
+        self._num_sent += 1
+        self._sending[self._num_sent] = done
+        address = target._node.address
+        packed = link.pack_pairs(pairs)
+        self._send(link.control(link.SendBlocks(self._num_sent, address.host, address.port, target._secret, packed)))
 
     def next_look(self, last_result: float | None) -> float | None:
         if self._broken:
@@ -159,6 +182,7 @@ class RemoteGroup:
             self._selector.close()
             self._channel.close()
             self._pool.give_back(self._node, self._problem, is_refused=bool(self._refusal))
+            self._end_transfers(self._problem or "the link has ended")
 
     def close(self) -> None:
         self.kill()
@@ -235,11 +259,28 @@ class RemoteGroup:
             self._note_ready(message)
         elif isinstance(message, GroupLost):
             raise self._lost(message.error)
+        elif isinstance(message, link.BlocksSent):
+            self._end_transfer(message)
         elif isinstance(message, link.Refused):
             self._refusal = message.reason
             raise AgentStartError(f"node {self._node.name} refused the model: {message.reason}")
         elif not isinstance(message, link.Beat):
             raise ProtocolError(f"the node sent {type(message).__name__}, although this server uses it already")
+
+    def _end_transfer(self, message: link.BlocksSent) -> None:
+        done = self._sending.pop(message.number, None)
+        if done is None:
+            raise ProtocolError(f"the node ended transfer {message.number}, which it did not have")
+        if message.error:
+            self._pool.event("blocks_not_sent", level="warning", node=self._node.name, reason=message.error)
+            done(TransferError(f"node {self._node.name}: {message.error}"))
+        else:
+            done(None)
+
+    def _end_transfers(self, reason: str) -> None:
+        sending, self._sending = self._sending, {}
+        for done in sending.values():
+            done(TransferError(f"node {self._node.name}: {reason}"))
 
     def _note_ready(self, message: GroupReady) -> None:
         if len(message.summaries) != len(self.members) or len(message.pids) != len(self.members):
@@ -252,6 +293,7 @@ class RemoteGroup:
         if (other := self._pool.arithmetic_difference(self._node, arithmetic)) is not None:
             self._refusal = other
             raise AgentStartError(f"node {self._node.name} is refused: {other}")
+        self._secret = message.secret
         self.is_ready = True
 
     def _lost(self, reason: str) -> AgentStartError | AgentLostError:

@@ -46,7 +46,6 @@ def _problem_of(roles: tuple[str, ...], num_replicas: int) -> str | None:
 def _obstacle(config: Config) -> str | None:
     """Returns the reason why the blocks of this model cannot be handed over, or None if they can."""
     reasons = {
-        "blocks of agents on other machines are not sent yet; use executor: local": config.parallel_config.is_remote,
         "blocks in the memory of a device are not handed over yet; use a CPU, or no roles": config.device != "CPU",
         f"{config.shape.architecture} has states that blocks do not contain; use no roles": (
             config.shape.delta is not None

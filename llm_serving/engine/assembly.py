@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llm_serving.engine.tokenizer import Tokenizer
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder
+    from llm_serving.handover.transport import BlockPools
     from llm_serving.images.pool import TilePool
     from llm_serving.ipc.tile_memory import TileMemory
     from llm_serving.kvstore.setup import KvTiers
@@ -147,6 +148,7 @@ def make_engine(
         standby=standby,
         images=_image_places(executors),
         observe=observe,
+        pools=_block_pools(config, executors),
     )
     if config.lora_config.adapters:
         from llm_serving.lora.loading import read_configured
@@ -175,6 +177,15 @@ def _tiers_of(config: Config, log: EventLog) -> KvTiers | None:
     from llm_serving.kvstore.setup import KvTiers
 
     return KvTiers(config, partial(log.warning, event="kv_tiers"))
+
+
+def _block_pools(config: Config, executors: Sequence[AgentExecutor]) -> BlockPools | None:
+    """Return the hand-over pools of replicas on nodes. None if the replicas share a pool or have no roles."""
+    if not config.parallel_config.is_remote or not config.num_hand_over_blocks:
+        return None
+    from llm_serving.cluster.block_pools import NodePools
+
+    return NodePools(executors)
 
 
 def _nodes_of(

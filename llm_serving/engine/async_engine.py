@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llm_serving.cluster.nodes import NodePool
 from llm_serving.cluster.standby import Standby
@@ -57,6 +58,9 @@ from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import EngineStatus
 
+if TYPE_CHECKING:
+    from llm_serving.handover.transport import BlockPools
+
 
 class AsyncEngine:
     """Runs an ``EngineCore`` in a thread of its own.
@@ -80,6 +84,7 @@ class AsyncEngine:
         images: TilePool | None = None,
         observe: ObserveCache | None = None,
         standby: Standby | None = None,
+        pools: BlockPools | None = None,
     ) -> None:
         """Creates the engine. ``executors`` has one executor for each replica of the model.
 
@@ -90,7 +95,8 @@ class AsyncEngine:
         ``nodes`` are the machines of the agents, or None if the agents are on this machine. With ``nodes``, the engine
         is ready as soon as one replica is ready. ``standby`` decides whether nodes are used. ``images`` are the places
         of the tiles of images, or None. ``observe`` returns the observer of a replica's prefix cache. The model
-        registry calls ``enter_service`` of these ``observers`` when the engine begins to serve.
+        registry calls ``enter_service`` of these ``observers`` when the engine begins to serve. ``pools`` are the
+        hand-over pools of replicas on several machines, or None.
         """
         self.nodes, self.standby, self.observe = nodes, standby, observe
         self.config = config
@@ -116,7 +122,7 @@ class AsyncEngine:
         """The places of the tiles of images. None if the model reads only text."""
         self.observers = [] if observe is None else [observe(index) for index in range(len(executors))]
         schedulers, self._recorders = make_schedulers(config, len(executors), self.observers, record)
-        self._core = self._made_core(schedulers, executors, detokenizer, log)
+        self._core = self._made_core(schedulers, executors, detokenizer, log, pools)
         self._questions = AgentQuestions(self._core, are_local=nodes is None)
         self._requests = RequestMaker(config, clock, self._core.note_traces)
         self.canary_wanted = asyncio.Event()
@@ -131,12 +137,13 @@ class AsyncEngine:
         executors: Sequence[Executor],
         detokenizer: DetokenizerFactory,
         log: EventLog,
+        pools: BlockPools | None,
     ) -> EngineCore:
         """Returns the core, which runs in the engine thread. With several replicas or nodes, it has a router."""
         config, is_clustered = self.config, self.nodes is not None
         routing = Routing(config.parallel_config.routing)
         router = (
-            Router(schedulers, routing, prefill_split(config, schedulers[0].limits))
+            Router(schedulers, routing, prefill_split(config, schedulers[0].limits, pools))
             if len(schedulers) > 1 or is_clustered
             else None
         )

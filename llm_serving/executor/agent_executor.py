@@ -95,6 +95,11 @@ class AgentExecutor:
         self._start_group()
 
     @property
+    def group(self) -> Group | None:
+        """The present run of the agents. None while there is none."""
+        return self._group
+
+    @property
     def num_free_slots(self) -> int:
         return len(self._steps.free_slots)
 

@@ -89,10 +89,6 @@ class AgentGroup:
     def pools(self) -> Sequence[HostPoolMemory]:
         return self.memory.pools
 
-    def answers(self, member: int) -> bool:
-        """Returns whether the agent ``member`` (its number in the group) writes the results of steps."""
-        return member == self._answering
-
     def sources(self) -> list[Source]:
         """Returns each agent's connection and the descriptor that becomes readable at its exit."""
         sources: list[Source] = []

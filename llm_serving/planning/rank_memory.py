@@ -214,12 +214,15 @@ def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def hand_over_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Returns the item of a rank's part of the hand-over pool, which all replicas share. Empty without roles."""
+    """Returns the item of a rank's part of the hand-over pool, which all replicas of a machine share. Empty without
+    roles.
+    """
     if not config.num_hand_over_blocks:
         return ()
+    parallel = config.parallel_config
     block_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size
-    num_bytes = block_bytes * config.num_hand_over_blocks // config.parallel_config.data_parallel
-    basis = f"{config.num_hand_over_blocks} blocks that move between {config.parallel_config.data_parallel} replicas"
+    num_bytes = block_bytes * config.num_hand_over_blocks // (parallel.agents_per_machine // parallel.group_size)
+    basis = f"{config.num_hand_over_blocks} blocks that move between {parallel.data_parallel} replicas"
     return (MemoryItem("hand-over pool", num_bytes, basis),)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from llm_serving.errors import LLMServingError
@@ -20,23 +19,11 @@ from llm_serving.ipc.shm import MoveKind
 from llm_serving.routing.placement import Placed, Role
 from llm_serving.routing.placer import Placer
 from llm_serving.routing.prefill_split import PrefillSplit
-from llm_serving.routing.replica import Entry, RoutedReplica
+from llm_serving.routing.replica import Entry, RoutedReplica, Trip
 from llm_serving.scheduler.hand_overs import Change, HandOverChange
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.telemetry.receipt import Phase
 from llm_serving.waiting.intake import Intake
-
-
-@dataclass(slots=True, eq=False)
-class Trip:
-    """A transfer of a request's blocks to the pool of the replica that will decode the request."""
-
-    entry: Entry
-    lease: Lease
-    target: RoutedReplica
-    began: float
-    is_void: bool = False
-    """True if the target was lost after the transfer had begun. Its pool then has no copy."""
 
 
 class HandOverDesk:

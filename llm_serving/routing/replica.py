@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llm_serving.kvcache.block_hash import hash_blocks, root_hash
@@ -13,7 +14,6 @@ from llm_serving.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from llm_serving.handover.pool import Lease
-    from llm_serving.routing.hand_over_desk import Trip
 
 
 class Entry:
@@ -126,6 +126,18 @@ class RoutedReplica:
         if num_ahead:
             is_open = is_open and survey.num_waiting_tokens < self._max_waiting_tokens
         return Candidate(self.index, survey.load, num_known * limits.block_size, fits, is_open)
+
+
+@dataclass(slots=True, eq=False)
+class Trip:
+    """A transfer of a request's blocks to the pool of the replica that will decode the request."""
+
+    entry: Entry
+    lease: Lease
+    target: RoutedReplica
+    began: float
+    is_void: bool = False
+    """True if the target was lost after the transfer had begun. Its pool then has no copy."""
 
 
 def _step_bounds(limits: SchedulerLimits) -> tuple[int, int]:

@@ -188,6 +188,10 @@ EVENTS: Mapping[str, LogEvent] = {
     "node_refused": LogEvent("A node has another program, model or arithmetic, and is not used.", _NODE),
     "node_draining": LogEvent("A node gets no more requests.", _NODE),
     "node_released": LogEvent("A replica uses a node no more, in order or after a loss.", _NODE),
+    "blocks_not_sent": LogEvent(
+        "A node could not send computed blocks to another node. Their request is computed again.",
+        {"node": "name of the sending node", "reason": "error of the transfer"},
+    ),
     "node_removed": LogEvent("A node was removed.", _NODE),
     "node_lookup_failed": LogEvent(
         "DNS did not say which addresses a name of `parallel_config.nodes` has. The nodes stay as they are.",

@@ -15,8 +15,8 @@ import pytest
 from llm_serving.handover.pool import HandOverPool
 from llm_serving.handover.threshold import FAILURES, PROBE_INTERVAL, PromptThreshold
 from llm_serving.handover.transport import BlockPools, BlockTransport, Done, Pairs, TransferError
-from llm_serving.routing.placement import Placed, Role
 from llm_serving.request import FinishReason
+from llm_serving.routing.placement import Placed, Role
 from llm_serving.routing.prefill_split import PrefillSplit
 from support.fakes import make_limits, make_request
 from support.handover_simulation import ROLES, play_hand_overs

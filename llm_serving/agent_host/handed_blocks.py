@@ -1,0 +1,127 @@
+"""The hand-over pools of a node's agents, and their blocks on the way to other nodes and from them.
+
+Only replicas with the role ``prefill`` or ``decode`` have these pools. A node receives blocks from other nodes on the
+port of its link, in connections of their own. Each connection has a thread, so no step waits for a transfer.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from llm_serving.cluster.key import ClusterKey
+from llm_serving.cluster.messages import SECRET_BYTES, BlocksSent, SendBlocks
+from llm_serving.config import Config
+from llm_serving.errors import LLMServingError, ProtocolError
+from llm_serving.handover.transport import PoolReceiver, TcpTransport
+from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
+
+CONNECT_TIMEOUT_S = 3.0
+MAX_ERROR_CHARACTERS = 1000
+
+
+class HandedBlocks:
+    """The pools of one run of the agents: one for each agent, in order of rank.
+
+    ``descriptor`` becomes readable when a transfer has ended, which ``take_sent`` then returns. Nodes that send blocks
+    here must know ``secret``. It belongs to this run, so a node cannot send blocks of an earlier run.
+    """
+
+    def __init__(self, layouts: Sequence[HandOverLayout], key: ClusterKey) -> None:
+        """Creates the pools. Raises OSError if /dev/shm is too small."""
+        self._key = key
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self._memories: list[HandOverMemory] = []
+        self._transports: dict[tuple[str, int, bytes], TcpTransport] = {}
+        self._sent: deque[BlocksSent] = deque()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            for layout in layouts:
+                self._memories.append(HandOverMemory.create(layout))
+        except BaseException:
+            self.unlink()
+            os.close(self.descriptor)
+            raise
+        self._receiver = PoolReceiver(self._memories, self.secret)
+
+    @classmethod
+    def of(cls, config: Config, key: ClusterKey) -> HandedBlocks | None:
+        """Creates the pools of a node with ``config``. Returns None if its replicas have no roles. Raises OSError."""
+        layouts = [HandOverLayout.of(config, rank) for rank in range(config.parallel_config.group_size)]
+        known = [layout for layout in layouts if layout is not None]
+        return cls(known, key) if known else None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the segments, which the agents map."""
+        return [memory.name for memory in self._memories]
+
+    def unlink(self) -> None:
+        """Removes the names of the segments. Call this method when the agents have mapped them."""
+        for memory in self._memories:
+            memory.unlink()
+
+    def receive(self, link: ssl.SSLSocket) -> None:
+        """Receives blocks through a connection until it ends. Runs in the connection's thread."""
+        self._receiver.serve(link)
+
+    def send(self, message: SendBlocks) -> None:
+        """Begins to send blocks to another node. ``take_sent`` later returns the end. Raises ProtocolError if a block
+        does not exist.
+        """
+        place = (message.host, message.port, message.secret)
+        transport = self._transports.get(place)
+        if transport is None or transport.is_closed:
+            self._forget_closed()
+            connect = partial(_connect, message.host, message.port, self._key)
+            transport = self._transports[place] = TcpTransport(self._memories, connect, message.secret)
+        try:
+            transport.transfer(message.pairs, partial(self._note_sent, message.number))
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+
+    def take_sent(self) -> list[BlocksSent]:
+        """Returns the transfers that have ended since the last call."""
+        os.eventfd_read(self.descriptor)
+        sent = []
+        while self._sent:
+            sent.append(self._sent.popleft())
+        return sent
+
+    def close(self) -> None:
+        """Ends all transfers. Waits until no thread writes to the pools, and removes them."""
+        for transport in self._transports.values():
+            transport.close()
+        self._receiver.close()
+        self.unlink()
+        with self._lock:
+            self._is_closed = True
+            os.close(self.descriptor)
+
+    def _note_sent(self, number: int, error: LLMServingError | None) -> None:
+        """Records the end of a transfer. The thread of a transport calls this method, perhaps after ``close``."""
+        text = "" if error is None else str(error)[:MAX_ERROR_CHARACTERS]
+        with self._lock:
+            if not self._is_closed:
+                self._sent.append(BlocksSent(number, text))
+                os.eventfd_write(self.descriptor, 1)
+
+    def _forget_closed(self) -> None:
+        self._transports = {place: one for place, one in self._transports.items() if not one.is_closed}
+
+
+def _connect(host: str, port: int, key: ClusterKey) -> socket.socket:
+    plain = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
+    try:
+        return key.blocks.wrap_socket(plain)
+    except BaseException:
+        plain.close()
+        raise

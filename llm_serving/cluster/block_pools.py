@@ -1,0 +1,42 @@
+"""The hand-over pools of replicas on nodes. Blocks travel from node to node, and not through the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llm_serving.cluster.remote_group import RemoteGroup
+from llm_serving.handover.transport import BlockTransport, Done, Pairs, TransferError
+
+if TYPE_CHECKING:
+    from llm_serving.executor.agent_executor import AgentExecutor
+
+
+class NodePools:
+    """The pools of ``executors``, whose agents are on nodes. Each pool ends with the agents of its replica."""
+
+    is_shared = False
+
+    def __init__(self, executors: Sequence[AgentExecutor]) -> None:
+        self._executors = executors
+
+    def transport(self, source: int, target: int) -> BlockTransport:
+        return NodeTransport(self._executors[source], self._executors[target])
+
+
+class NodeTransport:
+    """Asks the node of one replica to send blocks to the node of another one. Only the engine thread may use it."""
+
+    def __init__(self, source: AgentExecutor, target: AgentExecutor) -> None:
+        self._source, self._target = source, target
+
+    def transfer(self, pairs: Pairs, done: Done) -> None:
+        """See ``BlockTransport.transfer``. The engine thread calls ``done``."""
+        source, target = self._source.group, self._target.group
+        if not isinstance(source, RemoteGroup) or not isinstance(target, RemoteGroup):
+            done(TransferError("the agents of a replica were lost before its blocks were sent"))
+            return
+        source.send_blocks(target, pairs, done)
+
+    def close(self) -> None:
+        """Does nothing. The transfers end with the links of the nodes."""
