@@ -179,6 +179,12 @@ def test_a_pool_of_agents_goes_down_to_none_while_the_server_stays(tmp_path):
     outgoing = by_kind(found, "NetworkPolicy")["spec"]["egress"]
     assert [rule["ports"][0]["port"] for rule in outgoing] == [7450, 53]
     assert by_kind(found, "NetworkPolicy", "chat-agents")["spec"]["egress"] == []
+    assert len(by_kind(found, "NetworkPolicy", "chat-agents")["spec"]["ingress"][0]["from"]) == 1
+    roles = {**POOL, "settings": {"parallel_config.roles": "[prefill, decode, both]"}}
+    policy = by_kind(manifests(tmp_path, roles), "NetworkPolicy", "chat-agents")["spec"]
+    [outgoing] = policy["egress"]
+    assert outgoing["ports"] == [{"port": 7450, "protocol": "TCP"}]
+    assert outgoing["to"] == [policy["ingress"][0]["from"][1]], "pods with agents reach each other, and nothing else"
 
 
 @pytest.mark.parametrize(

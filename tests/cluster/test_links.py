@@ -8,6 +8,7 @@ import socket
 import ssl
 import struct
 
+import msgspec
 import pytest
 
 from llm_serving.cluster import messages as link
@@ -113,6 +114,26 @@ def test_a_wrong_frame_ends_the_link_and_not_the_node(make_node, key, frame):
         channel.close()
         break
     assert "the link is lost" in node.stderr()
+
+
+def test_a_node_sends_no_blocks_without_roles(make_node, key):
+    node = make_node()
+    channel, _ = dial(address_of(node), ClusterKey(str(key)))
+    message = link.SendBlocks(1, "127.0.0.1", node.port, bytes(32), link.pack_pairs([(0, 0)]))
+    channel.send(link.control(message))
+    channel._socket.setblocking(True)
+    read_all(channel._socket)
+    channel.close()
+    assert "wants to send blocks, and replicas have no roles" in node.stderr()
+    cut = link.read_at_node(link.control(msgspec.structs.replace(message, packed_pairs=bytes(12))))
+    with pytest.raises(ProtocolError, match="have 12 bytes"):
+        print(cut.pairs)
+
+
+def test_a_node_without_agents_receives_no_blocks(make_node, key):
+    with socket.create_connection(address_of(make_node())) as plain:
+        connection = ClusterKey(str(key)).blocks.wrap_socket(plain)
+        assert read_all(connection) == b""
 
 
 def test_a_message_for_agents_that_do_not_run_is_refused():

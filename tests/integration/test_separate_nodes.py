@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import mmap
 import os
 import signal
 import time
@@ -18,8 +17,9 @@ import numpy as np
 import pytest
 
 from llm_serving.config import load_config
-from llm_serving.ipc.hand_over_memory import STORED_HEADER_BYTES, Array, HandOverLayout
+from llm_serving.ipc.hand_over_memory import HandOverLayout
 from support.cluster import LinkProxy, NodeProcess, new_key
+from support.pool_memory import pool_memories
 from support.server_process import ServerProcess, running_server, shm_entries
 from support.time_limits import time_limit
 
@@ -160,31 +160,6 @@ def held_before_loading(split: Split, prompt: str) -> Iterator[concurrent.future
         answer.result()
 
 
-class PoolMemory:
-    """The hand-over pool of a node, which its process maps. The segment has no name any more."""
-
-    def __init__(self, node: NodeProcess, layout: HandOverLayout) -> None:
-        self._file, self._layout = Path(f"/proc/{node.pid}/mem"), layout
-        wanted = -(-layout.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        lines = Path(f"/proc/{node.pid}/maps").read_text().splitlines()
-        places = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines if "llm-serving-" in line]
-        [self._begin] = [begin for begin, end in places if end - begin == wanted]
-
-    def read(self) -> bytearray:
-        with self._file.open("rb", buffering=0) as memory:
-            memory.seek(self._begin)
-            return bytearray(memory.read(self._layout.num_bytes))
-
-    def write(self, content: bytearray) -> None:
-        with self._file.open("r+b", buffering=0) as memory:
-            memory.seek(self._begin)
-            assert memory.write(content) == len(content)
-
-    def headers(self, content: bytearray) -> Array:
-        """Returns the headers in ``content``, which ``read`` has returned: [blocks, STORED_HEADER_BYTES], uint8."""
-        return np.frombuffer(content, np.uint8, self._layout.first_block).reshape(-1, STORED_HEADER_BYTES)
-
-
 @pytest.fixture(scope="module")
 def layout(shallow_model: Path) -> HandOverLayout:
     """Returns the sizes of the hand-over pool of a node."""
@@ -197,7 +172,7 @@ def layout(shallow_model: Path) -> HandOverLayout:
 
 
 def test_a_flipped_bit_is_a_miss(split: Split, shallow_server: ServerProcess, layout: HandOverLayout) -> None:
-    prompt, pool = new_prompt("grey"), PoolMemory(split.node_of(1), layout)
+    prompt, [pool] = new_prompt("grey"), pool_memories(split.node_of(1).pid, layout)
     with held_before_loading(split, prompt) as answer:
         content = pool.read()
         written = np.flatnonzero(pool.headers(content).any(axis=1))
@@ -213,7 +188,7 @@ def test_blocks_of_an_earlier_hand_over_are_a_miss(
     split: Split, shallow_server: ServerProcess, layout: HandOverLayout
 ) -> None:
     """The blocks have the right numbers and good checksums, and their generation is old."""
-    pool = PoolMemory(split.node_of(1), layout)
+    [pool] = pool_memories(split.node_of(1).pid, layout)
     earlier, prompt = pool.read(), new_prompt("brown")
     with held_before_loading(split, prompt) as answer:
         differs = pool.headers(pool.read()) != pool.headers(earlier)

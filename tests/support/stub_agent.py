@@ -34,6 +34,8 @@ without end, or reports that it compiles and computes for ``COMPILE_S`` of proce
 COMPILE_S = 1.0
 
 
+BAD_BLOCK = 77
+"""A source block that the agents without results report as damaged, 0.2 s after the agent with results has replied."""
 ANALYSIS_S = 0.2
 """Seconds of processor time of the process that analyses a profile."""
 
@@ -141,6 +143,9 @@ class StubRunner:
         return StepCost(11 + self._member, 22 * self._answers)
 
     def run_moves(self, slot: StepSlot) -> StepCost:
+        if BAD_BLOCK in slot.moves[1 : 3 * slot.num_moves : 3].tolist() and not self._answers:
+            time.sleep(0.2)
+            slot.move_faults[slot.moves[1 : 3 * slot.num_moves : 3].tolist().index(BAD_BLOCK)] = 1
         return StepCost(33 * slot.num_moves)
 
     def reset(self) -> None:

@@ -1,0 +1,113 @@
+"""Tests transfers of handed blocks between two nodes with stub agents: real processes, and TLS on the loopback address.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from llm_serving.cluster.block_pools import NodePools
+from llm_serving.cluster.messages import MAX_SENT_BLOCKS
+from llm_serving.executor.base import AgentLost, AgentReady
+from llm_serving.handover.header import HEADER_BYTES
+from llm_serving.handover.transport import TransferError
+from llm_serving.ipc.hand_over_memory import HandOverLayout
+from llm_serving.ipc.shm import MoveKind
+from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind
+from support.executor_steps import events_until, prefill, results
+from support.pool_memory import pool_memories
+from support.small_configs import small_config
+from support.stub_agent import BAD_BLOCK, stub_token
+from support.time_limits import time_limit
+
+ROLES = (
+    *("parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]"),
+    *("parallel_config.tensor_parallel=2", "serving_config.agent_restart_limit=5"),
+)
+
+
+class Pair:
+    """A prefill and a decode replica, each with two agents on a node."""
+
+    def __init__(self, make_node, make_executor, pool, folder):
+        self.nodes = [make_node() for _ in range(2)]
+        self.executors = []
+        for replica, node in enumerate(self.nodes):
+            pool.add(node.address)
+            self.executors.append(make_executor(*ROLES, replica=replica))
+            events_until(self.executors[-1], AgentReady)
+        self.pools = NodePools(self.executors)
+        layout = HandOverLayout.of(small_config(folder, ROLES), 0)
+        self.memories = [pool_memories(node.pid, layout) for node in self.nodes]
+        self.num_blocks = layout.num_blocks
+
+    def begin(self, pairs):
+        """Begins a transfer. Returns a list that gets its error."""
+        ended = []
+        self.pools.transport(0, 1).transfer(pairs, ended.append)
+        return ended
+
+    def wait(self, ended):
+        until = time.monotonic() + time_limit(20)
+        while not ended:
+            assert time.monotonic() < until
+            self.executors[0].poll(0.05)
+        [error] = ended
+        return error
+
+
+@pytest.fixture
+def pair(make_node, make_executor, pool, tmp_path):
+    return Pair(make_node, make_executor, pool, tmp_path)
+
+
+def test_blocks_of_all_agents_travel_from_node_to_node(pair):
+    rng, written = np.random.default_rng(0), []
+    assert [len(memories) for memories in pair.memories] == [2, 2]
+    for memory in pair.memories[0]:
+        memory.write(rng.bytes(len(memory.read())))
+        written.append(memory.read())
+    for pairs in ([(1, 1), (4, 4)], [(2, 2)]):
+        assert pair.wait(pair.begin(pairs)) is None
+    found = [memory.read() for memory in pair.memories[1]]
+    memory, blocks = pair.memories[0][0], [1, 2, 4]
+    for part in (memory.headers, memory.blocks):
+        sent = sorted(part(content)[blocks].tobytes() for content in written)
+        assert sorted(part(content)[blocks].tobytes() for content in found) == sent
+        assert not any(np.delete(part(content), blocks, axis=0).any() for content in found)
+
+
+def test_a_transfer_to_a_dead_node_fails_and_the_sender_serves_on(pair):
+    pair.nodes[1].send_signal(signal.SIGKILL)
+    error = pair.wait(pair.begin([(1, 1)]))
+    assert isinstance(error, TransferError)
+    assert "could not be sent" in str(error)
+    pair.executors[0].submit(prefill(0, 5, row=3))
+    assert results(pair.executors[0], 1)[0].sampled_ids == [stub_token(1, 3)]
+    events_until(pair.executors[1], AgentLost)
+    assert "were lost before" in str(pair.wait(pair.begin([(1, 1)])))
+
+
+def test_a_transfer_from_a_dead_node_fails(pair):
+    pair.nodes[0].send_signal(signal.SIGSTOP)
+    ended = pair.begin([(1, 1)])
+    pair.nodes[0].send_signal(signal.SIGKILL)
+    assert isinstance(pair.wait(ended), TransferError)
+
+
+def test_wrong_transfers_are_refused(pair):
+    assert f"at most {MAX_SENT_BLOCKS}" in str(pair.wait(pair.begin([(0, 0)] * (MAX_SENT_BLOCKS + 1))))
+    assert isinstance(pair.wait(pair.begin([(0, pair.num_blocks)])), TransferError), "the receiver ends the connection"
+    assert pair.wait(pair.begin([(0, 0)])) is None, "the next transfer has a new connection"
+    assert isinstance(pair.wait(pair.begin([(pair.num_blocks, 0)])), TransferError), "the node ends the link"
+
+
+def test_the_last_agent_may_report_a_damaged_block(pair):
+    """The agent with the results replies first. Its reply must not carry the results of the step alone."""
+    moves = [BlockMove(MoveKind.HAND_IN, block, 1) for block in (3, BAD_BLOCK)]
+    pair.executors[1].submit(ScheduledStep(0, StepKind.MOVE, moves=moves, headers=[bytes(HEADER_BYTES)] * 2))
+    [result] = results(pair.executors[1], 1)
+    assert result.bad_moves == [1]
