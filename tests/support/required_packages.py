@@ -1,0 +1,45 @@
+"""Gives an environment only the packages that llm-serving requires, without a download."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import Distribution, PathDistribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+
+def link_requirements(site: Path) -> None:
+    """Links the packages that the installed llm-serving requires into ``site``, the site-packages of an environment.
+
+    The packages are those of the environment that runs the tests. A package that llm-serving does not require is
+    missing in ``site``, even if the tests need it.
+    """
+    (metadata,) = site.glob("llm_serving-*.dist-info")
+    linked: set[tuple[str, str]] = set()
+    waiting: list[tuple[Distribution, str]] = [(PathDistribution(metadata), "")]
+    while waiting:
+        package, extra = waiting.pop()
+        for requirement in map(Requirement, package.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                for wanted in {"", *requirement.extras} - {each for name, each in linked if name == requirement.name}:
+                    linked.add((requirement.name, wanted))
+                    waiting.append((link_package(requirement.name, site), wanted))
+
+
+def link_package(name: str, site: Path) -> Distribution:
+    """Links the files of one package of the tests' environment into ``site``. Returns the package."""
+    package = distribution(name)
+    for file in package.files or ():
+        if file.parts[0] != ".." and not (site / file).exists():
+            (site / file).parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(Path(str(package.locate_file(file))), site / file)
+    return package
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Makes a hard link, or a copy on another file system. Agents may not read the target of a symbolic link."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copy(source, target)
