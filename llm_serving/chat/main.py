@@ -20,12 +20,13 @@ from llm_serving.config.serving_section import DEFAULT_SERVER_PORT
 
 EXIT_USAGE = 2
 API_KEY_VARIABLE = "LLM_SERVING_API_KEY"
-DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_SERVER_PORT}"
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_SERVER_PORT}"
 
 _EXAMPLES = """\
 examples:
   %(prog)s
-      talk to the server on this machine
+      talk to the server on this machine; --port N if it has another port
   %(prog)s --model /models/llama --quantize int8
       start a server for the chat, and stop it at the end
   %(prog)s --url https://llm.example:8443 --system "Answer in one sentence."
@@ -43,17 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     options = _server_options(arguments)
-    if options and arguments.url is not None:
-        parser.error("--url is for a server that runs; it cannot be combined with options of a new one")
+    given = [f"--{name}" for name in ("url", "host", "port") if getattr(arguments, name) is not None]
+    if options and given:
+        parser.error(f"{given[0]} is for a server that runs; it cannot be used with options of a new one")
+    if "--url" in given and len(given) > 1:
+        parser.error(f"{given[1]} is a part of --url; give only one of them")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     try:
         with ExitStack() as owned:
-            url = owned.enter_context(started_server(options)) if options else arguments.url or DEFAULT_URL
+            url = owned.enter_context(started_server(options)) if options else _address(arguments)
             _chat(arguments, url)
     except ChatError as error:
         sys.stderr.write(f"error: {error}\n")
-        if not options and arguments.url is None:
+        if not options and not given:
             sys.stderr.write("start a server with llm-serving serve, or add --model FOLDER_OR_FILE to start one here\n")
         return EXIT_USAGE
     except KeyboardInterrupt:
@@ -70,6 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--url", help=f"address of the server (default: {DEFAULT_URL})")
+    parser.add_argument("--host", help=f"instead of --url: host of the server (default: {DEFAULT_HOST})")
+    parser.add_argument(
+        "--port", type=int, metavar="N", help=f"instead of --url: port of the server (default: {DEFAULT_SERVER_PORT})"
+    )
     parser.add_argument("--name", help="name of the model at the server (default: its first model)")
     parser.add_argument(
         "--api-key",
@@ -91,6 +99,13 @@ def _server_options(arguments: argparse.Namespace) -> list[str]:
             options += [f"--{name}", value]
     options += ["--offline"] if options and arguments.offline else []
     return options + [word for override in arguments.overrides for word in ("--set", override)]
+
+
+def _address(arguments: argparse.Namespace) -> str:
+    """Returns the URL of the server that runs."""
+    host = arguments.host or DEFAULT_HOST
+    port = DEFAULT_SERVER_PORT if arguments.port is None else arguments.port
+    return arguments.url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _chat(arguments: argparse.Namespace, url: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from llm_serving.chat.client import ChatClient, ChatError
 from llm_serving.chat.conversation import AnswerTimes, Conversation, printable
+from llm_serving.chat.main import main
 from llm_serving.errors import LLMServingError
 from support.chat_terminal import CTRL_C, CTRL_D, chat_terminal
 from support.fake_openai_server import Reply, fake_openai_server
@@ -23,7 +24,11 @@ JAPAN = "What is the capital of Japan?"
 
 
 def one_shot(url: str, text: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llm_serving", "chat", "--url", url, *options]
+    return chat("--url", url, *options, text=text)
+
+
+def chat(*options: str, text: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llm_serving", "chat", *options]
     return subprocess.run(
         command, input=text, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=time_limit(60)
     )
@@ -140,6 +145,26 @@ def test_without_a_server_the_chat_says_what_to_do(monkeypatch: pytest.MonkeyPat
     assert done.returncode == 2
     assert "no-such.yaml: no such config file" in done.stderr
     assert done.stderr.endswith("error: the server did not start; its message is above\n")
+
+
+def test_host_and_port_stand_for_a_url() -> None:
+    with fake_openai_server(lambda index, body: Reply(tokens=2)) as fake:
+        done = chat("--port", str(fake.port), text="one\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(" token0 token1\n[2 tokens")
+    done = chat("--host", "::1", "--port", "9", text="one\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no server responds at http://[::1]:9: ")
+
+
+@pytest.mark.parametrize("other", [("--url", "http://127.0.0.1:9"), ("--config", "llama_tiny_cpu.yaml")])
+def test_a_port_is_not_used_with_a_url_or_with_a_new_server(
+    other: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--port", "9", *other])
+    assert caught.value.code == 2
+    assert "error: --port is " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port"])
