@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from agent.backends.runtime import start_runtime, start_without_mindspore
 from agent.drafting.making import make_drafter
 from agent.group.exchange import Exchange
@@ -26,7 +24,6 @@ from agent.mask_gate import LogitBias, MaskGate
 from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
 from agent.model_summary import describe_fusions, describe_model
 from agent.pooling.pooler import Pooler
-from agent.pooling.weights import read_pooling_weights
 from agent.profiling import Profiling
 from agent.row_check import RowCheck
 from agent.run_ahead.last_tokens import GroupTokens, LastTokens, OwnTokens
@@ -34,15 +31,13 @@ from agent.run_ahead.steps import StepsAhead
 from agent.sampler import Sampler, find_candidates
 from agent.scores import DeviceScores, StepLogits, cost_of_step
 from agent.step_cost import StepCost
+from agent.step_entry import StepEntry
 from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.stored_program.start import StoredStart
 from agent.stored_program.store import ProgramStore
-from agent.vision.rotary_rows import RotaryRows
-from agent.vision.rows import ImageRows
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
 from agent.weights.cache.folder import WeightCache
-from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
@@ -94,7 +89,7 @@ class ModelRunner:
         self._starts_stored = False
         self._start_runtime = partial(start_runtime, config, rank)
         self._start(config, rank, keeps_files=keeps_files)
-        self._pooler = self._made_pooler(config)
+        self._pooler = Pooler.of_agent(config, self._part)
         self._config = config = self._part.narrow(config)
         self._report = report
         self.wait_for_masks: Callable[[int], Mapping[int, LogitBias]] = MaskGate().wait
@@ -112,16 +107,13 @@ class ModelRunner:
         if exchange is not None:
             self._exchange = Exchange(exchange, self._part, config.serving_config.step_timeout_s)
             self._last_tokens = SharedLastTokens(self._exchange, self._part, self._sampler.rows)
-        self._stream = self._made_stream(config)
+        self._entry = StepEntry(config, self._part, self._exchange, self._last_tokens)
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None
         self._adapters: AdapterStore | None = None
         self._drafter = make_drafter(config, rank)
         self.ahead: StepsAhead | None = None
         """Launches steps ahead, if the device supports this. None otherwise, and before ``load``."""
-        self._images: ImageRows | None = None
-        self._rotary: RotaryRows | None = None
-        """Fills the rotary rows in later stages of a pipeline. None in the first stage."""
         self.tiles: TileMemory | None = None
         """The tiles of images in shared memory. None if the model reads no images. Set it before ``load``."""
         self.host_pool: HostPoolMemory | None = None
@@ -157,25 +149,6 @@ class ModelRunner:
             config.max_num_seqs, config.max_model_len, vocab_size, lambda seq: self.wait_for_masks(seq), processors
         )
 
-    def _made_stream(self, config: Config) -> Array:
-        """Returns the array for the hidden states that the previous stage of the pipeline sends.
-
-        Its shape is [tokens of the largest step, hidden size]. In the first stage, the array is empty.
-        """
-        if self._part.shard.is_first_stage:
-            return np.empty((0, 0))
-        shape = (config.max_num_batched_tokens, config.shape.hidden_size)
-        return np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
-
-    def _made_pooler(self, config: Config) -> Pooler | None:
-        """Returns the object that pools hidden states, or None if this agent does not pool. ``config`` has the sizes of
-        the whole model.
-        """
-        if config.pooling is None or not (self._part.pools and self._part.returns_results):
-            return None
-        weights = read_pooling_weights(config, config.pooling)
-        return Pooler(config.pooling, weights, config.max_num_seqs, config.model_config.model_dtype)
-
     def load(self) -> None:
         """Builds the model, loads its weights and allocates its KV cache. Raises CheckpointError or AgentStartError."""
         start = time.perf_counter()
@@ -188,11 +161,11 @@ class ModelRunner:
         )
         if self._drafter is not None:
             self._drafter.load(lambda done, of: self._report("load the draft model", done, of), self._model)
-        elif self._model.ops.takes_rows:
-            self._images = ImageRows.load(self._config, self._model, self.tiles)
-        elif self._model.ops.rotary_rows is not None:
-            self._rotary = RotaryRows(self._config, self._model.ops.rotary_rows)
-        elif self._model.ops.traits.runs_ahead and self._part.may_run_ahead:
+        elif (
+            not self._entry.load(self._model, self.tiles)
+            and self._model.ops.traits.runs_ahead
+            and self._part.may_run_ahead
+        ):
             reader = StepReader(self._config, self._config.max_num_seqs)
             self._readers.append(reader)
             self.ahead = StepsAhead(self, reader, self._made_last_tokens())
@@ -252,8 +225,7 @@ class ModelRunner:
             self._run_largest_steps()
         if self._drafter is not None:
             self._drafter.warm_up()
-        if self._images is not None:
-            self._images.warm_up()
+        self._entry.warm_up()
         self.run_moves(make_moves(self._config))
         self.reset()
         self._model.kv_cache.pages.allocate_rest()
@@ -324,8 +296,7 @@ class ModelRunner:
         if self._pooler is not None:
             return self._run_pooled(slot, inputs, self._pooler, start)
         try:
-            entry = inputs.token_ids if self._images is None else self._images.entry(slot, inputs)
-            scores = self._graph.run(inputs, entry)
+            scores = self._graph.run(inputs, self._entry.of_step(inputs, slot))
             computed = time.perf_counter_ns()
             self._sample(scores, slot)
         except RuntimeError as error:
@@ -445,7 +416,7 @@ class ModelRunner:
         assert last_tokens is not None
         assert graph is not None, "compile() must come before any step"
         try:
-            stream = graph.run_stage(inputs, self._entry(inputs, slot)) if self._part.pools else None
+            stream = graph.run_stage(inputs, self._entry.of_step(inputs, slot)) if self._part.pools else None
             scores = self._compute_in_group(inputs, slot) if stream is None else None
             computed = time.perf_counter_ns()
             try:
@@ -484,7 +455,7 @@ class ModelRunner:
         """
         assert self._exchange is not None
         assert self._graph is not None
-        entry = self._entry(inputs, slot)
+        entry = self._entry.of_step(inputs, slot)
         if self._part.shard.is_last_stage:
             return self._graph.run(inputs, entry)
         self._exchange.send(self._graph.run_stage(inputs, entry))
@@ -505,44 +476,11 @@ class ModelRunner:
             again = self._compute_in_group(inputs, None)
         else:
             assert self._graph is not None
-            entry = inputs.token_ids if self._images is None else self._images.embedded(inputs)
-            again = self._graph.run(inputs, entry)
+            again = self._graph.run(inputs, self._entry.of_step(inputs, None))
         if isinstance(again, DeviceScores):
             again.wait()  # an agent that compares would wait in its fetch; the other agents fetch nothing
         if again is not None:
             check.compare(again)
-
-    def _entry(self, inputs: StepInputs, slot: StepSlot | None) -> Array:
-        """Returns the first input of the graph.
-
-        In the first stage, this is the token ids [tokens]. In later stages, it is the residual stream [tokens,
-        hidden_size], for which this method waits.
-        """
-        assert self._exchange is not None
-        assert self._last_tokens is not None
-        if self._part.shard.is_first_stage:
-            self._last_tokens.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
-            return self._first_entry(inputs, slot)
-        if self._rotary is not None:
-            _fill_rotary(self._rotary, inputs, slot)
-        stream: Array = self._stream[: inputs.token_ids.size]
-        self._exchange.receive(stream)
-        return stream
-
-    def _first_entry(self, inputs: StepInputs, slot: StepSlot | None) -> Array:
-        """Returns the first input of the graph of the first stage. Raises RuntimeError if a tile is not valid.
-
-        At this point, the step can no longer be refused, because the other agents already wait for this agent's
-        activations.
-        """
-        if self._images is None:
-            return inputs.token_ids
-        if slot is None:
-            return self._images.embedded(inputs)
-        try:
-            return self._images.entry(slot, inputs)
-        except ProtocolError as problem:
-            raise RuntimeError(str(problem)) from problem
 
     def _made_graph(self) -> StepGraph:
         """Compiles a new graph with MindSpore and returns it."""
@@ -566,21 +504,6 @@ class ModelRunner:
         )
         graph.compile()
         return graph
-
-
-def _fill_rotary(rotary: RotaryRows, inputs: StepInputs, slot: StepSlot | None) -> None:
-    """Fills the rotary rows of a later stage. ``slot`` is None if the row check computes a step again.
-
-    Raises RuntimeError if a position is not valid. The step can no longer be refused, because the other agents of the
-    group have accepted it.
-    """
-    if slot is None:
-        rotary.gather(inputs)
-        return
-    try:
-        rotary.fill(slot, inputs)
-    except ProtocolError as problem:
-        raise RuntimeError(str(problem)) from problem
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -80,7 +80,7 @@ class Browser:
         self._call("POST", f"/element/{self._find(selector)}/value", {"text": text})
 
     def press(self, *keys: str) -> None:
-        """Press keys together, in the element with the focus. A key is a name in ``KEYS`` or a character."""
+        """Presses keys together, in the element with the focus. A key is a name in ``KEYS`` or a character."""
         codes = [KEYS.get(key, key) for key in keys]
         actions = [{"type": "keyDown", "value": code} for code in codes]
         actions += [{"type": "keyUp", "value": code} for code in reversed(codes)]

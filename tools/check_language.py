@@ -73,7 +73,7 @@ REJECTED = [
     Rejected(r"\bwhat (it|they|one|he) (is|are|was|were) (made|asked|given)\b", "name the noun"),
     Rejected(r"\band so (does|do|is|are|has|have|it is)\b", "also; write a second sentence"),
     # Functions are described in the third person.
-    Rejected(r"^(?-i:Return|Yield|Raise) ", "Returns, Yields, Raises"),
+    Rejected(r"^(?-i:Return|Yield|Raise|Pass)\b(?! values)", "Returns, Yields, Raises"),
     # Phrases with inverted word order or without a verb.
     Rejected(r"^What \w[^?]*$", "start with the noun that 'what' stands for"),
     Rejected(r"^(Of|Those|That of|Those of) ", "start with the subject"),

@@ -9,9 +9,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from agent.pooling.weights import Floats, PoolingWeights
+from agent.group.model_part import ModelPart
+from agent.pooling.weights import Floats, PoolingWeights, read_pooling_weights
 from agent.step_inputs import StepInputs
 from agent.weights.storage import Array, to_float32
+from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import NOT_FINITE, StepSlot
 from llm_serving.model.pooling import LAST, WEIGHTED_MEAN, Pooling
@@ -34,6 +36,17 @@ class Pooler:
         """Number of tokens in the sum of each batch row."""
         self._hidden: Floats = np.zeros(weights.norm.size, np.float32)
         self._checks_order = False
+
+    @classmethod
+    def of_agent(cls, config: Config, part: ModelPart) -> Pooler | None:
+        """Returns the object that pools hidden states in an agent, or None if this agent does not pool.
+
+        ``config`` has the sizes of the whole model. Raises CheckpointError if a weight is missing or wrong.
+        """
+        if config.pooling is None or not (part.pools and part.returns_results):
+            return None
+        weights = read_pooling_weights(config, config.pooling)
+        return cls(config.pooling, weights, config.max_num_seqs, config.model_config.model_dtype)
 
     def reset(self) -> None:
         """Clears the sums of all batch rows. After this call, the chunks of a prompt must arrive without gaps.

@@ -389,7 +389,7 @@ def _beat(channel: SecureChannel, *, is_due: bool) -> str | None:
         if frames is None:
             return "the node closed the link"
         if any(not isinstance(messages.read_at_server(each), Beat) for each in frames):
-            return "a free node sent something else than signs of life"
+            return "a free node sent a message that is not a sign of life"
         if is_due:
             channel.send(BEAT)
     except (OSError, ProtocolError) as error:

@@ -181,7 +181,7 @@ def check_shadow(raw: RawConfig, config: Config) -> None:
         return
     problem = ""
     if name not in {model.name for model in config.models_config.models or ()}:
-        problem = "is none of models_config.models; add it there"
+        problem = "is not in models_config.models; add it there"
     elif not config.serving_config.structured_outputs:
         problem = "scores tokens with masks; set serving_config.structured_outputs: true"
     elif config.pooling is not None:

@@ -111,7 +111,7 @@ class AgentQuestions:
             self._adapter = None
 
     def take(self, answer: ProbeAnswer | ProfileAnswer | AdapterAnswer) -> None:
-        """Pass an answer of the engine thread to the call that waits for it."""
+        """Passes an answer of the engine thread to the call that waits for it."""
         if isinstance(answer, ProbeAnswer):
             self._end_probes(is_answered=True)
         elif isinstance(answer, ProfileAnswer):

@@ -478,7 +478,7 @@ class AsyncEngine:
             self._receipts.add(receipt_of(opened.request, self._clock(), timings))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Pass outputs from the engine thread to the event loop.
+        """Passes outputs from the engine thread to the event loop.
 
         Called once or twice in each loop iteration of the engine.
         """
@@ -487,7 +487,7 @@ class AsyncEngine:
         self._loop.call_soon_threadsafe(self._take, outputs)
 
     def _take(self, outputs: list[EngineOutput]) -> None:
-        """Pass each output to the sink of its request."""
+        """Passes each output to the sink of its request."""
         for output in outputs:
             if isinstance(output, ProbeAnswer | ProfileAnswer | AdapterAnswer):
                 self._questions.take(output)

@@ -130,7 +130,7 @@ class EngineCore:
     # Any thread may call the following methods.
 
     def note_traces(self) -> None:
-        """Pass the times of steps to the traces of requests from now on. Any thread may call this method."""
+        """Passes the times of steps to the traces of requests from now on. Any thread may call this method."""
         for replica in self._replicas:
             replica.has_traces = True
 
@@ -423,7 +423,7 @@ class EngineCore:
         self._log.event("agent_ready", summary=dict(event.summary), **replica.log_fields)
 
     def _lose_agent(self, replica: Replica, event: AgentLost, now: float) -> None:
-        """Void all steps in flight of a replica whose agents were lost. Its requests are computed again, on this or
+        """Voids all steps in flight of a replica whose agents were lost. Its requests are computed again, on this or
         another replica.
 
         The engine and the server end in two cases: no replica can be restarted, or the lost replica was never ready and

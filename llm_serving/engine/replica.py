@@ -110,7 +110,7 @@ class Replica:
         )
 
     def take_result(self, result: StepResult, now: float) -> list[RequestOutput]:
-        """Process the result of a step. Returns the next pieces of the requests in the step."""
+        """Processes the result of a step. Returns the next pieces of the requests in the step."""
         try:
             updates = self.scheduler.update(result, now)
         except ProtocolError as error:
@@ -227,7 +227,7 @@ class Replica:
             self.store.open(pool_of(self.executor.host_pools()))
 
     def note_host_overhead(self, now: float, clock: Callable[[], float]) -> None:
-        """For each completed step, report to the metrics how long the device waited for the next step.
+        """For each completed step, reports to the metrics how long the device waited for the next step.
 
         ``now`` is the engine time at which ``poll`` returned the results.
         """
@@ -256,7 +256,7 @@ class Replica:
                 self.executor.abort(seq)
 
     def lose(self, now: float, *, final: bool, blameless: bool, distrusted: bool = False) -> None:
-        """Void every step in flight because the agents were lost. The requests of these steps wait to be computed
+        """Voids every step in flight because the agents were lost. The requests of these steps wait to be computed
         again.
 
         ``final``: the agents are not restarted. ``blameless``: no request caused the loss.

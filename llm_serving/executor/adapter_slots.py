@@ -74,7 +74,7 @@ class AdapterSlots:
         self._loading, self._unanswered = None, 0
 
     def take(self, reply: messages.AdapterLoaded) -> AdapterAnswered | None:
-        """Process the reply of one agent. After the last reply to ``load``, returns the event with the result.
+        """Processes the reply of one agent. After the last reply to ``load``, returns the event with the result.
 
         Raises AgentLostError if restarted agents cannot load an adapter that the lost agents had.
         """

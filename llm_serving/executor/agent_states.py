@@ -97,7 +97,7 @@ class AgentStates:
         self._replies.clear()
 
     def add(self, member: int, reply: StatusReply, members: Sequence[Member]) -> AgentStatus | None:
-        """Process the reply of the agent with number ``member`` in the group.
+        """Processes the reply of the agent with number ``member`` in the group.
 
         Returns the status of all agents after the last missing reply, otherwise None.
         """

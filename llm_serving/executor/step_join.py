@@ -30,7 +30,7 @@ class StepJoin:
         """The reason why the group cannot continue. None while it can continue."""
 
     def add(self, member: int, reply: StepDone | StepFailed) -> StepDone | StepFailed | None:
-        """Process an agent's reply. ``member`` is its number in the group.
+        """Processes an agent's reply. ``member`` is its number in the group.
 
         Returns None until the last reply. Then returns one reply for the whole group, with the longest times of all
         agents. If one agent failed, the step has failed. Raises AgentLostError if an agent replies twice, or if the

@@ -144,7 +144,7 @@ class StepSlots:
         )
 
     def take(self, member: int, reply: StepDone | StepFailed) -> StepResult | None:
-        """Process an agent's reply. ``member`` is its number in the group. Returns the result after the last reply.
+        """Processes an agent's reply. ``member`` is its number in the group. Returns the result after the last reply.
 
         Raises AgentLostError if the step is not in flight in that slot, or the reply contradicts another reply.
         """

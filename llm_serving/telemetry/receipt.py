@@ -85,7 +85,7 @@ class WaitingLine:
             self._reason = None
 
     def total(self, now_us: int) -> dict[BlockReason, int]:
-        """Return, for each reason, the microseconds for which it has blocked the queue up to ``now_us``."""
+        """Returns, for each reason, the microseconds for which it has blocked the queue up to ``now_us``."""
         total, reason = self._blocked_us.copy(), self._reason
         if reason is not None:
             total[reason] = total.get(reason, 0) + max(0, now_us - self._since)

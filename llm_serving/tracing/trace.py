@@ -126,7 +126,7 @@ class HttpTrace:
         return self._began_ns + max(0, round((seconds - self._began) * 1e9))
 
     def emit(self, spans: Sequence[SpanRecord]) -> None:
-        """Pass spans to the exporter. This method does not block."""
+        """Passes spans to the exporter. This method does not block."""
         self._sink(spans)
 
     def end(self, now: float) -> None:

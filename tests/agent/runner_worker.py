@@ -460,7 +460,7 @@ def main() -> None:
         result["digest"] = weights_digest(folder)
         results["models"][name] = result
         if name == "gqa_tied":
-            results |= {"rows": run_rows(driver), "stages": driver.stages}
+            results |= {"rows": run_rows(driver), "stages": list(driver.stages)}
             # Only one setup runs the invalid steps, because MindSpore waits 3 seconds after a failed graph.
             if (weights, kv) == ("auto", "auto"):
                 results["refusals"] = run_refusals(driver)

@@ -106,7 +106,7 @@ CASES = [
     Case(
         "candidate that is no model",
         with_section("shadow_config: {model: next}"),
-        f"{FILE}: shadow_config.model = 'next': is none of models_config.models; add it there",
+        f"{FILE}: shadow_config.model = 'next': is not in models_config.models; add it there",
     ),
     Case(
         "linear attention with KV tiers",

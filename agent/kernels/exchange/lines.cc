@@ -57,12 +57,12 @@ int wait_for(const char* op, FlagLine* line, uint32_t target, std::atomic<uint32
     line->sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (has_reached(*line, target)) return 0;
     if (down->load(std::memory_order_acquire) != 0) {
-      refuse_text(op, "an agent of this group is gone");
+      refuse_text(op, "another agent of this group has ended");
       return kGroupDown;
     }
     if (Clock::now() >= deadline) {
       down->store(1, std::memory_order_release);
-      refuse_text(op, "another agent of this group has not come within %lld ms", static_cast<long long>(timeout_ms));
+      refuse_text(op, "another agent of this group did not arrive within %lld ms", static_cast<long long>(timeout_ms));
       return kGroupDown;
     }
   }

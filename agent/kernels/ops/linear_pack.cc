@@ -255,7 +255,7 @@ static int check_parts(const char* op, const void* blob, int64_t bytes) {
     const PackedWeightHeader& header = header_of(part);
     if (header.parts != 0 || header.gated != 0 || header.format != whole.format || header.columns != whole.columns ||
         header.static_inputs != 0 || (i > 0 && header.biased != 0)) {
-      return refuse_text(op, "part %d of the packed weight does not go with the whole", i);
+      return refuse_text(op, "part %d of the packed weight does not fit the whole weight", i);
     }
     depth += header.depth;
     part = static_cast<const char*>(next_part(part));
@@ -326,11 +326,13 @@ int check_linear(const char* op, const LinearArgs& args) {
     return refuse_text(op, "the gated epilogue needs a weight packed as gated");
   }
   if (args.best_ids != nullptr && (args.epilogue != Epilogue::kStoreFloat || header.gated != 0)) {
-    return refuse_text(op, "the arg-max goes with the float store of an ungated weight only");
+    return refuse_text(op, "best_ids needs the epilogue kStoreFloat and a weight that is not gated");
   }
-  if (args.out == nullptr && args.best_ids == nullptr) return refuse_text(op, "there is nowhere to write to");
+  if (args.out == nullptr && args.best_ids == nullptr) {
+    return refuse_text(op, "out and best_ids are null, so the call has no result");
+  }
   if (args.quantized != nullptr && !wants_quantized_rows(args.weight)) {
-    return refuse_text(op, "quantised rows do not go with weight format %d", static_cast<int>(header.format));
+    return refuse_text(op, "weight format %d takes no quantised rows", static_cast<int>(header.format));
   }
   return 0;
 }

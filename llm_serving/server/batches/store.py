@@ -219,7 +219,7 @@ class BatchStore:
         return batch
 
     def waiting_batches(self) -> list[Batch]:
-        """Return, for each tenant, the oldest batch that has not ended, in order of age. The oldest batch comes
+        """Returns, for each tenant, the oldest batch that has not ended, in order of age. The oldest batch comes
         first."""
         oldest = []
         for tenant in self._tenants.values():

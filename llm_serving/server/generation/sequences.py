@@ -178,7 +178,7 @@ class Generation:
         return receipt_json(self.request_id, receipts)
 
     async def open(self, sink: PieceSink, *, streamed: bool) -> None:
-        """Pass all choices to the engine, which passes the pieces of their outputs to ``sink``.
+        """Passes all choices to the engine, which passes the pieces of their outputs to ``sink``.
 
         Other tasks may run before the last choice is open. So pieces of the first choices may arrive during the call.
         If ``streamed`` is True, the caller reports each written piece with ``delivered``. Raises LLMServingError. An

@@ -87,7 +87,7 @@ async def _delete(state: ServerState, request: Request) -> Response:
 
 
 async def _receive(state: ServerState, request: Request, work: SessionImport) -> ImportResult:
-    """Pass the body to an import while it arrives. Raises RequestError or ClientGoneError."""
+    """Passes the body to an import while it arrives. Raises RequestError or ClientGoneError."""
     size, limit = 0, state.settings.max_session_bytes
     while True:
         message = await request.receive()
