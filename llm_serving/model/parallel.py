@@ -255,7 +255,7 @@ def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int
             kept = f", which its weights keep together in groups of {group}" if group > 1 else ""
             problem = f"the model has {total} {name}{kept}: at most {-(-total // group)} agents can share them"
     if problem is None and shape.vocab_size - (parts - 1) * -(-shape.vocab_size // parts) <= 0:
-        problem = f"a vocabulary of {shape.vocab_size} leaves some of {parts} agents nothing"
+        problem = f"a vocabulary of {shape.vocab_size} gives some of {parts} agents no token"
     return None if problem is None else ("tensor_parallel", problem)
 
 
@@ -266,7 +266,7 @@ def _head_obstacle(shape: ModelShape, parts: int, weight_group: int) -> str | No
         return f"the model has {query} query heads: at most {most} agents can share them"
     splits = [split_heads(query, key_value, parts, index)[0] for index in range(parts)]
     if not all(splits):
-        return f"{query} query heads in {key_value} groups leave some of {parts} agents nothing"
+        return f"{query} query heads in {key_value} groups give some of {parts} agents no head"
     if any(span.start * shape.value_dim % weight_group for span in splits):
         return (
             f"the groups of {weight_group} weights do not end where the heads (of {shape.value_dim}) of the agents "

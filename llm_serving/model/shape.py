@@ -255,7 +255,7 @@ class ModelShape:
         """
         folder = Path(path)
         if not folder.is_dir():
-            problem = "is a file, but no model: name a folder or a *.gguf file" if folder.exists() else "no such folder"
+            problem = "is not a model: name a folder or a *.gguf file" if folder.exists() else "no such folder"
             raise CheckpointError(f"{folder}: {problem}")
         values = read_json_object(folder / "config.json", MAX_CONFIG_JSON_BYTES, CheckpointError)
         generation_file = folder / "generation_config.json"

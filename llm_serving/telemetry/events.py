@@ -187,7 +187,7 @@ EVENTS: Mapping[str, LogEvent] = {
     "node_down": LogEvent("The server cannot reach a node. It tries again.", _NODE),
     "node_refused": LogEvent("A node has another program, model or arithmetic, and is not used.", _NODE),
     "node_draining": LogEvent("A node gets no more requests.", _NODE),
-    "node_released": LogEvent("A replica uses a node no more, in order or after a loss.", _NODE),
+    "node_released": LogEvent("A replica has given a node back, or has lost it.", _NODE),
     "blocks_not_sent": LogEvent(
         "A node could not send computed blocks to another node. Their request is computed again.",
         {"node": "name of the sending node", "reason": "error of the transfer"},

@@ -215,7 +215,7 @@ def test_any_free_port_for_every_agent(tmp_path: Path) -> None:
         (
             ["tensor_parallel=3"],
             {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 4, "bos_token_id": None},
-            "tensor_parallel = 3: a vocabulary of 4 leaves some of 3 agents nothing",
+            "tensor_parallel = 3: a vocabulary of 4 gives some of 3 agents no token",
         ),
         (
             ["tensor_parallel=16", "data_parallel=17"],
