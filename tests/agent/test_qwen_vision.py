@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from PIL import Image
 
 from agent.kernels import num_threads, set_threads
 from agent.layers.rotary import rotary_tables
-from agent.model_runner import ModelRunner
 from agent.models.names import ignorable_suffixes, weight_specs
+from agent.step_entry import StepEntry
 from agent.step_inputs import StepInputs
 from agent.vision.names import vision_specs
 from agent.vision.qwen_encoder import QwenEncoder, erf
@@ -142,9 +141,7 @@ def test_shifts_that_are_not_valid_are_refused(config: Config, shift: int, phras
     with pytest.raises(ProtocolError, match=phrase):
         rotary.shift(slot, inputs)
     # All agents of a group have accepted the step. In a later stage of a pipeline, the error must end the agent.
-    later: Any = SimpleNamespace(
-        _exchange=object(), _last_tokens=object(), _rotary=rotary,
-        _part=SimpleNamespace(shard=SimpleNamespace(is_first_stage=False)),
-    )  # fmt: skip
+    later: Any = StepEntry.__new__(StepEntry)
+    later._is_first_stage, later._exchange, later._last_tokens, later._rotary = False, object(), object(), rotary
     with pytest.raises(RuntimeError, match=phrase):
-        ModelRunner._entry(later, inputs, slot)
+        later.of_step(inputs, slot)
