@@ -180,7 +180,7 @@ def _tiers_of(config: Config, log: EventLog) -> KvTiers | None:
 
 
 def _block_pools(config: Config, executors: Sequence[AgentExecutor]) -> BlockPools | None:
-    """Return the hand-over pools of replicas on nodes. None if the replicas share a pool or have no roles."""
+    """Returns the hand-over pools of replicas on nodes. None if the replicas share a pool or have no roles."""
     if not config.parallel_config.is_remote or not config.num_hand_over_blocks:
         return None
     from llm_serving.cluster.block_pools import NodePools
