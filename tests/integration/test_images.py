@@ -5,6 +5,7 @@ images are computed.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -233,3 +234,16 @@ def test_native_operators_read_images(tmp_path: Path) -> None:
     for case, (tokens, _) in zip(cases, alone, strict=True):
         check_tokens(tokens, case, tie=0.3)
         assert len(set(tokens)) > TOKENS // 2
+
+
+def test_blocks_of_images_come_back_from_kv_tiers_with_equal_bits(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_vision_model(folder)
+    bodies = [body_of(case) for case in CASES["smolvlm"]]
+    tiered = ("pa_config.num_blocks=31", "pa_config.decode_seq_length=480", "kv_tier_config.host_blocks=200",
+              "scheduler_config.prefix_cache=true")  # fmt: skip
+    with running_server(tmp_path, settings_of(folder, *tiered)) as server:
+        computed = [answered(server, body) for body in bodies]
+        assert [answered(server, body) for body in bodies] == computed
+        metrics = server.get_text("/metrics")
+    assert re.search(r'^llm_serving_kv_tier_hit_blocks_total{tier="host"} [1-9]', metrics, re.MULTILINE)
