@@ -1,10 +1,11 @@
 """Loses nodes, agents and links under load, and compares every answer with the undisturbed text.
 
-    python tests/long/cluster_chaos.py --nodes 3 [--faults 16] [--seed 1] [--ray]
+    python tests/long/cluster_chaos.py --nodes 3 [--faults 16] [--seed 1] [--ray] [--roles]
 
 A server has one replica of the tiny model on each node. All processes are on this machine and are connected by TLS. The
 faults: agents and nodes are killed and stopped, links are cut or carry nothing, nodes are drained, removed and added.
-With ``--ray``, Ray places the nodes, and its raylets are killed and stopped, too.
+With ``--ray``, Ray places the nodes, and its raylets are killed and stopped, too. With ``--roles``, the first replica
+has the role ``prefill`` and the others have ``decode``, so the blocks of most prompts travel between nodes.
 
 Prints a line for each fault with the seconds until the server noticed it, and until all replicas were ready again. The
 last line is JSON. Exits with 1 after an error in an answer, a wrong text, or a loss that was noticed after more than
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=16, help="number of faults (default: 16)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ray", action="store_true", help="let Ray place the nodes")
+    parser.add_argument("--roles", action="store_true", help="separate prefill and decode")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cluster_chaos_") as name:
         folder = Path(name)
@@ -52,6 +54,7 @@ def main() -> int:
                 *rig.settings,
                 f"parallel_config.data_parallel={arguments.nodes}",
                 *("model_config.cpu_threads=1", "serving_config.agent_restart_limit=1000"),
+                *(role_settings(arguments.nodes) if arguments.roles else ()),
             ]
             with running_server(folder / "server", settings, forks=False) as server:
                 rig.server = server
@@ -62,6 +65,12 @@ def main() -> int:
     figures["pass"] = figures["pass"] and not figures["left"]
     print(json.dumps(figures), flush=True)
     return 0 if figures["pass"] else 1
+
+
+def role_settings(num_nodes: int) -> list[str]:
+    """Returns the settings of a prefill replica and decode replicas. Prompts from 4 tokens are handed over."""
+    roles = ["prefill", *["decode"] * (num_nodes - 1)]
+    return [f"parallel_config.roles=[{', '.join(roles)}]", "parallel_config.prefill_threshold=4"]
 
 
 def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -85,11 +94,14 @@ def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Names
     wrong = sum(not load.is_equal(answer) for answer in load.answers)
     for error in errors[:20]:
         print(f"  error: {error}")
-    is_good = not errors and not wrong and not late and load.num_hung == 0
+    hand_overs = server.wait_until_idle().get("hand_overs", {})
+    has_moved = not arguments.roles or hand_overs["completed"] > 0
+    has_leaked = bool(hand_overs) and hand_overs["pool_free_blocks"] != hand_overs["pool_blocks"]
+    is_good = not errors and not wrong and not late and load.num_hung == 0 and has_moved and not has_leaked
     return {
         "nodes": arguments.nodes, "seed": arguments.seed, "faults": arguments.faults, "ray": arguments.ray,
         "answers": len(load.answers), "errors": len(errors), "wrong": wrong, "late": late, "hung": load.num_hung,
-        "pids": pids, "pass": is_good,
+        "hand_overs": hand_overs, "pids": pids, "pass": is_good,
     }  # fmt: skip
 
 
