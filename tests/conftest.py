@@ -20,11 +20,16 @@ HEAVY = (
     "tests/agent/test_native_quantised_groups.py",
     "tests/agent/test_families.py",
     "tests/agent/test_model_runner.py",
+    "tests/agent/test_every_config.py",
     "tests/tools/test_check_ascend_graph.py",
     "tests/integration/test_structured_output.py",
+    "tests/agent/test_expert_parallel.py",
+    "tests/cluster/test_remote_executor.py",
     "tests/integration/test_life_and_death.py",
     "tests/integration/test_default_model.py",
     "tests/wheel/test_wheel.py",
+    "tests/agent/test_run_ahead.py",
+    "tests/test_setup.py",
     "tests/integration/test_embeddings.py",
     "tests/integration/test_speculation.py",
     "tests/integration/test_pressed_pool.py",
@@ -47,14 +52,33 @@ HEAVY = (
     "tests/integration/test_bad_starts.py",
     "tests/scheduler/test_state_machine.py",
     "tests/agent/test_groups.py",
+    "tests/executor/test_agent_executor.py",
+    "tests/tools/test_quantize.py",
+    "tests/performance/test_load_client.py",
+    "tests/performance/test_bench_overload.py",
+    "tests/tools/test_replay.py",
     "tests/integration/test_parallel_golden.py",
     "tests/integration/test_data_parallel.py",
     "tests/agent/test_stored_program.py",
     "tests/agent/test_native_experts.py",
-    "tests/executor/test_agent_group.py",
     "tests/tools/test_train_tiny_llama.py",
     "tests/tools/test_check_language.py",
-    "tests/agent/test_run_ahead.py",
+    "tests/agent/test_heads.py",
+    "tests/performance/test_simulated_overload.py",
+    "tests/integration/test_scale_to_zero.py",
+    "tests/routing/test_random_scripts.py",
+    "tests/tools/test_doctor.py",
+    "tests/test_monitoring.py",
+    "tests/test_boundaries.py",
+    "tests/integration/test_images.py",
+    "tests/server/test_batches.py",
+    "tests/server/test_shutdown.py",
+    "tests/performance/test_reliability_cost.py",
+    "tests/performance/test_compare_settings.py",
+    "tests/tools/test_quality_gate.py",
+    "tests/performance/test_op_tables.py",
+    "tests/integration/test_load_and_log.py",
+    "tests/integration/test_sessions.py",
     "tests/kernels/test_linear.py",
     "tests/integration/test_families.py",
     "tests/integration/test_kv_tiers.py",
@@ -81,7 +105,7 @@ HEAVY = (
     "tests/kernels/test_op_plugin.py",
     "tests/integration/test_flight_recording.py",
 )
-"""The files that take most processor time, in this order. They start first, so that all processes end together."""
+"""The files that take most time, in this order. They start first, so that all processes end together."""
 
 _STRUCTURED = "tests/integration/test_structured_output.py"
 REPETITIONS = (
@@ -117,6 +141,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _caches = tempfile.TemporaryDirectory(prefix="llm-serving-tests-")
     os.environ["XDG_CACHE_HOME"] = _caches.name
+    os.environ["LLM_TESTS_FORKS"] = _caches.name  # SHARED_FOLDER of support.forks
     os.environ["LLM_TESTS_COMPILED"] = str(int((Path(__file__).parent / "waiting" / "__pycache__").is_dir()))
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 
 import psutil
 import pytest
 
 from llm_serving.executor.agent_process import Launch, launch_python
-from support.forks import ForkedProcess, fork_server, forked_agents, forked_program
+from support.forks import SHARED_FOLDER, ForkedProcess, fork_server, forked_agents, forked_program
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
@@ -73,6 +76,43 @@ def test_an_error_is_printed_and_gives_the_code_1(address, tmp_path):
         process = ForkedProcess(address, "support.no_such_module", [], {1: log.fileno(), 2: log.fileno()}, ENVIRONMENT)
         assert process.wait(time_limit(20)) == 1
     assert "No module named support.no_such_module" in (tmp_path / "log").read_text()
+
+
+USER = """
+import sys
+from support.forks import fork_server
+fork_server("support.time_limits")
+print("x", end="", flush=True)
+sys.stdin.read()
+"""
+
+
+def fork_servers(folder):
+    """Returns the processes of fork servers in ``folder``, without those that have ended."""
+    return [process for process in psutil.process_iter() if is_fork_server(process, folder)]
+
+
+def is_fork_server(process, folder):
+    try:
+        return any(argument.startswith(f"{folder}/forks-") for argument in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def test_a_fork_server_ends_with_its_last_user():
+    folder = tempfile.mkdtemp()  # the path of a socket has at most 107 characters, and tmp_path may be long
+    environment = {**os.environ, **ENVIRONMENT, SHARED_FOLDER: folder}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    users = [subprocess.Popen([sys.executable, "-c", USER], env=environment, **pipes) for _ in range(2)]
+    for user in users:
+        user.stdout.read(1)
+    [server] = fork_servers(folder)
+    for user in users:
+        assert server.is_running()
+        user.communicate()
+    psutil.wait_procs([server], timeout=time_limit(20))
+    assert fork_servers(folder) == []
+    shutil.rmtree(folder)
 
 
 def test_a_fork_server_removes_the_zombie_of_a_process_that_nobody_waits_for(address, tmp_path):

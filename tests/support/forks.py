@@ -10,6 +10,7 @@ The command ``python -m support.forks SOCKET DESCRIPTOR MODULE`` runs a fork ser
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib
 import json
@@ -31,7 +32,11 @@ from llm_serving.executor.agent_process import AgentProgram
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
+SHARED_FOLDER = "LLM_TESTS_FORKS"
+"""Environment variable with the folder of the fork servers that the processes of a test run share."""
 _MAX_DESCRIPTORS = 16
+_used: list[socket.socket] = []
+"""Connections that make this process a user of fork servers."""
 _NAME = "agent-"
 """Beginning of the names of forked agents. The process id of their server follows. Linux keeps 15 characters."""
 
@@ -125,12 +130,42 @@ def forked_agents(server: int) -> list[psutil.Process]:
 
 @functools.cache
 def fork_server(module: str) -> str:
-    """Starts the fork server of this test process that has imported ``module``, once, and returns its address.
+    """Returns the address of the fork server that has imported ``module``. Starts the fork server if there is none.
 
-    The fork server ends with this process.
+    The processes of a test run share their fork servers, which are in the folder ``SHARED_FOLDER``. Without this
+    environment variable, the process has its own. A fork server ends with the last process that has called this
+    function.
     """
-    folder = Path(tempfile.mkdtemp(prefix="forks-", dir=os.environ.get("XDG_CACHE_HOME")))
+    shared = os.environ.get(SHARED_FOLDER)
+    folder = Path(shared, f"forks-{module}") if shared else Path(tempfile.mkdtemp(prefix="forks-"))
+    folder.mkdir(exist_ok=True)
     address = str(folder / "socket")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_used(address):
+            _start_server(address, module, folder)
+    return address
+
+
+def _is_used(address: str) -> bool:
+    """Makes this process a user of the fork server at ``address``. Returns False if no fork server answers there."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(address)
+        connection.sendall(bytes(8))
+        connection.settimeout(time_limit(60))
+        if len(connection.recv(8)) == 8:
+            _used.append(connection)
+            return True
+    except (FileNotFoundError, ConnectionError):
+        pass
+    connection.close()
+    return False
+
+
+def _start_server(address: str, module: str, folder: Path) -> None:
+    """Starts a fork server, and makes this process its first user."""
+    Path(address).unlink(missing_ok=True)
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     read_end, _write_end = os.pipe()
     with (folder / "log.txt").open("wb") as log:
@@ -146,18 +181,22 @@ def fork_server(module: str) -> str:
         )
     os.close(read_end)
     assert started.returncode == 0, (folder / "log.txt").read_text()
-    return address
 
 
 class _ForkServer:
-    """Forks a process for each connection. Sends the exit code of the process after its end."""
+    """Forks a process for each connection. Sends the exit code of the process after its end.
+
+    A connection that sends the length 0 is that of a user.
+    """
 
     def __init__(self, listener: socket.socket, lifetime: int, variables: Mapping[str, str]) -> None:
-        """When the other end of the pipe ``lifetime`` is closed, the server kills all processes and ends.
+        """``lifetime`` is a pipe from the first user.
 
-        ``variables`` are environment variables that the imports have set. All forked processes get them.
+        When all users have closed their ends, the server kills all processes and ends. ``variables`` are environment
+        variables that the imports have set. All forked processes get them.
         """
-        self._listener, self._lifetime, self._variables = listener, lifetime, variables
+        self._listener, self._variables = listener, variables
+        self._users: set[int | socket.socket] = {lifetime}
         self._connections: dict[int, socket.socket | None] = {}
         """The connections by process id. None after the other side has closed the connection."""
         self._ended: set[int] = set()
@@ -180,16 +219,23 @@ class _ForkServer:
                     with contextlib.suppress(BlockingIOError):
                         self._wake.recv(4096)
                     self._report_ends()
-                elif key.fileobj == self._lifetime:
-                    for pid in self._connections:
-                        os.kill(pid, signal.SIGKILL)
-                    return
+                elif key.fileobj in self._users:
+                    self._forget_user(key.fileobj)
+                    if not self._users:
+                        for pid in self._connections:
+                            os.kill(pid, signal.SIGKILL)
+                        return
                 else:
                     self._release(key.data)
 
     def _start(self) -> None:
         connection = self._listener.accept()[0]
         head, descriptors, _, _ = socket.recv_fds(connection, 8, _MAX_DESCRIPTORS)
+        if not int.from_bytes(head, "little"):
+            self._users.add(connection)
+            self._selector.register(connection, selectors.EVENT_READ)
+            _send(connection, os.getpid())
+            return
         with connection.makefile("rb") as stream:
             request = json.loads(stream.read(int.from_bytes(head, "little")))
         pid = os.fork()
@@ -211,8 +257,14 @@ class _ForkServer:
         for other in (connection, self._listener, self._wake, self._signals, *self._connections.values()):
             if other is not None:
                 other.close()
-        os.close(self._lifetime)
+        for user in self._users:
+            _close_user(user)
         self._selector.close()
+
+    def _forget_user(self, user: Any) -> None:
+        self._selector.unregister(user)
+        self._users.remove(user)
+        _close_user(user)
 
     def _report_ends(self) -> None:
         for pid in self._connections.keys() - self._ended:
@@ -242,6 +294,13 @@ class _ForkServer:
         os.waitpid(pid, 0)
         del self._connections[pid]
         self._ended.discard(pid)
+
+
+def _close_user(user: int | socket.socket) -> None:
+    if isinstance(user, int):
+        os.close(user)
+    else:
+        user.close()
 
 
 def _send(connection: socket.socket, number: int) -> None:
