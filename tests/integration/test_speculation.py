@@ -101,7 +101,7 @@ def test_responses_are_those_without_drafts(
     settings = [*PRESSED, "speculative_config.method=suffix", f"scheduler_config.policy={policy}", *overrides]
     with running_server(tmp_path, settings) as server:
         together = asyncio.run(run_together(server.url, bodies, seed=4))
-        one_by_one = asyncio.run(run_alone(server.url, bodies[:15]))
+        one_by_one = asyncio.run(run_alone(server.url, bodies[:8]))
         engine = server.wait_until_idle()
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
         generated = server.counter("generated_tokens")
@@ -165,7 +165,7 @@ def test_drafts_of_a_draft_model_change_no_response(
     settings = [*PRESSED, *draft_settings(tmp_path, num_layers), f"scheduler_config.policy={policy}", *overrides]
     with running_server(tmp_path, settings) as server:
         together = asyncio.run(run_together(server.url, bodies, seed=4))
-        one_by_one = asyncio.run(run_alone(server.url, bodies[:15]))
+        one_by_one = asyncio.run(run_alone(server.url, bodies[:8]))
         engine = server.wait_until_idle()
         drafted, accepted = server.counter("draft_tokens"), server.counter("accepted_draft_tokens")
         seconds = server.counter("draft_model_seconds")
