@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
 import numpy as np
@@ -11,10 +11,24 @@ import numpy.typing as npt
 from agent.kernels import ADAPTERS, StepArrays, StepBounds, StepBuffers, StepCopy
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import LAST_TOKEN, MOVE_WIDTH, NO_ADAPTER, NO_LOGSUMEXP, PADDING_SLOT, MoveKind, StepSlot
+from llm_serving.ipc.shm import (
+    LAST_TOKEN,
+    MOVE_WIDTH,
+    NO_ADAPTER,
+    NO_LOGSUMEXP,
+    PADDING_SLOT,
+    STATE_MOVE_WIDTH,
+    MoveKind,
+    StepSlot,
+)
 from llm_serving.sampling_params import MAX_TOP_LOGITS
 
 Int32Array = npt.NDArray[np.int32]
+
+
+def no_state_moves() -> Int32Array:
+    """Returns the state moves of a step that has none."""
+    return np.zeros((0, STATE_MOVE_WIDTH), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +57,13 @@ class StepInputs:
     """[tokens]: the adapter slot of each token, or NO_ADAPTER. Empty if the server has no adapters."""
     whole_prompts: bool
     """Whether every sequence starts at position 0."""
+    state_moves: Int32Array = field(default_factory=no_state_moves)
+    """[state moves, 3]: entry of the step, number of its tokens, snapshot. Empty for most steps. See ``ipc.shm``."""
 
     def copy(self) -> StepInputs:
         """Returns a copy of the inputs in new memory, which no later step overwrites."""
-        arrays = {field.name: getattr(self, field.name).copy() for field in fields(self)[:-1]}
+        names = [each.name for each in fields(self) if each.name != "whole_prompts"]
+        arrays = {name: getattr(self, name).copy() for name in names}
         return StepInputs(**arrays, whole_prompts=self.whole_prompts)
 
 
@@ -76,7 +93,8 @@ class StepReader:
         """The memory into which every step is copied. Its addresses do not change, so that a graph can read it
         directly.
         """
-        self._sizes = (0, 0, 0, False)
+        self._state_moves = np.zeros(limits.max_state_moves * STATE_MOVE_WIDTH, np.int32)
+        self._sizes = (0, 0, 0, False, 0)
         self._inputs = self._views(*self._sizes)
 
     def read(self, slot: StepSlot, *, is_decode: bool) -> StepInputs:
@@ -90,7 +108,11 @@ class StepReader:
         copy = self._copy_of(slot)
         if not copy.run(tokens, seqs, width, decode=is_decode):
             self._refuse(slot, is_decode=is_decode)
-        sizes = (tokens, seqs, width, copy.whole_prompts)
+        num_moves = slot.num_state_moves
+        if num_moves:
+            used = num_moves * STATE_MOVE_WIDTH
+            self._state_moves[:used] = slot.state_moves[:used]
+        sizes = (tokens, seqs, width, copy.whole_prompts, num_moves)
         if sizes != self._sizes:
             self._sizes, self._inputs = sizes, self._views(*sizes)
         return self._inputs
@@ -113,11 +135,11 @@ class StepReader:
         if self._max_adapters:
             adapter = buffers.counts[ADAPTERS + index]
             buffers.counts[ADAPTERS - 1 : ADAPTERS + 1] = adapter != NO_ADAPTER, adapter
-        self._sizes = (1, 1, width, False)
+        self._sizes = (1, 1, width, False, 0)
         self._inputs = self._views(*self._sizes)
         return self._inputs
 
-    def _views(self, tokens: int, seqs: int, width: int, whole_prompts: bool) -> StepInputs:
+    def _views(self, tokens: int, seqs: int, width: int, whole_prompts: bool, num_state_moves: int) -> StepInputs:
         buffers = self.buffers
         return StepInputs(
             token_ids=buffers.token_ids[:tokens],
@@ -131,6 +153,7 @@ class StepReader:
             sampled_tokens=buffers.sampled_tokens[:seqs],
             adapters=buffers.counts[ADAPTERS : ADAPTERS + tokens if self._max_adapters else 0],
             whole_prompts=whole_prompts,
+            state_moves=self._state_moves[: num_state_moves * STATE_MOVE_WIDTH].reshape(-1, STATE_MOVE_WIDTH),
         )
 
     def _copy_of(self, slot: StepSlot) -> StepCopy:

@@ -8,7 +8,7 @@
 //   conv       float32 [channels, 1, taps]     log_rate, rate_bias  float32 [value heads]
 //   gamma      float32 [value size]
 //   states     float32 [states, size of a state], written in place
-//   runs       int32 [Sm + 1, 4]: the number of runs and three zeros, then the runs (struct DeltaRun)
+//   runs       int32 [Sm + 1, 8]: the number of runs and seven zeros, then the runs (struct DeltaRun)
 //   counts     [4] = {T, ...}
 //   -> out     [Tm, value heads * value size], of which the rows of the runs are written
 //
@@ -25,6 +25,7 @@ namespace llmk {
 namespace {
 
 constexpr int64_t kLaneMultiple = 16, kMostTaps = 16;
+constexpr int64_t kRunWidth = sizeof(DeltaRun) / sizeof(int32_t);
 
 enum Argument {
   kProjected, kForm, kEpsilon, kConv, kLogRate, kRateBias, kGamma, kStates, kRuns, kCounts, kOut, kNumArguments
@@ -62,6 +63,27 @@ int check_parameters(const Tensors& t, const GatedDeltaArgs& args) {
   return error == 0 ? check_floats(t, kGamma, args.value_dim) : error;
 }
 
+// Checks that a run saves states in ascending order of tokens, and only to states that it neither reads nor writes.
+int check_saves(const Tensors& t, const DeltaRun& run, int64_t index, int64_t num_states) {
+  int32_t last = 0;
+  for (int i = 0; i < kDeltaSaves; ++i) {
+    const auto& save = run.saves[i];
+    if (save.after == 0) {
+      last = run.tokens;  // only unused entries may follow
+      continue;
+    }
+    if (save.after <= last || save.after > run.tokens || save.to < 0 || save.to >= num_states || save.to == run.read ||
+        save.to == run.write) {
+      return refuse_text(t.op, "run %lld saves the state after %d of %d tokens in state %d of %lld; it must be another "
+                         "state than those that it reads and writes, and later entries need more tokens",
+                         static_cast<long long>(index), save.after, run.tokens, save.to,
+                         static_cast<long long>(num_states));
+    }
+    last = save.after;
+  }
+  return 0;
+}
+
 // Checks that the runs follow each other, cover the step's tokens, and name states that exist. Does not check that all
 // runs write different states: agent/sequence_states.py ensures this.
 int check_runs(const Tensors& t, const GatedDeltaArgs& args, int64_t tokens, int64_t num_states) {
@@ -77,6 +99,8 @@ int check_runs(const Tensors& t, const GatedDeltaArgs& args, int64_t tokens, int
       return refuse_text(t.op, "run %lld reads state %d and writes state %d of %lld; it must write another one",
                          static_cast<long long>(i), run.read, run.write, static_cast<long long>(num_states));
     }
+    const int error = check_saves(t, run, i, num_states);
+    if (error != 0) return error;
     next += run.tokens;
   }
   if (next == tokens) return 0;
@@ -85,15 +109,15 @@ int check_runs(const Tensors& t, const GatedDeltaArgs& args, int64_t tokens, int
 }
 
 int read_runs(const Tensors& t, GatedDeltaArgs* args, int64_t tokens) {
-  if (!t.has_dtype(kRuns, "int32") || t.ndims[kRuns] != 2 || t.dim(kRuns, 0) < 1 || t.dim(kRuns, 1) != 4) {
-    return refuse_text(t.op, "runs must be int32 [sequences + 1, 4]");
+  if (!t.has_dtype(kRuns, "int32") || t.ndims[kRuns] != 2 || t.dim(kRuns, 0) < 1 || t.dim(kRuns, 1) != kRunWidth) {
+    return refuse_text(t.op, "runs must be int32 [sequences + 1, %lld]", static_cast<long long>(kRunWidth));
   }
   const int32_t* runs = t.as<int32_t>(kRuns);
   args->num_runs = tokens == 0 ? 0 : runs[0];
   if (args->num_runs < 0 || args->num_runs >= t.dim(kRuns, 0)) {
     return refuse_index(t.op, "runs", 0, runs[0], t.dim(kRuns, 0));
   }
-  args->runs = reinterpret_cast<const DeltaRun*>(runs + 4);
+  args->runs = reinterpret_cast<const DeltaRun*>(runs + kRunWidth);
   if (t.ndims[kStates] != 2 || !t.has_dtype(kStates, "float32") || t.dim(kStates, 1) != args->state_floats()) {
     return refuse_text(t.op, "states must be float32 [states, %lld]", static_cast<long long>(args->state_floats()));
   }

@@ -17,7 +17,7 @@ from llm_serving.config.model_section import ModelConfig
 from llm_serving.config.models_section import ModelsConfig
 from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.sampling_defaults import SamplingDefaults
-from llm_serving.config.scheduler_section import SchedulerConfig
+from llm_serving.config.scheduler_section import SNAPSHOTS_PER_SEQUENCE, SchedulerConfig
 from llm_serving.config.sections import (
     BasicInputsConfig,
     ExtraInputsConfig,
@@ -343,6 +343,14 @@ class Config:
         return enabled and (self.pooling is None or self.pooling.reads_prefixes)
 
     @property
+    def num_state_snapshots(self) -> int:
+        """Number of snapshots of the states of linear attention. 0 without linear attention or prefix cache."""
+        if self.shape.delta is None or not self.uses_prefix_cache:
+            return 0
+        wanted = self.scheduler_config.state_snapshots
+        return SNAPSHOTS_PER_SEQUENCE * self.max_num_seqs if wanted is None else wanted
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """Number of blocks of the longest sequence."""
         return -(-self.max_model_len // self.pa_config.block_size)
@@ -364,6 +372,7 @@ class Config:
             hands_over=self.num_hand_over_blocks > 0,
             tile_rows=0 if vision is None or processing is None else processing.fewest_rows(vision),
             shifts_positions=bool(self.shape.rotary_sections),
+            num_snapshots=self.num_state_snapshots,
         )
 
     @property

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS
 from llm_serving.config.schema import MAX_SECONDS, own
 
+SNAPSHOTS_PER_SEQUENCE = 4
+"""Default number of state snapshots for each sequence that can run. A running sequence saves its state in one of them,
+and the others keep prompts and conversations."""
+MAX_SNAPSHOTS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -77,9 +82,16 @@ class SchedulerConfig:
     )
     prefix_cache: bool | None = own(
         None,
-        "Share the blocks of computed prompts with later requests that begin alike. Needs paged attention. Always off "
-        "for models with linear attention, see `docs/models.md`.",
+        "Share the blocks of computed prompts with later requests that begin alike. Needs paged attention.",
         null="True with paged attention",
+    )
+    state_snapshots: int | None = own(
+        None,
+        "Only for models with linear attention: number of states that the prefix cache keeps. A request resumes where "
+        "the cache has its blocks and a state, see `docs/models.md`. 0 turns the prefix cache off.",
+        low=0,
+        high=MAX_SNAPSHOTS,
+        null=f"{SNAPSHOTS_PER_SEQUENCE} for each sequence that can run",
     )
     admission: str = own(
         "none",

@@ -201,7 +201,7 @@ def check_kv_tiers(raw: RawConfig, config: Config) -> None:
         return
     problem = ""
     if config.shape.delta is not None:
-        problem = f"keeps blocks that the prefix cache finds, and {config.shape.architecture} has none; use 0"
+        problem = f"keeps blocks, and the states of {config.shape.architecture} are in no blocks; use 0"
     elif not config.uses_prefix_cache:
         problem = "keeps blocks that the prefix cache finds; set scheduler_config.prefix_cache: True"
     elif config.pooling is not None:

@@ -25,6 +25,7 @@ def scheduler_limits(config: Config) -> SchedulerLimits:
         prefix_cache=config.uses_prefix_cache,
         # A copy within an Ascend takes two calls for each cache of each layer, and each call waits for all streams.
         copies_tails=config.device != "Ascend",
+        num_state_snapshots=config.num_state_snapshots,
         cache_namespace=config.cache_namespace,
         # A pooled result needs the sum of the sequence's hidden states. A swap to the host would lose this sum.
         preemption=PreemptionKind(scheduler.preemption if config.pooling is None else "recompute"),

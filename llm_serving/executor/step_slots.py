@@ -17,7 +17,7 @@ from llm_serving.errors import AgentLostError, ProtocolError
 from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import StepDone, StepFailed
-from llm_serving.ipc.shm import MOVE_WIDTH, NO_DRAFT, NO_LOGSUMEXP, SlotLimits, StepSlot
+from llm_serving.ipc.shm import MOVE_WIDTH, NO_DRAFT, NO_LOGSUMEXP, STATE_MOVE_WIDTH, SlotLimits, StepSlot
 from llm_serving.ipc.tiles import write_shifts, write_tiles
 from llm_serving.request import Request
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
@@ -181,6 +181,9 @@ class StepSlots:
         if step.moves:
             moves = [(move.kind, move.source, move.destination) for move in step.moves]
             slot.moves[: len(moves) * MOVE_WIDTH].reshape(-1, MOVE_WIDTH)[:] = moves
+        if step.state_moves:
+            used = len(step.state_moves) * STATE_MOVE_WIDTH
+            slot.state_moves[:used].reshape(-1, STATE_MOVE_WIDTH)[:] = step.state_moves
         if step.kind is StepKind.MOVE:
             if limits.hands_over:
                 _write_headers(step, slot)
@@ -346,6 +349,7 @@ def _write_sizes(
         num_drafts=step.num_drafts,
         num_wanted=step.num_wanted,
         num_tiles=len(step.tiles),
+        num_state_moves=len(step.state_moves),
     )
 
 

@@ -42,6 +42,13 @@ NO_LOGSUMEXP = -1
 MOVE_WIDTH = 3
 """Number of integers that describe one block move in a slot: kind, source, destination."""
 
+STATE_MOVE_WIDTH = 3
+"""Number of integers that describe one state move in a slot: entry of the step, number of its tokens, snapshot.
+
+With 0 tokens, the entry resumes from the snapshot. Otherwise the state after this number of the entry's tokens is saved
+in the snapshot, see ``agent/sequence_states.py``.
+"""
+
 HEADER_WORDS = 8
 """Number of 32-bit words of a handed block's header in a slot, see ``llm_serving.handover.header``."""
 
@@ -100,6 +107,14 @@ class SlotLimits:
     """Number of rows of the smallest tile of an image. 0: the model reads no images."""
     shifts_positions: bool = False
     """If True, the rotary positions of tokens after an image differ from their positions in the sequence."""
+
+    num_snapshots: int = 0
+    """Number of snapshots of the states of linear attention. 0: the steps have no state moves."""
+
+    @property
+    def max_state_moves(self) -> int:
+        """Maximum number of state moves in a step. A sequence resumes once and saves up to two states."""
+        return 3 * self.max_seqs if self.num_snapshots else 0
 
     @property
     def max_tiles(self) -> int:
@@ -167,6 +182,9 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("moves", "int32", limits.max_moves * MOVE_WIDTH, "[num_moves, 3] MoveKind, source and destination block"),
         Field("move_headers", "uint32", limits.max_moves * HEADER_WORDS * limits.hands_over, "[num_moves, HEADER_WORDS]"
               " expected header of the block in the hand-over pool"),
+        # States of linear attention that sequences resume from, and that the step saves.
+        Field("state_moves", "int32", limits.max_state_moves * STATE_MOVE_WIDTH, "[num_state_moves, 3] entry of the"
+              " step, 0 to resume or the number of tokens to save after, snapshot"),
         # Tiles of images whose rows replace the embeddings of some tokens.
         Field("tiles", "int32", limits.max_tiles * TILE_WIDTH, "[num_tiles, TILE_WIDTH] see llm_serving.ipc.tiles"),
         # Results of the step.
@@ -185,7 +203,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
 
 _SIZES = ("num_tokens", "num_seqs", "table_width", "history_len", "num_moves")
 _HEADER_ENTRIES = ("magic", "seq_low", "seq_high", *_SIZES, "checked_row", "num_masks", "num_drafts", "num_wanted",
-                   "num_tiles")  # fmt: skip
+                   "num_tiles", "num_state_moves")  # fmt: skip
 HEADER = {name: index for index, name in enumerate(_HEADER_ENTRIES)}
 """Index of each header entry. With ``seq``, the number of the step, the agent detects that another step has overwritten
 the slot.
@@ -245,6 +263,7 @@ class StepSlot:
     restarts: npt.NDArray[np.int32]
     draft_ids: npt.NDArray[np.int32]
     tiles: npt.NDArray[np.int32]
+    state_moves: npt.NDArray[np.int32]
 
     def __init__(self, layout: SlotLayout, buffer: memoryview | mmap.mmap | bytearray, offset: int = 0) -> None:
         self.layout = layout
@@ -307,6 +326,11 @@ class StepSlot:
         return self._numbers[HEADER["num_tiles"]]
 
     @property
+    def num_state_moves(self) -> int:
+        """Number of states that sequences of this step resume from or save. Usually 0."""
+        return self._numbers[HEADER["num_state_moves"]]
+
+    @property
     def seq(self) -> int:
         return self._numbers[HEADER["seq_low"]] | self._numbers[HEADER["seq_high"]] << 31
 
@@ -324,6 +348,7 @@ class StepSlot:
         num_drafts: int = 0,
         num_wanted: int = 0,
         num_tiles: int = 0,
+        num_state_moves: int = 0,
     ) -> None:
         """Writes the header, after all other fields. Raises ProtocolError if a size exceeds the slot's limits.
 
@@ -336,8 +361,9 @@ class StepSlot:
         _check_size("num_drafts", num_drafts, 0, max(num_seqs - 1, 0))
         _check_size("num_wanted", num_wanted, 0, self.layout.limits.max_draft_ids)
         _check_size("num_tiles", num_tiles, 0, self.layout.limits.max_tiles)
-        numbers = (checked_row, num_masks, num_drafts, num_wanted, num_tiles)
-        self.header[:13] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, *numbers)
+        _check_size("num_state_moves", num_state_moves, 0, self.layout.limits.max_state_moves)
+        numbers = (checked_row, num_masks, num_drafts, num_wanted, num_tiles, num_state_moves)
+        self.header[:14] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, *numbers)
 
     def _check_masks(self, num_masks: int, num_seqs: int) -> None:
         _check_size("num_masks", num_masks, 0, num_seqs if self.layout.limits.mask_words else 0)
@@ -355,6 +381,7 @@ class StepSlot:
         _check_size("num_drafts", self.num_drafts, 0, max(self.num_seqs - 1, 0))
         _check_size("num_wanted", self.num_wanted, 0, self.layout.limits.max_draft_ids)
         _check_size("num_tiles", self.num_tiles, 0, self.layout.limits.max_tiles)
+        _check_size("num_state_moves", self.num_state_moves, 0, self.layout.limits.max_state_moves)
 
 
 def _check_sizes(

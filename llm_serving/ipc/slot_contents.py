@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import HEADER_WORDS, MOVE_WIDTH, StepSlot
+from llm_serving.ipc.shm import HEADER_WORDS, MOVE_WIDTH, STATE_MOVE_WIDTH, StepSlot
 from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
@@ -53,7 +53,7 @@ class SlotContents:
         self._max_draft_ids = limits.max_draft_ids
         names = (*_PER_TOKEN, *_PER_SEQUENCE, *_RESULTS, *_TOPS)
         names += ("block_tables", "history", "moves", "move_headers", "move_faults", "tiles", "masks", "pooled")
-        names += ("draft_ids",)
+        names += ("draft_ids", "state_moves")
         self._columns = {name: _Column.of(slot, name) for name in names}
         self._header = slot.header.data.cast("B")
         self._tokens = [column for name in _PER_TOKEN if len((column := self._columns[name]).data)]
@@ -107,6 +107,7 @@ class SlotContents:
         parts.append(columns["moves"].first(slot.num_moves * MOVE_WIDTH))
         parts.append(columns["move_headers"].first(slot.num_moves * HEADER_WORDS))
         parts.append(columns["tiles"].first(slot.num_tiles * TILE_WIDTH))
+        parts.append(columns["state_moves"].first(slot.num_state_moves * STATE_MOVE_WIDTH))
         return parts
 
     def _mask_part(self) -> memoryview:

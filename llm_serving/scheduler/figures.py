@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from llm_serving.scheduler.integrity import check_integrity
 from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.state import SchedulerState
+
+if TYPE_CHECKING:
+    from llm_serving.scheduler.state_supply import StateSupply
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,7 @@ class SchedulerFigures:
 
     _state: SchedulerState
     _preemption: Preemption
+    _states: StateSupply | None
 
     @property
     def figures(self) -> Figures:
@@ -270,3 +275,5 @@ class SchedulerFigures:
         The cost is proportional to the number of held blocks. An idle scheduler holds no blocks.
         """
         check_integrity(self._state)
+        if self._states is not None:
+            self._states.check_integrity()

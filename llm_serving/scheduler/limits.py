@@ -100,6 +100,8 @@ class SchedulerLimits:
     prefix_cache: bool = False
     copies_tails: bool = True
     """Whether a sequence copies a cached block of which only the first tokens match. Otherwise it computes them."""
+    num_state_snapshots: int = 0
+    """Snapshots of the states of linear attention, which the prefix cache of such a model needs. 0 for other models."""
     cache_namespace: bytes = b""
     """Everything except tokens that keys and values depend on: model, weights, format of the cache."""
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE
@@ -127,6 +129,8 @@ class SchedulerLimits:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.prefix_cache and not self.page_attention:
             raise ValueError("prefix_cache needs page_attention, because contiguous sequences cannot share blocks")
+        if self.num_state_snapshots and (not self.prefix_cache or self.has_tiers or self.hands_over):
+            raise ValueError("num_state_snapshots needs prefix_cache, without has_tiers and hands_over")
         if self.has_tiers and not self.prefix_cache:
             raise ValueError("has_tiers needs prefix_cache, which finds the blocks that the tiers keep")
         if self.hands_over and not self.page_attention:

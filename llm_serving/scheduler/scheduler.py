@@ -43,7 +43,7 @@ from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.slo import Slo
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
-from llm_serving.scheduler.supplies import make_block_supply
+from llm_serving.scheduler.supplies import make_block_supply, plan_states
 from llm_serving.scheduler.swapping import Swapper
 from llm_serving.scheduler.tier_moves import SchedulerTiers, TierMoves
 from llm_serving.scheduler.whole_state import SavedScheduler
@@ -80,6 +80,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
         self._intake = Intake(limits, make_order(limits))
         self._running = RunningSet(self._kv_cache, self._supply, limits.max_num_seqs)
         self._in_flight = InFlightSteps()
+        self._states = plan_states(self._supply, self._in_flight) if limits.num_state_snapshots else None
         self._state = SchedulerState(limits, self._kv_cache, self._intake, self._running, self._in_flight)
         self._admission = make_admission(limits)
         self._swapper = Swapper(self._state) if limits.num_host_blocks else None

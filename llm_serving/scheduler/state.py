@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from llm_serving.kvcache.block_pool import BlockCopy
@@ -76,6 +76,7 @@ class InFlightSteps(Stateful):
         self._steps: dict[int, InFlightStep] = {}
         self.next_seq = 0
         """Number of the next step."""
+        self.note_added: Callable[[InFlightStep], None] | None = None
         self.num_prefill_steps = 0
         """Number of prefill and mixed steps in flight."""
         self.num_decode_steps = 0
@@ -104,7 +105,9 @@ class InFlightSteps(Stateful):
         copies: list[BlockCopy] | None = None,
     ) -> ScheduledStep:
         """Adds ``step``, whose number is ``next_seq``, to the steps in flight, and returns it."""
-        self._steps[step.seq] = InFlightStep(step, sequences, first_chunk, copies or [])
+        flight = self._steps[step.seq] = InFlightStep(step, sequences, first_chunk, copies or [])
+        if self.note_added is not None:
+            self.note_added(flight)
         self.next_seq += 1
         self._count(step, sequences, 1)
         return step

@@ -15,7 +15,7 @@ from llm_serving.scheduler.state import SchedulerState
 
 PARTS = (
     *("state", "preemption", "swapper", "tiers", "hand_overs", "admission", "light_keys", "batching", "composer"),
-    *("policy", "quarantine"),
+    *("policy", "quarantine", "states"),
 )
 """The parts of a scheduler that have state. For example, ``state`` is the scheduler's attribute ``_state``."""
 

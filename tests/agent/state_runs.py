@@ -7,6 +7,7 @@ from typing import Any
 from step_driver import Part, StepDriver, blocks_for
 
 from llm_serving.errors import ProtocolError
+from support.step_config import BLOCK_SIZE
 
 STEPS = 6
 
@@ -20,6 +21,8 @@ def run_states(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
         "every step twice": _plain(driver, prompt, forced, times=2),
         "checked rows": _checked(driver, prompt, forced),
         "entries of one row": _entries(driver, prompt, forced),
+        "resumed from a prompt": _resumed(driver, prompt, forced, after=0),
+        "resumed from a decode step": _resumed(driver, prompt, forced, after=1),
         "refused": _refused(driver, len(prompt)),
     }
 
@@ -56,6 +59,30 @@ def _entries(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[s
         ]
         outputs += driver.decode(*entries)
     return [output.digest for output in outputs]
+
+
+def _resumed(driver: StepDriver, prompt: list[int], forced: list[int], *, after: int) -> list[str]:
+    """Saves the state at the end of a block within the prompt, or after one output token. Then computes the rest in
+    another batch row, which resumes from the snapshot and reads the same blocks.
+
+    A state may be saved after any token, so the decode step need not end a block.
+    """
+    blocks, known = blocks_for(4), [*prompt, *forced]
+    position = len(prompt) + after if after else (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    saves = [(0, position, 1)] if not after else []
+    digests = [driver.prefill(Part(prompt, 0, blocks, row=5), state_moves=saves)[0].digest]
+    if after:
+        digests.append(driver.decode(Part(forced[:1], len(prompt), blocks, row=5), state_moves=[(0, 1, 1)])[0].digest)
+    # Other sequences overwrite both states of the first batch row.
+    driver.prefill(Part(prompt[:9], 0, blocks_for(1), row=5))
+    driver.decode(Part([7], 9, blocks_for(1), row=5))
+    end = len(prompt) if not after else position + 1
+    outputs = driver.prefill(Part(known[position:end], position, blocks, row=3), state_moves=[(0, 0, 1)])
+    assert after or outputs[0].digest == digests.pop(), "the prompt's last token has other bits"
+    digests += [output.digest for output in outputs]
+    for place in range(end, len(known)):
+        digests.append(driver.decode(Part([known[place]], place, blocks, row=3))[0].digest)
+    return digests
 
 
 def _refused(driver: StepDriver, position: int) -> str:

@@ -71,8 +71,8 @@ class StepDriver:
         layout = SlotLayout.of(self.config.slot_limits())
         self.slot = StepSlot(layout, bytearray(layout.slot_bytes))
 
-    def prefill(self, *parts: Part, moves: Sequence[Move] = ()) -> list[Sampled]:
-        self.fill(parts, moves)
+    def prefill(self, *parts: Part, moves: Sequence[Move] = (), state_moves: Sequence[Move] = ()) -> list[Sampled]:
+        self.fill(parts, moves, state_moves=state_moves)
         self.runner.run_step(self.slot, is_decode=False)
         return [self._output(index) for index in range(len(parts))]
 
@@ -80,15 +80,24 @@ class StepDriver:
         self.fill((), moves)
         self.runner.run_moves(self.slot)
 
-    def decode(self, *parts: Part, moves: Sequence[Move] = (), checked_row: int = 0) -> list[Sampled]:
-        self.fill(parts, moves, checked_row)
+    def decode(
+        self, *parts: Part, moves: Sequence[Move] = (), checked_row: int = 0, state_moves: Sequence[Move] = ()
+    ) -> list[Sampled]:
+        self.fill(parts, moves, checked_row, state_moves)
         self.runner.run_step(self.slot, is_decode=True)
         return [self._output(index) for index in range(len(parts))]
 
-    def fill(self, parts: Sequence[Part], moves: Sequence[Move] = (), checked_row: int = 0) -> StepSlot:
-        """Writes the parts of sequences and the block moves of a step into the step slot."""
+    def fill(
+        self,
+        parts: Sequence[Part],
+        moves: Sequence[Move] = (),
+        checked_row: int = 0,
+        state_moves: Sequence[Move] = (),
+    ) -> StepSlot:
+        """Writes the parts of sequences, the block moves and the state moves of a step into the step slot."""
         slot, width = self.slot, max((len(part.blocks) for part in parts), default=0)
         slot.moves[: 3 * len(moves)] = np.array(moves, np.int32).reshape(-1)
+        slot.state_moves[: 3 * len(state_moves)] = np.array(state_moves, np.int32).reshape(-1)
         token, history = 0, 0
         for index, part in enumerate(parts):
             count, positions = len(part.tokens), np.arange(part.start, part.start + len(part.tokens))
@@ -110,7 +119,7 @@ class StepDriver:
             token, history = token + count, history + len(part.history)
         slot.write_header(
             1, num_tokens=token, num_seqs=len(parts), table_width=width, history_len=history, num_moves=len(moves),
-            checked_row=checked_row,
+            checked_row=checked_row, num_state_moves=len(state_moves),
         )  # fmt: skip
         return slot
 

@@ -10,22 +10,34 @@ from agent.step_inputs import StepInputs
 from llm_serving.errors import ProtocolError
 
 
-def made(num_rows: int = 4) -> SequenceStates:
-    states = SequenceStates(num_rows)
+def made(num_rows: int = 4, num_snapshots: int = 0) -> SequenceStates:
+    states = SequenceStates(num_rows, num_snapshots)
     states.reset()
     return states
 
 
-def runs(states: SequenceStates, *entries: tuple[int, int, int]) -> list[list[int]]:
-    """Assigns a step whose entries are (batch row, first position, number of tokens). Returns its runs."""
+Moves = list[tuple[int, int, int]]
+
+
+def runs(states: SequenceStates, *entries: tuple[int, int, int], moves: Moves | None = None) -> list[list[int]]:
+    """Assigns a step whose entries are (batch row, first position, number of tokens). Returns its runs.
+
+    Leaves out the zeros of runs that save no state. ``moves`` are the state moves.
+    """
     rows, begins, lens = (np.array(column, np.int32) for column in zip(*entries, strict=True))
     empty = np.zeros(0, np.int32)
     tables = np.zeros((rows.size, 0), np.int32)
+    state_moves = np.array(moves or [], np.int32).reshape(-1, 3)
     states.assign(
-        StepInputs(empty, empty, empty, tables, begins + lens, lens, rows, empty, empty, empty, whole_prompts=False)
+        StepInputs(
+            *(empty, empty, empty, tables, begins + lens, lens, rows, empty, empty, empty),
+            whole_prompts=False,
+            state_moves=state_moves,
+        )
     )
-    assert states.runs[0].tolist() == [states.runs[0, 0], 0, 0, 0]
-    return states.runs[1 : 1 + states.runs[0, 0]].tolist()
+    assert not states.runs[0, 1:].any()
+    found: list[list[int]] = states.runs[1 : 1 + states.runs[0, 0]].tolist()
+    return [run[: 8 if run[6] else 6 if run[4] else 4] for run in found]
 
 
 def test_a_sequence_begins_with_zeros_and_then_reads_what_it_wrote() -> None:
@@ -73,3 +85,51 @@ def test_a_reset_forgets_all_states_and_ends_the_warm_up() -> None:
     states.reset()
     with pytest.raises(ProtocolError, match="batch row 0 at position 202"):
         runs(states, (0, 202, 1))
+
+
+def test_a_step_saves_states_in_snapshots_and_another_sequence_resumes_from_them() -> None:
+    """The four batch rows have the states 0 to 7, so snapshot 0 is state 8."""
+    states = made(num_snapshots=3)
+    saved = runs(states, (2, 0, 20), (0, 0, 4), moves=[(0, 16, 1), (1, 4, 2), (0, 8, 0)])
+    assert saved == [[0, 20, -1, 4, 8, 8, 16, 9], [20, 4, -1, 0, 4, 10]]
+    assert runs(states, (2, 20, 1)) == [[0, 1, 4, 5]], "the runs of the next step save nothing"
+    resumed = [(0, 0, 1)]
+    for _ in range(2):
+        assert runs(states, (1, 16, 3), moves=resumed) == [[0, 3, 9, 2]]
+    assert runs(states, (1, 19, 1), (3, 16, 1), moves=[(1, 0, 1)]) == [[0, 1, 2, 3], [1, 1, 9, 6]]
+
+
+def test_a_resumed_sequence_ignores_the_states_of_its_batch_row() -> None:
+    states = made(num_snapshots=1)
+    runs(states, (0, 0, 8), moves=[(0, 8, 0)])
+    assert runs(states, (0, 8, 5), moves=[(0, 0, 0)]) == [[0, 5, 8, 0]]
+    with pytest.raises(ProtocolError, match=r"batch row 0 at position 8; its states end at \[13, -1\]"):
+        runs(states, (0, 8, 1))
+
+
+@pytest.mark.parametrize(
+    ("entries", "moves", "problem"),
+    [
+        ([(1, 9, 1)], [(0, 0, 0)], "position 9 from snapshot 0, which ends at 8"),
+        ([(1, 8, 1)], [(0, 0, 1)], "position 8 from snapshot 1, which ends at -1"),
+        ([(1, 8, 1)], [(0, 0, 2)], "state moves: snapshots holds 2"),
+        ([(1, 8, 1)], [(1, 0, 0)], "state moves: runs holds 1"),
+        ([(1, 0, 4)], [(0, 5, 1)], "after 5 of 4 tokens"),
+        ([(1, 0, 4)], [(0, -1, 1)], "after -1 of 4 tokens"),
+        ([(1, 0, 4)], [(0, 1, 1), (0, 2, 0), (0, 3, 1)], "saves at most 2 states"),
+        ([(1, 0, 4), (1, 4, 1)], [(0, 1, 1)], "scores tokens resumes no sequence and saves no states"),
+    ],
+)
+def test_wrong_state_moves_are_refused(entries: list[tuple[int, int, int]], moves: Moves, problem: str) -> None:
+    states = made(num_snapshots=2)
+    runs(states, (0, 0, 8), moves=[(0, 8, 0)])
+    with pytest.raises(ProtocolError, match=problem):
+        runs(states, *entries, moves=moves)
+
+
+def test_a_reset_forgets_all_snapshots() -> None:
+    states = made(num_snapshots=1)
+    runs(states, (0, 0, 8), moves=[(0, 8, 0)])
+    states.reset()
+    with pytest.raises(ProtocolError, match="from snapshot 0, which ends at -1"):
+        runs(states, (1, 8, 1), moves=[(0, 0, 0)])

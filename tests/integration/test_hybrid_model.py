@@ -1,4 +1,6 @@
-"""Serves a small model with linear attention: the bits do not depend on batches, chunks or preemptions."""
+"""Serves a small model with linear attention: the bits do not depend on batches, chunks, preemptions or the prefix
+cache.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def served(folder: Path, **settings: dict[str, Any]) -> Iterator[llm_serving.LLM
 
 
 def answers(llm: llm_serving.LLM) -> list[list[Any]]:
-    return [llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS[:3], SAMPLED), llm.generate(PROMPTS[9:10], SCORED)]
+    """Returns the texts and their log-probabilities. The numbers of cached tokens may differ, so they are left out."""
+    outputs = [llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS[:3], SAMPLED), llm.generate(PROMPTS[9:10], SCORED)]
+    return [[each.choices for each in some] for some in outputs]
 
 
 def num_preemptions(llm: llm_serving.LLM) -> float:
@@ -40,6 +44,21 @@ def num_preemptions(llm: llm_serving.LLM) -> float:
     metrics = llm._host.app.state.metrics
     samples = [each for family in metrics.registry.collect() for each in family.samples]
     return sum(each.value for each in samples if each.name == "llm_serving_preemptions_total")
+
+
+def chat(llm: llm_serving.LLM) -> tuple[list[Any], list[int]]:
+    """Returns the answers of a chat's turns, and how many tokens of each prompt were in the prefix cache.
+
+    Each prompt consists of the tokens of the turn before and of a new message. Another prompt shares the beginning.
+    """
+    replies, prompt = [], [5 + 7 * i % 400 for i in range(37)]
+    for turn in range(3):
+        reply = llm.generate([prompt], {**GREEDY, "max_tokens": 21})[0]
+        replies.append(reply)
+        prompt = [*prompt, *reply.token_ids, *(40 + turn + i for i in range(9))]
+    replies.append(llm.generate([[*prompt[:35], 9, 9]], {**GREEDY, "max_tokens": 5})[0])
+    found = [each.usage["prompt_tokens_details"]["cached_tokens"] for each in replies]
+    return [each.choices for each in replies], found
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +70,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("forked_llm_agents")
 def test_batches_chunks_and_preemptions_give_the_same_bits(folder: Path) -> None:
-    with served(folder, pa_config={"num_blocks": 256}, model_config={"decode_batch_size": [1]}) as llm:
+    with served(
+        folder, pa_config={"num_blocks": 256}, model_config={"decode_batch_size": [1]},
+        scheduler_config={"state_snapshots": 0},
+    ) as llm:  # fmt: skip
         config = llm._host.config
-        alone = answers(llm)
+        alone, (whole, cached) = answers(llm), chat(llm)
         assert num_preemptions(llm) == 0
-    assert config.notes[0].startswith("Qwen3NextForCausalLM has no prefix cache and no speculation")
-    assert "the states of Qwen3NextForCausalLM are not swapped; recompute is used" in config.notes[1]
+        assert cached == [0, 0, 0, 0]
+    assert config.notes[0].startswith("Qwen3NextForCausalLM has no speculation")
+    assert "Qwen3NextForCausalLM has no prefix cache, because scheduler_config.state_snapshots is 0" in config.notes[1]
+    assert "the states of Qwen3NextForCausalLM are not swapped; recompute is used" in config.notes[2]
     with served(
         folder, pa_config={"num_blocks": 30}, model_config={"decode_batch_size": [16]},
         scheduler_config={"policy": "chunked", "chunk_tokens": 24},
     ) as llm:  # fmt: skip
-        pressed = answers(llm)
+        (resumed, cached), pressed = chat(llm), answers(llm)
         assert num_preemptions(llm) > 0, "the cache is too small for all sequences"
+    assert resumed == whole
+    assert cached == [0, 48, 80, 32], "each turn resumes at the last full block that the turn before has computed"
     assert pressed == alone

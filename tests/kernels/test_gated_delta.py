@@ -42,13 +42,18 @@ class Layer:
         self.states = np.full((6, STATE), np.nan, np.float32)
 
     def run(
-        self, tokens: list[int], runs: list[tuple[int, int, int, int]], form: tuple[int, ...] = FORM
+        self, tokens: list[int], runs: list[tuple[int, ...]], form: tuple[int, ...] = FORM
     ) -> tuple[int, Array]:
-        """Runs the operator for some tokens. Returns its status code and the output, which has one spare row."""
+        """Runs the operator for some tokens. Returns its status code and the output, which has one spare row.
+
+        A run has four numbers, and two more for each state that it saves.
+        """
         x = np.concatenate([self.projected[tokens], self.projected[:1]])
         out = np.zeros((len(x), VALUES), x.dtype)
-        table = np.zeros((6, 4), np.int32)
-        table[0, 0], table[1 : 1 + len(runs)] = len(runs), np.array(runs, np.int32).reshape(-1, 4)
+        table = np.zeros((6, 8), np.int32)
+        table[0, 0] = len(runs)
+        for place, run in enumerate(runs, 1):
+            table[place, : len(run)] = run
         tensors = [
             (x, self.dtype), (np.array(form, np.int32), None), (np.full(1, EPSILON, np.float32), None),
             *((each, None) for each in self.weights), (self.states, None), (table, None),
@@ -143,6 +148,29 @@ def test_a_run_leaves_the_state_that_it_reads() -> None:
     assert np.isnan(layer.states[2:]).all(), "other states are not touched"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_saves_the_states_that_shorter_runs_would_write(dtype: str) -> None:
+    """Saves after tokens in the middle of a piece, at its end, and fewer than the taps of the convolution."""
+    layer = Layer(dtype)
+    _, whole = layer.run(list(range(40)), [(0, 40, -1, 0)])
+    final = layer.states[0].copy()
+    for first, second in ((1, 2), (2, 16), (15, 17), (16, 32), (23, 40), (40, 0)):
+        layer.states[:] = np.nan
+        layer.run(list(range(first)), [(0, first, -1, 0)])
+        wanted = layer.states[0].copy()
+        saves = (first, 2, second, 3) if second else (first, 2)
+        status, out = layer.run(list(range(5)) + list(range(40)), [(0, 5, -1, 4), (5, 40, -1, 1, *saves)])
+        assert status == 0
+        np.testing.assert_array_equal(out[5:45], whole[:40])
+        np.testing.assert_array_equal(layer.states[1], final)
+        np.testing.assert_array_equal(layer.states[2], wanted)
+        assert np.isnan(layer.states[5]).all()
+        if 0 < second < 40:
+            _, rest = layer.run(list(range(second, 40)), [(0, 40 - second, 3, 0)])
+            np.testing.assert_array_equal(rest[: 40 - second], whole[second:40])
+            np.testing.assert_array_equal(layer.states[0], final)
+
+
 @pytest.mark.parametrize(
     ("runs", "form", "problem"),
     [
@@ -151,12 +179,19 @@ def test_a_run_leaves_the_state_that_it_reads() -> None:
         ([(0, 2, -1, 6)], FORM, "reads state -1 and writes state 6 of 6"),
         ([(0, 3, -1, 0)], FORM, "run 0 has 3 tokens from token 0 on; it must begin at token 0 of 2"),
         ([(0, 1, -1, 0)], FORM, "the runs have 1 tokens; the step has 2"),
+        ([(0, 2, -1, 0, 3, 1)], FORM, "run 0 saves the state after 3 of 2 tokens in state 1 of 6"),
+        ([(0, 2, -1, 0, -1, 1)], FORM, "run 0 saves the state after -1 of 2 tokens in state 1 of 6"),
+        ([(0, 2, -1, 0, 1, 6)], FORM, "run 0 saves the state after 1 of 2 tokens in state 6 of 6"),
+        ([(0, 2, 2, 0, 1, 2)], FORM, "it must be another state than those that it reads and writes"),
+        ([(0, 2, 2, 0, 1, 0)], FORM, "it must be another state than those that it reads and writes"),
+        ([(0, 2, -1, 0, 2, 1, 1, 3)], FORM, "run 0 saves the state after 1 of 2 tokens in state 3 of 6"),
+        ([(0, 2, -1, 0, 0, 0, 1, 3)], FORM, "run 0 saves the state after 1 of 2 tokens in state 3 of 6"),
         ([(0, 2, -1, 0)], (2, 4, 20, 80, 4), "sizes must be multiples of 16"),
         ([(0, 2, -1, 0)], (2, 4, 16, 64, 4), "argument 0 is float32"),
     ],
 )
 def test_wrong_runs_and_sizes_are_refused(
-    capfd: pytest.CaptureFixture[str], runs: list[tuple[int, int, int, int]], form: tuple[int, ...], problem: str
+    capfd: pytest.CaptureFixture[str], runs: list[tuple[int, ...]], form: tuple[int, ...], problem: str
 ) -> None:
     layer = Layer("float32")
     status, out = layer.run([0, 1], runs, form)

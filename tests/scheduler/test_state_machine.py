@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from support.scheduler_scripts import Operation, Player, Script, minimise, play
-from support.script_drawing import BATCHINGS, BLOCK_SIZES, POLICIES, draw_script
+from support.script_drawing import BATCHINGS, BLOCK_SIZES, POLICIES, draw_script, draw_state_script
 from support.sweeps import with_sweeps
 
 SHARED_TEXT = [2 + (7 * place) % 50 for place in range(64)]
@@ -33,6 +33,8 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
     page_attention = draw(st.sampled_from([True, True, True, False]))
     block_size = draw(st.sampled_from(BLOCK_SIZES))
     longest = -(-(max_model_len - 1) // block_size)
+    prefix_cache = page_attention and draw(st.booleans())
+    num_snapshots = draw(st.sampled_from([0, 1, 3, 20])) if prefix_cache else 0
     return {
         "num_blocks": 1 + max(1, longest + draw(st.sampled_from([0, 1, 2, 5, 40, -1]))),
         "block_size": block_size,
@@ -47,9 +49,10 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "batching": draw(st.sampled_from(BATCHINGS)),
         "batch_size": draw(st.sampled_from([None, 1, 3])),
         "page_attention": page_attention,
-        "prefix_cache": page_attention and draw(st.booleans()),
+        "prefix_cache": prefix_cache,
+        "num_state_snapshots": num_snapshots,
         "preemption": draw(st.sampled_from(["recompute", "swap", "auto"])),
-        "num_host_blocks": draw(st.sampled_from([0, 100, 10, 2])),
+        "num_host_blocks": 0 if num_snapshots else draw(st.sampled_from([0, 100, 10, 2])),
         "admission": draw(st.sampled_from(["none", "router", "aimd"])),
         "predict_output_length": draw(st.booleans()),
         "ttft_objective": draw(st.sampled_from([2.0, 0.02, 0.001])),
@@ -180,6 +183,16 @@ def play_all(seeds: range, **changes: Any) -> Counter[str]:
 def test_invariants_hold_in_any_script(part: int) -> None:
     seen = play_all(range(part * 30, part * 30 + 30))
     for event in ("cached starts", "chunks", "preemptions", "refused for good"):
+        assert seen[event] > 0, event
+
+
+@pytest.mark.parametrize("part", with_sweeps([(part,) for part in range(10)], lambda part: part >= 1))
+def test_invariants_hold_for_states_of_linear_attention(part: int) -> None:
+    """``FakeDevice`` gives wrong text if the state of a batch row is not that of the sequence's tokens."""
+    seen = Counter[str]()
+    for seed in range(40_000 + part * 25, 40_025 + part * 25):
+        seen += play(draw_state_script(seed)).seen
+    for event in ("resumed states", "saved states", "chunks", "preemptions"):
         assert seen[event] > 0, event
 
 

@@ -26,6 +26,10 @@ class _Touches:
     """The blocks that a move writes, each with the batch row that needs it."""
     host_reads: set[int] = field(default_factory=set)
     host_writes: set[int] = field(default_factory=set)
+    state_reads: dict[int, int] = field(default_factory=dict)
+    """The snapshots of states that sequences resume from, each with a batch row that reads it."""
+    state_writes: dict[int, int] = field(default_factory=dict)
+    """The snapshots of states that the step saves, each with its batch row."""
 
     @property
     def written_blocks(self) -> dict[int, int]:
@@ -60,6 +64,7 @@ class BlockWatch:
         for seq, earlier in self._unanswered.items():
             _check_tokens(touches, earlier, f"step {step.seq}, step {seq} being unanswered:")
             _check_moves(touches, earlier, f"step {step.seq}, step {seq} being unanswered:")
+            _check_states(touches, earlier, f"step {step.seq}, step {seq} being unanswered:")
         self._unanswered[step.seq] = touches
 
     def _touches(self, step: ScheduledStep) -> _Touches:
@@ -75,6 +80,10 @@ class BlockWatch:
                 touches.reads.setdefault(table[place], []).append((row, min(start - place * size, size)))
         for move in step.moves:
             self._add_move(touches, move)
+        for index, after, snapshot in step.state_moves:
+            assert not (after and snapshot in touches.state_writes), f"snapshot {snapshot} is written twice"
+            (touches.state_writes if after else touches.state_reads)[snapshot] = step.rows[index]
+        assert not touches.state_reads.keys() & touches.state_writes.keys(), "a step overwrites a state that it reads"
         return touches
 
     def _add_move(self, touches: _Touches, move: BlockMove) -> None:
@@ -152,6 +161,16 @@ def _check_tokens(new: _Touches, earlier: _Touches, when: str) -> None:
             rows = {row for row, _ in new.reads.get(block, [])}
             rows |= {new.written_blocks[block]} if block in new.written_blocks else set()
             assert rows <= {owner}, f"{when} rows {rows} have block {block}, which a move for row {owner} writes"
+
+
+def _check_states(new: _Touches, earlier: _Touches, when: str) -> None:
+    """Checks the snapshots of a new step against an earlier step in flight. Only a batch row may write its own again.
+    """
+    for snapshot, row in new.state_writes.items():
+        assert earlier.state_writes.get(snapshot, row) == row, f"{when} snapshot {snapshot} is written by two rows"
+        assert snapshot not in earlier.state_reads, f"{when} snapshot {snapshot} is written, which it reads"
+    for snapshot in new.state_reads:
+        assert snapshot not in earlier.state_writes, f"{when} snapshot {snapshot} is read, not written yet"
 
 
 def _check_moves(new: _Touches, earlier: _Touches, when: str) -> None:

@@ -50,6 +50,8 @@ class _Row:
     last_token: int = LAST_TOKEN
     history: list[int] | None = None
     num_prompt_tokens: int = 0
+    state: list[int] = field(default_factory=list)
+    """The state of a model with linear attention: all tokens that the row has computed."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class _Slot:
     moves: list[BlockMove]
     headers: list[bytes]
     num_drafts: int
+    state_moves: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, step: ScheduledStep) -> _Slot:
@@ -95,6 +98,7 @@ class _Slot:
             list(step.moves),
             list(step.headers),
             step.num_drafts,
+            list(step.state_moves),
         )
 
 
@@ -132,6 +136,7 @@ class FakeDevice:
         self.cache = self._memory(self.limits.num_blocks)
         self.host = self._memory(self.limits.num_host_blocks + self.tier_hosts)
         self.rows: dict[int, _Row] = {}
+        self.snapshots = [self._memory(1) for _ in range(self.limits.num_state_snapshots)]
         self.queue.clear()
         self.begun = None
         self._watch.clear()
@@ -201,6 +206,11 @@ class FakeDevice:
             memory = self.host if move.kind is MoveKind.SWAP_OUT else self.cache
             for place in range(move.destination * size, (move.destination + 1) * size):
                 memory[place] = self._garbage.randrange(1 << 30)
+        for row in slot.rows:
+            self.rows[row].state = self._memory(1)
+        for _, after, snapshot in slot.state_moves:
+            if after:
+                self.snapshots[snapshot] = self._memory(1)
         for start, query_len, table in zip(slot.starts, slot.query_lens, slot.block_tables, strict=True):
             for position in range(start, start + query_len):
                 self.cache[table[position // size] * size + position % size] = self._garbage.randrange(1 << 30)
@@ -274,9 +284,13 @@ class FakeDevice:
         tokens = [row.last_token if token == LAST_TOKEN else token for token in tokens]
         for position, token in enumerate(tokens, start):
             self.cache[table[position // size] * size + position % size] = token
+        if self.snapshots:
+            self._compute_state(slot, index, row, tokens)
         if not slot.do_sample[index]:
             return -1
         context = [self.cache[table[p // size] * size + p % size] for p in range(start + len(tokens))]
+        if self.snapshots and row.state != context:
+            context = self._memory(len(context))[: len(context)]
         sampling, num_prompt_tokens = slot.samplings[index], slot.prompt_lens[index]
         if history is not None:
             row.history, row.num_prompt_tokens = list(history.token_ids), history.num_prompt_tokens
@@ -286,6 +300,33 @@ class FakeDevice:
             key.append(((*row.history, *drafts), row.num_prompt_tokens))
         assert len(context) - num_prompt_tokens == slot.sample_positions[index]
         return hash(tuple(key)) % VOCABULARY
+
+    def _compute_state(self, slot: _Slot, index: int, row: _Row, tokens: list[int]) -> None:
+        """Appends the tokens of a sequence to the state of its batch row, and saves the states that the step demands.
+
+        If the state does not end where the tokens begin, it becomes garbage, and so does the text of the sequence.
+        """
+        start, moves = slot.starts[index], [move for move in slot.state_moves if move[0] == index]
+        begin = next((self.snapshots[snapshot] for _, after, snapshot in moves if not after), row.state)
+        row.state = list(begin if start else [])
+        if len(row.state) != start:
+            row.state = [self._garbage.randrange(1 << 30) for _ in range(start)]
+        row.state += tokens
+        for _, after, snapshot in moves:
+            if after:
+                self.snapshots[snapshot] = row.state[: start + after]
+
+    def _check_states(self, step: ScheduledStep) -> None:
+        """Checks the rules for the states that a step reads and saves."""
+        places = [(index, after) for index, after, _ in step.state_moves]
+        assert len(set(places)) == len(places), "a step saves a state twice"
+        assert len(set(step.state_moves)) <= 3 * step.num_seqs
+        for index, after, snapshot in step.state_moves:
+            assert 0 <= snapshot < self.limits.num_state_snapshots
+            assert 0 <= after <= step.query_lens[index]
+            assert after or (step.restarts[index] and step.starts[index] > 0), "only a first step resumes"
+            assert sum(1 for other, tokens in places if other == index and tokens) <= 2
+            assert (step.starts[index] + after) % self.limits.block_size == 0, "states are saved at ends of blocks"
 
     def _check(self, step: ScheduledStep) -> None:
         """Checks the rules that every step must follow."""
@@ -302,6 +343,7 @@ class FakeDevice:
         assert len(step.moves) <= limits.max_moves
         self._check_kind(step)
         self._check_restarts(step)
+        self._check_states(step)
         assert all(len(set(table)) == len(table) for table in step.block_tables)
         assert all(0 < block < limits.num_blocks for table in step.block_tables for block in table)
         for start, query_len, table in zip(step.starts, step.query_lens, step.block_tables, strict=True):

@@ -180,6 +180,16 @@ def draw_script(seed: int) -> Script:
     return Script(limits, [_draw_operation(name, rng, requests) for name in chosen])
 
 
+def draw_state_script(seed: int) -> Script:
+    """Draws a script for a model with linear attention, whose prefix cache needs snapshots of states."""
+    script, rng = draw_script(seed), random.Random(seed)
+    states = {"num_state_snapshots": rng.choice([1, 2, 5, 30]), "preemption": "recompute", "num_host_blocks": 0}
+    block_size = rng.choice([1, 2, 3, 4])
+    num_blocks = 1 + -(-script.limits["num_blocks"] * script.limits["block_size"] // block_size)
+    paged = {"page_attention": True, "prefix_cache": True, "block_size": block_size, "num_blocks": num_blocks}
+    return Script(script.limits | states | paged, script.operations)
+
+
 def _draw_operation(name: str, rng: random.Random, requests: _Requests) -> Operation:
     if name == "add" or (name == "end" and not requests.names):
         return requests.next()

@@ -94,6 +94,7 @@ class Simulation(SimulatedClients):
         self.seen[f"{step.kind.value} steps"] += 1
         self.seen.update(f"{move.kind.name} moves" for move in step.moves)
         self.seen["drafts"] += step.num_drafts
+        self.seen.update("saved states" if after else "resumed states" for _, after, _ in step.state_moves)
         self.seen["chunks"] += step.kind is not StepKind.MOVE and step.do_sample.count(False)
         self.seen["cached starts"] += sum(
             restart and start > 0 for restart, start in zip(step.restarts, step.starts, strict=False)

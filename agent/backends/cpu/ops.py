@@ -63,7 +63,7 @@ class FusedCpuOps(OpTable):
         seqs, tokens = (self._max_seqs, 0) if self.is_last_stage else (0, self._max_tokens)
         self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
         self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
-        self.states = None if config.shape.delta is None else SequenceStates(self._max_seqs)
+        self.states = None if config.shape.delta is None else SequenceStates(self._max_seqs, config.num_state_snapshots)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
         self.rows = allocate((self._max_tokens, self._hidden_size), self.dtype) if self.takes_rows else None
         is_gathered, width = bool(config.shape.rotary_sections), config.shape.rotary_width

@@ -17,7 +17,8 @@
 //
 // The state of a sequence is the matrices of all value heads, then the inputs of the last `taps` - 1 tokens:
 // [value_heads][key_dim][value_dim], [taps - 1][channels]. A run of tokens reads one state and writes another. The same
-// step can therefore run twice. key_dim and value_dim are multiples of 16.
+// step can therefore run twice. A run can also save the states after some of its tokens: the prefix cache needs the
+// state at the end of a block, in the middle of a prompt. key_dim and value_dim are multiples of 16.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -27,10 +28,17 @@
 
 namespace llmk {
 
+constexpr int kDeltaSaves = 2;  // how many states a run can save in addition to the one that it writes
+
 // Consecutive tokens of one sequence.
 struct DeltaRun {
   int32_t first_token, tokens;
   int32_t read, write;  // numbers of states; read is -1 if the run begins with the sequence
+  // The state `to` gets the state after the first `after` tokens. Used entries come first, in ascending order of
+  // `after`. An unused entry has after = 0.
+  struct {
+    int32_t after, to;
+  } saves[kDeltaSaves];
 };
 
 struct GatedDeltaArgs {
@@ -244,12 +252,12 @@ static inline void write_results(const GatedDeltaArgs& args, const DeltaPiece& p
   }
 }
 
-// Stores the inputs of the last taps - 1 tokens in the state that the run writes. If several value heads share a key
-// head, only the first of them stores the channels of query and key.
-static inline void end_run(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own, int64_t head,
-                           const DeltaPiece& piece, int64_t count) {
+// Stores the inputs of the last taps - 1 tokens in the state `state`. If several value heads share a key head, only the
+// first of them stores the channels of query and key.
+static inline void store_inputs(const GatedDeltaArgs& args, int64_t state, const HeadChannels& own, int64_t head,
+                                const DeltaPiece& piece, int64_t count) {
   const int64_t channels = own.total(), before = args.taps - 1;
-  float* end = args.states + (run.write + 1) * args.state_floats();
+  float* end = args.states + (state + 1) * args.state_floats();
   const bool is_first = head % (args.value_heads / args.key_heads) == 0;
   int64_t at = is_first ? 0 : own.count[0] + own.count[1];
   for (int part = is_first ? 0 : 2; part < 3; at += own.count[part++]) {
@@ -258,6 +266,28 @@ static inline void end_run(const GatedDeltaArgs& args, const DeltaRun& run, cons
       std::memcpy(end - (before - row) * args.channels() + own.first[part], from,
                   static_cast<size_t>(own.count[part]) * 4);
     }
+  }
+}
+
+// Returns the number of tokens of the next piece. A piece ends where the run saves a state.
+static inline int64_t piece_tokens(const DeltaRun& run, int64_t done) {
+  int64_t end = smaller(done + kDeltaPiece, run.tokens);
+  for (const auto& save : run.saves) {
+    if (save.after > done) end = smaller(end, save.after);
+  }
+  return end - done;
+}
+
+// Copies the head's part of the state after `done` tokens of the run into the states that save it. `matrix` is the
+// head's matrix, and `piece` has the inputs of the last `count` tokens.
+static inline void save_states(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own, int64_t head,
+                               const DeltaPiece& piece, int64_t count, int64_t done, const float* matrix) {
+  const int64_t size = args.key_dim * args.value_dim;
+  for (const auto& save : run.saves) {
+    if (save.after != done) continue;
+    float* to = args.states + save.to * args.state_floats() + head * size;
+    std::memcpy(to, matrix, static_cast<size_t>(size) * 4);
+    store_inputs(args, save.to, own, head, piece, count);
   }
 }
 
@@ -274,18 +304,21 @@ static inline void delta_head(const GatedDeltaArgs& args, const DeltaRun& run, i
     from = args.states + run.read * args.state_floats() + head * matrix;
   }
   begin_run(args, run, own, piece);
-  for (int64_t done = 0; done < run.tokens; done += kDeltaPiece) {
-    const int64_t token = run.first_token + done, count = smaller(kDeltaPiece, run.tokens - done);
+  int64_t done = 0;
+  while (done < run.tokens) {
+    const int64_t token = run.first_token + done, count = piece_tokens(run, done);
     read_inputs<T>(args, own, piece, token, count);
     mix_inputs(args, own, piece, count);
     read_gates<T>(args, head, token, count, &piece);
     recur(args, piece, count, from, to);
     write_results<T>(args, piece, head, token, count);
     from = to;
-    if (done + count < run.tokens) {
+    done += count;
+    save_states(args, run, own, head, piece, count, done, to);
+    if (done < run.tokens) {
       std::memmove(piece.inputs, piece.inputs + count * own.total(), static_cast<size_t>(before * own.total()) * 4);
     } else {
-      end_run(args, run, own, head, piece, count);
+      store_inputs(args, run.write, own, head, piece, count);
     }
   }
 }

@@ -1,0 +1,109 @@
+"""Decides which snapshot of the device has which state of linear attention.
+
+A snapshot has the state of a sequence after its first full blocks, so that another sequence with the same blocks can
+resume there. A snapshot belongs to the index entry of the last of these blocks: an entry identifies all tokens up to
+the end of its block. If the block leaves the prefix cache, also because the agent was lost, no lookup finds the entry
+again. Then the snapshot is the first to be evicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from llm_serving.kvcache.prefix_index import PrefixIndex
+
+
+class StateSnapshots:
+    """The snapshots ``0 .. num_snapshots - 1``.
+
+    A snapshot is free, or taken by a sequence whose steps save a state in it, or published for other sequences. The
+    least recently used published snapshot is evicted first, but never one that a step in flight reads.
+    """
+
+    def __init__(self, num_snapshots: int, index: PrefixIndex) -> None:
+        self.num_snapshots = num_snapshots
+        self._index = index
+        self._free = list(range(num_snapshots - 1, -1, -1))
+        self._published: dict[int, tuple[int, int]] = {}
+        """The block and the snapshot of each entry, the least recently used first."""
+        self._holds: Counter[int] = Counter()
+        """Number of sequences whose first step, which reads the snapshot, has not completed."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def longest(self, entries: Sequence[int]) -> int:
+        """Returns how many of the first blocks, given by their index entries, a sequence can resume after. 0 if none.
+        """
+        published = self._published
+        return next((number for number in range(len(entries), 0, -1) if entries[number - 1] in published), 0)
+
+    def hold(self, entry: int) -> int:
+        """Returns the snapshot of an entry, and holds the snapshot until ``let_go``. It becomes the most recently used.
+        """
+        block, snapshot = self._published.pop(entry)
+        self._published[entry] = block, snapshot
+        self._holds[snapshot] += 1
+        return snapshot
+
+    def let_go(self, snapshot: int) -> None:
+        """Removes a hold. The step that reads the snapshot has completed, or will never run."""
+        self._holds[snapshot] -= 1
+        if not self._holds[snapshot]:
+            del self._holds[snapshot]
+
+    def take(self) -> int | None:
+        """Returns a snapshot in which a step may save a state, or None if sequences need all snapshots.
+
+        If no snapshot is free, evicts one: a snapshot whose block is no longer cached, or the least recently used one.
+        """
+        if self._free:
+            return self._free.pop()
+        entries, holds, candidate = self._index.entries, self._holds, None
+        for entry, (block, snapshot) in self._published.items():
+            if snapshot in holds:
+                continue
+            if entries[block] != entry:
+                candidate = entry
+                break
+            if candidate is None:
+                candidate = entry
+        return None if candidate is None else self._published.pop(candidate)[1]
+
+    def give_back(self, snapshot: int) -> None:
+        """Frees a taken snapshot, whose state nobody needs."""
+        self._free.append(snapshot)
+
+    def publish(self, entry: int, block: int, snapshot: int) -> None:
+        """Publishes a taken snapshot: it has the state after ``block``, the cached block with this index entry.
+
+        If the entry has a snapshot already, the new one is freed, because both have the same bits.
+        """
+        known = self._published.pop(entry, None)
+        if known is not None:
+            self.give_back(snapshot)
+        self._published[entry] = known or (block, snapshot)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the state as plain data."""
+        published = [[entry, block, number] for entry, (block, number) in self._published.items()]
+        holds = [list(each) for each in self._holds.items()]
+        return {"free": self._free.copy(), "published": published, "holds": holds}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores the state that ``snapshot`` returned."""
+        self._free = state["free"]
+        self._published = {entry: (block, number) for entry, block, number in state["published"]}
+        self._holds = Counter(dict(state["holds"]))
+
+    def check_integrity(self, taken: Sequence[int]) -> None:
+        """Raises AssertionError unless each snapshot is free, in ``taken`` or published, and all held ones are
+        published.
+        """
+        published = [snapshot for _, snapshot in self._published.values()]
+        found = sorted([*self._free, *taken, *published])
+        if found != list(range(self.num_snapshots)) or not self._holds.keys() <= set(published):
+            raise AssertionError(f"of {self.num_snapshots} snapshots, these are free, taken or published: {found}")

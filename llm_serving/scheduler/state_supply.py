@@ -1,0 +1,180 @@
+"""Prefix cache of models with linear attention: a sequence resumes where blocks and a snapshot of its state exist.
+
+Layers with linear attention keep a state of each sequence instead of keys and values. So cached blocks alone do not
+let a sequence skip tokens: it also needs the state after them. Steps save states in snapshots at the ends of blocks:
+
+* at the end of the last full block of a prompt, for the same prompt and for the next turn of a chat;
+* where the part of a prompt ends that the prefix cache knows, if no snapshot is there: another prompt has the same
+  beginning, so a third one is likely;
+* while a sequence decodes, at the end of each block. The sequence has one snapshot for this, which each save
+  overwrites. The next turn of a chat, or the sequence itself after a preemption, resumes from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from llm_serving.kvcache.kv_cache_manager import KVCacheManager
+from llm_serving.kvcache.prefix_cache import PrefixMatch
+from llm_serving.kvcache.state_snapshots import StateSnapshots
+from llm_serving.scheduler.output import StepKind
+from llm_serving.scheduler.prefix_supply import PrefixSupply
+from llm_serving.scheduler.running import CachedPrefix
+from llm_serving.scheduler.sequence import InFlightStep, Sequence
+from llm_serving.scheduler.snapshot import Sequences, Stateful
+
+
+class _Saves(Stateful):
+    """The snapshots of one sequence with blocks. Numbers of blocks count from the beginning of the sequence."""
+
+    STATE = ("resumed", "is_sent", "wanted", "awaited", "saved", "latest")
+
+    def __init__(self, resumed: int = -1) -> None:
+        self.resumed = resumed
+        """The snapshot that the first step reads. It is held until that step has completed. -1: none."""
+        self.is_sent = False
+        """True if the first step was sent."""
+        self.wanted: list[int] = []
+        """Numbers of blocks after which the prompt's steps will save the state, in ascending order."""
+        self.awaited: list[bytes] = []
+        """Hashes of the blocks after which the state will be saved or is being saved."""
+        self.saved: list[tuple[int, int]] = []
+        """(number of blocks, snapshot) of the states that steps in flight save."""
+        self.latest: tuple[int, int] | None = None
+        """(number of blocks, snapshot) of the state that decode steps saved last."""
+
+
+class StateSupply(PrefixSupply, Stateful):
+    """Gives blocks like ``PrefixSupply``, but only up to a snapshot, and plans the states that steps read and save."""
+
+    def __init__(self, kv_cache: KVCacheManager, num_snapshots: int) -> None:
+        super().__init__(kv_cache)
+        self._snapshots = StateSnapshots(num_snapshots, kv_cache.prefix_index)
+        self._saves: dict[int, _Saves] = {}
+        """By arrival index, for each sequence with blocks."""
+        self._awaited: Counter[bytes] = Counter()
+        """Hashes of the blocks after which prompts in prefill will save the state."""
+
+    def look_up(self, sequence: Sequence) -> CachedPrefix:
+        match = self._match(sequence)
+        return CachedPrefix(match.num_tokens, self._last_awaited(sequence) > len(match.blocks))
+
+    def start(self, sequence: Sequence) -> None:
+        known, match, size = super()._match(sequence), self._match(sequence), self._kv_cache.block_size
+        super().start(sequence)
+        saves = self._saves[sequence.arrival_index] = _Saves()
+        num_resumed, chain = len(match.blocks), sequence.prefix_chain
+        assert chain is not None, "looked up before"
+        if num_resumed:
+            saves.resumed = self._snapshots.hold(match.entries[-1])
+        last = (sequence.request.num_tokens - 1) // size
+        shared = min(len(known.blocks) + known.num_pending_tokens // size, last)
+        saves.wanted = sorted({number for number in (shared, last) if number > num_resumed})
+        saves.awaited = [chain.hash_at(number - 1) for number in saves.wanted]
+        self._awaited.update(saves.awaited)
+
+    def plan(self, flight: InFlightStep) -> None:
+        """Adds the states that a new step reads and saves to the step."""
+        step, size = flight.step, self._kv_cache.block_size
+        if step.kind is StepKind.MOVE or step.num_drafts:
+            return  # a step with drafts scores tokens of a prompt that is not cached
+        for index, sequence in enumerate(flight.sequences):
+            saves, start = self._saves[sequence.arrival_index], step.starts[index]
+            end = start + step.query_lens[index]
+            if not saves.is_sent:
+                saves.is_sent = True
+                if saves.resumed >= 0:
+                    step.state_moves.append((index, 0, saves.resumed))
+            if index >= flight.first_chunk:
+                while saves.wanted and saves.wanted[0] * size <= end:
+                    number = saves.wanted.pop(0)
+                    snapshot = self._snapshots.take()
+                    if snapshot is not None:
+                        saves.saved.append((number, snapshot))
+                        step.state_moves.append((index, number * size - start, snapshot))
+            elif end % size == 0:
+                snapshot = self._snapshots.take() if saves.latest is None else saves.latest[1]
+                if snapshot is not None:
+                    saves.latest = end // size, snapshot
+                    step.state_moves.append((index, 1, snapshot))
+
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        super().computed(sequence, num_tokens)
+        saves, size = self._saves.get(sequence.arrival_index), self._kv_cache.block_size
+        if saves is None:
+            return
+        self._let_go(saves)
+        done = [each for each in saves.saved if each[0] * size <= num_tokens]
+        saves.saved = saves.saved[len(done) :]
+        if saves.latest is not None and saves.latest[0] * size <= num_tokens:
+            done.append(saves.latest)
+            saves.latest = None
+        for number, snapshot in done:
+            self._publish(sequence, number, snapshot)
+        self._await_less(saves, len(saves.wanted) + len(saves.saved))
+
+    def release(self, sequence: Sequence, *, computed: bool) -> None:
+        super().release(sequence, computed=computed)
+        saves = self._saves.pop(sequence.arrival_index)
+        self._let_go(saves)
+        self._await_less(saves, 0)
+        for _, snapshot in self._taken(saves):
+            self._snapshots.give_back(snapshot)
+
+    def snapshot(self) -> Any:
+        saves = [[index, each.snapshot()] for index, each in self._saves.items()]
+        return {"snapshots": self._snapshots.snapshot(), "saves": saves}
+
+    def restore(self, state: Any, sequences: Sequences) -> None:
+        self._snapshots.restore(state["snapshots"])
+        self._saves = {}
+        for index, each in state["saves"]:
+            self._saves[index] = _Saves()
+            self._saves[index].restore(each, sequences)
+        self._awaited = Counter(each for saves in self._saves.values() for each in saves.awaited)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each snapshot is free, published, or taken by one sequence with blocks."""
+        self._snapshots.check_integrity([taken for saves in self._saves.values() for _, taken in self._taken(saves)])
+        if not self._saves and self._awaited:
+            raise AssertionError(f"{len(self._awaited)} states are awaited but no sequence computes them")
+
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        """Returns the part of the cached prefix after which a snapshot exists. It has no tail."""
+        match = super()._match(sequence)
+        blocks, _ = self._prefixes.current_part(match)
+        number = self._snapshots.longest(match.entries[: len(blocks)])
+        return PrefixMatch(blocks[:number], match.entries[:number], number * self._kv_cache.block_size, None, 0)
+
+    def _last_awaited(self, sequence: Sequence) -> int:
+        """Returns the largest number of blocks of a waiting sequence after which a running one will save the state."""
+        if not self._awaited:
+            return 0
+        chain, last = sequence.prefix_chain, (sequence.request.num_tokens - 1) // self._kv_cache.block_size
+        assert chain is not None, "looked up before"
+        return next((number for number in range(last, 0, -1) if chain.hash_at(number - 1) in self._awaited), 0)
+
+    def _publish(self, sequence: Sequence, number: int, snapshot: int) -> None:
+        """Publishes the state after ``number`` blocks, if the prefix cache has these blocks."""
+        chain = sequence.prefix_chain
+        assert chain is not None, "the sequence has started"
+        if len(chain.entries) >= number:
+            self._snapshots.publish(chain.entries[number - 1], chain.blocks[number - 1], snapshot)
+        else:
+            self._snapshots.give_back(snapshot)
+
+    def _let_go(self, saves: _Saves) -> None:
+        if saves.resumed >= 0:
+            self._snapshots.let_go(saves.resumed)
+            saves.resumed = -1
+
+    def _await_less(self, saves: _Saves, num_left: int) -> None:
+        """Withdraws the awaited states of a sequence, except the last ``num_left``."""
+        done = saves.awaited[: len(saves.awaited) - num_left]
+        saves.awaited = saves.awaited[len(done) :]
+        self._awaited -= Counter(done)
+
+    @staticmethod
+    def _taken(saves: _Saves) -> list[tuple[int, int]]:
+        return saves.saved if saves.latest is None else [*saves.saved, saves.latest]
