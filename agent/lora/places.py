@@ -50,24 +50,25 @@ class Place:
         return replace(self, rows=slice(self.rows.start, other.rows.stop), order=order)
 
 
-def adapter_places(part: ModelPart, *, equal_vocabularies: bool) -> dict[str, Place | None]:
-    """Returns the place of each checkpoint tensor that may have an adapter, by the tensor's name.
+def adapter_places(part: ModelPart, *, equal_vocabularies: bool) -> dict[str, tuple[Place, ...]]:
+    """Returns the places of each checkpoint tensor that may have an adapter, by the tensor's name.
 
-    None means that another pipeline stage has the tensor. ``shard_specs`` describes ``equal_vocabularies``.
+    A tensor has a place in each parameter that has some of its rows. For example, the query weight of a hybrid model
+    also has the rows of the output gate. A tensor without a place belongs to another pipeline stage. ``shard_specs``
+    describes ``equal_vocabularies``.
     """
     specs = [spec for spec in weight_specs(part.whole) if _may_have_adapter(spec)]
     own = shard_specs(specs, part, equal_vocabularies=equal_vocabularies)
     local = {each.name: (spec, rows) for spec in own.specs for each, rows in rows_of(spec.parts)}
-    places: dict[str, Place | None] = {}
+    places: dict[str, dict[str, Place]] = {}
     for name, each in _parts(specs):
+        found = places.setdefault(name, {})
         spec_and_rows = local.get(each.name)
-        if spec_and_rows is None:
-            places[name] = None
-            continue
-        place = _place(each, *spec_and_rows, own.cuts.get(each.name))
-        before = places.get(name)
-        places[name] = place if before is None else before.followed_by(place)
-    return places
+        if spec_and_rows is not None:
+            place = _place(each, *spec_and_rows, own.cuts.get(each.name))
+            before = found.get(place.spec.parameter)
+            found[place.spec.parameter] = place if before is None else before.followed_by(place)
+    return {name: tuple(found.values()) for name, found in places.items()}
 
 
 def _may_have_adapter(spec: WeightSpec) -> bool:
@@ -84,9 +85,12 @@ def _parts(specs: list[WeightSpec]) -> Iterator[tuple[str, WeightPart]]:
 def _place(part: WeightPart, spec: WeightSpec, rows: slice, cut: TensorCut | None) -> Place:
     """Returns the place of one part of a checkpoint tensor. Some tensors, such as Phi-3's qkv, have several parts."""
     stored = part.rows_of
-    order: _Order = np.arange(part.shape[0]) + (0 if stored is None else stored.first)
-    if stored is not None and stored.head_order:
-        order = order.reshape(-1, len(stored.head_order))[:, list(stored.head_order)].reshape(-1)
+    order: _Order = np.arange(part.shape[0])
+    if stored is not None:
+        if stored.head_order:
+            num_heads, each = len(order) // len(stored.head_order), stored.stored_head or len(stored.head_order)
+            order = (each * np.arange(num_heads)[:, None] + np.array(stored.head_order)).reshape(-1)
+        order = order + stored.first
     columns = slice(None)
     if cut is not None:
         order = order[cut.rows.slice]

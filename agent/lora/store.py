@@ -82,17 +82,15 @@ class AdapterStore:
         modules: dict[str, list[ModuleAdapter]] = {}
         specs: dict[str, WeightSpec] = {}
         for module, a, b in memory.modules():
-            place = self._place(f"{module.name}.weight")
-            if place is None:
-                continue
-            if (place.outputs, place.inputs) != (module.outputs, module.inputs):
-                raise AgentError(
-                    f"the adapter of {module.name} has {module.outputs} outputs and {module.inputs} inputs; the layer "
-                    f"has {place.outputs} and {place.inputs}"
-                )
-            specs[place.spec.parameter] = place.spec
-            own = ModuleAdapter(place.rows, module.scale, *place.matrices(a, b))
-            modules.setdefault(place.spec.parameter, []).append(own)
+            for place in self._places_of(f"{module.name}.weight"):
+                if (place.outputs, place.inputs) != (module.outputs, module.inputs):
+                    raise AgentError(
+                        f"the adapter of {module.name} has {module.outputs} outputs and {module.inputs} inputs; the "
+                        f"layer has {place.outputs} and {place.inputs}"
+                    )
+                specs[place.spec.parameter] = place.spec
+                own = ModuleAdapter(place.rows, module.scale, *place.matrices(a, b))
+                modules.setdefault(place.spec.parameter, []).append(own)
         adapters = {
             parameter: ParameterAdapter(specs[parameter], tuple(sorted(found, key=lambda each: each.rows.start)))
             for parameter, found in modules.items()
@@ -103,8 +101,8 @@ class AdapterStore:
         for loaded in self._loaded:
             loaded[slot] = 1
 
-    def _place(self, tensor: str) -> Place | None:
-        """Returns the place of a tensor, or None if another pipeline stage has it."""
+    def _places_of(self, tensor: str) -> tuple[Place, ...]:
+        """Returns the places of a tensor. There are none if another pipeline stage has the tensor."""
         if tensor not in self._places:
             raise AgentError(f"the model has no linear layer {tensor} that may have an adapter")
         return self._places[tensor]

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from agent.weights import WeightPart, WeightSpec
 from agent.weights.layout import RowsOf
-from llm_serving.model.gated_delta import GatedDelta
+from llm_serving.model.gated_delta import TEXT_BESIDE_ENCODER, GatedDelta
 from llm_serving.model.shape import ModelShape
 
 ENCODER = "model.visual."
 """The prefix of the names of the tensors of Qwen3.5's vision encoder."""
-_MODEL, _TEXT_MODEL = "model.", "model.language_model."
+_MODEL = "model."
 
 
 def beside_encoder(spec: WeightSpec) -> WeightSpec:
@@ -23,10 +23,10 @@ def beside_encoder(spec: WeightSpec) -> WeightSpec:
             return part
         rows, stacked = part.rows_of, part.stacked
         if rows is not None:
-            rows = replace(rows, name=rows.name.replace(_MODEL, _TEXT_MODEL, 1))
+            rows = replace(rows, name=rows.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1))
         if stacked is not None:
-            stacked = replace(stacked, name=stacked.name.replace(_MODEL, _TEXT_MODEL, 1))
-        return replace(part, name=part.name.replace(_MODEL, _TEXT_MODEL, 1), rows_of=rows, stacked=stacked)
+            stacked = replace(stacked, name=stacked.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1))
+        return replace(part, name=part.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1), rows_of=rows, stacked=stacked)
 
     return replace(spec, parts=tuple(map(renamed, spec.parts)))
 

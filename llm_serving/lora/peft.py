@@ -21,6 +21,7 @@ from llm_serving.errors import AdapterError, CheckpointError
 from llm_serving.formats.safetensors_index import TensorInfo, read_index
 from llm_serving.lora.peft_config import ALL_LINEAR, PeftConfig, read_peft_config
 from llm_serving.lora.targets import Target, largest_adapter, lora_targets
+from llm_serving.model.gated_delta import TEXT_BESIDE_ENCODER
 from llm_serving.model.shape import ModelShape
 
 Array = npt.NDArray[Any]
@@ -85,8 +86,7 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
         start, tensors = read_index(folder / WEIGHTS_FILE, content, len(content))
     except CheckpointError as problem:
         raise AdapterError(f"{problem}.") from None
-    if shape.vision is not None and not any(shape.vision.text_module in name for name in tensors):
-        # Before version 4.52 of transformers, the modules of Qwen2.5-VL had the names of the checkpoint.
+    if _has_stored_names(shape, tensors):
         targets = {target.name: target for target in targets.values()}
     pairs = _pairs(tensors, targets)
     _check_targets(config, pairs, targets)
@@ -95,6 +95,17 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
     digest = hashlib.blake2b(len(config.content).to_bytes(8, "little") + config.content, digest_size=32)
     digest.update(content)
     return LoraAdapter(digest.digest(), modules)
+
+
+def _has_stored_names(shape: ModelShape, tensors: dict[str, TensorInfo]) -> bool:
+    """Returns True if an adapter names the layers as the checkpoint does, although most adapters do not.
+
+    Before version 4.52 of transformers, the modules of Qwen2.5-VL had the names of the checkpoint. An adapter of
+    Qwen3.5 has these names if it was trained with the encoder of images. Otherwise the text model alone was trained.
+    """
+    if shape.vision is not None:
+        return not any(shape.vision.text_module in name for name in tensors)
+    return shape.beside_encoder and any(TEXT_BESIDE_ENCODER in name for name in tensors)
 
 
 def _read_file(folder: Path, max_bytes: int) -> bytes:
@@ -146,7 +157,7 @@ def _pairs(tensors: dict[str, TensorInfo], targets: dict[str, Target]) -> dict[s
 
 
 def _why_no_target(layer: str) -> str:
-    if "experts" in layer or "block_sparse_moe" in layer or layer.endswith((".mlp.gate", ".mlp.router")):
+    if "expert" in layer or "block_sparse_moe" in layer or layer.endswith((".mlp.gate", ".mlp.router")):
         return "adapters of experts and their routers are not supported"
     if "visual." in layer or "vision_model." in layer or "connector." in layer:
         return "adapters of the vision encoder are not supported; train it with target_modules of the text model only"

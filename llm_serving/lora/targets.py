@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.model.families import FAMILIES
+from llm_serving.model.gated_delta import TEXT_BESIDE_ENCODER
 from llm_serving.model.shape import ModelShape
 
 ADAPTED_FAMILIES = frozenset(
@@ -13,6 +14,7 @@ ADAPTED_FAMILIES = frozenset(
         *("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM"),
         *("Gemma3ForCausalLM", "GptOssForCausalLM", "Idefics3ForConditionalGeneration"),
         *("SmolVLMForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     }
 )
 """Architectures that support LoRA. To add a family, its linear layers must apply adapters."""
@@ -35,11 +37,13 @@ def lora_targets(shape: ModelShape) -> dict[str, Target]:
     """Returns the layers that may have adapters, by the names of their modules in transformers, in the order of the
     model. If the model reads images, a module and its tensor in a checkpoint may have different names.
 
-    These are the linear layers of attention and the dense MLPs. Two kinds of layers cannot have adapters: the matrices
-    of latent attention that are multiplied head by head, and experts.
+    These are the linear layers of attention, of linear attention and of the dense MLPs. Two kinds of layers cannot have
+    adapters: the matrices of latent attention that are multiplied head by head, and experts.
     """
     vision = shape.vision
     prefix, module = ("model.", "model.") if vision is None else (vision.text_prefix, vision.text_module)
+    if shape.beside_encoder:
+        prefix = TEXT_BESIDE_ENCODER
     layers = range(shape.num_layers)
     targets = [each for layer in layers for each in _of_layer(shape, f"{prefix}layers.{layer}", layer)]
     return {module + target.name.removeprefix(prefix): target for target in targets}
@@ -67,7 +71,12 @@ def _of_layer(shape: ModelShape, prefix: str, layer: int) -> list[Target]:
 def _groups_of_layer(shape: ModelShape, prefix: str, layer: int) -> list[list[Target]]:
     """Returns the targets of a layer. Targets with the same inputs are in one list."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    attention = _of_latent_attention(shape, prefix) if shape.latent is not None else _of_attention(shape, prefix)
+    if not shape.has_cache(layer):
+        attention = _of_linear_attention(shape, prefix)
+    elif shape.latent is not None:
+        attention = _of_latent_attention(shape, prefix)
+    else:
+        attention = _of_attention(shape, prefix)
     groups = [attention[:-1], attention[-1:]]
     if not shape.has_experts(layer):
         gates = {"gate_up_proj": 2 * inner} if _is_joined(shape) else {"gate_proj": inner, "up_proj": inner}
@@ -84,9 +93,22 @@ def _of_attention(shape: ModelShape, prefix: str) -> list[Target]:
     hidden, dim = shape.hidden_size, shape.head_dim
     query, key = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
     joined = {"qkv_proj": query + 2 * key}
-    widths = joined if _is_joined(shape) else {"q_proj": query, "k_proj": key, "v_proj": key}
+    rows = 2 * query if shape.gated_attention else query  # q_proj also computes the gate
+    widths = joined if _is_joined(shape) else {"q_proj": rows, "k_proj": key, "v_proj": key}
     found = [Target(f"{prefix}.self_attn.{name}", hidden, width) for name, width in widths.items()]
     return [*found, Target(f"{prefix}.self_attn.o_proj", query, hidden)]
+
+
+def _of_linear_attention(shape: ModelShape, prefix: str) -> list[Target]:
+    """Returns the targets of a layer with Gated DeltaNet. Qwen3-Next joins other outputs than Qwen3.5."""
+    delta, hidden = shape.delta, shape.hidden_size
+    assert delta is not None, "only a hybrid model has this layer"
+    heads = delta.value_heads
+    widths = {"qkv": delta.channels, "z": delta.values, "b": heads, "a": heads}
+    if shape.architecture == "Qwen3NextForCausalLM":
+        widths = {"qkvz": delta.channels + delta.values, "ba": 2 * heads}
+    found = [Target(f"{prefix}.linear_attn.in_proj_{name}", hidden, width) for name, width in widths.items()]
+    return [*found, Target(f"{prefix}.linear_attn.out_proj", delta.values, hidden)]
 
 
 def _of_latent_attention(shape: ModelShape, prefix: str) -> list[Target]:

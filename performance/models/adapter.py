@@ -1,4 +1,4 @@
-"""Generates the matrices of a seeded LoRA adapter. PEFT's results are in a golden file (``tools/make_lora_golden.py``).
+"""Generates the matrices of seeded LoRA adapters. PEFT's results are in golden files (``tools/make_lora_golden.py``).
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-MODEL = "llama3_rope"
-"""The seeded model with this adapter."""
+ADAPTED = ("llama3_rope", "qwen3_next", "qwen3_5")
+"""The seeded models with an adapter."""
 SEED, SIZE = 11, 0.05
 """Seed and standard deviation of the matrices."""
 NUM_TOKENS = 16

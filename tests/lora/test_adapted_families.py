@@ -16,7 +16,7 @@ from support.forked_programs import run_forked
 from support.json_program import printed_json
 
 WORKER = Path(__file__).with_name("families_worker.py")
-MODELS = ("phi3", "phi4_mini", "gemma3", "gpt_oss")
+MODELS = ("phi3", "phi4_mini", "gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -18,6 +18,7 @@ from llm_serving.lora.peft import LoraAdapter, read_adapter
 from llm_serving.lora.targets import lora_targets
 from llm_serving.model.shape import ModelShape
 from performance.models.qwen_vision import write_qwen_vision_model
+from performance.models.variants import FAMILY_VARIANTS
 from performance.models.vision import write_vision_model
 from support.lora_folders import adapter_config, adapter_tensors, random_adapter, write_adapter
 from support.small_configs import TINY_LLAMA
@@ -238,3 +239,27 @@ def test_an_adapter_of_a_model_that_reads_images_has_the_names_of_transformers(t
     tensors[f"base_model.model.{of_encoder}.lora_A.weight"] = np.zeros((4, 64), np.float32)
     with pytest.raises(AdapterError, match="adapters of the vision encoder are not supported"):
         read_adapter(write_adapter(folder, config, tensors), shape, max_rank=8, dtype="float32")
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_an_adapter_of_qwen3_5_may_name_the_text_model_or_the_whole_model(tmp_path: Path, prefix: str) -> None:
+    """The adapter is for linear attention. The names of its settings are those of its tensors."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILY_VARIANTS["qwen3_5"].config_json()), encoding="utf-8")
+    shape = replace(ModelShape.from_hf_folder(tmp_path), beside_encoder=True)
+    assert shape.delta is not None
+    layer = f"{prefix}layers.0.linear_attn.in_proj_qkv"
+    sizes = {"A": (4, shape.hidden_size), "B": (shape.delta.channels, 4)}
+    tensors = {f"base_model.model.{layer}.lora_{each}.weight": np.ones(sizes[each], np.float32) for each in sizes}
+    config = adapter_config(target_modules=re.escape(layer), alpha_pattern={re.escape(layer): 20})
+    folder = write_adapter(tmp_path / "adapter", config, tensors)
+    [module] = read_adapter(folder, shape, max_rank=8, dtype="float32").modules
+    assert (module.name, module.scale) == ("model.language_model.layers.0.linear_attn.in_proj_qkv", 5.0)
+
+
+def test_an_adapter_of_a_shared_expert_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILY_VARIANTS["qwen3_next"].config_json()), encoding="utf-8")
+    shape, name = ModelShape.from_hf_folder(tmp_path), "model.layers.0.mlp.shared_expert.up_proj"
+    tensors = {f"base_model.model.{name}.lora_A.weight": np.ones((4, 64), np.float32)}
+    folder = write_adapter(tmp_path / "adapter", adapter_config(target_modules="all-linear"), tensors)
+    with pytest.raises(AdapterError, match="adapters of experts and their routers are not supported"):
+        read_adapter(folder, shape, max_rank=8, dtype="float32")

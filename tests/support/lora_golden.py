@@ -1,4 +1,4 @@
-"""The golden file of a LoRA adapter, which the library PEFT computed (``tools/make_lora_golden.py``)."""
+"""The golden files of LoRA adapters, which the library PEFT computed (``tools/make_lora_golden.py``)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "lora.json"
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "lora"
 
 
-def lora_golden() -> dict[str, Any]:
-    """Returns the content of the golden file."""
-    document: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
+def lora_golden(model: str) -> dict[str, Any]:
+    """Returns the content of a model's golden file."""
+    document: dict[str, Any] = json.loads((GOLDEN / f"{model}.json").read_text(encoding="utf-8"))
     return document
