@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from agent.weights import WeightPart, WeightSpec
-from agent.weights.layout import RowsOf
+from agent.weights.layout import RowsOf, rows_of
 from llm_serving.model.gated_delta import TEXT_BESIDE_ENCODER, GatedDelta
 from llm_serving.model.shape import ModelShape
 
@@ -21,12 +21,12 @@ def beside_encoder(spec: WeightSpec) -> WeightSpec:
     def renamed(part: WeightPart) -> WeightPart:
         if not part.name.startswith(_MODEL):
             return part
-        rows, stacked = part.rows_of, part.stacked
-        if rows is not None:
-            rows = replace(rows, name=rows.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1))
+        place, stacked = part.rows_of, part.stacked
+        if place is not None:
+            place = replace(place, name=place.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1))
         if stacked is not None:
             stacked = replace(stacked, name=stacked.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1))
-        return replace(part, name=part.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1), rows_of=rows, stacked=stacked)
+        return replace(part, name=part.name.replace(_MODEL, TEXT_BESIDE_ENCODER, 1), rows_of=place, stacked=stacked)
 
     return replace(spec, parts=tuple(map(renamed, spec.parts)))
 
@@ -40,8 +40,8 @@ def delta_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpe
     is_grouped = shape.architecture == "Qwen3NextForCausalLM"
     parts = _grouped_projection(delta, hidden, theirs) if is_grouped else _projection(delta, hidden, theirs)
     yield WeightSpec(f"{ours}.projection.weight", parts, "linear")
-    convolution = WeightPart(f"{theirs}.conv1d.weight", (delta.channels, 1, delta.taps))
-    yield WeightSpec(f"{ours}.convolution", (convolution,), float32=True)
+    convolution = _channels(f"{theirs}.conv1d.weight", delta, (1, delta.taps))
+    yield WeightSpec(f"{ours}.convolution", convolution, float32=True)
     yield _float32(f"{ours}.log_rate", f"{theirs}.A_log", delta.value_heads)
     yield _float32(f"{ours}.rate_bias", f"{theirs}.dt_bias", delta.value_heads)
     yield _float32(f"{ours}.norm.weight", f"{theirs}.norm.weight", delta.value_dim)
@@ -66,8 +66,20 @@ def _projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart
     """Returns the parts of the first linear layer. The tensor qkv has queries, keys and values. The tensor z has the
     output gates. Then follow b and a.
     """
-    sizes = {"qkv": delta.channels, "z": delta.values, "b": delta.value_heads, "a": delta.value_heads}
-    return tuple(WeightPart(f"{theirs}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
+    sizes = {"z": delta.values, "b": delta.value_heads, "a": delta.value_heads}
+    others = (WeightPart(f"{theirs}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
+    return (*_channels(f"{theirs}.in_proj_qkv.weight", delta, (hidden,)), *others)
+
+
+def _channels(name: str, delta: GatedDelta, rest: tuple[int, ...]) -> tuple[WeightPart, ...]:
+    """Returns the rows of queries, keys and values in a tensor [channels, ...], as parts that agents can divide.
+
+    ``rest`` has the tensor's sizes without the first.
+    """
+    sizes = {"q": delta.keys, "k": delta.keys, "v": delta.values}
+    parts = tuple(WeightPart(f"{name}.{letter}", (size, *rest)) for letter, size in sizes.items())
+    whole = (delta.channels, *rest)
+    return tuple(replace(part, rows_of=RowsOf(name, whole, rows.start)) for part, rows in rows_of(parts))
 
 
 def _grouped_projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart, ...]:

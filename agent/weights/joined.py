@@ -45,26 +45,22 @@ class JoinedSource:
         rows = self._places.get(part.name)
         if rows is None:
             return self._source.read_quantised(part, cut)
-        if rows.stored_head:
-            assert cut is None, "a part of each head is not cut again"
-            whole = self._source.read_quantised(WeightPart(rows.name, rows.shape))
-            return _reordered(whole, rows.head_order, rows.stored_head)
         own = _cut_of(rows, part.shape if cut is None else cut.whole, cut)
         tensor = self._source.read_quantised(WeightPart(rows.name, rows.shape), own)
-        return _reordered(tensor, rows.head_order) if rows.head_order else tensor
+        return _reordered(tensor, rows.head_order, rows.stored_head) if rows.head_order else tensor
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
         rows = self._places.get(name)
         if rows is None:
             self._source.read_into(name, out, dtype, cut)
             return
+        own = _cut_of(rows, out.shape if cut is None else cut.whole, cut)
         if rows.stored_head:
-            assert cut is None, "a part of each head is not cut again"
-            whole = np.empty(rows.shape, out.dtype)
-            self._source.read_into(rows.name, whole, dtype)
-            out[:] = _in_order(whole, rows.head_order, rows.stored_head)
+            stored = np.empty(own.shape, out.dtype)
+            self._source.read_into(rows.name, stored, dtype, own)
+            out[:] = _in_order(stored, rows.head_order, rows.stored_head)
             return
-        self._source.read_into(rows.name, out, dtype, _cut_of(rows, out.shape if cut is None else cut.whole, cut))
+        self._source.read_into(rows.name, out, dtype, own)
         if rows.head_order:
             out[:] = _in_order(out, rows.head_order)
 
@@ -100,6 +96,10 @@ def _cut_of(rows: RowsOf, shape: tuple[int, ...], cut: TensorCut | None) -> Tens
 
     ``shape`` is the shape of the smaller tensor. ``cut`` is None for the whole smaller tensor.
     """
-    if cut is None:
-        return TensorCut(rows.shape, Span(rows.first, rows.first + shape[0]))
-    return TensorCut(rows.shape, Span(rows.first + cut.rows.start, rows.first + cut.rows.stop), cut.columns)
+    own, columns = (Span(0, shape[0]), None) if cut is None else (cut.rows, cut.columns)
+    if rows.stored_head:
+        # All stored rows of the heads are read, because the selected ones do not follow each other.
+        heads, rest = zip(*(divmod(row, len(rows.head_order)) for row in (own.start, own.stop)), strict=True)
+        assert not any(rest), "a cut has whole heads"
+        own = Span(heads[0] * rows.stored_head, heads[1] * rows.stored_head)
+    return TensorCut(rows.shape, Span(rows.first + own.start, rows.first + own.stop), columns)

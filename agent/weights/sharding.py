@@ -20,7 +20,7 @@ from agent.weights.layout import WeightPart, WeightSpec
 from agent.weights.packed import Packing
 from agent.weights.source import CutSource, WeightSource
 from llm_serving.errors import AgentStartError
-from llm_serving.model.parallel import Span
+from llm_serving.model.parallel import Shard, Span
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _NORM = "embedding.weight", "lm_head.weight", "norm.weight"
@@ -108,7 +108,7 @@ def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
     """
     name = _end_of(spec.parameter)
     if name == "attention.output.weight":
-        return tuple(_of_heads(shard.query_heads, part) for shard in part.sum_shards)
+        return tuple(_head_columns(spec, part, shard) for shard in part.sum_shards)
     if name == "mlp.down.weight":
         return tuple(shard.intermediate for shard in part.sum_shards)
     return ()
@@ -168,8 +168,27 @@ def _of_each_head(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut])
 
 
 def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    heads, size = part.shard.query_heads, part.whole.value_dim
-    return _columns(spec, part, cuts, Span(heads.start * size, heads.stop * size))
+    return _columns(spec, part, cuts, _head_columns(spec, part, part.shard))
+
+
+def _head_columns(spec: WeightSpec, part: ModelPart, shard: Shard) -> Span:
+    """Returns the inputs of attention's output layer that come from the heads of ``shard``."""
+    layer, whole = _LAYER.fullmatch(spec.parameter), part.whole
+    assert layer is not None, "the output layer belongs to a layer"
+    if whole.delta is not None and not whole.has_cache(int(layer[1])):
+        return _scaled(shard.delta_heads, whole.delta.values // whole.delta.key_heads)
+    return _scaled(shard.query_heads, whole.value_dim)
+
+
+def _delta(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    """Takes the rows of the agent's heads from a parameter of linear attention.
+
+    Each part has the same number of rows for each key head and its value heads.
+    """
+    delta, heads = part.whole.delta, part.shard.delta_heads
+    assert delta is not None, "only linear attention has this parameter"
+    parts = (_cut(each, cuts, _scaled(heads, each.shape[0] // delta.key_heads)) for each in spec.parts)
+    return replace(spec, parts=tuple(parts))
 
 
 def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
@@ -224,19 +243,31 @@ _RULES: dict[str, Rule] = {
     "attention.joined.weight": _joined,
     "attention.query.weight": _queries,
     "attention.latent_norm.weight": _whole,
+    "attention.gate.weight": _queries,
+    "attention.projection.weight": _delta,
+    "attention.convolution": _delta,
+    "attention.log_rate": _delta,
+    "attention.rate_bias": _delta,
+    "attention.norm.weight": _whole,
     "attention.key_up.weight": _head_rows,
     "attention.value_up.weight": _head_rows,
     "mlp.router.weight": _whole,
     "mlp.gate_up.weight": _to_intermediate,
     "mlp.down.weight": _from_intermediate,
     "mlp.correction": _whole,
+    "mlp.shared_gate.weight": _whole,
     "mlp.shared_gate_up.weight": _to_shared,
     "mlp.shared_down.weight": _from_shared,
 }
 
 
 def _of_heads(span: Span, part: ModelPart) -> Span:
-    return Span(span.start * part.whole.head_dim, span.stop * part.whole.head_dim)
+    return _scaled(span, part.whole.head_dim)
+
+
+def _scaled(span: Span, size: int) -> Span:
+    """Returns the elements of a range of heads that have ``size`` elements each."""
+    return Span(span.start * size, span.stop * size)
 
 
 def _of_query_heads(part: ModelPart) -> Span:

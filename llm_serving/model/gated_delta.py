@@ -6,7 +6,7 @@ the sequence. The other layers have full attention with an output gate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llm_serving.formats.typed_fields import TypedFields
@@ -69,6 +69,10 @@ class GatedDelta:
         tokens.
         """
         return self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels
+
+    def with_heads(self, key_heads: int) -> GatedDelta:
+        """Returns the sizes of a part of the heads: some key heads with their value heads."""
+        return replace(self, key_heads=key_heads, value_heads=key_heads * (self.value_heads // self.key_heads))
 
     @property
     def num_other_parameters(self) -> int:

@@ -12,6 +12,7 @@ has the whole model.
 - Intermediate columns (of the MLP, of every expert) are divided as evenly as possible, in multiples of a number of
   columns that ``granule_of`` returns.
 - With ``expert_parallel``, a rank has whole experts instead of columns of every expert. The routers stay whole.
+- With linear attention, a rank has whole key heads with their value heads, and the states of these heads.
 - With latent attention, a rank has whole heads. The latent vectors of queries, keys and values stay whole.
 - Vocabulary rows are divided into ranges of equal length (``vocab_stride``); only the last one may be shorter. Logits
   that are gathered in order of rank are therefore in order of token id, with padding only at the end.
@@ -88,6 +89,8 @@ class Shard:
     """Columns of the shared experts; empty without them."""
     experts: Span | None = None
     """The experts that the rank has. None: all of them."""
+    delta_heads: Span = Span(0, 0)
+    """The key heads of linear attention; empty without it. A key head has consecutive value heads."""
 
 
 def place(rank: int, parallel: ParallelConfig) -> RankPlace:
@@ -194,6 +197,7 @@ def shard_of(shape: ModelShape, where: RankPlace, parallel: ParallelConfig, weig
         is_last_stage=where.pp_index == parallel.pipeline_parallel - 1,
         shared_intermediate=shared,
         experts=held,
+        delta_heads=Span(0, 0) if shape.delta is None else split_evenly(shape.delta.key_heads, parts, index),
     )
 
 
@@ -214,8 +218,10 @@ def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
             first_held=0 if shard.experts is None else shard.experts.start,
             num_held=None if shard.experts is None else len(shard.experts),
         )
+    delta = None if shape.delta is None else shape.delta.with_heads(len(shard.delta_heads))
     return replace(
         shape,
+        delta=delta,
         num_layers=len(layers),
         num_attention_heads=len(shard.query_heads),
         num_key_value_heads=len(shard.key_value_heads),
@@ -231,9 +237,8 @@ def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int
     None if the model permits all settings.
     """
     parts, stages = parallel.tensor_parallel, parallel.pipeline_parallel
-    for key, agents in (("tensor_parallel", parts), ("pipeline_parallel", stages)):
-        if shape.delta is not None and agents > 1:
-            return key, "the states of linear attention cannot be divided among agents; use 1, and data_parallel"
+    if shape.delta is not None and stages > 1:
+        return "pipeline_parallel", "the layers with linear attention cannot be divided into stages; use 1"
     if stages > shape.num_layers:
         return "pipeline_parallel", f"the model has {shape.num_layers} layers, and each stage needs one"
     if parallel.expert_parallel and shape.experts is None:
@@ -260,6 +265,12 @@ def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int
 
 
 def _head_obstacle(shape: ModelShape, parts: int, weight_group: int) -> str | None:
+    if shape.delta is not None:
+        heads, width = shape.delta.key_heads, shape.delta.values // shape.delta.key_heads
+        if parts > heads:
+            return f"the model has {heads} key heads of linear attention: at most {heads} agents can share them"
+        if any(split_evenly(heads, parts, index).start * width % weight_group for index in range(parts)):
+            return _unaligned(weight_group, width)
     query, key_value = shape.num_attention_heads, shape.num_key_value_heads
     most = max(key_value, key_value * (query // key_value))
     if parts > most:
@@ -268,8 +279,12 @@ def _head_obstacle(shape: ModelShape, parts: int, weight_group: int) -> str | No
     if not all(splits):
         return f"{query} query heads in {key_value} groups give some of {parts} agents no head"
     if any(span.start * shape.value_dim % weight_group for span in splits):
-        return (
-            f"the groups of {weight_group} weights do not end where the heads (of {shape.value_dim}) of the agents "
-            f"do; use a smaller model_config.weight_group, or another number of agents"
-        )
+        return _unaligned(weight_group, shape.value_dim)
     return None
+
+
+def _unaligned(weight_group: int, head_width: int) -> str:
+    return (
+        f"the groups of {weight_group} weights do not end where the heads (of {head_width}) of the agents "
+        f"do; use a smaller model_config.weight_group, or another number of agents"
+    )

@@ -41,6 +41,7 @@ QUANTISED_SETUPS = (
 )
 SETUPS = (*FLOAT32_SETUPS, *HALF_SETUPS, *QUANTISED_SETUPS)
 TESTED = {
+    str(FLOAT32_SETUPS[0]): ("qwen3_next", "qwen3_5"),
     str(FLOAT32_SETUPS[1]): ("tiny_llama",),
     str(FLOAT32_SETUPS[2]): ("qwen2_tied", "qwen3_moe"),
     str(QUANTISED_SETUPS[0]): ("tiny_llama", "qwen3_tied", "mixtral"),
@@ -66,10 +67,10 @@ LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARI
 """
 
 
-UNDIVIDED = ("gpt_oss_mxfp4", "qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""Models that are not tested here. ``gpt_oss`` is the same network as the first with weights of floats. The config
-refuses to divide the states of the others.
-"""
+UNTESTED = ("gpt_oss_mxfp4",)
+"""``gpt_oss`` is the same network with weights of floats."""
+STATE_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Models with linear attention. The config refuses stages of a pipeline for them. In int4, they lose their text."""
 REFUSED_BY_NATIVE = ("gemma3",)
 """Models that the native operators refuse."""
 
@@ -78,8 +79,10 @@ def models_of(setup: Setup) -> tuple[str, ...]:
     refused = INDIVISIBLE if setup.weights == "int4" and setup.tensor_parallel > 1 else ()
     has_latent = setup.op_table == "fused" and setup.weights == "auto" and setup.dtype != "bfloat16"
     refused = refused if has_latent else (*refused, *LATENT)
-    only_float32 = () if setup in FLOAT32_SETUPS else ("gpt_oss",)
-    refused = (*refused, *UNDIVIDED, *only_float32, *(REFUSED_BY_NATIVE if setup.op_table == "native" else ()))
+    only_float32 = () if setup in FLOAT32_SETUPS else ("gpt_oss", "qwen3_next")
+    has_states = setup.op_table == "fused" and setup.pipeline_parallel == 1 and setup.weights != "int4"
+    refused = refused if has_states else (*refused, *STATE_MODELS)
+    refused = (*refused, *UNTESTED, *only_float32, *(REFUSED_BY_NATIVE if setup.op_table == "native" else ()))
     return tuple(model for model in MODELS if model not in refused)
 
 

@@ -84,11 +84,18 @@ CASES = [
         folder=HYBRID,
     ),
     Case(
-        "linear attention in several agents",
-        with_section("parallel_config: {tensor_parallel: 2}\n" + SERVING + "{agent_ports: [0]}"),
-        f"{FILE}: parallel_config.tensor_parallel = 2: the states of linear attention cannot be divided among agents; "
-        "use 1, and data_parallel",
+        "linear attention in several stages",
+        with_section("parallel_config: {pipeline_parallel: 2}\n" + SERVING + "{agent_ports: [0]}"),
+        f"{FILE}: parallel_config.pipeline_parallel = 2: the layers with linear attention cannot be divided into "
+        "stages; use 1",
         folder=HYBRID,
+    ),
+    Case(
+        "more agents than key heads of linear attention",
+        with_section("parallel_config: {tensor_parallel: 4}\n" + SERVING + "{agent_ports: [0]}"),
+        f"{FILE}: parallel_config.tensor_parallel = 4: the model has 2 key heads of linear attention: at most 2 agents "
+        "can share them",
+        folder=HYBRID | {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     ),
     Case(
         "linear attention with a draft model",
@@ -111,8 +118,8 @@ CASES = [
     Case(
         "linear attention with KV tiers",
         with_section("kv_tier_config: {host_blocks: 8}"),
-        f"{FILE}: kv_tier_config.host_blocks = 8: keeps blocks that the prefix cache finds, and Qwen3NextForCausalLM "
-        "has none; use 0",
+        f"{FILE}: kv_tier_config.host_blocks = 8: keeps blocks, and the states of Qwen3NextForCausalLM are in no "
+        "blocks; use 0",
         folder=HYBRID,
     ),
     # Configs of DeepSeek models with settings that these models cannot use.
