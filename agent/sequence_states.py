@@ -6,8 +6,8 @@ one. So a step can run twice with the same result, which the row check, the repl
 need. A sequence begins with a state of zeros, so a batch row needs no reset for a new sequence.
 
 Snapshots are further states, which belong to no batch row. A step can save the states at the ends of blocks in
-snapshots. A later sequence with the same first tokens resumes from a snapshot: its first step reads the snapshot
-instead of a state of its batch row. The server decides which snapshot has which state.
+snapshots. A later sequence with the same first tokens can resume there. Its first step reads the snapshot instead of a
+state of its batch row. The server decides which snapshot has which state.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class SequenceStates:
         """[num_rows + 1, RUN_WIDTH]: a row with the number of runs and zeros, then a row for each run.
 
         The row of a run has its first token, its number of tokens, the state to read (-1: zeros) and the state to
-        write. Then two numbers follow for each snapshot that the run saves: the number of tokens of the run after which
-        the state is saved, and the state to save it in. Zeros stand for no snapshot. Graphs read this memory directly.
+        write. Then two numbers follow for each snapshot that the run saves. The first is the number of tokens of the
+        run after which the state is saved. The second is the state to save it in. Zeros stand for no snapshot. Graphs
+        read this memory directly.
         """
         self._ends: _Ints = np.full((num_rows, STATES_PER_ROW), _NONE, np.int64)
         self._snapshot_ends: _Ints = np.full(num_snapshots, _NONE, np.int64)
@@ -63,9 +64,9 @@ class SequenceStates:
     def assign(self, inputs: StepInputs) -> None:
         """Fills ``runs`` for a step. If the same step is assigned again, it gets the same runs.
 
-        A sequence that does not begin at position 0 needs a state that ends where its tokens begin: a state of its
-        batch row, or the snapshot from which the step resumes it. Raises ProtocolError if this state does not exist, or
-        if the step saves a state that it does not compute.
+        A sequence that does not begin at position 0 needs a state that ends where its tokens begin. This is a state of
+        its batch row, or the snapshot from which the step resumes it. Raises ProtocolError if the state does not exist,
+        or if the step saves a state that it does not compute.
         """
         rows, lens, begins, firsts = _runs_of(inputs)
         ends = self._ends[rows]

@@ -74,7 +74,7 @@ class StateSnapshots:
         return None if candidate is None else self._published.pop(candidate)[1]
 
     def give_back(self, snapshot: int) -> None:
-        """Frees a taken snapshot, whose state nobody needs."""
+        """Frees a taken snapshot, whose state no sequence needs."""
         self._free.append(snapshot)
 
     def publish(self, entry: int, block: int, snapshot: int) -> None:

@@ -101,7 +101,7 @@ class SchedulerLimits:
     copies_tails: bool = True
     """Whether a sequence copies a cached block of which only the first tokens match. Otherwise it computes them."""
     num_state_snapshots: int = 0
-    """Snapshots of the states of linear attention, which the prefix cache of such a model needs. 0 for other models."""
+    """Snapshots of the states of linear attention, which the prefix cache of these models needs. 0 for other models."""
     cache_namespace: bytes = b""
     """Everything except tokens that keys and values depend on: model, weights, format of the cache."""
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE

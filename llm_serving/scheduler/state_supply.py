@@ -3,11 +3,11 @@
 Layers with linear attention keep a state of each sequence instead of keys and values. So cached blocks alone do not
 let a sequence skip tokens: it also needs the state after them. Steps save states in snapshots at the ends of blocks:
 
-* at the end of the last full block of a prompt, for the same prompt and for the next turn of a chat;
-* where the part of a prompt ends that the prefix cache knows, if no snapshot is there: another prompt has the same
-  beginning, so a third one is likely;
-* while a sequence decodes, at the end of each block. The sequence has one snapshot for this, which each save
-  overwrites. The next turn of a chat, or the sequence itself after a preemption, resumes from it.
+* At the end of the last full block of a prompt. The same prompt and the next prompt of a chat resume from it.
+* Where the part of a prompt ends that the prefix cache knows, if no snapshot is there. Another prompt has the same
+  beginning, so a third one is likely.
+* While a sequence decodes, at the end of each block. The sequence has one snapshot for this, which each save
+  overwrites. The next prompt of a chat, or the sequence itself after a preemption, resumes from it.
 """
 
 from __future__ import annotations

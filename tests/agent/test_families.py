@@ -223,8 +223,8 @@ def test_shared_copied_and_swapped_latent_vectors_give_the_same_bits(results: Ru
 
 @pytest.mark.parametrize(("setup", "model"), [pair for pair in of_models(SETUPS) if pair.values[1] in STATE_MODELS])
 def test_states_give_the_same_bits_however_steps_are_run(results: Run, setup: Setup, model: str) -> None:
-    """Steps may run twice, a decode step may have several entries of one sequence, and a sequence may resume from a
-    snapshot of another batch row's state.
+    """Steps may run twice, and a decode step may have several entries of one sequence. A sequence may resume from a
+    snapshot that another batch row has saved.
     """
     states = results(setup, model)["states"]
     assert len(set(states["plain"])) == len(states["plain"])

@@ -21,6 +21,8 @@ from llm_serving.planning.memory_plan import (
     plan_memory,
 )
 from llm_serving.planning.rank_memory import device_items, format_bytes, format_count
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS
 from support.model_folders import write_model_folder
 
 PLENTY = Machine(1000 * GIB, "test machine")
@@ -64,6 +66,24 @@ def test_a_small_model_in_float32_is_planned(tmp_path: Path) -> None:
     }
     assert plan.total_bytes == sum(item.num_bytes for item in plan.items)
     assert (plan.available_bytes, plan.fits) == (1000 * GIB, True)
+
+
+def test_states_and_snapshots_of_linear_attention_are_planned(tmp_path: Path) -> None:
+    write_model(FAMILY_VARIANTS["qwen3_5"], tmp_path)
+    overrides = [f"model_config.model_path={tmp_path}", "model_config.decode_batch_size=[8]"]
+
+    def items(*more: str) -> dict[str, int]:
+        config = load_config("llama_tiny_cpu.yaml", [*overrides, *more])
+        return {item.name: item.num_bytes for item in estimate_memory(config, PLENTY).items}
+
+    # Three layers have 2 heads with a matrix of 32 x 16, and 3 inputs of the convolution with 2 x 64 + 32 channels.
+    state = 3 * 4 * (2 * 32 * 16 + 3 * 160)
+    rows = load_config("llama_tiny_cpu.yaml", overrides).max_num_seqs
+    plan = items()
+    assert (plan["states"], plan["state snapshots"]) == (2 * rows * state, 4 * rows * state)
+    assert items("scheduler_config.state_snapshots=5")["state snapshots"] == 5 * state
+    for off in ("scheduler_config.state_snapshots=0", "scheduler_config.prefix_cache=false"):
+        assert "state snapshots" not in items(off)
 
 
 def test_recorded_steps_of_native_operators(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ def num_preemptions(llm: llm_serving.LLM) -> float:
 
 
 def chat(llm: llm_serving.LLM) -> tuple[list[Any], list[int]]:
-    """Returns the answers of a chat's turns, and how many tokens of each prompt were in the prefix cache.
+    """Returns the answers of a chat, and how many tokens of each prompt were in the prefix cache.
 
-    Each prompt consists of the tokens of the turn before and of a new message. Another prompt shares the beginning.
+    Each prompt has the tokens of the prompt and answer before, and a new message. A last prompt shares the beginning.
     """
     replies, prompt = [], [5 + 7 * i % 400 for i in range(37)]
     for turn in range(3):
@@ -88,5 +88,5 @@ def test_batches_chunks_and_preemptions_give_the_same_bits(folder: Path) -> None
         (resumed, cached), pressed = chat(llm), answers(llm)
         assert num_preemptions(llm) > 0, "the cache is too small for all sequences"
     assert resumed == whole
-    assert cached == [0, 48, 80, 32], "each turn resumes at the last full block that the turn before has computed"
+    assert cached == [0, 48, 80, 32], "each prompt resumes at the last full block that was computed before it"
     assert pressed == alone

@@ -304,7 +304,7 @@ class FakeDevice:
     def _compute_state(self, slot: _Slot, index: int, row: _Row, tokens: list[int]) -> None:
         """Appends the tokens of a sequence to the state of its batch row, and saves the states that the step demands.
 
-        If the state does not end where the tokens begin, it becomes garbage, and so does the text of the sequence.
+        If the state does not end where the tokens begin, the new state is garbage, and then the text is wrong.
         """
         start, moves = slot.starts[index], [move for move in slot.state_moves if move[0] == index]
         begin = next((self.snapshots[snapshot] for _, after, snapshot in moves if not after), row.state)

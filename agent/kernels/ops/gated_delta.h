@@ -17,8 +17,8 @@
 //
 // The state of a sequence is the matrices of all value heads, then the inputs of the last `taps` - 1 tokens:
 // [value_heads][key_dim][value_dim], [taps - 1][channels]. A run of tokens reads one state and writes another. The same
-// step can therefore run twice. A run can also save the states after some of its tokens: the prefix cache needs the
-// state at the end of a block, in the middle of a prompt. key_dim and value_dim are multiples of 16.
+// step can therefore run twice. A run can also save the states after some of its tokens. The prefix cache needs them at
+// the ends of blocks, in the middle of a prompt. The sizes `key_dim` and `value_dim` are multiples of 16.
 #pragma once
 #include <cmath>
 #include <cstring>
