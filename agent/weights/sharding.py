@@ -20,7 +20,7 @@ from agent.weights.layout import WeightPart, WeightSpec
 from agent.weights.packed import Packing
 from agent.weights.source import CutSource, WeightSource
 from llm_serving.errors import AgentStartError
-from llm_serving.model.parallel import Shard, Span
+from llm_serving.model.parallel import Span
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _NORM = "embedding.weight", "lm_head.weight", "norm.weight"
@@ -108,7 +108,7 @@ def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
     """
     name = _end_of(spec.parameter)
     if name == "attention.output.weight":
-        return tuple(_head_columns(spec, part, shard) for shard in part.sum_shards)
+        return tuple(_of_heads(shard.query_heads, part) for shard in part.sum_shards)
     if name == "mlp.down.weight":
         return tuple(shard.intermediate for shard in part.sum_shards)
     return ()
@@ -168,16 +168,13 @@ def _of_each_head(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut])
 
 
 def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    return _columns(spec, part, cuts, _head_columns(spec, part, part.shard))
-
-
-def _head_columns(spec: WeightSpec, part: ModelPart, shard: Shard) -> Span:
-    """Returns the inputs of attention's output layer that come from the heads of ``shard``."""
+    """Takes the inputs of attention's output layer that come from the agent's heads."""
     layer, whole = _LAYER.fullmatch(spec.parameter), part.whole
     assert layer is not None, "the output layer belongs to a layer"
+    span = _scaled(part.shard.query_heads, whole.value_dim)
     if whole.delta is not None and not whole.has_cache(int(layer[1])):
-        return _scaled(shard.delta_heads, whole.delta.values // whole.delta.key_heads)
-    return _scaled(shard.query_heads, whole.value_dim)
+        span = _scaled(part.shard.delta_heads, whole.delta.values // whole.delta.key_heads)
+    return _columns(spec, part, cuts, span)
 
 
 def _delta(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:

@@ -228,6 +228,8 @@ def check_sum_parts(raw: RawConfig, config: Config) -> None:
         problem = "the model has experts, whose sums have no parts; use 1"
     elif config.shape.latent is not None:
         problem = "the model has latent attention, whose sums have no parts; use 1"
+    elif config.shape.delta is not None:
+        problem = "the model has linear attention, whose sums have no parts; use 1"
     elif config.stored_weight_format is not None and not weight_format(config.weight_format).is_float:
         problem = f"the folder's weights are stored as {config.stored_weight_format}; use weight_format bf16, or 1"
     else:

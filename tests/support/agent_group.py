@@ -94,10 +94,8 @@ def with_layers(variant: Variant, number: int) -> Variant:
     It is for tests that compare runs with each other and not with an oracle. The compilation of native graphs takes
     time in proportion to the number of layers.
     """
-    config = {**variant.config, "num_hidden_layers": min(number, variant.config_json()["num_hidden_layers"])}
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:number]
-    return replace(variant, config=config)
+    layers = variant.config_json()["num_hidden_layers"]
+    return replace(variant, config={**variant.config, "num_hidden_layers": min(number, layers)})
 
 
 def seeded_runs(

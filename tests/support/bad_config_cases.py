@@ -91,6 +91,12 @@ CASES = [
         folder=HYBRID,
     ),
     Case(
+        "linear attention with sums in parts",
+        with_section("parallel_config: {sum_parts: 2}"),
+        f"{FILE}: parallel_config.sum_parts = 2: the model has linear attention, whose sums have no parts; use 1",
+        folder={"architectures": ["Qwen3_5ForCausalLM"], "layer_types": HYBRID["layer_types"]},
+    ),
+    Case(
         "more agents than key heads of linear attention",
         with_section("parallel_config: {tensor_parallel: 4}\n" + SERVING + "{agent_ports: [0]}"),
         f"{FILE}: parallel_config.tensor_parallel = 4: the model has 2 key heads of linear attention: at most 2 agents "
