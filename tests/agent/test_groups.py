@@ -79,7 +79,7 @@ def models_of(setup: Setup) -> tuple[str, ...]:
     refused = INDIVISIBLE if setup.weights == "int4" and setup.tensor_parallel > 1 else ()
     has_latent = setup.op_table == "fused" and setup.weights == "auto" and setup.dtype != "bfloat16"
     refused = refused if has_latent else (*refused, *LATENT)
-    only_float32 = () if setup in FLOAT32_SETUPS else ("gpt_oss", "qwen3_next")
+    only_float32 = () if setup in FLOAT32_SETUPS else ("gpt_oss", "qwen3_next", "qwen3_5_moe")
     has_states = setup.op_table == "fused" and setup.pipeline_parallel == 1 and setup.weights != "int4"
     refused = refused if has_states else (*refused, *STATE_MODELS)
     refused = (*refused, *UNTESTED, *only_float32, *(REFUSED_BY_NATIVE if setup.op_table == "native" else ()))
