@@ -17,6 +17,8 @@ from llm_serving.config.sections import TelemetryConfig
 from llm_serving.config.serving_section import ServingConfig
 from llm_serving.config.source import RawConfig
 
+STOP_S = 10.0
+"""Seconds that the server and its agents have to end after ``drain_timeout_s``."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 
 
@@ -57,6 +59,12 @@ def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConf
         if not _is_loopback(raw, key, address) and not serving.allow_remote:
             raise raw.error(key, address, "other machines could connect; set serving_config.allow_remote: true")
     _check_protection(raw, serving)
+    if serving.kill_after_s is not None and serving.kill_after_s < serving.drain_timeout_s + STOP_S:
+        problem = (
+            f"must be at least {STOP_S:g} s more than serving_config.drain_timeout_s ({serving.drain_timeout_s:g} s), "
+            "or the supervisor kills the server before its requests have ended"
+        )
+        raise raw.error("serving_config.kill_after_s", serving.kill_after_s, problem)
     for origin in serving.cors_origins or ():
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
             problem = "must be an origin without a path, as https://chat.example or http://localhost:3000, or *"

@@ -180,6 +180,16 @@ class ServingConfig:
         low=0.0,
         high=MAX_SECONDS,
     )
+    kill_after_s: float | None = own(
+        None,
+        "Time after SIGTERM at which the supervisor kills the server: `TimeoutStopSec` of systemd, "
+        "`terminationGracePeriodSeconds` of Kubernetes. If it is set, it must be at least 10 s more than "
+        "`drain_timeout_s`, otherwise the start is refused.",
+        unit="seconds",
+        low=1.0,
+        high=MAX_SECONDS,
+        null="unknown",
+    )
     structured_outputs: bool = own(
         True,
         "Accept `response_format` and `structured_outputs`. The masks of allowed tokens take shared memory: 8 step "

@@ -121,7 +121,10 @@ def test_pods_have_few_rights_and_enough_time_to_drain(rendered):
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
-        assert pod["terminationGracePeriodSeconds"] >= 40
+        grace_s = pod["terminationGracePeriodSeconds"]
+        assert grace_s >= 40
+        [server] = pod["containers"]
+        assert f"--set=serving_config.kill_after_s={grace_s}" in server["args"], "the server checks drain_timeout_s"
         volumes = {volume["name"] for volume in pod["volumes"]} | {"cache"}
         assert {mount["name"] for each in containers for mount in each["volumeMounts"]} == volumes
 

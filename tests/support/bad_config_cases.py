@@ -440,6 +440,12 @@ CASES = [
         f"{FILE}: serving_config.admin_port = 8835: is also serving_config.server_port; choose another port",
     ),
     Case(
+        "time to drain and time of the supervisor",
+        with_section(SERVING + "{drain_timeout_s: 60, kill_after_s: 45}"),
+        f"{FILE}: serving_config.kill_after_s = 45.0: must be at least 10 s more than serving_config.drain_timeout_s "
+        "(60 s), or the supervisor kills the server before its requests have ended",
+    ),
+    Case(
         "port of administration and agent",
         with_section(SERVING + "{agent_ports: [9000], admin_port: 9000}"),
         f"{FILE}: serving_config.admin_port = 9000: is also in serving_config.agent_ports; choose another port",
