@@ -8,6 +8,7 @@ By default two replicas serve the tiny model, each with a group of two agents. T
 - A request kills its agent each time it runs.
 - Clients disconnect, or send floods of requests.
 - The server has no descriptors, memory or disk space left.
+- The weights are reloaded, and profiles are made, under the load.
 
 Prints one JSON line and the ledger. For each kind of fault, the ledger has the longest detection, the longest recovery,
 and the numbers of failed requests and of equal texts. Exits with 1 after a loss that no fault explains, a wrong text,

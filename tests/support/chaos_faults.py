@@ -80,8 +80,16 @@ MAY_REFUSE = {
     "memory": (0, 500, 503),
 }
 """HTTP statuses that each fault may cause. An error event in a stream counts as 503. Faults not named here: none."""
-_ORDERS = {"corrupt": ("flip", "truncate", "duplicate", "huge"), "delay": ("0.3", "0.8"), "memory": ("4", "16", "60")}
-KINDS = ("kill", "stop", "delay", "corrupt", "disconnect", "flood", "descriptors", "memory", "disk", "query")
+_ORDERS = {
+    "corrupt": ("flip", "truncate", "duplicate", "huge"),
+    "delay": ("0.3", "0.8"),
+    "memory": ("4", "16", "60"),
+    "reload": ("", "drain"),
+}
+KINDS = (
+    *("kill", "stop", "delay", "corrupt", "disconnect", "flood", "descriptors", "memory", "disk", "query"),
+    *("reload", "profile"),
+)
 
 
 def schedule(seed: int, num_agents: int, kinds: tuple[str, ...] = KINDS) -> Iterator[Injection]:
@@ -266,6 +274,34 @@ class FaultRig:
         answer = self._server.post("/v1/completions", body, timeout_s=RECOVERY_LIMIT_S)
         assert answer.get("error", {}).get("code") == "agent_lost_twice", f"the request got {answer!r:.200}"
 
+    def _reload(self, injection: Injection) -> None:
+        """Reload the weights of the model, and wait until the agents of the old version have ended.
+
+        With the order ``drain``, the old version ends before the new one starts.
+        """
+        model, num_agents = self._server.get("/v1/models")["data"][0]["id"], len(self.agents())
+        body = {"drain_first": injection.order == "drain"}
+        answer = self._server.post(f"/v1/models/{model}/reload", body, timeout_s=RECOVERY_LIMIT_S)
+        assert answer.get("state") == "ready", f"the reload got {answer!r:.200}"
+        self._wait(lambda: self._num_processes() == num_agents, RECOVERY_LIMIT_S, "the old agents did not end")
+
+    def _num_processes(self) -> int:
+        """Return the number of agent processes, or -1 if one of them ends now."""
+        try:
+            return len(self._server.agents())
+        except psutil.Error:
+            return -1
+
+    def _profile(self, injection: Injection) -> None:
+        """Make a profile of all agents under the load."""
+        answer = self._server.post("/profile/start", {"max_seconds": 600}, timeout_s=RECOVERY_LIMIT_S)
+        assert "status" not in answer, f"the start of a profile got {answer!r:.200}"
+        time.sleep(_HELD_S)
+        answer = self._server.post("/profile/stop", {}, timeout_s=2 * RECOVERY_LIMIT_S)
+        agents = answer.get("agents", ())
+        assert len(agents) == len(self.agents()), f"the end of a profile got {answer!r:.200}"
+        assert any(agent["steps"] for agent in agents), f"the profile has no steps: {answer!r:.200}"
+
     def _undo(self, injection: Injection) -> None:
         for order in self._folder.iterdir():
             order.unlink(missing_ok=True)
@@ -282,4 +318,6 @@ _INJECTORS: dict[str, Callable[[FaultRig, Injection], None]] = {
     "memory": FaultRig._memory,
     "disk": FaultRig._disk,
     "query": FaultRig._query,
+    "reload": FaultRig._reload,
+    "profile": FaultRig._profile,
 }

@@ -75,7 +75,8 @@ class MemoryWatch:
         self.samples.append(_sample(psutil.Process(server.pid)))
         with contextlib.suppress(psutil.Error):  # an agent may end between the listing and the sample
             for agent in server.agents():
-                self.agents.setdefault(agent.pid, []).append(_sample(agent))
+                sample = _sample(agent)
+                self.agents.setdefault(agent.pid, []).append(sample)
 
     def counted(self) -> Samples:
         """Returns the samples of the server's memory after the warm-up."""
