@@ -26,7 +26,7 @@ from tools.reliability.group_c import CHECKS as C
 from tools.reliability.group_d import CHECKS as D
 from tools.reliability.group_e import CHECKS as E
 from tools.reliability.group_f import CHECKS as F
-from tools.reliability.registry import REPOSITORY, Check, Program, run_checks
+from tools.reliability.registry import REPOSITORY, Both, Check, Program, run_checks
 
 CHECKS: tuple[Check, ...] = (*A, *B, *C, *D, *E, *F)
 
@@ -69,7 +69,7 @@ def select(only: str, *, quick: bool = False) -> list[Check]:
     if unknown:
         raise ValueError(f"no check has the id {', '.join(sorted(unknown))}; ids are {CHECKS[0].id} to {CHECKS[-1].id}")
     chosen = [check for check in CHECKS if not wanted or check.id in wanted or check.id[0] in wanted]
-    return [check for check in chosen if not (quick and isinstance(check.how, Program))]
+    return [check for check in chosen if not (quick and isinstance(check.how, Program | Both))]
 
 
 if __name__ == "__main__":

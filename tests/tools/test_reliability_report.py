@@ -13,7 +13,7 @@ import pytest
 from support.small_configs import REPOSITORY
 from tools import reliability_report
 from tools.reliability import registry, source_scans, table
-from tools.reliability.registry import Check, Outcome, Program, Scan, Verdict
+from tools.reliability.registry import Both, Check, Outcome, Program, Scan, Verdict
 from tools.reliability_report import CHECKS, select
 
 IDS = {
@@ -33,7 +33,7 @@ def test_there_are_sixty_checks_with_the_known_ids():
 
 def test_every_test_that_a_check_names_exists():
     for check in CHECKS:
-        for place in check.how.places if isinstance(check.how, Verdict) else ():
+        for place in registry._places(check.how):
             file, _, name = place.partition("::")
             tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
             names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -42,15 +42,16 @@ def test_every_test_that_a_check_names_exists():
 
 def test_every_program_that_a_check_runs_exists():
     for check in CHECKS:
-        if isinstance(check.how, Program):
-            assert (REPOSITORY / check.how.arguments[0]).is_file(), check.id
+        how = check.how.program if isinstance(check.how, Both) else check.how
+        if isinstance(how, Program):
+            assert (REPOSITORY / how.arguments[0]).is_file(), check.id
 
 
 def test_checks_are_selected_by_id_and_by_group():
     assert [check.id for check in select("E1, c15")] == ["C15", "E1"]
     assert {check.id[0] for check in select("D")} == {"D"}
     assert len(select("")) == 60
-    assert not any(isinstance(check.how, Program) for check in select("", quick=True))
+    assert not any(isinstance(check.how, Program | Both) for check in select("", quick=True))
     with pytest.raises(ValueError, match="no check has the id Z9; ids are A1 to F6"):
         select("A1,Z9")
 
@@ -106,6 +107,15 @@ def test_a_program_with_a_file_passes_by_the_minimum_of_its_figure(tmp_path):
     for limit, passed in ((7.0, True), (7.5, False)):
         outcome = Program((str(program),), "x", limit, file_option="--json", is_minimum=True).outcome()
         assert (outcome.passed, outcome.figure) == (passed, 7)
+
+
+@pytest.mark.parametrize(("figure", "problem", "passed"), [(1, "", True), (9, "", False), (1, "failure: x", False)])
+def test_a_check_with_tests_and_a_program_needs_both(tmp_path, figure, problem, passed):
+    (tmp_path / "program.py").write_text(f"print('{{\"x\": {figure}}}')")
+    how = Both(Verdict(("tests/a.py",)), Program((str(tmp_path / "program.py"),), "x", 5.0))
+    outcome = how.outcome({"tests/a.py": {"tests/a.py::test_it": problem}})
+    assert (outcome.passed, outcome.figure) == (passed, figure)
+    assert problem in outcome.reason
 
 
 def test_the_line_of_a_check_that_did_not_pass_has_the_reason():

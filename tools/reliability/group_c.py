@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.reliability.registry import Check, Program, Scan, tests
+from tools.reliability.registry import Both, Check, Program, Scan, tests
 from tools.reliability.source_scans import calls
 
 _LIFE = "integration/test_life_and_death.py"
+_LOSSES = "tests/long/losses_of_agents.py"
 
 
 def _wall_clocks() -> Iterator[str]:
@@ -20,21 +21,34 @@ def _wall_clocks() -> Iterator[str]:
 CHECKS = (
     Check(
         "C1",
-        "A killed agent is replaced, and its requests end with the same text",
-        tests(
-            f"{_LIFE}::test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_text",
-            "integration/test_parallel_groups.py::test_agents_of_a_pair_killed_under_load",
-            "integration/test_data_parallel.py::test_a_killed_replica_loses_nothing",
+        "A killed agent is found within 0.2 s and replaced, and its requests end with the same text",
+        Both(
+            tests(
+                f"{_LIFE}::test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_text",
+                "integration/test_parallel_groups.py::test_agents_of_a_pair_killed_under_load",
+                "integration/test_data_parallel.py::test_a_killed_replica_loses_nothing",
+            ),
+            Program((_LOSSES, "--fault", "killed"), "ready_max_s", 2.5),
         ),
+        "s until the new agent is ready",
+        "2.5",
     ),
     Check(
         "C2",
         "An agent that stops is found, replaced, and cannot disturb its successor",
-        tests(
-            "executor/test_agent_executor.py::test_a_step_that_takes_too_long_loses_the_agent",
-            "executor/test_agent_group.py::test_an_agent_that_does_not_answer_in_time_is_named",
-            "executor/test_agent_group.py::test_events_of_a_lost_group_are_not_delivered_late",
+        Both(
+            tests(
+                "executor/test_agent_executor.py::test_a_step_that_takes_too_long_loses_the_agent",
+                "executor/test_agent_executor.py::test_a_stopped_agent_is_replaced_and_cannot_come_back",
+                "executor/test_agent_executor.py::test_a_step_that_computes_without_end_is_found_by_its_prediction",
+                "executor/test_agent_executor.py::test_an_agent_that_gets_little_of_the_processor_is_not_lost",
+                "executor/test_agent_group.py::test_an_agent_that_does_not_answer_in_time_is_named",
+                "executor/test_agent_group.py::test_events_of_a_lost_group_are_not_delivered_late",
+            ),
+            Program((_LOSSES, "--fault", "stopped"), "noticed_max_s", 3.0),
         ),
+        "s until a stopped agent is found",
+        "3",
     ),
     Check(
         "C3",

@@ -101,12 +101,26 @@ class Scan:
 
 
 @dataclass(frozen=True)
+class Both:
+    """A check that runs tests and a program. The figure is that of the program."""
+
+    verdict: Verdict
+    program: Program
+
+    def outcome(self, results: dict[str, dict[str, str]]) -> Outcome:
+        """Return the outcome of the program. The check passes only if the tests pass, too."""
+        tested, measured = self.verdict.outcome(results), self.program.outcome()
+        reason = "; ".join(filter(None, (tested.reason, measured.reason)))
+        return Outcome(tested.passed and measured.passed, measured.figure, reason)
+
+
+@dataclass(frozen=True)
 class Check:
     """One of the sixty checks. ``promise`` states in one sentence what is checked. ``limit`` applies to the figure."""
 
     id: str
     promise: str
-    how: Verdict | Program | Scan
+    how: Verdict | Program | Both | Scan
     unit: str = "tests that failed"
     limit: str = "0"
 
@@ -129,12 +143,16 @@ def tests(*places: str) -> Verdict:
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, Outcome]]:
     """Runs the checks and yields each with its outcome, in their order."""
-    results = run_tests(
-        sorted({place for each in checks if isinstance(each.how, Verdict) for place in each.how.places})
-    )
+    results = run_tests(sorted({place for check in checks for place in _places(check.how)}))
     for check in checks:
         how = check.how
-        yield check, how.outcome(results) if isinstance(how, Verdict) else how.outcome()
+        yield check, how.outcome(results) if isinstance(how, Verdict | Both) else how.outcome()
+
+
+def _places(how: Verdict | Program | Both | Scan) -> tuple[str, ...]:
+    if isinstance(how, Both):
+        return how.verdict.places
+    return how.places if isinstance(how, Verdict) else ()
 
 
 def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
