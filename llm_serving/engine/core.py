@@ -215,6 +215,7 @@ class EngineCore:
             elif isinstance(command, UseStores):
                 command.work(())
         self._outputs += self._adapters.close()
+        self._poll = _no_events  # frees the descriptor that several executors share, also if this object lives on
         self._hand_over()
 
     def step(self) -> None:
@@ -485,3 +486,8 @@ class EngineCore:
             self.stop_reason = reason
             self.state = EngineState.STOPPED
         self._outputs += self._texts.outputs(self._front.fail_all(reason, now), None, now)
+
+
+def _no_events(timeout_s: float | None) -> list[tuple[int, ExecutorEvent]]:
+    """Takes the place of the poll of the executors after the loop has ended."""
+    return []

@@ -7,7 +7,7 @@ may call.
 
 from __future__ import annotations
 
-import selectors
+import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -186,11 +186,18 @@ def poll_all(executors: Sequence[Executor]) -> Poll:
 
 
 class _SeveralExecutors:
+    """Waits with an epoll object, which is closed when this object is freed.
+
+    A selector of the standard library is part of a reference cycle. That of a server's first engine would never be
+    closed, because the launcher excludes its objects from garbage collection.
+    """
+
     def __init__(self, executors: Sequence[Executor]) -> None:
         self._executors = executors
-        self._selector = selectors.DefaultSelector()
-        for index, executor in enumerate(executors):
-            self._selector.register(executor.fileno(), selectors.EVENT_READ, index)
+        self._epoll = select.epoll()
+        self._indices = {executor.fileno(): index for index, executor in enumerate(executors)}
+        for descriptor in self._indices:
+            self._epoll.register(descriptor, select.EPOLLIN)
 
     def poll(self, timeout_s: float | None) -> list[tuple[int, ExecutorEvent]]:
         due = [executor.next_due() for executor in self._executors]
@@ -198,7 +205,7 @@ class _SeveralExecutors:
         if times:
             until = max(0.0, min(times) - time.monotonic())
             timeout_s = until if timeout_s is None else min(until, timeout_s)
-        active = {key.data for key, _ in self._selector.select(timeout_s)}
+        active = {self._indices[descriptor] for descriptor, _ in self._epoll.poll(timeout_s)}
         if times:
             now = time.monotonic()
             active.update(index for index, at in enumerate(due) if at is not None and at <= now)

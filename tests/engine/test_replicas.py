@@ -5,14 +5,19 @@ Texts are the same as with one replica, no replica waits for another, and no req
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from llm_serving.engine.commands import Probe, Stop
 from llm_serving.engine.outputs import ProbeAnswer
 from llm_serving.errors import AgentLostTwiceError
-from llm_serving.executor.base import AgentLeaving, AgentReady
+from llm_serving.executor.base import AgentLeaving, AgentReady, poll_all
 from llm_serving.request import FinishReason
 from llm_serving.scheduler.limits import Policy, PreemptionKind
 from support.engine_harness import text_of
@@ -321,3 +326,22 @@ def test_waiting_requests_of_a_drained_replica_move_to_another_one() -> None:
     engine.finish()
     assert engine.executors[index].releases == 1
     check_texts(engine)
+
+
+def test_an_ended_engine_closes_its_epoll_without_garbage_collection():
+    """The objects of a server's first engine are never collected, but a reload of the model ends this engine."""
+    engine = ReplicatedEngine(2)
+    events = [os.eventfd(0) for _ in range(2)]
+    idle = [SimpleNamespace(fileno=partial(int, event), next_due=lambda: None) for event in events]
+    engine.core._poll = poll_all(idle)
+    engine.core._poll_timeout = lambda: 0.0
+    waiting = weakref.ref(engine.core._poll.__self__)
+    engine.core.submit(Stop())
+    gc.disable()
+    try:
+        engine.core.run()
+        assert waiting() is None
+    finally:
+        gc.enable()
+        for event in events:
+            os.close(event)

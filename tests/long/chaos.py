@@ -42,7 +42,7 @@ OVERRIDES = (
     "parallel_config.data_parallel=2",
     "model_config.cpu_threads=1",
     "serving_config.agent_restart_limit=1000",
-    "serving_config.step_timeout_s=3",
+    "serving_config.step_timeout_s=120",  # steps are much slower during a profile
     "serving_config.confine_agents=off",  # a confined agent cannot read the files with fault orders
 )
 WARM_UP_S = 8.0
