@@ -188,8 +188,8 @@ def poll_all(executors: Sequence[Executor]) -> Poll:
 class _SeveralExecutors:
     """Waits with an epoll object, which is closed when this object is freed.
 
-    A selector of the standard library is part of a reference cycle. That of a server's first engine would never be
-    closed, because the launcher excludes its objects from garbage collection.
+    A selector of the standard library is part of a reference cycle. The launcher excludes the first engine from garbage
+    collection, so its selector would never be closed.
     """
 
     def __init__(self, executors: Sequence[Executor]) -> None:

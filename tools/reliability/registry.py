@@ -108,7 +108,7 @@ class Both:
     program: Program
 
     def outcome(self, results: dict[str, dict[str, str]]) -> Outcome:
-        """Return the outcome of the program. The check passes only if the tests pass, too."""
+        """Returns the outcome of the program. The check passes only if the tests pass, too."""
         tested, measured = self.verdict.outcome(results), self.program.outcome()
         reason = "; ".join(filter(None, (tested.reason, measured.reason)))
         return Outcome(tested.passed and measured.passed, measured.figure, reason)
