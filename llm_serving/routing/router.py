@@ -239,15 +239,14 @@ class Router:
 
     def _note_updates(self, updates: Iterable[RequestUpdate]) -> None:
         """Charges new tokens to the tenants of their requests, and removes requests that have ended."""
-        pays = self.limits.fairness and self._intake.has_tenants
+        if self.limits.fairness and self._intake.has_tenants:
+            known = (each for each in updates if each.request.request_id in self._entries)
+            self._intake.order.charge_outputs(each.request for each in known if each.token_id is not None)
         for update in updates:
-            entry = self._entries.get(update.request.request_id)
-            if entry is None:
-                continue
-            if pays and update.token_id is not None:
-                self._intake.order.charge_output(entry.sequence, 1)
             if update.request.is_finished and not update.num_later:
-                self._forget(entry)
+                entry = self._entries.get(update.request.request_id)
+                if entry is not None:
+                    self._forget(entry)
 
     def _end_waiting(self, entry: Entry, reason: FinishReason, now: float) -> None:
         """Ends a request that is in the router's queue, or that waits for a transfer of its blocks."""

@@ -186,6 +186,8 @@ class Lifecycle:
                 self.finish(sequence, FinishReason.STOP, now)
             elif len(output_token_ids) >= sequence.max_output_tokens:
                 self.finish(sequence, FinishReason.LENGTH, now)
+        if self._state.limits.fairness and self._state.intake.has_tenants:
+            self._state.intake.order.charge_outputs(update.request for update in updates if update.index >= 0)
         if flight.step.num_drafts:
             _count_later(updates)
         return updates
@@ -209,20 +211,13 @@ class Lifecycle:
                 self._supply.computed(sequence, step.starts[index] + step.query_lens[index])
 
     def _note_token(self, sequence: Sequence, now: float) -> None:
-        """Updates the times and the receipt of a sequence that gets a token, and charges the token to its tenant.
-
-        Tokens are charged only if a request has named a tenant. If all requests belong to one tenant, charges have no
-        effect.
-        """
-        request, intake = sequence.request, self._state.intake
+        """Updates the times and the receipt of a sequence that gets a token."""
+        request = sequence.request
         if request.first_token_time is None:
             request.first_token_time = now
         if sequence.state is SequenceState.RUNNING and request.receipt.phase is not Phase.DECODE:
             request.receipt.enter(Phase.DECODE, now)
-        pays = self._state.limits.fairness and intake.has_tenants
-        if pays:
-            intake.order.charge_output(sequence, 1)
-        sequence.notes_tokens = pays or request.receipt.phase is not Phase.DECODE
+        sequence.notes_tokens = request.receipt.phase is not Phase.DECODE
 
 
 def void_steps(in_flight: InFlightSteps) -> list[int]:

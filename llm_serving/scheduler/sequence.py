@@ -70,7 +70,7 @@ class Sequence:
     restarts: bool = False
     """True if the sequence's next step is its first step on its batch row."""
     notes_tokens: bool = False
-    """True if the sequence's next token changes its receipt or is charged to its tenant."""
+    """True if the sequence's next token changes its receipt."""
     num_inflight_steps: int = 0
     num_inflight_decodes: int = 0
     draft: list[int] = field(default_factory=list)

@@ -30,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
+from llm_serving.request import Request
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Sequences, Stateful, load, save
 
@@ -122,11 +123,20 @@ class QueueOrder(Stateful):
     def start(self, sequence: Sequence) -> None:
         """Removes a sequence from any position of the queue because it starts, and charges its prompt to its tenant."""
         self.remove(sequence)
-        self._charge(sequence, INPUT_WEIGHT * len(sequence.request.prompt_token_ids))
+        request = sequence.request
+        self._charge(request.priority, request.tenant, INPUT_WEIGHT * len(request.prompt_token_ids))
 
-    def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charges output tokens of a started sequence to its tenant."""
-        self._charge(sequence, OUTPUT_WEIGHT * num_tokens)
+    def charge_outputs(self, requests: Iterable[Request]) -> None:
+        """Charges an output token of each of these started requests to its tenant. A request may appear repeatedly.
+
+        All tokens of a step are charged together, because single charges would cost more than the rest of a token.
+        """
+        counts: dict[tuple[int, str], int] = {}
+        for request in requests:
+            key = request.priority, request.tenant
+            counts[key] = counts.get(key, 0) + OUTPUT_WEIGHT
+        for (priority, tenant), service in counts.items():
+            self._charge(priority, tenant, service)
 
     @property
     def num_late(self) -> int:
@@ -145,11 +155,11 @@ class QueueOrder(Stateful):
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
         """Updates ``estimate``, the learned time of a prefill step."""
 
-    def _charge(self, sequence: Sequence, service: int) -> None:
-        priority = sequence.request.priority
+    def _charge(self, priority: int, tenant: str, service: int) -> None:
+        """Charges ``service``, a weighted number of tokens, to a tenant whose requests have this priority."""
         its_class = self._classes.get(priority) or self._idle.get(priority)
         if its_class is not None:
-            its_class.queue.charge(sequence, service)
+            its_class.queue.charge(tenant, service)
 
     def restore(self, state: Any, sequences: Sequences) -> None:
         """Restores the saved state. A new object has no priority classes, so this method makes them."""
@@ -234,10 +244,10 @@ class FairQueue(Stateful):
         heads = [each for each in waiting if self._counters.counter(self._tenant(each.first())) <= least + LIGHT_CREDIT]
         return min(heads, key=lambda each: each.key(each.first())).first() if heads else None
 
-    def charge(self, sequence: Sequence, service: int) -> None:
-        """Charges ``service``, a weighted number of tokens, to the tenant of a sequence."""
+    def charge(self, tenant: str, service: int) -> None:
+        """Charges ``service``, a weighted number of tokens, to a tenant."""
         if self._fairness:
-            self._counters.charge(self._tenant(sequence), service)
+            self._counters.charge(tenant, service)
 
     def restore(self, state: Any, sequences: Sequences) -> None:
         for tenant, saved in state["_tenants"]["dict"]:

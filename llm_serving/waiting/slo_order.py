@@ -158,9 +158,9 @@ class SloOrder(QueueOrder):
             self._starts_before_late += 1
         super().start(sequence)
 
-    def _charge(self, sequence: Sequence, service: int) -> None:
-        self._on_time.charge(sequence, service)
-        super()._charge(sequence, service)
+    def _charge(self, priority: int, tenant: str, service: int) -> None:
+        self._on_time.charge(tenant, service)
+        super()._charge(priority, tenant, service)
 
     def _objective_s(self, request: Request) -> float:
         return self._ttft_objective_s if request.ttft_objective is None else request.ttft_objective

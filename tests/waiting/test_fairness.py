@@ -86,7 +86,7 @@ class SmallServer:
             self._serve(sequence, INPUT_WEIGHT * len(sequence.request.prompt_token_ids))
             started.append(sequence)
         for sequence in list(self.running):
-            self.order.charge_output(sequence, 1)
+            self.order.charge_outputs([sequence.request])
             self._serve(sequence, OUTPUT_WEIGHT)
             self.running[sequence] -= 1
             if not self.running[sequence]:

@@ -63,7 +63,7 @@ def test_a_prompt_is_charged_once() -> None:
     intake.start(first, 0.0)  # now the counter of tenant a is 10
     intake.put_back(first)
     assert pop(intake) is first
-    intake.order.charge_output(others[1], 4)  # now the counter of tenant b is 8
+    intake.order.charge_outputs([others[1].request] * 4)  # now the counter of tenant b is 8
     assert drain(intake) == [2, 1]
 
 

@@ -121,7 +121,7 @@ class IntakeMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.running))
         sequence.request.first_token_time = self.now
         sequence.request.output_token_ids += [1] * tokens
-        self.intake.order.charge_output(sequence, tokens)
+        self.intake.order.charge_outputs([sequence.request] * tokens)
         self.model.counters[self.model.who(sequence)] += 2 * tokens
 
     @precondition(lambda self: self.running)

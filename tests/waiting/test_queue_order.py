@@ -61,7 +61,7 @@ def test_output_tokens_count_twice() -> None:
     order = order_of(sequences)
     for sequence in sequences[:2]:
         order.start(sequence)
-    order.charge_output(sequences[0], 4)  # the counters are now 18 for tenant a and 16 for tenant b
+    order.charge_outputs([sequences[0].request] * 4)  # the counters are now 18 for tenant a and 16 for tenant b
     assert start_all(order) == [3, 2]
 
 
@@ -91,7 +91,7 @@ def test_the_number_of_classes_is_limited() -> None:
     assert not order._classes
     # The queue has already forgotten the class of priority 0, because too many classes are idle. So this call changes
     # no counter.
-    order.charge_output(new.next(priority=0), 1)
+    order.charge_outputs([new.next(priority=0).request])
 
 
 @given(
@@ -126,7 +126,7 @@ def urgent_load(seed: int, order: QueueOrder) -> Iterator[tuple[Sequence, list[S
             order.add(waiting[-1])
         started = order.first(now)
         order.start(started)
-        order.charge_output(started, rng.randint(1, 9))
+        order.charge_outputs([started.request] * rng.randint(1, 9))
         yield started, list(waiting)
         waiting.remove(started)
         now += 0.25

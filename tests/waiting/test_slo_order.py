@@ -145,7 +145,7 @@ def test_service_counts_for_late_requests_and_those_on_time() -> None:
     sequences = [new.next(10, tenant=tenant) for tenant in "aabb"]
     fill(order, sequences)
     order.start(sequences[0])
-    order.charge_output(sequences[0], 1)
+    order.charge_outputs([sequences[0].request])
     assert order.first(0.0) is sequences[2]
     order.start(sequences[2])  # a has 12, b 10
     assert order.first(0.0) is sequences[3]
