@@ -121,12 +121,17 @@ def test_pods_have_few_rights_and_enough_time_to_drain(rendered):
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
-        grace_s = pod["terminationGracePeriodSeconds"]
-        assert grace_s >= 40
-        [server] = pod["containers"]
-        assert f"--set=serving_config.kill_after_s={grace_s}" in server["args"], "the server checks drain_timeout_s"
+        assert pod["terminationGracePeriodSeconds"] >= 40
         volumes = {volume["name"] for volume in pod["volumes"]} | {"cache"}
         assert {mount["name"] for each in containers for mount in each["volumeMounts"]} == volumes
+
+
+def test_the_server_knows_when_kubernetes_kills_it(rendered):
+    """The server then refuses a drain time that is too long."""
+    pods = [one["spec"]["template"]["spec"] for one in rendered if one["kind"] == "StatefulSet"]
+    port = "--set=serving_config.server_port=8835"
+    [(pod, server)] = [(pod, each) for pod in pods for each in pod["containers"] if port in each.get("args", ())]
+    assert f"--set=serving_config.kill_after_s={pod['terminationGracePeriodSeconds']}" in server["args"]
 
 
 def test_the_defaults_render_only_what_every_cluster_knows(tmp_path):
