@@ -302,6 +302,18 @@ def test_the_largest_is_nan_or_the_first() -> None:
         assert np.isnan(value.astype(ms.float32).asnumpy()).tolist() == [True, True, True, False, False]
 
 
+def test_the_first_of_equal_elements_far_apart_is_found() -> None:
+    """The kernel for 16-bit types searches a row in chunks of 512 elements."""
+    rows = np.full((5, 1300), -2, np.float32)
+    wanted = [511, 512, 700, 1299, 1030]
+    for row, place in enumerate(wanted):
+        rows[row, place:] = 1
+    rows[4, 1030] = np.nan
+    for kind in FLOATS.values():
+        index, _ = ops.ArgMaxWithValue(axis=-1)(Tensor(rows, kind))
+        assert index.asnumpy().tolist() == wanted
+
+
 class Same(nn.Cell):
     """Takes the place of the gather of all agents. Its input has the values of all agents already."""
 

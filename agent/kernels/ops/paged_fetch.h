@@ -106,36 +106,49 @@ class TileFetch {
     }
   }
 
-  // Begins to prefetch keys or values that are matrix rows. The heads of a row are adjacent in memory, so each row is
-  // one piece.
+  // Begins to prefetch keys or values that are matrix rows. Consecutive rows in memory are one piece.
   void start_ready(const RotaryAttentionArgs& args, uintptr_t base, int64_t seq, int64_t begin, int64_t end,
                    int64_t head, int64_t heads) {
-    for (int64_t j = begin; j < end; ++j) {
+    const int64_t stride = args.kv_heads * head_bytes(args), bytes = heads * head_bytes(args);
+    for (int64_t j = begin; j < end;) {
+      int64_t rows = end - j;
+      if (args.block_tables != nullptr) rows = smaller(rows, args.block_size - j % args.block_size);
       const int64_t offset = ready_place(args, seq, j) + head * head_bytes(args);
-      add(base + static_cast<uintptr_t>(offset), heads * head_bytes(args));
+      add(base + static_cast<uintptr_t>(offset), bytes, rows, stride);
+      j += rows;
     }
   }
 
-  void add(uintptr_t first, int64_t bytes) {
+  // Adds `rows` ranges of memory, whose first addresses have the distance `stride`. If the distance is not a multiple
+  // of a line, a row may begin in the middle of a line, and then takes one more line.
+  void add(uintptr_t first, int64_t bytes, int64_t rows = 1, int64_t stride = 0) {
     if (count_ == kPieces) return;
     const uintptr_t last = first + static_cast<uintptr_t>(bytes);
-    const int64_t lines = static_cast<int64_t>((last + 63) / 64 - first / 64);
-    pieces_[count_++] = {reinterpret_cast<const char*>(first & ~uintptr_t{63}), lines};
+    const int64_t lines = static_cast<int64_t>((last + 63) / 64 - first / 64) + (stride % 64 != 0);
+    pieces_[count_++] = {reinterpret_cast<const char*>(first & ~uintptr_t{63}), lines, lines, rows, stride};
   }
 
-  // Maximum number of contiguous pieces of memory; further pieces are not prefetched.
+  // Maximum number of pieces; further pieces are not prefetched.
   static constexpr int kPieces = 256;
+  // Some rows of memory. The current row has `lines` lines left, and begins at `at`.
   struct Piece {
     const char* at;
-    int64_t lines;
+    int64_t lines, row_lines, rows, stride;
 
-    // Prefetches at most `most` lines. Returns the number of prefetched lines.
+    // Prefetches at most `most` lines of the current row. Returns the number of prefetched lines.
     __attribute__((always_inline)) int64_t fetch(int64_t most) {
       const int64_t n = smaller(most, lines);
       for (int64_t i = 0; i < n; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
       at += 64 * n;
       lines -= n;
+      if (lines == 0 && rows > 1) next_row();
       return n;
+    }
+
+    void next_row() {
+      at += stride - 64 * row_lines;
+      lines = row_lines;
+      --rows;
     }
   };
   Piece pieces_[kPieces];

@@ -13,27 +13,40 @@ namespace {
 constexpr int64_t kElementsPerTask = 1 << 14;
 
 // Maps the bits of a 16-bit float to an integer that compares in the same order. NaN becomes the largest integer, and
-// both zeros become equal. `infinity` is the bit pattern of infinity. The function has no branch, so that the compiler
-// vectorises its callers.
-int16_t order_of(uint16_t bits, uint16_t infinity) {
-  const uint16_t magnitude = bits & 0x7FFFu;
-  const int16_t order = static_cast<int16_t>((bits & 0x8000u) != 0 ? -magnitude : magnitude);
-  return magnitude > infinity ? INT16_MAX : order;
+// both zeros become equal. `infinity` is the bit pattern of infinity. Selects by masks: with conditional expressions,
+// GCC 12 does not vectorise the loop of largest_of().
+int16_t order_of(uint16_t bits, int16_t infinity) {
+  const int16_t magnitude = static_cast<int16_t>(bits & 0x7FFF);
+  const int16_t sign = static_cast<int16_t>(static_cast<int16_t>(bits) >> 15);  // 0 or -1
+  const int16_t order = static_cast<int16_t>((magnitude ^ sign) - sign);
+  const int16_t nan = static_cast<int16_t>(-(magnitude > infinity));  // 0 or -1
+  return static_cast<int16_t>((order & ~nan) | (INT16_MAX & nan));
 }
 
+// The loop over a chunk has no early exit, so that the compiler vectorises it. Only the first chunk with the largest
+// element is searched.
 template <class T>
 int64_t largest_of(const T* row, int64_t size) {
-  constexpr uint16_t kInfinity = std::is_same_v<T, half_t> ? 0x7C00u : 0x7F80u;
+  constexpr int16_t kInfinity = std::is_same_v<T, half_t> ? 0x7C00u : 0x7F80u;
+  constexpr int64_t kChunk = 512;
   int16_t best = INT16_MIN;
-  for (int64_t i = 0; i < size; ++i) {
-    const int16_t order = order_of(row[i].bits, kInfinity);
-    best = order > best ? order : best;
+  int64_t chunk = 0;
+  for (int64_t start = 0; start < size; start += kChunk) {
+    const int64_t end = smaller(start + kChunk, size);
+    int16_t largest = INT16_MIN;
+    for (int64_t i = start; i < end; ++i) {
+      const int16_t order = order_of(row[i].bits, kInfinity);
+      largest = std::max(order, largest);
+    }
+    if (largest > best) {
+      best = largest;
+      chunk = start;
+    }
   }
-  for (int64_t i = 0; i < size; ++i) {
-    if (order_of(row[i].bits, kInfinity) == best) return i;
-  }
-  return 0;
+  while (order_of(row[chunk].bits, kInfinity) != best) ++chunk;
+  return chunk;
 }
+
 int64_t largest_of(const float* row, int64_t size) {
   bool has_nan = false;
   for (int64_t i = 0; i < size; ++i) has_nan |= row[i] != row[i];
