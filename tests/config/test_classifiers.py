@@ -51,7 +51,7 @@ def test_labels_and_activations(
         ({"num_labels": 0}, "num_labels is 0"),
         ({"num_labels": True}, "num_labels is True"),
         ({"problem_type": "other"}, "problem_type is 'other'"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "is no model \\*ForSequenceClassification"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "is not a model \\*ForSequenceClassification"),
     ],
 )
 def test_wrong_descriptions_of_classes_are_refused(tmp_path: Path, values: dict[str, Any], words: str) -> None:

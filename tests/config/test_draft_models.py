@@ -66,7 +66,7 @@ def test_automatic_blocks_leave_memory_for_the_draft_models_cache(tmp_path: Path
 @pytest.mark.parametrize(
     ("overrides", "draft", "message"),
     [
-        (["speculative_config.model=null"], {}, "method draft needs the folder or the GGUF file of a draft model"),
+        (["speculative_config.model=null"], {}, "speculative_config.method: draft needs the folder or the GGUF file"),
         (["speculative_config.model=/nowhere"], {}, "no such file or folder"),
         (["speculative_config.method=auto"], {}, "has an effect only with speculative_config.method: draft or eagle"),
         ([], {"vocab_size": 3000}, "has a vocabulary of 3000 tokens, and the model has 300; a draft model needs the"),

@@ -191,7 +191,10 @@ def test_latent_attention_and_deepseeks_experts_are_read(tmp_path: Path) -> None
         ({**MOE, "moe_intermediate_size": 0}, "moe_intermediate_size = 0: must be from 1"),
         ({**MIXTRAL, "num_local_experts": None}, "num_local_experts = null: must be an integer from 1"),
         ({**MOE, "mlp_only_layers": "0"}, "mlp_only_layers = '0': must be a list of layer numbers"),
-        ({"architectures": ["Qwen2ForCausalLM"], "num_experts": 8}, "num_experts = 8: Qwen2ForCausalLM has no experts"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "num_experts": 8},
+            "num_experts = 8: must not be above 1: Qwen2ForCausalLM has no experts",
+        ),
         (
             {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]},
             "layer_types = ['full_attention']:",
