@@ -164,7 +164,8 @@ class Session:
                 listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.group_size)]
                 names = self._make_pools(config)
                 local = (config, 0, listeners, settings.log_folder, self._report, AgentProgram(settings.agent_module))
-                self._group = AgentGroup(*local, hand_over_names=names)
+                # Agents may sleep until masks arrive. They arrive late if the server pauses, so its limit counts.
+                self._group = AgentGroup(*local, hand_over_names=names, min_sleep_s=NODE_PATIENCE_S)
         except OSError as error:
             raise AgentStartError(f"the agents could not be started: {error}") from error
         for source, receive in self._group.sources():

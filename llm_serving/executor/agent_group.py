@@ -42,8 +42,12 @@ class AgentGroup:
         program: AgentProgram,
         tiles_name: str = "",
         hand_over_names: Sequence[str] = (),
+        min_sleep_s: float = 0.0,
     ) -> None:
-        """``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. Empty without roles."""
+        """``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. Empty without roles.
+
+        ``min_sleep_s`` is the minimum patience with agents that sleep in a step, in seconds.
+        """
         ranks = group_ranks(replica, config.parallel_config)
         self.links: list[AgentLink] = []
         self.is_ready = False
@@ -51,6 +55,9 @@ class AgentGroup:
         self._vitals: Vitals | None = None
         self._forecast = StepForecast()
         self._other_work = OtherWork(len(ranks))
+        self._runs_operator_code = bool(config.model_config.logits_processors)
+        """True if steps call Python code of the operator. Its time cannot be predicted."""
+        self._min_sleep_s = min_sleep_s
         self._first_rank, self._may_sleep = ranks.start, config.device != "CPU"
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
         self.memory = GroupMemory.create(config, ranks)
@@ -110,7 +117,8 @@ class AgentGroup:
             self.is_ready = all(link.is_ready for link in self.links)
         if self.is_ready:
             pids = [link.process.pid for link in self.links]
-            self._vitals = Vitals(pids, self._first_rank, may_sleep=self._may_sleep)
+            may_sleep, min_sleep_s = self._may_sleep, self._min_sleep_s
+            self._vitals = Vitals(pids, self._first_rank, may_sleep=may_sleep, min_sleep_s=min_sleep_s)
 
     def next_look(self, last_result: float | None) -> float | None:
         return None if last_result is None or self._vitals is None else self._vitals.next_look(last_result)
@@ -119,9 +127,10 @@ class AgentGroup:
         """Raises AgentLostError if the agents will never complete their step, see ``Vitals``."""
         if self._vitals is None:
             return
-        own = self.slots
-        forecast_s = None if self._other_work.is_possible else self._forecast.seconds(own[slot] for slot in slots)
-        reason = self._vitals.look(now, last_result, forecast_s)
+        own, forecast_s = self.slots, None
+        if not self._other_work.is_possible and not self._runs_operator_code:
+            forecast_s = self._forecast.seconds(own[slot] for slot in slots)
+        reason = self._vitals.look(now, last_result, forecast_s, self._forecast.longest_s)
         if reason is not None:
             raise AgentLostError(reason)
 

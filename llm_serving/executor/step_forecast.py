@@ -22,29 +22,45 @@ _Sizes = tuple[float, ...]
 it reads.
 """
 
+_KEEP = 1 - 1 / 256
+"""Each learnt step multiplies the weights of earlier steps by this factor, as the cost model does."""
+
 
 class StepForecast:
     """Learns the time of steps from their slots and results, and predicts it. Times are seconds of the agents.
 
     There is no prediction for a step of unusual size, and for steps that also move blocks or encode images.
+
+    The cost model gives each prompt token the same time, but a token late in a prompt reads more tokens and takes
+    longer. So the time of a prompt token is multiplied by the ratio of pairs that it and the learnt tokens have, if
+    the ratio is above 1. This is an upper bound, because the time cannot grow faster than the number of pairs.
     """
 
     def __init__(self) -> None:
         self._model = StepCostModel()
         self._num_results = 0
         self._largest: _Sizes = (0.0, 0.0, 0.0, 0.0)
+        self._new_largest: _Sizes = self._largest
+        """Like ``_largest``, but it also counts the steps that the coefficients of the model do not know yet."""
+        self._reach = _LearntReach()
+        self.longest_s = 0.0
+        """Longest time of a step so far."""
 
     def learn(self, slot: StepSlot, done: StepDone) -> None:
         """Learns from the result of the step in ``slot``, which must still hold the step's inputs."""
+        seconds = (done.graph_us + done.sample_us) / 1e6
+        self.longest_s = max(self.longest_s, seconds)
         self._num_results += 1
         if self._num_results > LEARNT_AT_FIRST and self._num_results % LEARN_EVERY:
             return
-        seconds = (done.graph_us + done.sample_us) / 1e6
         if done.aborted or seconds <= 0.0 or _is_special(slot):
             return
         counts, sizes = _measured(slot)
         self._model.note(counts, seconds)
-        self._largest = tuple(map(max, self._largest, sizes))
+        self._reach.note(sizes[2], sizes[3], seconds)
+        self._new_largest = tuple(map(max, self._new_largest, sizes))
+        if self._model.knows_all_steps:
+            self._largest = self._new_largest
 
     def seconds(self, slots: Iterable[StepSlot]) -> float | None:
         """Returns the predicted time of the longest step in ``slots``, or None if one of them cannot be predicted."""
@@ -55,8 +71,34 @@ class StepForecast:
             counts, sizes = _measured(slot)
             if any(size > FAMILIAR * largest for size, largest in zip(sizes, self._largest, strict=True)):
                 return None
-            longest = max(longest, self._model.seconds(int(counts[1]), int(counts[2]), int(counts[3])))
+            prompt_s = self._model.prompt_token_s * counts[3] * self._reach.ratio(sizes[2], sizes[3])
+            longest = max(longest, self._model.seconds(int(counts[1]), int(counts[2]), 0) + prompt_s)
         return longest
+
+
+class _LearntReach:
+    """The mean number of pairs of a learnt prompt token: how many tokens it reads.
+
+    The weight of a step is ``(prompt tokens / seconds) ** 2``, which is its weight in the least squares fit of the cost
+    model. So the learnt time of a prompt token is the time of a token with the mean number of pairs.
+    """
+
+    def __init__(self) -> None:
+        self._weights = 0.0
+        self._weighted_pairs = 0.0
+
+    def note(self, prompt_tokens: float, pairs: float, seconds: float) -> None:
+        weight = (prompt_tokens / seconds) ** 2
+        self._weights = self._weights * _KEEP + weight
+        self._weighted_pairs *= _KEEP
+        if prompt_tokens:
+            self._weighted_pairs += weight * pairs / prompt_tokens
+
+    def ratio(self, prompt_tokens: float, pairs: float) -> float:
+        """Returns the pairs of each prompt token of a step, as a multiple of the learnt mean, but at least 1."""
+        if not prompt_tokens or not self._weighted_pairs:
+            return 1.0
+        return max(1.0, pairs / prompt_tokens * self._weights / self._weighted_pairs)
 
 
 class OtherWork:
@@ -111,5 +153,5 @@ def _measured(slot: StepSlot) -> tuple[StepCounts, _Sizes]:
     num_decoding = float(np.count_nonzero(is_decoding))
     context = float((ends - lens)[is_decoding].sum())
     prompt_tokens = float(lens.sum()) - num_decoding
-    pairs = float((lens * ends)[~is_decoding].sum())
+    pairs = float((lens * ends - lens * (lens - 1) // 2)[~is_decoding].sum())
     return (1.0, num_decoding, context, prompt_tokens), (num_decoding, context, prompt_tokens, pairs)

@@ -22,7 +22,8 @@ STOPPED_S = 1.5
 GRACE_S = 2.0
 GRACE_STEPS = 5.0
 """Patience with a step: ``GRACE_S`` and ``GRACE_STEPS`` times its predicted time. Agents count as lost if all of them
-sleep for longer, or if one thread uses more processor time.
+sleep for longer, or if one thread uses more processor time. Without a prediction, only sleep counts, and the longest
+step so far replaces the predicted time.
 """
 
 ASLEEP_LOOKS = 4
@@ -37,11 +38,12 @@ class Vitals:
     """Watches the processes of a group of agents while they have a step. ``pids`` are in order of rank.
 
     ``may_sleep`` is True if a device computes the step. All threads of an agent may then sleep until the device is
-    done.
+    done. ``min_sleep_s`` is the minimum patience with agents that sleep, in seconds.
     """
 
-    def __init__(self, pids: Sequence[int], first_rank: int, *, may_sleep: bool) -> None:
+    def __init__(self, pids: Sequence[int], first_rank: int, *, may_sleep: bool, min_sleep_s: float = 0.0) -> None:
         self._pids = pids
+        self._min_sleep_s = min_sleep_s
         self._first_rank = first_rank
         self._may_sleep = may_sleep
         self._looked_at = 0.0
@@ -57,11 +59,11 @@ class Vitals:
         """
         return max(self._looked_at, last_result) + LOOK_EVERY_S
 
-    def look(self, now: float, last_result: float, forecast_s: float | None) -> str | None:
+    def look(self, now: float, last_result: float, forecast_s: float | None, longest_s: float) -> str | None:
         """Returns the reason why the agents will never complete their step, or None if they may still complete it.
 
         ``forecast_s`` is the predicted time of the step. None means that it is unknown, for example because the agents
-        compile a graph. Then a thread may compute for any time.
+        compile a graph. Then a thread may compute for any time. ``longest_s`` is the time of the longest step so far.
         """
         if last_result >= self._looked_at:
             self._stopped_since = self._asleep_since = None
@@ -75,11 +77,12 @@ class Vitals:
             return f"agent {', '.join(map(str, stopped))} was stopped (SIGSTOP) in the middle of a step"
         if self._may_sleep:
             return None
-        patience_s = GRACE_S + GRACE_STEPS * (forecast_s or 0.0)
+        patience_s = GRACE_S + GRACE_STEPS * (longest_s if forecast_s is None else forecast_s)
+        sleep_s = max(patience_s, self._min_sleep_s)
         is_asleep = all(states) and not _any_works(self._pids, states)
         self._asleep_since = _since(self._asleep_since, is_asleep, now)
-        if self._asleep_since is not None and now - self._asleep_since >= patience_s:
-            return f"agents from {self._first_rank} have done nothing for {patience_s:.1f} s in the middle of a step"
+        if self._asleep_since is not None and now - self._asleep_since >= sleep_s:
+            return f"agents from {self._first_rank} have done nothing for {sleep_s:.1f} s in the middle of a step"
         if forecast_s is None:
             self._seconds_before = {}
             return None

@@ -61,6 +61,11 @@ class StepCostModel(Stateful):
         self._sums = [0.0] * size
         self._num_new = 0
 
+    @property
+    def knows_all_steps(self) -> bool:
+        """True if the coefficients count all steps so far. They are only computed after every few steps."""
+        return self._num_new == 0
+
     def seconds(self, num_decoding: int, num_context_tokens: int, num_prompt_tokens: int) -> float:
         """Returns the predicted time of a step.
 

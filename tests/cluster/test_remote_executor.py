@@ -117,7 +117,7 @@ def test_a_group_of_two_agents_answers_together(make_node, make_executor, pool):
     [
         ("agent killed by its step", "signal 9"),
         ("agent stopped", "was stopped (SIGSTOP) in the middle of a step"),
-        ("agent asleep", "have done nothing for"),
+        ("agent asleep", "have done nothing for 5.0 s"),
         ("node killed", "closed the link|link broke"),
         ("node stopped", "no sign of life for"),
         ("link cut", "closed the link|link broke"),

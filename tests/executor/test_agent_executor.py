@@ -206,16 +206,21 @@ def test_a_step_that_hangs_is_found_long_before_its_timeout(make_executor):
     assert "have done nothing for 2.0 s in the middle of a step" in lost.error
 
 
+def run_familiar_steps(executor):
+    """Runs as many steps as a prediction needs. The next step has number 8."""
+    events_until(executor, AgentReady)
+    for seq in range(8):
+        executor.submit(prefill(seq, 5))
+        results(executor, 1)
+
+
 @pytest.fixture
 def familiar(make_executor, monkeypatch):
     """Provides an executor whose agent has run enough steps for a prediction, with a short patience."""
     monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(vitals, "GRACE_S", 0.3)
     executor = make_executor()
-    events_until(executor, AgentReady)
-    for seq in range(8):
-        executor.submit(prefill(seq, 5))
-        results(executor, 1)
+    run_familiar_steps(executor)
     return executor
 
 
@@ -243,6 +248,18 @@ def test_a_first_step_may_compute_for_any_time(make_executor, monkeypatch):
     executor.submit(prefill(0, BUSY))
     [result] = results(executor, 1, 60.0)
     assert result.sampled_ids == [stub_token(1, 0)]
+
+
+@pytest.mark.parametrize("has_processors", [True, False])
+def test_a_step_with_the_operators_code_may_compute_for_any_time(make_executor, monkeypatch, has_processors):
+    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(vitals, "GRACE_S", 0.01)
+    names = ['model_config.logits_processors=["rules:Rule"]'] if has_processors else []
+    executor = make_executor(*names)
+    run_familiar_steps(executor)
+    executor.submit(prefill(8, BUSY))
+    [event] = events_until(executor, StepResult if has_processors else AgentLost)
+    assert has_processors or "has computed for" in event.error
 
 
 def test_an_agent_that_sleeps_for_a_profile_is_not_lost(make_executor, monkeypatch):

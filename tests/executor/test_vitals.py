@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from llm_serving.executor.vitals import ASLEEP_LOOKS, SilentAgents, _descendants, _thread_states
+from llm_serving.executor.vitals import (
+    ASLEEP_LOOKS,
+    GRACE_S,
+    GRACE_STEPS,
+    SilentAgents,
+    Vitals,
+    _descendants,
+    _thread_states,
+)
 from support.time_limits import time_limit
 
 
@@ -33,6 +41,27 @@ def _wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("forecast_s", "longest_s", "min_sleep_s", "patience_s"),
+    [
+        (None, 0.0, 0.0, GRACE_S),
+        (None, 3.0, 0.0, GRACE_S + 3.0 * GRACE_STEPS),
+        (0.5, 3.0, 0.0, GRACE_S + 0.5 * GRACE_STEPS),
+        (None, 0.0, 5.0, 5.0),
+        (0.1, 0.0, 5.0, 5.0),
+        (3.0, 0.0, 5.0, GRACE_S + 3.0 * GRACE_STEPS),
+    ],
+)
+def test_the_patience_with_agents_that_sleep(
+    asleep: int, forecast_s: float | None, longest_s: float, min_sleep_s: float, patience_s: float
+) -> None:
+    agents = Vitals([asleep], 0, may_sleep=False, min_sleep_s=min_sleep_s)
+    assert agents.look(100.0, 99.0, forecast_s, longest_s) is None
+    assert agents.look(100.0 + patience_s - 0.1, 99.0, forecast_s, longest_s) is None
+    reason = agents.look(100.0 + patience_s, 99.0, forecast_s, longest_s)
+    assert reason == f"agents from 0 have done nothing for {patience_s:.1f} s in the middle of a step"
 
 
 def test_agents_that_compute_may_reply(asleep: int) -> None:

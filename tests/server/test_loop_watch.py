@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from llm_serving.server.http import loop_watch
 from llm_serving.server.http.loop_watch import LoopWatch
 from llm_serving.telemetry.log import EventLog
+from support.time_limits import time_limit
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +66,14 @@ def test_a_stopped_watch_stays_stopped():
     asyncio.run(run())
 
 
-def _blocks_the_loop() -> None:
-    """Computes in C, without giving up the interpreter lock, for much longer than a reported block."""
-    sum(range(15_000_000))
+def _blocks_the_loop(watch: LoopWatch) -> None:
+    """Computes in C, without giving up the interpreter lock, for much longer than a reported block.
+
+    Repeats this until the thread has seen it, because a busy machine may wake the thread late.
+    """
+    deadline = time.monotonic() + time_limit(10.0)
+    while not watch._stacks._found and time.monotonic() < deadline:  # a call of ``found`` would be on the stack
+        sum(range(15_000_000))
 
 
 def test_the_function_that_blocks_the_loop_is_named_in_the_log(tmp_path: Path) -> None:
@@ -75,7 +82,7 @@ def test_the_function_that_blocks_the_loop_is_named_in_the_log(tmp_path: Path) -
         watch = LoopWatch()
         watch.start(lambda: True, log)
         await asyncio.sleep(0.05)
-        _blocks_the_loop()
+        _blocks_the_loop(watch)
         await asyncio.sleep(0.05)
         watch.stop()
         log.close()
