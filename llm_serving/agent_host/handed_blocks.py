@@ -38,7 +38,8 @@ class HandedBlocks:
         self._key = key
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._memories: list[HandOverMemory] = []
-        self._transports: dict[tuple[str, int, bytes], TcpTransport] = {}
+        self._transports: dict[tuple[str, int], tuple[bytes, TcpTransport]] = {}
+        """The secret and the transport of each node to which blocks were sent, by host and port."""
         self._sent: deque[BlocksSent] = deque()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -77,14 +78,8 @@ class HandedBlocks:
         """Begins to send blocks to another node. ``take_sent`` later returns the end. Raises ProtocolError if a block
         does not exist.
         """
-        place = (message.host, message.port, message.secret)
-        transport = self._transports.get(place)
-        if transport is None or transport.is_closed:
-            self._forget_closed()
-            connect = partial(_connect, message.host, message.port, self._key)
-            transport = self._transports[place] = TcpTransport(self._memories, connect, message.secret)
         try:
-            transport.transfer(message.pairs, partial(self._note_sent, message.number))
+            self._transport(message).transfer(message.pairs, partial(self._note_sent, message.number))
         except ValueError as error:
             raise ProtocolError(str(error)) from error
 
@@ -98,7 +93,7 @@ class HandedBlocks:
 
     def close(self) -> None:
         """Ends all transfers. Waits until no thread writes to the pools, and removes them."""
-        for transport in self._transports.values():
+        for _, transport in self._transports.values():
             transport.close()
         self._receiver.close()
         self.unlink()
@@ -114,8 +109,20 @@ class HandedBlocks:
                 self._sent.append(BlocksSent(number, text))
                 os.eventfd_write(self.descriptor, 1)
 
-    def _forget_closed(self) -> None:
-        self._transports = {place: one for place, one in self._transports.items() if not one.is_closed}
+    def _transport(self, message: SendBlocks) -> TcpTransport:
+        """Returns the transport to the node of a message. If the node has new agents, its old transport ends: an idle
+        transport does not notice the end of its peer, so its thread and its socket would stay.
+        """
+        place = (message.host, message.port)
+        secret, transport = self._transports.get(place, (b"", None))
+        if transport is not None and secret == message.secret and not transport.is_closed:
+            return transport
+        if transport is not None:
+            transport.stop()
+        self._transports = {key: pair for key, pair in self._transports.items() if not pair[1].is_closed}
+        transport = TcpTransport(self._memories, partial(_connect, *place, self._key), message.secret)
+        self._transports[place] = (message.secret, transport)
+        return transport
 
 
 def _connect(host: str, port: int, key: ClusterKey) -> socket.socket:

@@ -31,6 +31,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from llm_serving.config.parallel_section import MAX_SENT_BLOCKS
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import LongText, ShortText, UInt
 
@@ -48,8 +49,6 @@ agents.
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONFIG_BYTES = 192 * 1024
 SECRET_BYTES = 32
-MAX_SENT_BLOCKS = 1 << 14
-"""Maximum number of blocks of one transfer between nodes."""
 _PAIR = struct.Struct("<II")
 
 CONTROL, MESSAGE = 0, 1

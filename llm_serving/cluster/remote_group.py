@@ -16,6 +16,7 @@ from llm_serving.cluster.messages import BEAT, BEAT_S, SERVER_PATIENCE_S, Carrie
 from llm_serving.cluster.nodes import Node, NodePool
 from llm_serving.cluster.standby import Standby, is_wanted
 from llm_serving.config import Config
+from llm_serving.config.parallel_section import MAX_SENT_BLOCKS
 from llm_serving.errors import (
     AgentError,
     AgentLostError,
@@ -92,6 +93,7 @@ class RemoteGroup:
         self._events = self._channel.events
         self._selector.register(self._channel, self._events)
         self._next_beat = 0.0
+        self._has_roles = config.parallel_config.has_roles
         self._secret = b""
         """The secret with which other nodes send blocks to this node."""
         self._sending: dict[int, Done] = {}
@@ -135,8 +137,8 @@ class RemoteGroup:
         if self._is_closed or not target.is_ready or not self.is_ready:
             done(TransferError("the agents of a replica were lost before its blocks were sent"))
             return
-        if len(pairs) > link.MAX_SENT_BLOCKS:
-            done(TransferError(f"a transfer has {len(pairs)} blocks; a node sends at most {link.MAX_SENT_BLOCKS}"))
+        if len(pairs) > MAX_SENT_BLOCKS:
+            done(TransferError(f"a transfer has {len(pairs)} blocks; a node sends at most {MAX_SENT_BLOCKS}"))
             return
         self._num_sent += 1
         self._sending[self._num_sent] = done
@@ -286,6 +288,10 @@ class RemoteGroup:
         if len(message.summaries) != len(self.members) or len(message.pids) != len(self.members):
             raise ProtocolError(
                 f"the node has {len(message.summaries)} agents; the server asked for {len(self.members)}"
+            )
+        if self._has_roles and len(message.secret) != link.SECRET_BYTES:
+            raise ProtocolError(
+                f"the node's secret for handed blocks has {len(message.secret)} bytes; roles need {link.SECRET_BYTES}"
             )
         for member, summary, pid in zip(self.members, message.summaries, message.pids, strict=True):
             member.is_ready, member.summary, member.pid = True, summary, pid

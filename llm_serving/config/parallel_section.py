@@ -11,6 +11,8 @@ LOCAL, NODES, RAY = "local", "nodes", "ray"
 """Values of ``executor``: agents on this machine, on nodes, or on nodes that Ray starts."""
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 """Values of ``roles``: the steps that a replica computes."""
+MAX_SENT_BLOCKS = 1 << 14
+"""Maximum number of blocks of one transfer between nodes. Limits the size of a message to a node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llm_serving.config.config import Config
-from llm_serving.config.parallel_section import BOTH, DECODE, PREFILL
+from llm_serving.config.parallel_section import BOTH, DECODE, MAX_SENT_BLOCKS, PREFILL
 from llm_serving.config.source import RawConfig
 
 
@@ -27,6 +27,12 @@ def check_roles(raw: RawConfig, config: Config) -> None:
     if config.num_hand_over_blocks < needed:
         problem = f"the longest sequence has {needed} blocks; use at least {needed}"
         raise raw.error("parallel_config.hand_over_blocks", config.num_hand_over_blocks, problem)
+    if parallel.is_remote and needed > MAX_SENT_BLOCKS:
+        problem = (
+            f"the longest sequence has {needed} blocks; nodes hand over at most {MAX_SENT_BLOCKS}. Use larger blocks "
+            "(pa_config.block_size) or a smaller pa_config.decode_seq_length"
+        )
+        raise raw.error("parallel_config.roles", list(parallel.roles or ()), problem)
 
 
 def _problem_of(roles: tuple[str, ...], num_replicas: int) -> str | None:

@@ -458,8 +458,8 @@ class EngineCore:
             self._router.drain(replica.index, self._clock())
 
     def _release_if_idle(self, replica: Replica, now: float) -> None:
-        """If a leaving replica has no requests any more, end its agents."""
-        if replica.has_steps or (self._router is not None and self._router.replicas[replica.index].entries):
+        """If a leaving replica has no requests and no transfers any more, ends its agents."""
+        if replica.has_steps or (self._router is not None and not self._router.is_drained(replica.index)):
             return
         replica.lose(now, final=False, blameless=True)
         replica.executor.release()
@@ -468,6 +468,8 @@ class EngineCore:
         self._outputs += self._replies.note_probe(replica.index)
         self._outputs += self._replies.note_lost(replica.index, "the agents' machine was given back")
         self._outputs += self._adapters.lose(replica.index)
+        self._send_steps((), now)  # the router may have placed requests at other replicas
+        self._hand_over()
 
     def _note_failed_check(self, replica: Replica, event: AgentLost) -> None:
         self._metrics.self_check(event.failed_check, "failed")

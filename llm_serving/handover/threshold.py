@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 FIRST_TOKENS = 256
 """The threshold in tokens while the times of prefills and hand-overs are unknown."""
 PROBE_INTERVAL = 64
 """While hand-overs do not pay, one of every ``PROBE_INTERVAL`` long prompts is handed over, to measure the times again.
 """
 FAILURES = 3
-"""Number of consecutive transfers that must fail before hand-overs pay no more."""
+"""Number of consecutive transfers that must fail before hand-overs pay no more.
+
+Failures because of lost agents do not count.
+"""
 _KEEP = 1 - 1 / 16
 """The learned latency is an average. Each new hand-over multiplies the weights of earlier hand-overs by this factor."""
 
@@ -33,7 +38,8 @@ class PromptThreshold:
         self._blocks = 0.0
         self._count = 0.0
         self._num_refused = 0
-        self._num_failed = 0
+        self._failed: deque[tuple[int, int]] = deque(maxlen=FAILURES)
+        """The source and the target of each of the last transfers, if all of them have failed."""
 
     def note(self, latency_s: float, num_blocks: int) -> None:
         """Learns from a completed hand-over: seconds from the end of the prefill to the arrival of all blocks."""
@@ -41,9 +47,17 @@ class PromptThreshold:
         self._blocks = self._blocks * _KEEP + num_blocks
         self._count = self._count * _KEEP + 1.0
 
-    def note_transfer(self, *, failed: bool) -> None:
-        """Learns whether a transfer of blocks between machines has failed."""
-        self._num_failed = self._num_failed + 1 if failed else 0
+    def note_transfer(self, source: int, target: int, *, failed: bool) -> None:
+        """Learns whether a transfer of blocks between the machines of two replicas has failed."""
+        if failed:
+            self._failed.append((source, target))
+        else:
+            self._failed.clear()
+
+    def note_lost(self, index: int) -> None:
+        """Forgets the failed transfers from and to a replica whose agents are lost, because the link is not at fault.
+        """
+        self._failed = deque((ends for ends in self._failed if index not in ends), FAILURES)
 
     def tokens(self, token_s: float | None, block_s: float | None, wire_s: float = 0.0) -> int | None:
         """Returns the smallest number of uncached tokens for which a hand-over pays, or None if hand-overs do not pay
@@ -52,7 +66,7 @@ class PromptThreshold:
         ``token_s`` is the prefill time per token, and ``block_s`` the copy time per block, both in seconds or None if
         unknown. A hand-over copies each block twice. ``wire_s`` is the time per block of transfers between machines.
         """
-        if self._num_failed >= FAILURES:
+        if len(self._failed) >= FAILURES:
             return None
         if self._fixed is not None:
             return self._fixed

@@ -25,7 +25,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,6 +41,10 @@ MAX_CONNECTIONS = 256
 MAX_POOLS = 256
 _END_WAIT_S = 1.0
 """Seconds that ``TcpTransport.close`` waits for its thread, which may be in the middle of connecting."""
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""Checks of an idle connection: seconds before the first check, seconds between two, and checks without a reply after
+which the connection ends.
+"""
 _CHALLENGE = struct.Struct(f"<8s{NONCE_BYTES}s")
 _HELLO = struct.Struct("<8s32sI")
 _SIZES = struct.Struct("<QQ")
@@ -156,12 +160,16 @@ class TcpTransport:
         if self._is_closed.is_set():
             self._fail_waiting(TransferError("the transport is closed"))
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Ends the transport without waiting for its thread. Transfers that have not ended fail."""
         with self._lock:
             self._is_closed.set()
             if self._socket is not None:
                 _shut_down(self._socket)
         self._waiting.put(None)
+
+    def close(self) -> None:
+        self.stop()
         self._thread.join(_END_WAIT_S)
 
     def _run(self) -> None:
@@ -180,10 +188,12 @@ class TcpTransport:
         self._fail_waiting(problem or TransferError("the transport is closed"))
 
     def _fail_waiting(self, problem: LLMServingError) -> None:
-        while not self._waiting.empty():
-            transfer = self._waiting.get()
-            if transfer is not None:
-                transfer.done(problem)
+        """Ends all transfers in the queue with an error. Several threads may call this method at the same time."""
+        with contextlib.suppress(Empty):
+            while True:
+                transfer = self._waiting.get_nowait()
+                if transfer is not None:
+                    transfer.done(problem)
 
     def _open(self) -> socket.socket:
         """Connects to the receiver. Raises ProtocolError if it refuses, and OSError if it cannot be reached."""
@@ -193,7 +203,7 @@ class TcpTransport:
             if self._is_closed.is_set():
                 raise ConnectionError("the transport is closed")
         link.settimeout(TIMEOUT_S)
-        _send_promptly(link)
+        _set_options(link)
         self._introduce(link)
         return link
 
@@ -243,7 +253,7 @@ class PoolReceiver:
         try:
             if not is_full:
                 link.settimeout(TIMEOUT_S)
-                _send_promptly(link)
+                _set_options(link)
                 self._introduce(link)
                 link.settimeout(None)
                 while True:
@@ -314,9 +324,17 @@ def _shut_down(link: socket.socket) -> None:
         socket.socket.shutdown(link, socket.SHUT_RDWR)
 
 
-def _send_promptly(connection: socket.socket) -> None:
+def _set_options(connection: socket.socket) -> None:
+    """Lets the system send small messages at once, and check an idle connection.
+
+    A machine that lost its power or its network closes no connection. Without these checks, the thread of an idle
+    receiver would wait for it for ever.
+    """
     with contextlib.suppress(OSError):  # a socket pair has no TCP options
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def _send_all(link: socket.socket, parts: list[memoryview]) -> None:

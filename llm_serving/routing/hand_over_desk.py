@@ -29,7 +29,7 @@ from llm_serving.waiting.intake import Intake
 class HandOverDesk:
     """Grants and frees the blocks of hand-overs, and moves the requests between replicas.
 
-    Transfers between pools may end in any thread. ``take_ended`` processes their ends.
+    Transfers between pools may end in any thread. ``settle`` processes their ends.
     """
 
     def __init__(
@@ -55,6 +55,8 @@ class HandOverDesk:
         """The transfers that have not ended."""
         self._ended: deque[tuple[Trip, LLMServingError | None]] = deque()
         """The transfers whose end was not processed yet, each with its error."""
+        self._has_put_back = False
+        """True if a request went back to the router's queue after the last call of ``settle``."""
 
     @property
     def num_travelling(self) -> int:
@@ -65,12 +67,28 @@ class HandOverDesk:
         """Processes the changes of hand-overs that a replica's scheduler reports."""
         for change in replica.scheduler.take_hand_overs():
             self._take(change, replica, now)
-        self.take_ended(now)
+        self._take_ended(now)
         if self._wanted:
             self._grant_all()
 
-    def take_ended(self, now: float) -> None:
-        """Processes the transfers that have ended: their requests go to the replicas that have the blocks now."""
+    def settle(self, now: float) -> bool:
+        """Processes the transfers that have ended, and grants the blocks that they free.
+
+        Returns True if requests went back to the router's queue since the last call, because their blocks cannot
+        arrive. No replica may have an event then, so the caller must place these requests.
+        """
+        if self._ended:
+            self._take_ended(now)
+            self._grant_all()
+        has_put_back, self._has_put_back = self._has_put_back, False
+        return has_put_back
+
+    def uses_pool_of(self, replica: RoutedReplica) -> bool:
+        """Returns True if a transfer from or to the replica's pool has not ended."""
+        return any(trip.source == replica.index or trip.target is replica for trip in self._trips)
+
+    def _take_ended(self, now: float) -> None:
+        """Gives the requests of ended transfers to the replicas that have the blocks now."""
         while self._ended:
             trip, error = self._ended.popleft()
             del self._trips[trip]
@@ -83,7 +101,7 @@ class HandOverDesk:
             if entry.trip is not trip:
                 continue  # the request has ended, or its blocks go to another replica
             entry.trip = None
-            self._split.note_transfer(len(lease.blocks), now - trip.began, failed=error is not None)
+            self._split.note_transfer(trip, now, failed=error is not None)
             if error is None:
                 self.hand_over(entry, now)
             else:
@@ -110,7 +128,8 @@ class HandOverDesk:
                 self._split.figures.reloads += 1
                 trip.entry.trip = None
                 self.hand_over(trip.entry, now)
-        self.take_ended(now)
+        self._take_ended(now)
+        self._split.threshold.note_lost(replica.index)
         self._wanted = deque(each for each in self._wanted if each[1] is not replica)
         self._grant_all()
 
@@ -148,11 +167,12 @@ class HandOverDesk:
         if target.index in lease.holders:
             self._placer.bind(entry, target, Placed.HANDED, now)
             return
-        trip = entry.trip = Trip(entry, lease, target, now)
+        source = min(lease.holders)
+        trip = entry.trip = Trip(entry, lease, source, target, now)
         self._trips[trip] = None
         lease.num_trips += 1
         pairs = [(block, block) for block in lease.blocks]
-        transport = self._split.pools.transport(min(lease.holders), target.index)
+        transport = self._split.pools.transport(source, target.index)
         transport.transfer(pairs, partial(self._note_ended, trip))
 
     def check_integrity(self) -> None:
@@ -206,6 +226,7 @@ class HandOverDesk:
         entry.request.num_computed_tokens = 0
         entry.request.receipt.enter(Phase.RESTARTED, now)
         self._intake.put_back(entry.sequence)
+        self._has_put_back = True
 
     def _grant_all(self) -> None:
         """Grants blocks to the requests that wait for blocks, in order, until too few blocks are free."""

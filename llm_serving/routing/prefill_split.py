@@ -14,7 +14,7 @@ from llm_serving.handover.pool import HandOverPool
 from llm_serving.handover.threshold import PromptThreshold
 from llm_serving.handover.transport import BlockPools, SharedPools
 from llm_serving.routing.placement import Role
-from llm_serving.routing.replica import Entry, RoutedReplica
+from llm_serving.routing.replica import Entry, RoutedReplica, Trip
 from llm_serving.scheduler.rates import Rate
 
 
@@ -72,14 +72,15 @@ class PrefillSplit:
             "threshold_tokens": -1 if threshold is None else threshold,
         }
 
-    def note_transfer(self, num_blocks: int, seconds: float, *, failed: bool) -> None:
+    def note_transfer(self, trip: Trip, now: float, *, failed: bool) -> None:
         """Learns from the end of a transfer between pools."""
-        self.threshold.note_transfer(failed=failed)
+        self.threshold.note_transfer(trip.source, trip.target.index, failed=failed)
         if failed:
             self.figures.failed_transfers += 1
         else:
+            seconds = now - trip.began
             self.figures.transfer_seconds += seconds
-            self._wire.note(seconds, num_blocks)
+            self._wire.note(seconds, len(trip.lease.blocks))
 
     def decoders(self, live: list[RoutedReplica]) -> list[RoutedReplica]:
         """Returns the ready replicas that decode. If there is none, returns all ready replicas."""

@@ -134,6 +134,8 @@ class Trip:
 
     entry: Entry
     lease: Lease
+    source: int
+    """Index of the replica whose pool the blocks are read from."""
     target: RoutedReplica
     began: float
     is_void: bool = False

@@ -161,12 +161,17 @@ class Router:
         waiting = [entry for entry in replica.entries.values() if not entry.has_run]
         self._placer.recall(replica, waiting, now)
 
+    def is_drained(self, index: int) -> bool:
+        """Returns True if a replica has no requests, and no transfer reads or writes its hand-over pool."""
+        replica = self.replicas[index]
+        return not replica.entries and (self._desk is None or not self._desk.uses_pool_of(replica))
+
     def take_placed(self, now: float) -> list[int]:
         """Returns the indices of replicas at which requests were placed after the replica's last ``schedule``, and
-        clears this list. First places the requests whose blocks have arrived from other machines.
+        clears this list. First places the requests whose blocks have arrived from other machines or cannot arrive.
         """
-        if self._desk is not None:
-            self._desk.take_ended(now)
+        while self._desk is not None and self._desk.settle(now):
+            self._placer.place(now)
         placed = sorted(self._placer.placed)
         self._placer.placed.clear()
         return placed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llm_serving.cluster.block_pools import NodePools
-from llm_serving.cluster.messages import MAX_SENT_BLOCKS
+from llm_serving.config.parallel_section import MAX_SENT_BLOCKS
 from llm_serving.executor.base import AgentLost, AgentReady
 from llm_serving.handover.header import HEADER_BYTES
 from llm_serving.handover.transport import TransferError

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import ssl
 import struct
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,9 +17,11 @@ from llm_serving.cluster import messages as link
 from llm_serving.cluster.dialling import Address, NodeBusyError, NodeRefusedError, dial, read_address
 from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.cluster.program import difference, model_difference, own_program
-from llm_serving.errors import ConfigError, ProtocolError
+from llm_serving.cluster.remote_group import RemoteGroup
+from llm_serving.errors import AgentStartError, ConfigError, ProtocolError
 from llm_serving.ipc import messages
 from support.cluster import new_key
+from support.small_configs import small_config
 from support.time_limits import time_limit
 
 
@@ -146,6 +150,47 @@ def test_a_message_for_agents_that_do_not_run_is_refused():
             link.read_at_node(damaged)
     with pytest.raises(ProtocolError):
         link.read_at_server(link.control(link.End()))
+
+
+class ReadyChannel:
+    """The link of a node that reports ready agents with ``secret``."""
+
+    events = selectors.EVENT_READ
+
+    def __init__(self, secret):
+        self._sockets = socket.socketpair()
+        self._frames = [link.control(link.GroupReady([{}], [1], secret))]
+
+    def fileno(self):
+        return self._sockets[0].fileno()
+
+    def receive_available(self):
+        return self._frames
+
+    def send(self, frame):
+        pass
+
+    def flush(self):
+        pass
+
+    def allow(self, num_bytes):
+        pass
+
+    def close(self):
+        for each in self._sockets:
+            each.close()
+
+
+@pytest.mark.parametrize("secret", [b"", bytes(31)])
+def test_a_node_without_a_whole_secret_for_handed_blocks_is_refused(secret, tmp_path):
+    roles = ("parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]")
+    channel = ReadyChannel(secret)
+    node = SimpleNamespace(name="far", channel=channel, address="far:1", leave_at=None)
+    ignored = SimpleNamespace(arithmetic_difference=lambda *_: None, give_back=lambda *_, **__: None)
+    group = RemoteGroup(small_config(tmp_path, roles), 0, node, ignored, {}, lambda *_: None)
+    with pytest.raises(AgentStartError, match=f"node far: .*secret .* has {len(secret)} bytes; roles need 32"):
+        group._receive()
+    group.kill()
 
 
 def test_silence_is_noticed_within_three_seconds():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from llm_serving.cluster.key import make_key
 from llm_serving.config import load_config
 from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.errors import ConfigError
@@ -40,6 +43,17 @@ NATIVE_INT8 = ["model_config.op_table=native", "model_config.model_dtype=bfloat1
 def test_roles_that_cannot_work_are_refused(overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_config(CONFIG, overrides)
+
+
+def test_nodes_hand_over_no_sequence_with_too_many_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    nodes = ["parallel_config.executor=nodes", "parallel_config.nodes=[localhost:1]"]
+    overrides = [*ROLES, *nodes, f"parallel_config.cluster_key_file={tmp_path / 'key'}"]
+    needed = load_config(CONFIG, overrides).max_blocks_per_seq
+    monkeypatch.setattr("llm_serving.config.role_checks.MAX_SENT_BLOCKS", needed - 1)
+    with pytest.raises(ConfigError, match=f"has {needed} blocks; nodes hand over at most {needed - 1}"):
+        load_config(CONFIG, overrides)
+    load_config(CONFIG, ROLES)
 
 
 def test_without_roles_nothing_is_reserved() -> None:

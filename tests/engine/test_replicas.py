@@ -310,6 +310,19 @@ def test_a_drained_replica_completes_its_requests_and_gets_no_others() -> None:
     check_texts(engine)
 
 
+def test_a_drained_replica_keeps_its_agents_while_the_router_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks may be on their way to another machine, although the replica has no requests."""
+    engine = ReplicatedEngine(2)
+    engine.step(2)
+    monkeypatch.setattr(engine.router, "is_drained", lambda index: False)
+    engine.executors[0].push(AgentLeaving())
+    engine.step(4)
+    assert engine.executors[0].releases == 0
+    monkeypatch.undo()
+    engine.step()
+    assert engine.executors[0].releases == 1
+
+
 def test_waiting_requests_of_a_drained_replica_move_to_another_one() -> None:
     """The drained replica has only one batch row, so its second request of a group waits there."""
     engine = ReplicatedEngine(2, max_num_seqs=1)

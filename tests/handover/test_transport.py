@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Queue
+from queue import Queue, SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
 
+from llm_serving.agent_host.handed_blocks import HandedBlocks
 from llm_serving.cluster.key import ClusterKey, make_key
+from llm_serving.cluster.messages import BlocksSent, SendBlocks, pack_pairs
 from llm_serving.errors import LLMServingError
 from llm_serving.handover.transport import (
     MAGIC,
@@ -23,6 +27,7 @@ from llm_serving.handover.transport import (
     TcpTransport,
     TransferError,
 )
+from llm_serving.ipc.hand_over_memory import HandOverLayout
 from llm_serving.ipc.messages import NONCE_BYTES, prove
 from support.time_limits import time_limit
 
@@ -171,6 +176,63 @@ def test_if_the_connection_breaks_all_waiting_transfers_fail(rig: Rig) -> None:
     assert isinstance(ended[-1], TransferError)
     transport.close()
     assert results.empty()
+
+
+def test_several_threads_may_fail_the_waiting_transfers_at_once() -> None:
+    """The queue has one transfer. Both threads see it, but only one of them gets it."""
+
+    class SharedQueue(SimpleQueue[Any]):
+        """Another thread takes all entries between a check of the queue and the next read."""
+
+        def empty(self) -> bool:
+            was_empty = super().empty()
+            while not super().empty():
+                super().get_nowait()
+            return was_empty
+
+    transport = TcpTransport([SomePool()], socket.socket, SECRET)
+    transport.close()
+    transport._waiting = SharedQueue()
+    results: Queue[LLMServingError | None] = Queue()
+    caller = threading.Thread(target=transport.transfer, args=([(0, 0)], results.put), daemon=True)
+    caller.start()
+    caller.join(time_limit(5.0))
+    assert not caller.is_alive()
+    assert isinstance(results.get(timeout=1.0), TransferError)
+
+
+def test_new_agents_of_a_node_replace_its_idle_sender(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    layout, key = HandOverLayout(1, 4, 1000), ClusterKey(str(tmp_path / "key"))
+    sender, *targets = [HandedBlocks([layout], key) for _ in range(3)]
+    senders = []
+    for number, target in enumerate(targets):
+
+        def connect(*_: object, target: HandedBlocks = target) -> socket.socket:
+            own, other = socket.socketpair()
+            threading.Thread(target=target.receive, args=(other,), name="hand-over-receiver").start()
+            return own
+
+        monkeypatch.setattr("llm_serving.agent_host.handed_blocks._connect", connect)
+        sender.send(SendBlocks(number, "far", 1, target.secret, pack_pairs([(0, 1)])))
+        assert select.select([sender.descriptor], [], [], time_limit(5.0))[0]
+        assert sender.take_sent() == [BlocksSent(number, "")]
+        [transport] = [one for _, one in sender._transports.values()]
+        senders.append(transport._thread)
+    senders[0].join(time_limit(5.0))
+    assert [thread.is_alive() for thread in senders] == [False, True]
+    for each in (sender, *targets):
+        each.close()
+
+
+def test_the_system_checks_an_idle_connection(rig: Rig) -> None:
+    transport = TcpTransport([SomePool()], rig.connect, SECRET)
+    assert transfer(transport, [(0, 0)]) is None
+    for link in (*rig.receiver._links, transport._socket):
+        assert link is not None
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+    transport.close()
 
 
 def test_an_unfinished_block_has_no_header(rig: Rig) -> None:

@@ -275,6 +275,56 @@ def test_if_a_transfer_fails_the_request_is_computed_where_it_decodes() -> None:
     assert (simulation.split.figures.completed, simulation.split.figures.failed_transfers) == (0, 1)
 
 
+def test_a_failed_transfer_places_its_request_without_an_event_of_a_replica() -> None:
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE)
+    pools.end(error=TransferError("a test"))
+    assert simulation.router.take_placed(simulation.now) == [1]
+    assert simulation.requests["long"].replica == 1
+    simulation.finish()
+
+
+def test_a_request_that_another_call_put_back_is_placed() -> None:
+    """The call of ``schedule`` processes the end of the transfer after it has placed the requests of the queue."""
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE)
+    place = simulation.router._placer.place
+    simulation.router._placer.place = lambda now: pools.end(error=TransferError("a test"))  # type: ignore
+    simulation.replicas[0].scheduler.schedule(simulation.now)
+    simulation.router._placer.place = place  # type: ignore[method-assign]
+    assert simulation.router.num_unplaced == 1
+    assert simulation.router.take_placed(simulation.now) == [1]
+    simulation.finish()
+
+
+def test_blocks_that_a_failed_transfer_frees_go_to_the_next_request() -> None:
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE, pool_blocks=7)
+    simulation.add(make_request("next", 25, 6))
+    replica = simulation.replicas[0]
+    for _ in range(20):
+        simulation.schedule()
+        if replica.has_work:
+            if not replica.answers:
+                simulation.run(replica)
+            simulation.update(replica, replica.answers.popleft())
+    assert simulation.router.take_placed(simulation.now) == []
+    pools.end(error=TransferError("a test"))
+    assert simulation.router.take_placed(simulation.now) == [0, 1]
+    advance(simulation, replica, "HAND_OUT")
+
+
+@pytest.mark.parametrize("error", [None, TransferError("a test")])
+@pytest.mark.parametrize("drained", [0, 1])
+def test_a_drained_replica_waits_for_transfers_from_and_to_it(drained: int, error: TransferError | None) -> None:
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE, Role.DECODE)
+    simulation.router.drain(drained, simulation.now)
+    assert not simulation.router.replicas[drained].entries
+    assert not simulation.router.is_drained(drained)
+    while pools.held:
+        pools.end(error=error)
+        simulation.router.take_placed(simulation.now)
+    assert simulation.router.is_drained(drained)
+    assert simulation.requests["long"].replica not in (None, drained)
+
+
 def test_if_the_target_is_lost_during_the_transfer_another_one_gets_the_blocks() -> None:
     simulation, pools = travelling(Role.PREFILL, Role.DECODE, Role.DECODE)
     simulation.lose(1, blameless=True)
@@ -316,11 +366,41 @@ def test_while_transfers_fail_few_prompts_are_handed_over() -> None:
     threshold = PromptThreshold(4, 10)
     for _ in range(FAILURES):
         assert threshold.pays(10, None, None)
-        threshold.note_transfer(failed=True)
+        threshold.note_transfer(0, 1, failed=True)
     assert threshold.tokens(None, None) is None
     assert [threshold.pays(10, None, None) for _ in range(PROBE_INTERVAL)].count(True) == 1
-    threshold.note_transfer(failed=False)
+    threshold.note_transfer(0, 1, failed=False)
     assert threshold.pays(10, None, None)
+
+
+def test_transfers_that_fail_with_a_lost_node_do_not_stop_hand_overs() -> None:
+    """The sender notices the end of its peer before the server notices the loss of the node."""
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE, Role.DECODE)
+    assert simulation.split is not None
+    threshold = simulation.split.threshold
+    pools.end(error=TransferError("a test"))
+    simulation.router.take_placed(simulation.now)
+    for _ in range(FAILURES - 1):
+        threshold.note_transfer(0, 1, failed=True)
+    assert threshold.tokens(None, None) is None
+    simulation.lose(1, blameless=True)
+    assert threshold.tokens(None, None) == 10
+    simulation.finish()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_transfers_that_end_with_the_loss_of_a_node_do_not_count(lost: int) -> None:
+    simulation, pools = travelling(Role.PREFILL, Role.DECODE, Role.DECODE)
+    assert simulation.split is not None
+    threshold = simulation.split.threshold
+    for _ in range(FAILURES - 1):
+        threshold.note_transfer(0, 2, failed=True)
+    pools.end(error=TransferError("a test"))
+    simulation.lose(lost, blameless=True)
+    assert threshold.tokens(None, None) == 10
+    while pools.held:
+        pools.end()
+    simulation.finish()
 
 
 def test_the_threshold_grows_with_the_time_of_the_link() -> None:
