@@ -26,7 +26,7 @@ tenants that always wait differs in any interval by at most half the bound above
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -55,9 +55,7 @@ _Item = TypeVar("_Item", bound=Hashable)
 _SLACK = 8
 
 MAX_IDLE_CLASSES = 64
-"""Maximum number of priorities without waiting requests whose counters are kept. The counters of the priority that was
-unused for the longest time are dropped first.
-"""
+"""Maximum number of unused priorities whose counters are kept. The counters of the longest unused one are dropped."""
 
 
 class QueueOrder(Stateful):
@@ -131,12 +129,9 @@ class QueueOrder(Stateful):
 
         All tokens of a step are charged together, because single charges would cost more than the rest of a token.
         """
-        counts: dict[tuple[int, str], int] = {}
-        for request in requests:
-            key = request.priority, request.tenant
-            counts[key] = counts.get(key, 0) + OUTPUT_WEIGHT
-        for (priority, tenant), service in counts.items():
-            self._charge(priority, tenant, service)
+        counts = Counter((request.priority, request.tenant) for request in requests)
+        for (priority, tenant), num_tokens in counts.items():
+            self._charge(priority, tenant, OUTPUT_WEIGHT * num_tokens)
 
     @property
     def num_late(self) -> int:
@@ -170,8 +165,7 @@ class QueueOrder(Stateful):
         self.restore_attributes(self.STATE[2:], state, sequences)
 
     def _update_oldest(self, priority: int, its_class: _PriorityClass) -> None:
-        """Orders the classes again if a class has another oldest sequence. A class without sequences becomes idle.
-        """
+        """Orders the classes again if a class has another oldest sequence. A class without sequences is idle."""
         oldest = its_class.by_arrival.first() if its_class.by_arrival else None
         if oldest is its_class.known_oldest:
             return
@@ -259,9 +253,7 @@ class FairQueue(Stateful):
         return sequence.request.tenant if self._fairness else ""
 
     def _update_counters(self, tenant: str) -> None:
-        """Updates the tenant's entry in the virtual token counters: whether it has waiting sequences, and the key of
-        the first one.
-        """
+        """Records in the virtual token counters whether a tenant has waiting sequences, and the key of the first."""
         sequences = self._tenants[tenant]
         if sequences:
             self._counters.wait(tenant, sequences.key(sequences.first()))
@@ -381,9 +373,7 @@ class KeyedHeap(Stateful, Generic[_Item]):
         return heap[0][2]
 
     def snapshot(self) -> list[Any]:
-        """Returns plain data: the number of ``set`` calls, and ``[item, key, number of the item's last set call]`` for
-        each item.
-        """
+        """Returns the number of ``set`` calls, and ``[item, key, number of its last set call]`` for each item."""
         return [self._num_sets, *([save(item), save(key), number] for key, number, item in self._entries.values())]
 
     def restore(self, state: list[Any], sequences: Sequences) -> None:
