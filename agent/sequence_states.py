@@ -62,11 +62,11 @@ class SequenceStates:
         self._is_warm_up = False
 
     def assign(self, inputs: StepInputs) -> None:
-        """Fills ``runs`` for a step. If the same step is assigned again, it gets the same runs.
+        """Fills ``runs`` for a step: which state each sequence reads, and which states the step writes.
 
-        A sequence that does not begin at position 0 needs a state that ends where its tokens begin. This is a state of
-        its batch row, or the snapshot from which the step resumes it. Raises ProtocolError if the state does not exist,
-        or if the step saves a state that it does not compute.
+        If the same step is assigned again, it gets the same runs. A sequence whose tokens begin at position n > 0 needs
+        the state after n tokens. The state is in the batch row of the sequence, or in the snapshot that the step names.
+        Raises ProtocolError if the state does not exist, or if the step saves a state that it does not compute.
         """
         rows, lens, begins, firsts = _runs_of(inputs)
         ends = self._ends[rows]

@@ -138,7 +138,10 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
 
 
 def _plan_models(arguments: argparse.Namespace, config: Config, machine: Machine) -> PlannedModels:
-    """Reads and plans the models of ``models_config``. ``config`` is that of the main model."""
+    """Reads the configs of the models in ``models_config``, and plans the memory of all models.
+
+    ``config`` is the config of the main model.
+    """
 
     def read(file: str | None, model: str | None, overrides: Sequence[str]) -> Config:
         return load_for_model(file or DEFAULT_CONFIG, model, overrides, machine, offline=arguments.offline)

@@ -126,12 +126,13 @@ def scale_type(form: LinearForm, dtype: str, *, of_experts: bool) -> str:
 
 
 def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Packing) -> LinearForms:
-    """Chooses the forms of the weights from the settings ``packing`` and the stored types in ``source``.
+    """Chooses in which number format and layout (``LinearForm``) the graph has each weight.
 
-    Reads only the types of the stored tensors.
+    The choice depends on the settings ``packing`` and on the types of the tensors in ``source``, whose values are not
+    read.
 
-    The output layer keeps floats if its weight is the embedding. It also keeps floats if the vocabulary exceeds the
-    primitive's limit ``MAX_WEIGHT_ONLY_SIZE``, or if the vocabulary's 4-bit integers do not fill whole bytes. Raises
+    The output layer keeps floats if its weight is the embedding. It also keeps floats if the vocabulary has more than
+    ``MAX_WEIGHT_ONLY_SIZE`` tokens, or if the weights are int4 and the vocabulary has an odd number of tokens. Raises
     ConfigError if the primitives do not support a format.
     """
     if packing.weight_format == AUTO or packing.keeps_floats:

@@ -31,7 +31,7 @@ def check_telemetry(raw: RawConfig, telemetry: TelemetryConfig) -> None:
 
 
 def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConfig) -> None:
-    """Checks ports and addresses."""
+    """Checks the number of agents, the ports and the addresses."""
     if parallel.world_size > MAX_RANKS:
         problem = f"{_product(parallel)} makes {parallel.world_size} agents; at most {MAX_RANKS}"
         raise raw.error("parallel_config.data_parallel", parallel.data_parallel, problem)

@@ -193,9 +193,9 @@ class ModelShape:
 
     @property
     def num_linear_parameters(self) -> int:
-        """Number of parameters of all linear layers and the output layer.
+        """Number of parameters of all linear layers, with the output layer.
 
-        The weight format applies to them, except to ``num_head_parameters``.
+        The weight format applies to these parameters. Only the ``num_head_parameters`` of latent attention stay floats.
         """
         mlps = self.num_layers * self.intermediate_size
         if self.experts is not None:

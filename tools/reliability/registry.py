@@ -91,7 +91,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Scan:
-    """A check that runs a function on the source code. The figure is the number of findings that it yields."""
+    """A check that runs ``find`` on the source code. The check's figure is the number of findings of ``find``."""
 
     find: Callable[[], Iterable[str]]
 

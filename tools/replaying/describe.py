@@ -31,7 +31,7 @@ LONGEST = 100
 
 
 def describe_event(event: Event) -> str:
-    """Returns a line with the time of a recorded event and the scheduler's call."""
+    """Returns a line with the time of a recorded event, and the method of the scheduler that was called."""
     return f"{event.now:14.6f}  {_describe_call(event)}"
 
 

@@ -17,7 +17,7 @@ MAX_HEAD_GROUP = 128
 MAX_LATENT_DIM = 576
 """Maximum number of elements of one token in the cache of latent attention (PagedAttention with latent vectors)."""
 MAX_EXPERTS = 1024
-"""Maximum number of weights in one call of GroupedMatmulV4."""
+"""Maximum number of weight matrices, one for each expert, in one call of GroupedMatmulV4."""
 
 
 def check_limits(config: Config) -> None:

