@@ -204,7 +204,8 @@ class AgentExecutor:
         return None if deadline is None else deadline[0]
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError, BlockingIOError):
+        # Another thread may call this method after ``close``. Then the descriptor is -1, which is a ValueError.
+        with contextlib.suppress(OSError, ValueError):
             os.eventfd_write(self._wake, 1)
 
     def agents(self) -> list[dict[str, object]]:
@@ -220,8 +221,8 @@ class AgentExecutor:
         self._steps = self._new_slots(())
         self._end_last_group()
         self._selector.close()
-        os.close(self._wake)
-        self._wake = -1
+        wake, self._wake = self._wake, -1
+        os.close(wake)
 
     def _new_slots(self, slots: Sequence[StepSlot]) -> StepSlots:
         interval = self._config.row_check_interval

@@ -107,7 +107,7 @@ def test_wrong_requests_name_their_place_and_leave_the_model_usable(llm):
     assert caught.value.param == "temperature"
     with pytest.raises(ContextLengthError, match="2048"):
         llm.generate([[5] * 3000])
-    with pytest.raises(RequestError, match="'stream' is no sampling parameter"):
+    with pytest.raises(RequestError, match="'stream' is not a sampling parameter"):
         llm.generate("a", {"stream": True})
     with pytest.raises(RequestError, match="2 entries for 1 inputs"):
         llm.generate("a", [{}, {}])

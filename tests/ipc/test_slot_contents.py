@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import HEADER_WORDS, MOVE_WIDTH, SlotLayout, SlotLimits, StepSlot
+from llm_serving.ipc.shm import HEADER_WORDS, MOVE_WIDTH, STATE_MOVE_WIDTH, SlotLayout, SlotLimits, StepSlot
 from llm_serving.ipc.slot_contents import SlotContents
 from llm_serving.ipc.tiles import TILE_WIDTH
 from llm_serving.sampling_params import MAX_TOP_LOGITS
 
 LIMITS = SlotLimits(
     max_tokens=40, max_seqs=6, max_blocks_per_seq=5, max_context=80, mask_words=3, pooled_width=4, max_adapters=2,
-    max_draft_ids=3, tile_rows=8, shifts_positions=True, hands_over=True,
+    max_draft_ids=3, tile_rows=8, shifts_positions=True, hands_over=True, num_snapshots=4,
 )  # fmt: skip
 _RESULTS = {"sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits", "pooled", "draft_ids", "move_faults"}
 
@@ -38,7 +38,7 @@ def sizes(rng: random.Random) -> dict[str, int]:
         "num_tokens": rng.randint(num_seqs, 40), "num_seqs": num_seqs, "table_width": rng.randint(1, 5),
         "history_len": rng.randint(0, 80), "num_moves": rng.randint(0, 11), "checked_row": rng.randint(0, num_seqs),
         "num_masks": rng.randint(0, num_seqs), "num_drafts": rng.randint(0, num_seqs - 1),
-        "num_wanted": rng.randint(0, 3), "num_tiles": rng.randint(0, 17),
+        "num_wanted": rng.randint(0, 3), "num_tiles": rng.randint(0, 17), "num_state_moves": rng.randint(0, 18),
     }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def used(slot: StepSlot) -> dict[str, int]:
     counts |= {"header": 16, "token_ids": tokens, "positions": tokens, "slot_mapping": tokens,
                "position_shifts": tokens}
     counts |= {"block_tables": seqs * slot.table_width, "history": slot.history_len}
-    counts["tiles"] = slot.num_tiles * TILE_WIDTH
+    counts |= {"tiles": slot.num_tiles * TILE_WIDTH, "state_moves": slot.num_state_moves * STATE_MOVE_WIDTH}
     counts |= {"move_headers": slot.num_moves * HEADER_WORDS, "move_faults": slot.num_moves}
     counts |= {"moves": slot.num_moves * MOVE_WIDTH, "masks": slot.num_masks * LIMITS.mask_words}
     tops = seqs * MAX_TOP_LOGITS if seqs and slot.num_top_logits[:seqs].max() > 0 else 0
