@@ -9,7 +9,7 @@ import numpy as np
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import AgentMessage, ServerMessage, StepDone
 from llm_serving.ipc.shm import StepSlot
-from llm_serving.scheduler.cost_model import StepCostModel, StepCounts
+from llm_serving.scheduler.cost_model import KEEP, StepCostModel, StepCounts
 
 LEARNT_AT_FIRST = 64
 LEARN_EVERY = 16
@@ -21,9 +21,6 @@ _Sizes = tuple[float, ...]
 """Four numbers: decoding sequences, their context tokens, prompt tokens, and pairs of a prompt token and a token that
 it reads.
 """
-
-_KEEP = 1 - 1 / 256
-"""Each learnt step multiplies the weights of earlier steps by this factor, as the cost model does."""
 
 
 class StepForecast:
@@ -89,8 +86,8 @@ class _LearntReach:
 
     def note(self, prompt_tokens: float, pairs: float, seconds: float) -> None:
         weight = (prompt_tokens / seconds) ** 2
-        self._weights = self._weights * _KEEP + weight
-        self._weighted_pairs *= _KEEP
+        self._weights = self._weights * KEEP + weight
+        self._weighted_pairs *= KEEP
         if prompt_tokens:
             self._weighted_pairs += weight * pairs / prompt_tokens
 

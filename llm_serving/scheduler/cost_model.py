@@ -8,7 +8,7 @@ from llm_serving.scheduler.snapshot import Stateful
 StepCounts = tuple[float, float, float, float]
 """The inputs of the model for a step: (1, decoding sequences, their context tokens, prompt tokens)."""
 
-_KEEP = 1 - 1 / 256
+KEEP = 1 - 1 / 256
 """Each new step multiplies the weights of earlier steps by this factor. About the last 256 steps count."""
 
 _SOLVE_EVERY = 8
@@ -92,12 +92,12 @@ class StepCostModel(Stateful):
     def note(self, counts: StepCounts, seconds: float) -> None:
         """Updates the model with a step of these counts, which took ``seconds`` > 0."""
         self._update_drift(counts, seconds)
-        self.max_prompt_tokens = max(self.max_prompt_tokens * _KEEP, counts[3])
+        self.max_prompt_tokens = max(self.max_prompt_tokens * KEEP, counts[3])
         values = [value * scale / seconds for value, scale in zip(counts, _SCALES, strict=True)]
         for line, value in zip(self._products, values, strict=True):
             for column, other in enumerate(values):
-                line[column] = line[column] * _KEEP + value * other
-        self._sums = [total * _KEEP + value for total, value in zip(self._sums, values, strict=True)]
+                line[column] = line[column] * KEEP + value * other
+        self._sums = [total * KEEP + value for total, value in zip(self._sums, values, strict=True)]
         self._num_new += 1
         if self._num_new >= _SOLVE_EVERY:
             self._num_new = 0

@@ -206,6 +206,12 @@ def test_a_step_that_hangs_is_found_long_before_its_timeout(make_executor):
     assert "have done nothing for 2.0 s in the middle of a step" in lost.error
 
 
+def look_often(monkeypatch, grace_s):
+    """Makes executors look at their agents every 10 ms, and wait for steps ``grace_s`` longer than predicted."""
+    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(vitals, "GRACE_S", grace_s)
+
+
 def run_familiar_steps(executor):
     """Runs as many steps as a prediction needs. The next step has number 8."""
     events_until(executor, AgentReady)
@@ -217,8 +223,7 @@ def run_familiar_steps(executor):
 @pytest.fixture
 def familiar(make_executor, monkeypatch):
     """Provides an executor whose agent has run enough steps for a prediction, with a short patience."""
-    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(vitals, "GRACE_S", 0.3)
+    look_often(monkeypatch, grace_s=0.3)
     executor = make_executor()
     run_familiar_steps(executor)
     return executor
@@ -241,8 +246,7 @@ def test_an_agent_that_compiles_in_a_step_is_not_lost(familiar):
 
 
 def test_a_first_step_may_compute_for_any_time(make_executor, monkeypatch):
-    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(vitals, "GRACE_S", 0.01)
+    look_often(monkeypatch, grace_s=0.01)
     executor = make_executor()
     events_until(executor, AgentReady)
     executor.submit(prefill(0, BUSY))
@@ -252,8 +256,7 @@ def test_a_first_step_may_compute_for_any_time(make_executor, monkeypatch):
 
 @pytest.mark.parametrize("has_processors", [True, False])
 def test_a_step_with_the_operators_code_may_compute_for_any_time(make_executor, monkeypatch, has_processors):
-    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(vitals, "GRACE_S", 0.01)
+    look_often(monkeypatch, grace_s=0.01)
     names = ['model_config.logits_processors=["rules:Rule"]'] if has_processors else []
     executor = make_executor(*names)
     run_familiar_steps(executor)
@@ -264,8 +267,7 @@ def test_a_step_with_the_operators_code_may_compute_for_any_time(make_executor, 
 
 def test_an_agent_that_sleeps_for_a_profile_is_not_lost(make_executor, monkeypatch):
     """MindSpore analyses a profile in another process. Steps wait, and all threads of the agent sleep."""
-    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(vitals, "GRACE_S", 0.1)
+    look_often(monkeypatch, grace_s=0.1)
     executor = make_executor()
     events_until(executor, AgentReady)
     executor.profile(None)
@@ -299,8 +301,7 @@ def test_an_agent_that_gets_little_of_the_processor_is_not_lost(make_executor, m
     The priority of the agent is 10 steps lower. So the agent gets a tenth of the core, and its step takes about a
     second. With the lowest priority, it would get a seventieth. Then the step takes minutes beside other tests.
     """
-    monkeypatch.setattr(vitals, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(vitals, "GRACE_S", 0.1)
+    look_often(monkeypatch, grace_s=0.1)
     monkeypatch.setattr(vitals, "STOPPED_S", 0.1)
     looks, threads = [], vitals._threads
     monkeypatch.setattr(vitals, "_threads", lambda pid: looks.append(threads(pid)) or looks[-1])
