@@ -37,6 +37,10 @@ def ids_of(answer):
     return answer["choices"][0]["token_ids"]
 
 
+def failed_or_complete(body, tokens):
+    return len(ids_of(body)) == tokens if "choices" in body else body["status"] >= 500
+
+
 def wait_for(condition, timeout_s=None):
     deadline = time.monotonic() + (timeout_s or time_limit(20.0))
     while not condition():
@@ -90,7 +94,7 @@ def test_a_server_of_which_a_part_dies_ends_with_an_error_code(tmp_path, shallow
             trigger.touch()
             assert server.wait_end() == 1
             with contextlib.suppress(OSError, ValueError):  # the HTTP server has failed and may have sent no response
-                assert answer.result()["status"] >= 500
+                assert failed_or_complete(answer.result(), 1500)  # the response may end before the part fails
         assert "error: the" in server.stderr()
         assert server.events("server_failed")
 
@@ -208,8 +212,7 @@ def test_a_signal_under_load_stops_everything(tmp_path, shallow, with_signal):
         assert server.stop(with_signal) == 0
         for answer in answers:
             with contextlib.suppress(OSError):  # the server may have closed the connection before the response began
-                body = answer.result()
-                assert len(body["choices"][0]["token_ids"]) == 400 if "choices" in body else body["status"] >= 500
+                assert failed_or_complete(answer.result(), 400)
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", port))
