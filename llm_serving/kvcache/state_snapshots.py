@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from llm_serving.kvcache.prefix_index import PrefixIndex
+
+MAX_COMPARED = 64
+"""Maximum number of published snapshots that ``take`` compares to find one whose block is no longer cached."""
 
 
 class StateSnapshots:
@@ -58,20 +62,18 @@ class StateSnapshots:
     def take(self) -> int | None:
         """Returns a snapshot in which a step may save a state, or None if sequences need all snapshots.
 
-        If no snapshot is free, evicts one: a snapshot whose block is no longer cached, or the least recently used one.
+        If no snapshot is free, evicts the least recently used one. A snapshot whose block is no longer cached comes
+        first, because no lookup finds it. It is found if it is one of the ``MAX_COMPARED`` least recently used ones.
         """
         if self._free:
             return self._free.pop()
-        entries, holds, candidate = self._index.entries, self._holds, None
-        for entry, (block, snapshot) in self._published.items():
-            if snapshot in holds:
-                continue
-            if entries[block] != entry:
-                candidate = entry
-                break
-            if candidate is None:
-                candidate = entry
-        return None if candidate is None else self._published.pop(candidate)[1]
+        index, holds = self._index.entries, self._holds
+        free = (each for each in self._published.items() if each[1][1] not in holds)
+        oldest = list(islice(free, MAX_COMPARED))
+        if not oldest:
+            return None
+        entry = next((entry for entry, (block, _) in oldest if index[block] != entry), oldest[0][0])
+        return self._published.pop(entry)[1]
 
     def give_back(self, snapshot: int) -> None:
         """Frees a taken snapshot, whose state no sequence needs."""

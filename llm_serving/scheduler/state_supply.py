@@ -37,8 +37,8 @@ class _Saves(Stateful):
         """True if the first step was sent."""
         self.wanted: list[int] = []
         """Numbers of blocks after which the prompt's steps will save the state, in ascending order."""
-        self.awaited: list[bytes] = []
-        """Hashes of the blocks after which the state will be saved or is being saved."""
+        self.awaited: list[int] = []
+        """Numbers of blocks after which the state will be saved or is being saved, in ascending order."""
         self.saved: list[tuple[int, int]] = []
         """(number of blocks, snapshot) of the states that steps in flight save."""
         self.latest: tuple[int, int] | None = None
@@ -54,7 +54,9 @@ class StateSupply(PrefixSupply, Stateful):
         self._saves: dict[int, _Saves] = {}
         """By arrival index, for each sequence with blocks."""
         self._awaited: Counter[bytes] = Counter()
-        """Hashes of the blocks after which prompts in prefill will save the state."""
+        """Hashes of the blocks after which prompts in prefill will save the state. A snapshot of the scheduler has no
+        hashes, because a recording has pseudonyms instead of tokens.
+        """
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
         match = self._match(sequence)
@@ -64,15 +66,14 @@ class StateSupply(PrefixSupply, Stateful):
         known, match, size = super()._match(sequence), self._match(sequence), self._kv_cache.block_size
         super().start(sequence)
         saves = self._saves[sequence.arrival_index] = _Saves()
-        num_resumed, chain = len(match.blocks), sequence.prefix_chain
-        assert chain is not None, "looked up before"
+        num_resumed = len(match.blocks)
         if num_resumed:
             saves.resumed = self._snapshots.hold(match.entries[-1])
         last = (sequence.request.num_tokens - 1) // size
         shared = min(len(known.blocks) + known.num_pending_tokens // size, last)
         saves.wanted = sorted({number for number in (shared, last) if number > num_resumed})
-        saves.awaited = [chain.hash_at(number - 1) for number in saves.wanted]
-        self._awaited.update(saves.awaited)
+        saves.awaited = saves.wanted.copy()
+        self._awaited.update(_hashes(sequence, saves.awaited))
 
     def plan(self, flight: InFlightStep) -> None:
         """Adds the states that a new step reads and saves to the step."""
@@ -112,13 +113,13 @@ class StateSupply(PrefixSupply, Stateful):
             saves.latest = None
         for number, snapshot in done:
             self._publish(sequence, number, snapshot)
-        self._await_less(saves, len(saves.wanted) + len(saves.saved))
+        self._await_less(sequence, saves, len(saves.wanted) + len(saves.saved))
 
     def release(self, sequence: Sequence, *, computed: bool) -> None:
         super().release(sequence, computed=computed)
         saves = self._saves.pop(sequence.arrival_index)
         self._let_go(saves)
-        self._await_less(saves, 0)
+        self._await_less(sequence, saves, 0)
         for _, snapshot in self._taken(saves):
             self._snapshots.give_back(snapshot)
 
@@ -128,11 +129,11 @@ class StateSupply(PrefixSupply, Stateful):
 
     def restore(self, state: Any, sequences: Sequences) -> None:
         self._snapshots.restore(state["snapshots"])
-        self._saves = {}
+        self._saves, self._awaited = {}, Counter()
         for index, each in state["saves"]:
             self._saves[index] = _Saves()
             self._saves[index].restore(each, sequences)
-        self._awaited = Counter(each for saves in self._saves.values() for each in saves.awaited)
+            self._awaited.update(_hashes(sequences[index], self._saves[index].awaited))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless each snapshot is free, published, or taken by one sequence with blocks."""
@@ -169,12 +170,19 @@ class StateSupply(PrefixSupply, Stateful):
             self._snapshots.let_go(saves.resumed)
             saves.resumed = -1
 
-    def _await_less(self, saves: _Saves, num_left: int) -> None:
+    def _await_less(self, sequence: Sequence, saves: _Saves, num_left: int) -> None:
         """Withdraws the awaited states of a sequence, except the last ``num_left``."""
         done = saves.awaited[: len(saves.awaited) - num_left]
         saves.awaited = saves.awaited[len(done) :]
-        self._awaited -= Counter(done)
+        self._awaited -= Counter(_hashes(sequence, done))
 
     @staticmethod
     def _taken(saves: _Saves) -> list[tuple[int, int]]:
         return saves.saved if saves.latest is None else [*saves.saved, saves.latest]
+
+
+def _hashes(sequence: Sequence, numbers: list[int]) -> list[bytes]:
+    """Returns the hash of the last block of each number of first blocks of a sequence."""
+    chain = sequence.prefix_chain
+    assert chain is not None, "looked up before"
+    return [chain.hash_at(number - 1) for number in numbers]

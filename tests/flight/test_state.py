@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from llm_serving.flight.format import FlightRecordingError
+from llm_serving.flight.requests import TokenNames
 from llm_serving.flight.state import RecordingCodec, ReplayCodec, first_difference, restore_state
 from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind
 from llm_serving.scheduler.scheduler import Scheduler
@@ -66,6 +67,33 @@ def test_a_restored_scheduler_makes_the_same_decisions(limits):
 
 def _decisions(step):
     return step.seq, step.kind, step.rows, step.starts, step.query_lens, step.block_tables, step.moves
+
+
+def test_a_restored_scheduler_waits_for_the_same_states_of_linear_attention():
+    """The request b waits for the state that the prompt of a will save. A recording has no hashes of real tokens."""
+    states = {"prefix_cache": True, "num_state_snapshots": 4, "decode_steps_ahead": 0}
+    limits = make_limits(**states, policy=Policy.CHUNKED, max_num_batched_tokens=12)
+    simulation, names = Simulation(limits), TokenNames()
+    prompt = [2 + 5 * place % 50 for place in range(33)]
+    for name in "ab":
+        request = make_request(name, prompt, 3)
+        names.add(request)
+        simulation.add(request)
+    simulation.step()
+    assert [request.num_computed_tokens for request in simulation.requests.values()] == [12, 0]
+    state = through_bytes(simulation.scheduler.snapshot(RecordingCodec(names)))
+    chain = simulation.scheduler.sequences()[0].prefix_chain
+    assert chain.hash_at(7) not in msgspec.msgpack.encode(state)
+    copy = Scheduler(simulation.scheduler.limits)
+    assert restore_state(copy, state, ReplayCodec(keeps_tokens=True)) == 0
+    for _ in range(2):
+        step = simulation.scheduler.schedule(simulation.now)
+        assert [request.request_id for request in step.requests] == ["a"], "the last step has space for tokens of b"
+        simulation.device.submit(step)
+        assert _decisions(copy.schedule(simulation.now)) == _decisions(step)
+        result = simulation.device.run_next()
+        simulation.scheduler.update(result, simulation.now)
+        copy.update(result, simulation.now)
 
 
 def test_a_snapshot_contains_no_token():

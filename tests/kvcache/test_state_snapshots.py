@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_serving.kvcache.prefix_index import PrefixIndex
-from llm_serving.kvcache.state_snapshots import StateSnapshots
+from llm_serving.kvcache.state_snapshots import MAX_COMPARED, StateSnapshots
 
 
 def made(num_snapshots: int, num_blocks: int = 8) -> StateSnapshots:
@@ -47,6 +47,25 @@ def test_a_state_whose_block_is_no_longer_cached_is_evicted_first() -> None:
     stale = publish(snapshots, 2)
     snapshots._index.entries[2] = 99
     assert snapshots.take() == stale
+
+
+class CountedList(list[int]):
+    """A list that counts how many of its elements are read."""
+
+    num_reads = 0
+
+    def __getitem__(self, place: int) -> int:  # type: ignore[override]
+        self.num_reads += 1
+        return super().__getitem__(place)
+
+
+def test_many_published_states_do_not_make_a_save_slow() -> None:
+    num_snapshots = 10 * MAX_COMPARED
+    snapshots = made(num_snapshots, num_snapshots + 1)
+    published = [publish(snapshots, block) for block in range(1, num_snapshots + 1)]
+    entries = snapshots._index.entries = CountedList(snapshots._index.entries)
+    assert [snapshots.take() for _ in range(3)] == published[:3]
+    assert entries.num_reads <= 3 * MAX_COMPARED
 
 
 def test_a_second_state_of_a_block_is_freed() -> None:
