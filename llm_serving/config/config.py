@@ -372,6 +372,7 @@ class Config:
             hands_over=self.num_hand_over_blocks > 0,
             tile_rows=0 if vision is None or processing is None else processing.fewest_rows(vision),
             shifts_positions=bool(self.shape.rotary_sections),
+            has_states=self.shape.delta is not None,
             num_snapshots=self.num_state_snapshots,
         )
 

@@ -256,16 +256,20 @@ class StepSlots:
         if batch.slots[slot] != width:
             slot.block_tables[: num_seqs * width] = self._block_tables[batch.row_array, :width].ravel()
             batch.slots[slot] = width
-        checked_row = self._next_checked_row(num_seqs)
+        checked_row = self._next_checked_row(step)
         _write_sizes(step, slot, table_width=width, checked_row=checked_row, num_masks=batch.num_masks)
 
-    def _next_checked_row(self, num_seqs: int) -> int:
+    def _next_checked_row(self, step: ScheduledStep) -> int:
         """Returns the number of the sequence that the agents compute twice in this decode step, from 1. 0 means none.
+
+        A model with states checks no step with drafts, because a draft needs the state after the entries before it.
         """
+        if step.num_drafts and self._limits.has_states:
+            return 0
         self._num_decodes += 1
         if not self._check_interval or self._num_decodes % self._check_interval:
             return 0
-        return self._num_decodes // self._check_interval % num_seqs + 1
+        return self._num_decodes // self._check_interval % step.num_seqs + 1
 
     def _same_batch(self, step: ScheduledStep) -> _Batch:
         """Returns the batch of this decode step.

@@ -108,6 +108,8 @@ class SlotLimits:
     shifts_positions: bool = False
     """If True, the rotary positions of tokens after an image differ from their positions in the sequence."""
 
+    has_states: bool = False
+    """Whether the model has linear attention, whose layers have a state for each sequence."""
     num_snapshots: int = 0
     """Number of snapshots of the states of linear attention. 0: the steps have no state moves."""
 

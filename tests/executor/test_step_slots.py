@@ -1,5 +1,7 @@
 """Tests the inputs that the executor writes into a step slot, and the results that it reads from the slot."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -333,6 +335,20 @@ def test_of_some_decode_steps_each_sequence_is_checked_in_turn():
     slot.header[HEADER["checked_row"]] = 3
     with pytest.raises(ProtocolError, match="checked_row is 3; it must be between 0 and 2"):
         slot.check_header(12)
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_model_with_states_checks_no_step_with_drafts(has_states):
+    slot = new_slot()
+    steps = StepSlots(replace(LIMITS, has_states=has_states), 4, range(1), [slot], check_interval=2)
+    first, checked = prefill(), []
+    for seq in range(7):
+        step = first if seq == 0 else decode_of(first, seq, [5, 2], [[3, 5], [7]])
+        step.num_drafts = seq % 2
+        steps.write(step)
+        checked.append(slot.checked_row)
+        steps.take(0, StepDone(seq=seq, slot=0))
+    assert checked == ([0, 0, 0, 0, 2, 0, 0] if has_states else [0, 0, 2, 0, 1, 0, 2])
 
 
 class AnyToken:

@@ -83,7 +83,7 @@ def test_batches_chunks_and_preemptions_give_the_same_bits(folder: Path) -> None
     assert "the states of Qwen3NextForCausalLM are not swapped; recompute is used" in config.notes[2]
     with served(
         folder, pa_config={"num_blocks": 30}, model_config={"decode_batch_size": [16]},
-        scheduler_config={"policy": "chunked", "chunk_tokens": 24},
+        scheduler_config={"policy": "chunked", "chunk_tokens": 24}, serving_config={"row_check_interval": 2},
     ) as llm:  # fmt: skip
         (resumed, cached), pressed = chat(llm), answers(llm)
         assert num_preemptions(llm) > 0, "the cache is too small for all sequences"
