@@ -16,7 +16,8 @@ KERNELS := performance/kernels/libllm_kernels_testing.so performance/ceilings
 SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h) \
            $(wildcard performance/kernels/*.cc performance/kernels/*.h performance/kernels/*/*.cc performance/kernels/*/*.h)
 
-FAST_TESTS := $(addprefix tests/,config engine ipc kvcache log request routing scheduler server waiting test_boundaries.py)
+FAST_TESTS := $(addprefix tests/,config engine ipc kvcache log request routing server waiting test_boundaries.py)
+FAST_TESTS += $(addprefix tests/,admission block_moves block_supply policies scheduler step_costs)
 
 # A stamp is newer than the lock file whose packages have been installed.
 SERVING     := $(VENV)/.serving-installed

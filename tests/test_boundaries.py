@@ -15,6 +15,7 @@ from pathlib import PurePath
 
 import pytest
 
+from llm_serving.flight.setup import RECORDED_CODE
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
@@ -150,7 +151,13 @@ def test_a_forbidden_import_is_found():
     ]
 
 
-@pytest.mark.parametrize("package", ["scheduler", "waiting", "kvcache", "routing"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        *("admission", "block_moves", "block_supply", "kvcache", "policies", "routing", "scheduler", "step_costs"),
+        "waiting",
+    ],
+)
 def test_packages_that_decide_have_no_clock_and_no_io(package):
     """The packages that make decisions use no clock and no input or output.
 
@@ -160,11 +167,29 @@ def test_packages_that_decide_have_no_clock_and_no_io(package):
         assert [name for name in imports_of(path) if inside(name, (*CLOCKS_AND_IO, *HTTP))] == [], path
 
 
-def test_the_waiting_queue_knows_no_running_sequences():
-    """The queue uses only the types of the scheduler that describe requests, because the router has a queue, too."""
-    types = {f"llm_serving.scheduler.{name}" for name in ("limits", "output", "sequence", "snapshot")}
-    for path in python_files("llm_serving/waiting"):
-        assert {name for name in imports_of(path) if inside(name, ("llm_serving.scheduler",))} <= types, path
+DESCRIPTIONS = frozenset({"limits", "output", "sequence", "snapshot"})
+"""Files of the scheduler that only describe requests, sequences and steps."""
+STATE = DESCRIPTIONS | {"running", "state"}
+"""Files with the state that the parts of the scheduler share."""
+USED_FILES = {
+    "waiting": DESCRIPTIONS,
+    "step_costs": DESCRIPTIONS,
+    "block_supply": STATE,
+    "admission": STATE | {"step_builder"},
+    "block_moves": STATE,
+    "policies": STATE | {"composer", "mixed"},
+}
+"""For each part of the scheduler with a package of its own: the files of package ``scheduler`` that it may import."""
+
+
+@pytest.mark.parametrize("package", USED_FILES)
+def test_the_parts_of_the_scheduler_have_narrow_interfaces(package):
+    """The package ``waiting`` knows no running sequences, because the router has a waiting queue, too."""
+    allowed = {f"llm_serving.scheduler.{name}" for name in USED_FILES[package]}
+    paths = python_files(f"llm_serving/{package}")
+    assert len(paths) > 2
+    for path in paths:
+        assert {name for name in imports_of(path) if inside(name, ("llm_serving.scheduler",))} <= allowed, path
 
 
 @pytest.mark.parametrize("package", ["llm_serving", "agent"])
@@ -210,6 +235,19 @@ def test_no_file_imports_a_file_of_a_higher_layer():
         if LAYERS.index(other.partition("/")[0]) > LAYERS.index(file.partition("/")[0])
     }
     assert found == set()
+
+
+def test_the_digest_of_a_recording_covers_the_whole_scheduler():
+    """A replay compares this digest to know whether the code that decided is the same."""
+    graph, reached, waiting = import_graph(), set(), ["llm_serving/scheduler/scheduler.py"]
+    while waiting:
+        new = graph[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    decides = {file for file in reached if any(name.startswith("llm_serving/scheduler/") for name in graph[file])}
+    digested = {file for pattern in RECORDED_CODE for file in (REPOSITORY / "llm_serving").glob(pattern)}
+    assert len(decides) > 30
+    assert decides - set(map(short_name, digested)) == set()
 
 
 def test_a_server_with_everything_imported_has_no_mindspore():

@@ -9,7 +9,7 @@ import numpy as np
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import AgentMessage, ServerMessage, StepDone
 from llm_serving.ipc.shm import StepSlot
-from llm_serving.scheduler.cost_model import KEEP, StepCostModel, StepCounts
+from llm_serving.step_costs.cost_model import KEEP, StepCostModel, StepCounts
 
 LEARNT_AT_FIRST = 64
 LEARN_EVERY = 16

@@ -24,7 +24,7 @@ from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResul
 from llm_serving.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from llm_serving.scheduler.hand_overs import HandOverChange
+    from llm_serving.block_moves.hand_overs import HandOverChange
 
 
 class FlightRecorder:

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 _MEBIBYTE = 1024 * 1024
 _PACKAGE = Path(__file__).resolve().parents[1]
-_RECORDED_CODE = ("scheduler/**/*.py", "waiting/*.py", "kvcache/*.py", "request.py", "telemetry/receipt.py")
+RECORDED_CODE = (
+    *("scheduler/*.py", "admission/*.py", "block_moves/*.py", "block_supply/*.py", "policies/*.py", "step_costs/*.py"),
+    *("waiting/*.py", "kvcache/*.py", "request.py", "telemetry/receipt.py"),
+)
+"""The files that decide what the scheduler does, as patterns below ``llm_serving``. A recording has their digest."""
 
 
 def recorder_of(
@@ -101,7 +105,7 @@ def code_digest() -> str:
     If the digest equals the recorded digest, a replay makes the same decisions as the recorded server.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for pattern in _RECORDED_CODE:
+    for pattern in RECORDED_CODE:
         for file in sorted(_PACKAGE.glob(pattern)):
             digest.update(str(file.relative_to(_PACKAGE)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import LLMServingError
 from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.places import Place
 from llm_serving.kvstore.segments import SEGMENT_BYTES, FolderLock, SegmentFolder
-from llm_serving.scheduler.tier_moves import BlockKey
 
 RETRY_S = 60.0
 """Seconds after a failed write in which the tier writes nothing."""

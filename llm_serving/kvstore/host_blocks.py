@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.kvstore.kept import KeptBlocks
-from llm_serving.scheduler.tier_moves import BlockKey
 
 DOUBTFUL = BlockKey(b"", b"")
 """The content key of a held host block whose content may be wrong. No lookup finds it."""

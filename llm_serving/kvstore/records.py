@@ -12,7 +12,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from llm_serving.scheduler.tier_moves import BlockKey
+from llm_serving.block_moves.tier_moves import BlockKey
 
 MAGIC = b"LKV1"
 NAMESPACE_BYTES = 32

@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 from typing import ClassVar
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import ConfigError
 from llm_serving.kvstore.places import Place, Segment
 from llm_serving.kvstore.records import (
@@ -28,7 +29,6 @@ from llm_serving.kvstore.records import (
     decode_header,
     encode_record,
 )
-from llm_serving.scheduler.tier_moves import BlockKey
 
 SEGMENT_BYTES = 64 << 20
 SUFFIX = ".kv"

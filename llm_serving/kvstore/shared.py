@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import ConfigError
 from llm_serving.kvstore.disk import FileTier
 from llm_serving.kvstore.places import Place, Segment
 from llm_serving.kvstore.records import HASH_BYTES, decode_content, encode_record
-from llm_serving.scheduler.tier_moves import BlockKey
 
 SUFFIX = ".kv"
 SCAN_S = 5.0

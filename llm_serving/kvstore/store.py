@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from llm_serving.block_moves.tier_moves import NO_HOST_BLOCK, BlockKey, WantedBlocks
 from llm_serving.kvstore.disk import DiskFigures, HostPool, Transfer
 from llm_serving.kvstore.host_blocks import DOUBTFUL, HostBlocks
 from llm_serving.kvstore.kept import KeptBlocks
 from llm_serving.kvstore.places import Place
 from llm_serving.kvstore.tier_chain import BlockTier
-from llm_serving.scheduler.tier_moves import NO_HOST_BLOCK, BlockKey, WantedBlocks
 
 MAX_OFFERS = 64
 """Maximum number of offered blocks that the store takes from the scheduler in one call."""
@@ -31,7 +31,7 @@ _NEVER = float("inf")
 
 
 class TierSource(Protocol):
-    """The part of a scheduler that the tiers use. ``llm_serving.scheduler.tier_moves`` describes the methods."""
+    """The part of a scheduler that the tiers use. ``llm_serving.block_moves.tier_moves`` describes the methods."""
 
     def fresh_blocks(self, limit: int) -> list[BlockKey | None]: ...
 

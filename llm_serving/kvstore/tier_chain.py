@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.kvstore.disk import FileTier, HostPool, Transfer
 from llm_serving.kvstore.places import Place
-from llm_serving.scheduler.tier_moves import BlockKey
 
 
 class BlockTier(Protocol):

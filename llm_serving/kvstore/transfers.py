@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.store import BlockStore, Loan
 from llm_serving.kvstore.tier_chain import BlockTier
-from llm_serving.scheduler.tier_moves import BlockKey
 
 T = TypeVar("T")
 

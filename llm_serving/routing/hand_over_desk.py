@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+from llm_serving.block_moves.hand_overs import Change, HandOverChange
 from llm_serving.errors import LLMServingError
 from llm_serving.handover.header import block_hashes
 from llm_serving.handover.pool import Lease
@@ -20,7 +21,6 @@ from llm_serving.routing.placement import Placed, Role
 from llm_serving.routing.placer import Placer
 from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.replica import Entry, RoutedReplica, Trip
-from llm_serving.scheduler.hand_overs import Change, HandOverChange
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.telemetry.receipt import Phase
 from llm_serving.waiting.intake import Intake

@@ -15,7 +15,7 @@ from llm_serving.handover.threshold import PromptThreshold
 from llm_serving.handover.transport import BlockPools, SharedPools
 from llm_serving.routing.placement import Role
 from llm_serving.routing.replica import Entry, RoutedReplica, Trip
-from llm_serving.scheduler.rates import Rate
+from llm_serving.step_costs.rates import Rate
 
 
 @dataclass(slots=True)

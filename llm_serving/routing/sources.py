@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from llm_serving.block_moves.tier_moves import BlockKey, WantedBlocks
 from llm_serving.routing.replica import RoutedReplica
 from llm_serving.routing.router import Router
 from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.scheduler.tier_moves import BlockKey, WantedBlocks
 
 
 class ReplicaSource:

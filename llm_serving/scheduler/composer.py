@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from llm_serving.admission.starter import Starter
 from llm_serving.kvcache.block_pool import BlockCopy
 from llm_serving.scheduler.drafts import verify_drafts
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.returning import limit_history
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
-from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, build_decode, build_prefill
 

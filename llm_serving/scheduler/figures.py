@@ -12,7 +12,7 @@ from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
-    from llm_serving.scheduler.state_supply import StateSupply
+    from llm_serving.block_supply.state_supply import StateSupply
 
 
 @dataclass(frozen=True, slots=True)

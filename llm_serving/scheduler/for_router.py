@@ -10,7 +10,7 @@ from llm_serving.scheduler.lifecycle import Lifecycle
 from llm_serving.scheduler.preemption import Preemption
 
 if TYPE_CHECKING:
-    from llm_serving.scheduler.hand_overs import HandOverChange, HandOvers
+    from llm_serving.block_moves.hand_overs import HandOverChange, HandOvers
 
 
 class RoutedScheduler:
@@ -37,7 +37,7 @@ class RoutedScheduler:
         its known tokens.
 
         ``arrival_index`` is the number of the request in the order of arrival at the router. The router has checked the
-        id and the admission limits. With ``hands_over``, the request leaves after its prompt, see ``hand_overs``.
+        id and the admission limits. With ``hands_over``, the request leaves after its prompt, see ``block_moves``.
         ``handed`` are blocks of the hand-over pool with all known tokens except the last one.
         """
         self._lifecycle.place(request, arrival_index, now, hands_over=hands_over, handed=handed)

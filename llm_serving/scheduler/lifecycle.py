@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from llm_serving.admission.starter import Admission
+from llm_serving.block_supply.base import BlockSupply
 from llm_serving.ipc.drafts import REJECTED
 from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.output import NOT_FINITE_ERROR, RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.preemption import Preemption
-from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
-from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
 from llm_serving.telemetry.receipt import Phase
 from llm_serving.waiting.context_length import max_output_tokens
 
 if TYPE_CHECKING:
-    from llm_serving.scheduler.hand_overs import HandOvers
+    from llm_serving.block_moves.hand_overs import HandOvers
 
 _ENDED_NORMALLY = (FinishReason.STOP, FinishReason.LENGTH)
 

@@ -15,7 +15,7 @@ class Policy(enum.Enum):
     """Values of ``scheduler_config.policy``. The policy chooses whether the next step has prompts, decoding sequences
     or both.
 
-    To add a policy, see ``policies``.
+    To add a policy, see ``llm_serving/policies``.
     """
 
     PREFILL_FIRST = "prefill_first"
@@ -28,7 +28,7 @@ class Policy(enum.Enum):
 class BatchingStrategy(enum.Enum):
     """Values of ``model_config.batching_strategy``. The batching mode decides which requests may start.
 
-    To add a batching mode, see ``batching``.
+    To add a batching mode, see ``llm_serving/admission/batching.py``.
     """
 
     NONE = "none"
@@ -51,7 +51,7 @@ class PreemptionKind(enum.Enum):
 class AdmissionKind(enum.Enum):
     """Values of ``scheduler_config.admission``. The admission control limits which requests run at the same time.
 
-    See ``admission.py``.
+    See ``llm_serving/admission/controls.py``.
     """
 
     NONE = "none"
@@ -92,9 +92,9 @@ class SchedulerLimits:
     num_host_blocks: int = 0
     """Blocks of host memory for swapped sequences."""
     has_tiers: bool = False
-    """True if KV tiers keep copies of computed blocks, see ``tier_moves``."""
+    """True if KV tiers keep copies of computed blocks, see ``block_moves/tier_moves``."""
     hands_over: bool = False
-    """True if replicas hand the blocks of computed prompts over to each other, see ``hand_overs``."""
+    """True if replicas hand the blocks of computed prompts over to each other, see ``block_moves/hand_overs``."""
     page_attention: bool = True
     """Sequences get blocks on demand. Otherwise a sequence reserves one range of blocks for its longest output."""
     prefix_cache: bool = False

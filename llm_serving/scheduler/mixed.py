@@ -1,5 +1,4 @@
-"""Mixed steps, which have decoding sequences and chunks of prompts. Policy ``chunked`` uses only mixed steps where
-possible.
+"""Composes mixed steps, which have decoding sequences and chunks of prompts, for the policies ``chunked`` and ``slo``.
 
 This is stall-free batching (Sarathi-Serve, Agrawal et al. 2024): no decoding sequence waits for the prefill of a whole
 prompt.
@@ -9,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from llm_serving.admission.light_keys import MAX_LIGHT_STREAK, LightKeys
+from llm_serving.admission.slo_starts import SloStarts
+from llm_serving.admission.starter import Starter
 from llm_serving.scheduler.composer import StepComposer
-from llm_serving.scheduler.light_keys import MAX_LIGHT_STREAK, LightKeys
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
-from llm_serving.scheduler.policies import SchedulingPolicy
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.slo_starts import SloStarts
-from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, append_chunks, build_decode
 
@@ -130,30 +128,3 @@ def _build(seq: int, reason: StepReason, batch: DecodeBatch, plan: ChunkPlan) ->
     step.restarts = list(step.restarts)
     append_chunks(step, plan)
     return step
-
-
-class MixedPolicy(SchedulingPolicy):
-    """Base class of the policies that use mixed steps."""
-
-    def __init__(self, state: SchedulerState, composer: MixedComposer) -> None:
-        super().__init__(state, composer)
-        self._mixed = composer
-
-    def _has_enough_steps(self) -> bool:
-        """Returns True if more than ``decode_steps_ahead`` steps are in flight."""
-        return self._state.in_flight.num_compute_steps > self._state.limits.decode_steps_ahead
-
-
-class Chunked(MixedPolicy):
-    """``chunked``: each step has all sequences that can decode, and chunks of prompts fill the rest of a token budget.
-
-    So the time between tokens is at most the time of a step with ``chunk_tokens`` tokens. Steps run in the order in
-    which they were scheduled.
-    """
-
-    def next_step(self, now: float) -> ScheduledStep | None:
-        limits = self._state.limits
-        if self._has_enough_steps():
-            return None
-        step = self._mixed.light_prefill(limits.mixed_step_tokens, now)
-        return step or self._mixed.mixed(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)

@@ -141,7 +141,7 @@ class ScheduledStep:
     num_wanted: int = 0
     """Number of drafts that the agent's draft model makes for each sequence after the step. The engine sets it."""
     state_moves: list[tuple[int, int, int]] = field(default_factory=list)
-    """States of linear attention that sequences resume from, and that the step saves, see ``state_supply``. Each has
+    """States of linear attention that sequences resume from, and that the step saves, see ``block_supply``. Each has
     the index of a sequence in the step, a number of its tokens, and a snapshot."""
     tiles: list[StepTile] = field(default_factory=list)
     """Tiles of images whose rows replace the embeddings of tokens of this step. Only chunks of prompts have tiles."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+from llm_serving.admission.starter import Admission
+from llm_serving.block_moves.block_mover import BlockMover
 from llm_serving.request import RequestStatus
-from llm_serving.scheduler.block_mover import BlockMover
 from llm_serving.scheduler.output import StepResult
 from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
-from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.telemetry.receipt import Phase
 

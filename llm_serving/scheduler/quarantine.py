@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from llm_serving.admission.starter import Starter
+from llm_serving.block_moves.swapping import Swapper
 from llm_serving.request import ALONE_TO_THE_END
 from llm_serving.scheduler.composer import StepComposer
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
-from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.scheduler.swapping import Swapper
 
 LOSSES_TO_STAY_ALONE = 3
 """After this number of losses, a request runs alone to its end. So a request that kills only some agents is found."""

@@ -20,43 +20,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from llm_serving.admission.batching import make_batching_mode
+from llm_serving.admission.controls import make_admission
+from llm_serving.admission.light_keys import LightKeys
+from llm_serving.admission.starter import Starter
+from llm_serving.block_moves.block_mover import next_move
+from llm_serving.block_moves.swapping import Swapper
+from llm_serving.block_moves.tier_moves import SchedulerTiers, TierMoves
+from llm_serving.block_supply.setup import make_block_supply, plan_states
+from llm_serving.block_supply.tier_supply import TierSupply
 from llm_serving.errors import AgentLostTwiceError, ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.kvcache.prefix_index import IndexObserver
+from llm_serving.policies.setup import make_policy
 from llm_serving.request import FinishReason, Request
-from llm_serving.scheduler.admission import make_admission
-from llm_serving.scheduler.batching import make_batching_mode
-from llm_serving.scheduler.block_mover import next_move
 from llm_serving.scheduler.figures import SchedulerFigures
 from llm_serving.scheduler.for_router import RoutedScheduler
 from llm_serving.scheduler.lifecycle import Lifecycle, void_steps
-from llm_serving.scheduler.light_keys import LightKeys
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
-from llm_serving.scheduler.mixed import Chunked, MixedComposer
-from llm_serving.scheduler.other_policies import DecodeFirst, Fcfs
+from llm_serving.scheduler.mixed import MixedComposer
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
-from llm_serving.scheduler.policies import PrefillFirst, SchedulingPolicy
 from llm_serving.scheduler.preemption import Preemption
-from llm_serving.scheduler.prefix_supply import PrefixSupply
 from llm_serving.scheduler.quarantine import Quarantine, note_loss
 from llm_serving.scheduler.running import RunningSet
-from llm_serving.scheduler.slo import Slo
-from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import InFlightSteps, SchedulerState
-from llm_serving.scheduler.supplies import make_block_supply, plan_states
-from llm_serving.scheduler.swapping import Swapper
-from llm_serving.scheduler.tier_moves import SchedulerTiers, TierMoves
 from llm_serving.scheduler.whole_state import SavedScheduler
 from llm_serving.waiting.intake import Intake
 from llm_serving.waiting.slo_order import make_order
-
-_POLICIES: dict[Policy, type[SchedulingPolicy]] = {
-    Policy.PREFILL_FIRST: PrefillFirst,
-    Policy.FCFS: Fcfs,
-    Policy.DECODE_FIRST: DecodeFirst,
-    Policy.CHUNKED: Chunked,
-    Policy.SLO: Slo,
-}
 
 
 class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedScheduler):
@@ -86,7 +76,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
         self._swapper = Swapper(self._state) if limits.num_host_blocks else None
         self._hand_overs = None
         if limits.hands_over:
-            from llm_serving.scheduler.hand_overs import HandOvers  # needed only if replicas have roles
+            from llm_serving.block_moves.hand_overs import HandOvers  # needed only if replicas have roles
 
             self._hand_overs = HandOvers(self._state, self._supply)
         self._movers = [mover for mover in (self._hand_overs, self._swapper) if mover is not None]
@@ -96,7 +86,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
         self._light_keys = LightKeys(self._state)
         self._tiers = None
         if limits.has_tiers:
-            assert isinstance(self._supply, PrefixSupply), "SchedulerLimits refuses tiers without a prefix cache"
+            assert isinstance(self._supply, TierSupply), "make_block_supply chooses it for tiers"
             self._tiers = TierMoves(self._state, self._supply)
         must_load = None if self._tiers is None else self._tiers.must_wait
         starter = Starter(self._state, self._batching, self._supply, self._admission, self._light_keys, must_load)
@@ -107,7 +97,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
             self._light_keys,
             waits_for_prefill=limits.policy is Policy.DECODE_FIRST,
         )
-        self._policy = _POLICIES[limits.policy](self._state, self._composer)
+        self._policy = make_policy(self._state, self._composer)
         self._quarantine = Quarantine(self._state, starter, self._composer, self._swapper)
         self._may_have_suspects = False
         """True once a request was in flight when its agent was lost."""

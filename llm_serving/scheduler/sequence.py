@@ -28,7 +28,7 @@ class SequenceState(enum.Enum):
 
 
 class HandOverState(enum.IntEnum):
-    """How a sequence takes part in separate prefill and decode, see ``hand_overs``."""
+    """How a sequence takes part in separate prefill and decode, see ``block_moves``."""
 
     NONE = 0
     WANTED = 1

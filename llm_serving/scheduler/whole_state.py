@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llm_serving.block_supply.base import BlockSupply
 from llm_serving.scheduler.output import ScheduledStep
-from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import RequestCodec, Stateful, load_sequence, save_sequence
 from llm_serving.scheduler.state import SchedulerState

@@ -7,12 +7,12 @@ import time
 from collections.abc import AsyncIterator
 from functools import partial
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.config import Config
 from llm_serving.errors import LLMServingError
 from llm_serving.kvcache.block_hash import root_hash
 from llm_serving.kvstore.identity import BlockIdentity
 from llm_serving.kvstore.transfers import BlockTransfers
-from llm_serving.scheduler.tier_moves import BlockKey
 from llm_serving.sessions.book import Session
 from llm_serving.sessions.session_file import (
     Manifest,

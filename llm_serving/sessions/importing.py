@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.config import Config
 from llm_serving.errors import RequestError
 from llm_serving.kvcache.block_hash import root_hash
 from llm_serving.kvstore.identity import BlockIdentity
 from llm_serving.kvstore.transfers import BlockTransfers
 from llm_serving.lora.registry import adapted_salt
-from llm_serving.scheduler.tier_moves import BlockKey
 from llm_serving.sessions.book import new_nonce, session_salt
 from llm_serving.sessions.exporting import PIECE_BYTES
 from llm_serving.sessions.session_file import (

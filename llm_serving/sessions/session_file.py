@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import RequestError
 from llm_serving.kvcache.block_hash import TOKEN_BYTES, blake2b_128, root_hash
 from llm_serving.kvstore.records import HEADER_BYTES, NAMESPACE_BYTES, decode_content, encode_record
-from llm_serving.scheduler.tier_moves import BlockKey
 
 MAGIC = b"LLMSESS1"
 MAX_MANIFEST_BYTES = 64 * 1024

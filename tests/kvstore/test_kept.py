@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.kvstore.host_blocks import HostBlocks
 from llm_serving.kvstore.kept import KeptBlocks
-from llm_serving.scheduler.tier_moves import BlockKey
 
 
 def names(text: str) -> list[bytes]:

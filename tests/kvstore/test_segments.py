@@ -12,12 +12,12 @@ import time
 
 import pytest
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.kvstore import segments
 from llm_serving.kvstore.disk import RETRY_S, DiskTier, pool_of
 from llm_serving.kvstore.records import decode_content, decode_header, encode_record
 from llm_serving.kvstore.segments import FolderLock, SegmentFolder
-from llm_serving.scheduler.tier_moves import BlockKey
 from support.small_configs import REPOSITORY
 from support.tiered_simulation import NAMESPACE, ManualMover, disk_tier
 from support.time_limits import time_limit

@@ -6,11 +6,11 @@ import os
 
 import pytest
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import ConfigError
 from llm_serving.kvstore.disk import Transfer
 from llm_serving.kvstore.shared import TEMPORARY_S, SharedFolder, SharedTier
 from llm_serving.kvstore.tier_chain import TierChain
-from llm_serving.scheduler.tier_moves import BlockKey
 from support.tiered_simulation import NAMESPACE, ManualMover, disk_tier
 
 BYTES = 256

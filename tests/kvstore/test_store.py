@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 import pytest
 
+from llm_serving.block_moves.tier_moves import BlockKey, WantedBlocks
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
 from llm_serving.kvstore.disk import DiskTier
 from llm_serving.kvstore.store import MIN_PATIENCE_S, BlockStore
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.scheduler.tier_moves import BlockKey, WantedBlocks
 from support.fake_device import FakeDevice
 from support.fakes import make_limits
 from support.small_configs import small_config

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.kvstore.store import BlockStore
 from llm_serving.kvstore.transfers import BlockTransfers
-from llm_serving.scheduler.tier_moves import BlockKey
 from support.tiered_simulation import ManualMover, disk_tier
 
 BYTES = 64

@@ -37,7 +37,8 @@ if seed is not None:
     print(f"script {{seed}}: {{failure_of(draw_script(seed))}}")
     sys.exit(1)
 """
-TESTS = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests/scheduler", "tests/waiting", "tests/kvcache"]
+PACKAGES = ("scheduler", "admission", "block_moves", "block_supply", "policies", "step_costs", "waiting", "kvcache")
+TESTS = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *(f"tests/{package}" for package in PACKAGES)]
 
 
 def copy_tree(folder: Path) -> None:

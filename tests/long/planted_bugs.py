@@ -7,6 +7,8 @@ from dataclasses import dataclass
 SCHEDULER = "llm_serving/scheduler/"
 WAITING = "llm_serving/waiting/"
 KVCACHE = "llm_serving/kvcache/"
+BLOCK_MOVES = "llm_serving/block_moves/"
+BLOCK_SUPPLY = "llm_serving/block_supply/"
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,13 @@ BUGS = [
     ),
     PlantedBug(
         "the blocks of a step that never ran are swapped out",
-        SCHEDULER + "swapping.py",
+        BLOCK_MOVES + "swapping.py",
         "if not sequence.host_table or sequence.request.is_finished or sequence.drop_tokens:",
         "if not sequence.host_table or sequence.request.is_finished:",
     ),
     PlantedBug(
         "a sequence that is preempted while it comes back takes host blocks again",
-        SCHEDULER + "swapping.py",
+        BLOCK_MOVES + "swapping.py",
         "if sequence.on_host:\n            return True",
         "pass",
     ),
@@ -79,32 +81,32 @@ BUGS = [
     ),
     PlantedBug(
         "the last, partial block is not swapped out",
-        SCHEDULER + "swapping.py",
+        BLOCK_MOVES + "swapping.py",
         "kv_cache.blocks_for(sequence.request.num_computed_tokens)",
         "sequence.request.num_computed_tokens // kv_cache.block_size",
     ),
     PlantedBug(
         "blocks are swapped out in one order and swapped in in another",
-        SCHEDULER + "swapping.py",
+        BLOCK_MOVES + "swapping.py",
         "pairs = zip(sequence.block_table, sequence.host_table, strict=False)",
         "pairs = zip(sequence.block_table, reversed(sequence.host_table), strict=False)",
     ),
     PlantedBug(
         "a sequence that is preempted while it comes back loses its host blocks",
-        SCHEDULER + "swapping.py",
+        BLOCK_MOVES + "swapping.py",
         "elif kind is MoveKind.SWAP_IN and sequence.state is SequenceState.RUNNING:",
         "elif kind is MoveKind.SWAP_IN:",
     ),
     PlantedBug(
         "blocks of an ended sequence are moved to the host",
-        SCHEDULER + "swapping.py",
+        BLOCK_MOVES + "swapping.py",
         """        if sequence in self._leaving_for_host:
             self._leaving_for_host.remove(sequence)""",
         "",
     ),
     PlantedBug(
         "a prompt that was swapped out between its chunks decodes when it is back",
-        SCHEDULER + "swapping.py",
+        BLOCK_MOVES + "swapping.py",
         "if sequence.request.output_token_ids and sequence.num_uncomputed_tokens == 1:",
         "if sequence.request.output_token_ids:",
     ),
@@ -162,13 +164,13 @@ BUGS = [
     ),
     PlantedBug(
         "the last sampled token is cached before it is computed",
-        SCHEDULER + "prefix_supply.py",
+        BLOCK_SUPPLY + "prefix_supply.py",
         "self.computed(sequence, min(request.num_computed_tokens, request.num_tokens))",
         "self.computed(sequence, request.num_tokens)",
     ),
     PlantedBug(
         "the prefixes of a lost agent stay cached",
-        SCHEDULER + "prefix_supply.py",
+        BLOCK_SUPPLY + "prefix_supply.py",
         "        self._prefixes.drop_all()\n        self._num_changes += 1",
         "        self._num_changes += 1",
     ),
@@ -204,7 +206,7 @@ BUGS = [
     ),
     PlantedBug(
         "requests of different salts share blocks",
-        SCHEDULER + "prefix_supply.py",
+        BLOCK_SUPPLY + "prefix_supply.py",
         "sequence.known_tokens(0, request.num_tokens), request.cache_salt)",
         'sequence.known_tokens(0, request.num_tokens), b"")',
     ),

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from llm_serving.ipc.shm import LAST_TOKEN
+from llm_serving.policies.decode_first import DECODE_STREAK_LIMIT
 from llm_serving.scheduler.limits import Policy
-from llm_serving.scheduler.other_policies import DECODE_STREAK_LIMIT
 from llm_serving.scheduler.output import StepKind, StepReason
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation

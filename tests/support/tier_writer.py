@@ -12,9 +12,9 @@ import signal
 import sys
 from pathlib import Path
 
+from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.kvstore.segments import SegmentFolder
 from llm_serving.kvstore.shared import SharedFolder
-from llm_serving.scheduler.tier_moves import BlockKey
 
 NUM_KEYS = 200
 MAX_BYTES = 1 << 20

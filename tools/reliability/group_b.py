@@ -37,7 +37,7 @@ CHECKS = (
     Check(
         "B9",
         "Outputs with the prefix cache equal outputs without it, also after hash collisions",
-        tests("kvcache/test_prefix_cache.py", "scheduler/test_prefix_sharing.py"),
+        tests("kvcache/test_prefix_cache.py", "block_supply/test_prefix_supply.py"),
     ),
     Check(
         "B10",
@@ -51,7 +51,7 @@ CHECKS = (
     Check(
         "B11",
         "No step exceeds its limits, and every step makes progress while work exists",
-        tests("scheduler/test_steps.py", "scheduler/test_mixed_steps.py", "scheduler/test_batching.py"),
+        tests("scheduler/test_steps.py", "scheduler/test_mixed_steps.py", "admission/test_batching.py"),
     ),
     Check("B12", "An abort at any point leaks nothing", tests("scheduler/test_failures.py", "engine/test_core.py")),
     Check(

@@ -13,7 +13,8 @@ _LOSSES = "tests/long/losses_of_agents.py"
 
 def _wall_clocks() -> Iterator[str]:
     """Yields calls that read the wall clock, in packages that compare times. Only logs and time stamps may read it."""
-    packages = ("scheduler", "waiting", "routing", "executor", "ipc")
+    deciding = ("scheduler", "admission", "block_moves", "block_supply", "policies", "step_costs", "waiting")
+    packages = (*deciding, "routing", "executor", "ipc")
     for package in (*(f"llm_serving/{package}" for package in packages), "agent"):
         yield from calls(package, {"time.time", "datetime.now", "datetime.utcnow"})
 

@@ -2,7 +2,7 @@
 
 The batching mode and the admission control can hold a request back. This module has the default classes for both:
 continuous batching, and no admission control. Other batching modes are in ``batching``, other admission controls in
-``admission``.
+``controls``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import islice
 
+from llm_serving.admission.light_keys import LightKeys
+from llm_serving.admission.slo_starts import SloStarts
+from llm_serving.block_supply.base import BlockSupply
 from llm_serving.request import RequestStatus
-from llm_serving.scheduler.light_keys import LightKeys
-from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.slo_starts import SloStarts
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from llm_serving.block_moves.swapping import PreemptionChoice
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.limits import Policy, PreemptionKind
 from llm_serving.scheduler.output import MoveKind, StepKind, StepReason, StepResult
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.swapping import PreemptionChoice
 from llm_serving.telemetry.receipt import Phase
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation

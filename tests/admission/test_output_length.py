@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_serving.scheduler.admission import OutputLengthPredictor
+from llm_serving.admission.controls import OutputLengthPredictor
 
 
 def predictor_of(lengths: list[int], max_tokens: int = 100, **changes: float) -> OutputLengthPredictor:

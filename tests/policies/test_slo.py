@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from llm_serving.policies.slo import LONGEST_STEP
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
-from llm_serving.scheduler.slo import LONGEST_STEP
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation
 

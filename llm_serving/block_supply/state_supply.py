@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from llm_serving.block_supply.base import CachedPrefix
+from llm_serving.block_supply.prefix_supply import PrefixSupply
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.kvcache.state_snapshots import StateSnapshots
 from llm_serving.scheduler.output import StepKind
-from llm_serving.scheduler.prefix_supply import PrefixSupply
-from llm_serving.scheduler.running import CachedPrefix
 from llm_serving.scheduler.sequence import InFlightStep, Sequence
 from llm_serving.scheduler.snapshot import Sequences, Stateful
 

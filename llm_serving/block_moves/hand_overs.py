@@ -14,14 +14,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from llm_serving.block_moves.block_mover import BlockMover
+from llm_serving.block_supply.base import BlockSupply
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import RequestStatus
-from llm_serving.scheduler.block_mover import BlockMover
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.rates import Rate
-from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.step_costs.rates import Rate
 from llm_serving.telemetry.receipt import Phase
 
 PIECE_S = 0.002

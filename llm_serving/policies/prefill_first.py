@@ -1,42 +1,13 @@
-"""The scheduling policies (``scheduler_config.policy``) that choose between prefill and decode steps.
-
-A policy decides whether prompts or decoding sequences go first. The tokens of a request do not depend on the policy.
-Other policies are in ``other_policies``, ``mixed`` and ``slo``.
-
-To add a policy, add a subclass of ``SchedulingPolicy``, a line to ``_POLICIES`` in ``scheduler`` and a member to
-``Policy`` in ``limits``. The agent's queue (``agent/task_queue.py``) must run steps in the order that the policy
-expects.
-"""
+"""Policy ``prefill_first``, the default, and the base class of policies whose prompts go first."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
+from llm_serving.policies.base import SchedulingPolicy
 from llm_serving.scheduler.composer import StepComposer
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
-
-
-class SchedulingPolicy(Stateful, ABC):
-    """Chooses the next step.
-
-    The scheduler calls ``next_step`` whenever a step may be sent, and ``step_completed`` after each step.
-    """
-
-    def __init__(self, state: SchedulerState, composer: StepComposer) -> None:
-        self._state = state
-        self._composer = composer
-
-    @abstractmethod
-    def next_step(self, now: float) -> ScheduledStep | None:
-        """Returns the next step. Returns None if there is nothing to run or if enough steps are in flight."""
-
-    def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
-        """Records that a step has completed, failed or been dropped."""
-
-    def reset(self) -> None:
-        """Forgets the steps in flight, because the agent was lost."""
 
 
 class PromptsFirst(SchedulingPolicy):

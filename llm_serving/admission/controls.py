@@ -33,10 +33,10 @@ from collections.abc import Iterable
 from math import ceil
 from typing import Any, ClassVar
 
+from llm_serving.admission.starter import Admission
 from llm_serving.scheduler.limits import AdmissionKind, SchedulerLimits
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Sequences, Stateful
-from llm_serving.scheduler.starting import Admission
 
 WINDOW = 1024
 """Number of recent output lengths that the predictor keeps for requests with similar ``max_output_tokens``."""

@@ -1,6 +1,6 @@
 """The batching modes (``model_config.batching_strategy``): which waiting requests may start while others run.
 
-The base class, ``BatchingMode`` in ``starting``, is continuous batching. A batching mode does not decide about
+The base class, ``BatchingMode`` in ``starter``, is continuous batching. A batching mode does not decide about
 preempted requests, because these already belong to a batch.
 
 To add a mode, add a subclass here, a line to ``_MODES`` and a member to ``BatchingStrategy`` in ``limits``.
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from llm_serving.admission.starter import BatchingMode
 from llm_serving.scheduler.limits import BatchingStrategy
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Sequences
-from llm_serving.scheduler.starting import BatchingMode
 from llm_serving.scheduler.state import SchedulerState
 
 

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from llm_serving.block_supply.tier_supply import TierSupply
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.prefix_supply import PrefixSupply
-from llm_serving.scheduler.rates import Rate
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.step_costs.rates import Rate
 
 NO_HOST_BLOCK = -1
 """Reply of the tiers for an offered block that they do not keep."""
@@ -64,7 +64,7 @@ class TierMoves(Stateful):
 
     STATE = ("_to_store", "_to_load", "_storing", "_loading", "_prefill", "_move")
 
-    def __init__(self, state: SchedulerState, supply: PrefixSupply) -> None:
+    def __init__(self, state: SchedulerState, supply: TierSupply) -> None:
         self._state = state
         self._supply = supply
         self._prefixes = state.kv_cache.prefixes

@@ -5,9 +5,9 @@ Many late requests must not start at the same time, because new requests, which 
 
 from __future__ import annotations
 
+from llm_serving.admission.slo_starts import STEPS_FOR_ONE_MORE, SloStarts
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.scheduler.slo_starts import STEPS_FOR_ONE_MORE, SloStarts
 from llm_serving.waiting.slo_order import LATE_SHARE, SloOrder
 from support.fakes import make_limits
 from support.waiting_sequences import Arrivals

@@ -1,10 +1,10 @@
-"""The policies ``fcfs`` and ``decode_first``, which have no mixed steps and are not the default."""
+"""Policy ``decode_first``: running requests decode without delay."""
 
 from __future__ import annotations
 
+from llm_serving.policies.base import SchedulingPolicy
 from llm_serving.scheduler.composer import StepComposer
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.policies import PromptsFirst, SchedulingPolicy
 from llm_serving.scheduler.state import SchedulerState
 
 DECODE_STREAK_LIMIT = 32
@@ -14,17 +14,6 @@ With n of these prompts, a prefill step comes after ``DECODE_STREAK_LIMIT / n`` 
 within ``DECODE_STREAK_LIMIT * (1 + 1/2 + ... + 1/n)`` decode steps. A fixed limit was four times as slow as other
 policies, in a simulation of 1500 requests at 10 per second.
 """
-
-
-class Fcfs(PromptsFirst):
-    """``fcfs``: prefill and decode steps alternate, and the agent runs them in the order in which they were scheduled.
-
-    At most ``MAX_PREFILL_STEPS_IN_FLIGHT`` prefill steps come between two decode steps. So the time between tokens of
-    running requests varies little, but new requests wait a little longer for their first token.
-    """
-
-    def _is_decode_due(self) -> bool:
-        return self._state.in_flight.num_decode_steps <= self._state.limits.decode_steps_ahead
 
 
 class DecodeFirst(SchedulingPolicy):

@@ -7,14 +7,14 @@ blocks are copied. So no other step in flight uses a block that a MOVE step read
 
 from __future__ import annotations
 
+from llm_serving.block_moves.block_mover import BlockMover
 from llm_serving.ipc.shm import MoveKind
-from llm_serving.scheduler.block_mover import BlockMover
 from llm_serving.scheduler.limits import PreemptionKind
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.rates import Rate
 from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.step_costs.rates import Rate
 
 
 class PreemptionChoice(Stateful):

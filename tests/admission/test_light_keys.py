@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from llm_serving.admission.light_keys import LIGHT_SHARE, MAX_LIGHT_STREAK, MEMORY_S
 from llm_serving.flight.reader import read_recording
 from llm_serving.request import Request
-from llm_serving.scheduler.light_keys import LIGHT_SHARE, MAX_LIGHT_STREAK, MEMORY_S
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from support.fakes import make_limits, make_request

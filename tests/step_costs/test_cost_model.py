@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from llm_serving.scheduler.cost_model import StepCostModel
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+from llm_serving.step_costs.cost_model import StepCostModel
 
 BASE, ROW, CONTEXT, PROMPT = 0.004, 0.0002, 1e-7, 0.00005
 

@@ -1,13 +1,11 @@
 """Gives a starting sequence blocks on demand, and shares the blocks of a cached prefix (``model_config.prefix_cache``).
-
-Without the prefix cache, ``BlockSupply`` in ``running`` gives blocks on demand.
 """
 
 from __future__ import annotations
 
+from llm_serving.block_supply.base import BlockSupply, CachedPrefix
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.kvcache.prefix_cache import PrefixMatch
-from llm_serving.scheduler.running import BlockSupply, CachedPrefix
 from llm_serving.scheduler.sequence import Sequence
 
 
@@ -34,21 +32,6 @@ class PrefixSupply(BlockSupply):
         found_later = min(len(match.blocks) * size + match.num_pending_tokens, sequence.request.num_tokens - 1)
         gain = found_later - match.num_tokens
         return CachedPrefix(match.num_tokens, match.pending and gain >= min(size, found_later) > 0)
-
-    def num_missing_blocks(self, sequence: Sequence) -> tuple[int, int]:
-        """Returns how many of a waiting sequence's first full blocks are cached, and how many full blocks follow them.
-
-        The block with the last known token does not count, because this token must be computed.
-        """
-        num_found = len(self._match(sequence).blocks)
-        return num_found, (sequence.request.num_tokens - 1) // self._kv_cache.block_size - num_found
-
-    def loaded(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Adds blocks with the content of a waiting sequence's full blocks, from number ``first``, to the prefix cache.
-        """
-        assert sequence.prefix_chain is not None, "looked up before"
-        self._prefixes.insert(sequence.prefix_chain, first, blocks)
-        self._change(sequence)
 
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         return self._kv_cache.spare_blocks(self._match(sequence), sequence.request.num_tokens) >= reserve

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
+from llm_serving.policies.prefill_first import prefill_streak_limit
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import StepKind
-from llm_serving.scheduler.policies import prefill_streak_limit
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation, names, order, random_run
 from support.sweeps import with_sweeps

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_serving.scheduler.admission import (
+from llm_serving.admission.controls import (
     AimdAdmission,
     OutputLengthPredictor,
     RouterAdmission,
     peak_tokens,
 )
+from llm_serving.admission.starter import Admission
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.starting import Admission
 from support.fakes import make_request
 
 

@@ -43,12 +43,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm_serving.scheduler.cost_model import StepCostModel, step_counts
-from llm_serving.scheduler.mixed import MixedComposer, MixedPolicy
+from llm_serving.admission.slo_starts import SloStarts
+from llm_serving.policies.chunked import MixedPolicy
+from llm_serving.scheduler.mixed import MixedComposer
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.slo_starts import SloStarts
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.step_costs.cost_model import StepCostModel, step_counts
 from llm_serving.waiting.slo_order import LATE_SHARE, SloOrder
 
 LONGEST_STEP = 2.0

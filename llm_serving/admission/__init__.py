@@ -1,0 +1,11 @@
+"""Decides whether the first waiting request starts, while others run.
+
+``Starter`` starts a request if no part of this package objects:
+
+* ``light_keys`` may choose another first request: that of an API key with few requests.
+* ``batching`` has the batching modes, for example static batching.
+* ``controls`` has the admission controls, which leave enough blocks free for the running requests to grow.
+* ``slo_starts`` limits under policy ``slo`` how many requests start in a step.
+
+The package ``waiting`` decides earlier which requests may wait, and in which order.
+"""
