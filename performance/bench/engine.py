@@ -8,9 +8,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import psutil
 
 from llm_serving.cluster.remote_group import RemoteStarter
 from llm_serving.config import Config
@@ -28,6 +30,9 @@ from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import EngineState
+
+_REST_INTERVAL_S = 0.25
+_REST_LIMIT_S = 60.0
 
 
 class BenchmarkError(LLMServingError):
@@ -158,7 +163,31 @@ def offline_engine(config: Config, starter: RemoteStarter | None = None) -> Iter
         engine = OfflineEngine(once, executor, log)
         executor.start()
         engine.wait_ready()
+        _wait_until_children_rest()
         yield engine
+
+
+def _wait_until_children_rest() -> None:
+    """Waits until the child processes use almost no processor time, at most ``_REST_LIMIT_S``.
+
+    A ready agent still allocates the pages of its KV cache. This work would disturb the measured steps of this agent,
+    and even more those of another agent, because the system does not compare priorities across sessions.
+    """
+    deadline, used = time.monotonic() + _REST_LIMIT_S, _children_cpu_s()
+    while time.monotonic() < deadline:
+        time.sleep(_REST_INTERVAL_S)
+        before, used = used, _children_cpu_s()
+        if used - before < 0.1 * _REST_INTERVAL_S:
+            return
+
+
+def _children_cpu_s() -> float:
+    seconds = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            seconds += times.user + times.system
+    return seconds
 
 
 class _Recorder(Metrics):

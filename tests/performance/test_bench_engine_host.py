@@ -15,7 +15,8 @@ def test_the_parts_sum_to_the_step() -> None:
     figures = measure(3, steps=20, repeats=1)
     assert set(figures.parts) == set(PARTS)
     assert sum(figures.parts.values()) == pytest.approx(figures.us_per_step)
-    assert min(figures.parts.values()) > 0
+    measured = set(PARTS) - {"other"}  # the remainder may be negative if the machine pauses between two clock readings
+    assert min(figures.parts[name] for name in measured) > 0
 
 
 def test_the_fit_finds_a_line() -> None:
