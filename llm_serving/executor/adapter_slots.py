@@ -10,6 +10,9 @@ from llm_serving.executor.base import AdapterAnswered
 from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
 
+Sent = tuple[messages.AdapterLoad, AdapterMemory]
+"""A message for all agents, and the memory with its adapter."""
+
 
 @dataclass(slots=True)
 class _Loading:
@@ -18,25 +21,33 @@ class _Loading:
     slot: int
     memory: AdapterMemory
     steps: set[int]
-    is_sent: bool = False
-    """Whether the adapter was sent to the agents. Replies before that belong to the messages of ``again``."""
     replies: list[str] = field(default_factory=list)
     """The errors of the agents that have replied. Empty texts mean success."""
 
 
 class AdapterSlots:
-    """The adapters that the agents of a group have, and the adapter that they are loading."""
+    """The adapters that the agents of a group have, and the adapter that they are loading.
+
+    New agents first load all adapters (``again``). Only then may steps name an adapter slot, and ``load`` may be used.
+    """
 
     def __init__(self, num_agents: int) -> None:
         self._num_agents = num_agents
         self._resident: dict[int, AdapterMemory] = {}
+        self._sent: dict[int, AdapterMemory] = {}
+        """The adapters that ``again`` has returned for the present agents, by slot."""
         self._loading: _Loading | None = None
         self._unanswered = 0
 
     @property
     def is_loading(self) -> bool:
-        """Whether an adapter waits for steps in flight, or for replies of the agents."""
+        """Whether an adapter of ``load`` waits for steps in flight, or for replies of the agents."""
         return self._loading is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether replies of the agents are missing."""
+        return self._unanswered > 0
 
     def load(self, slot: int, memory: AdapterMemory, steps: Iterable[int]) -> None:
         """Begins to load an adapter after ``steps``, the steps in flight. One adapter is loaded at a time."""
@@ -51,7 +62,7 @@ class AdapterSlots:
         """Forgets the adapter of a slot, so that restarted agents do not load it."""
         self._resident.pop(slot, None)
 
-    def due(self, number: Callable[[], int], in_flight: Iterable[int]) -> list[messages.AdapterLoad]:
+    def due(self, number: Callable[[], int], in_flight: Iterable[int]) -> list[Sent]:
         """Returns the message for the adapter that is being loaded, once all steps before it have ended."""
         loading = self._loading
         if loading is None or self._unanswered:
@@ -60,18 +71,23 @@ class AdapterSlots:
         if loading.steps:
             return []
         self._unanswered = self._num_agents
-        loading.is_sent = True
         return [_message(number(), loading.slot, loading.memory)]
 
-    def again(self, number: Callable[[], int]) -> list[messages.AdapterLoad]:
-        """Returns the messages for agents that have become ready: one for each adapter."""
-        self._loading = None
-        self._unanswered = self._num_agents * len(self._resident)
-        return [_message(number(), slot, memory) for slot, memory in sorted(self._resident.items())]
+    def again(self, number: Callable[[], int]) -> list[Sent]:
+        """Returns the messages for agents that have become ready: one for each adapter that they do not have.
+
+        Call this method again after the last reply, because an adapter may have come meanwhile. If it returns nothing,
+        the agents have all adapters.
+        """
+        new = {slot: each for slot, each in sorted(self._resident.items()) if self._sent.get(slot) is not each}
+        self._sent |= new
+        self._unanswered += self._num_agents * len(new)
+        return [_message(number(), slot, memory) for slot, memory in new.items()]
 
     def lose(self) -> None:
         """Records that the agents were lost. The next agents load all adapters, also the one that was being loaded."""
         self._loading, self._unanswered = None, 0
+        self._sent.clear()
 
     def take(self, reply: messages.AdapterLoaded) -> AdapterAnswered | None:
         """Processes the reply of one agent. After the last reply to ``load``, returns the event with the result.
@@ -79,7 +95,7 @@ class AdapterSlots:
         Raises AgentLostError if restarted agents cannot load an adapter that the lost agents had.
         """
         self._unanswered -= 1
-        if self._loading is None or not self._loading.is_sent:
+        if self._loading is None:
             if reply.error:
                 raise AgentLostError(f"an adapter could not be loaded again: {reply.error}")
             return None
@@ -93,5 +109,6 @@ class AdapterSlots:
         return AdapterAnswered(loading.slot, error)
 
 
-def _message(seq: int, slot: int, memory: AdapterMemory) -> messages.AdapterLoad:
-    return messages.AdapterLoad(seq=seq, adapter_slot=slot, shm_name=memory.name, num_bytes=memory.num_bytes)
+def _message(seq: int, slot: int, memory: AdapterMemory) -> Sent:
+    name, num_bytes = memory.name, memory.num_bytes
+    return messages.AdapterLoad(seq=seq, adapter_slot=slot, shm_name=name, num_bytes=num_bytes), memory

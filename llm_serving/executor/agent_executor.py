@@ -76,6 +76,8 @@ class AgentExecutor:
         self._is_waiting = False
         """True while the agents cannot start because no machine is free."""
         self._has_said_leaving = False
+        self._has_said_ready = False
+        """True after ``AgentReady`` of the present group. Its agents then have all adapters."""
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
@@ -142,7 +144,7 @@ class AgentExecutor:
         return True
 
     def load_adapter(self, slot: int, memory: AdapterMemory) -> None:
-        if self._group is None or not self._group.is_ready:
+        if not self._has_said_ready:
             self._adapters.keep(slot, memory)
             return
         self._adapters.load(slot, memory, self._steps.slot_of)
@@ -179,6 +181,7 @@ class AgentExecutor:
         self._unregister(group)
         group.shutdown(self._control_number())
         self._steps = self._new_slots(())
+        self._has_said_ready = False
         self._adapters.lose()
         self._agent_states.lose()
         self._is_waiting = True
@@ -261,17 +264,26 @@ class AgentExecutor:
         if not was_ready:
             self._group.note_progress()
             if self._group.is_ready:
-                events.insert(0, self._on_ready(self._group))
-        return events
+                self._prepare(self._group)
+        return events + self._check_ready(self._group)
 
-    def _on_ready(self, group: Group) -> AgentReady:
+    def _prepare(self, group: Group) -> None:
+        """Prepares this object for steps of new agents."""
         self._restarts.ready(time.monotonic())
         self._steps = self._new_slots(group.slots)
         if self._agent_states.is_wanted:
             self.request_status()
-        for message in self._adapters.again(self._control_number):
-            group.send(message)
-        return AgentReady(group.summary)
+
+    def _check_ready(self, group: Group) -> list[ExecutorEvent]:
+        """Returns ``AgentReady``, once, when new agents are ready and have all adapters. Sends missing adapters."""
+        if self._has_said_ready or not group.is_ready or self._adapters.is_waiting:
+            return []
+        for message, memory in self._adapters.again(self._control_number):
+            group.load_adapter(message, memory)
+        if self._adapters.is_waiting:
+            return []
+        self._has_said_ready = True
+        return [AgentReady(group.summary)]
 
     def _on_message(self, member: int, message: AgentMessage) -> ExecutorEvent | None:
         if isinstance(message, messages.StepDone | messages.StepFailed):
@@ -297,8 +309,8 @@ class AgentExecutor:
 
     def _send_adapters(self) -> None:
         assert self._group is not None
-        for message in self._adapters.due(self._control_number, self._steps.slot_of):
-            self._group.send(message)
+        for message, memory in self._adapters.due(self._control_number, self._steps.slot_of):
+            self._group.load_adapter(message, memory)
 
     def _control_number(self) -> int:
         self._control_seq += 1
@@ -311,6 +323,7 @@ class AgentExecutor:
         """
         failures = self._steps.join.take_failures() if self._steps.join is not None else []
         events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
+        self._has_said_ready = False
         self._adapters.lose()
         check, step = (error.check, error.step) if isinstance(error, SelfCheckError) else ("", None)
         lost = partial(AgentLost, failed_check=check, step=step, is_drained=isinstance(error, NodeDrainedError))
@@ -356,7 +369,7 @@ class AgentExecutor:
         failure.
         """
         settings, steps = self._config.serving_config, self._steps
-        if not group.is_ready:
+        if not self._has_said_ready:
             return (group.started_at + settings.agent_start_timeout_s, "start"), None
         if steps.join is not None and (due := steps.join.overdue_at) is not None:
             return (due, "join"), None
@@ -393,7 +406,7 @@ class AgentExecutor:
             raise AgentLostError(str(join.torn))
         elif deadline[1] == "start":
             assert self._group is not None
-            ranks = [member.rank for member in self._group.members if not member.is_ready]
+            ranks = [member.rank for member in self._group.members if not member.is_ready] or list(self._ranks)
             raise AgentStartError(
                 f"{_agents(ranks)} {'was' if len(ranks) == 1 else 'were'} not ready after "
                 f"{settings.agent_start_timeout_s:g} s (serving_config.agent_start_timeout_s); logs are in "

@@ -18,6 +18,7 @@ from llm_serving.executor.hccl_cluster import HcclCluster
 from llm_serving.executor.step_forecast import OtherWork, StepForecast
 from llm_serving.executor.vitals import Vitals
 from llm_serving.ipc import messages
+from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.messages import AgentMessage, ServerMessage, StepDone
 from llm_serving.ipc.shm import StepSlot
@@ -142,6 +143,10 @@ class AgentGroup:
         for link in self.links:
             with contextlib.suppress(OSError):
                 link.channel.send(payload)
+
+    def load_adapter(self, message: messages.AdapterLoad, memory: AdapterMemory) -> None:
+        """Lets every agent map and load the adapter."""
+        self.send(message)
 
     def describe_loss(self, noticed: AgentError) -> AgentError:
         """Returns the error ``noticed``, extended by the other agents of the group that have also ended.

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from llm_serving.errors import AgentError
+from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.host_pool import HostPoolMemory
-from llm_serving.ipc.messages import AgentMessage, ServerMessage
+from llm_serving.ipc.messages import AdapterLoad, AgentMessage, ServerMessage
 from llm_serving.ipc.shm import StepSlot
 
 Received = list[tuple[int, AgentMessage]]
@@ -92,6 +93,9 @@ class Group(Protocol):
 
         If the message names a step slot, the step's inputs or masks must already be in this slot.
         """
+
+    def load_adapter(self, message: AdapterLoad, memory: AdapterMemory) -> None:
+        """Lets every agent load the adapter in ``memory``, which ``message`` names. Each replies ``AdapterLoaded``."""
 
     def next_look(self, last_result: float | None) -> float | None:
         """Returns the time at which ``look`` must be called, by ``time.monotonic``. None means never.

@@ -7,9 +7,10 @@ agents map it again.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -46,6 +47,7 @@ class AdapterMemory(NamedSegment):
         self.num_bytes = len(mapping)
         self._mapping = mapping
         self._dtype = np.dtype(dtype)
+        self._digest = b""
 
     @classmethod
     def create(cls, modules: Sequence[tuple[str, float, Array, Array]]) -> AdapterMemory:
@@ -72,6 +74,14 @@ class AdapterMemory(NamedSegment):
         return memory
 
     @classmethod
+    def create_empty(cls, num_bytes: int) -> AdapterMemory:
+        """Creates a segment of zeros for an adapter that arrives as bytes. Raises OSError if /dev/shm is too small."""
+        with new_segment(num_bytes) as (name, mapping):
+            memory = cls(name, mapping, np.uint8)
+        memory.has_name = True
+        return memory
+
+    @classmethod
     def attach(cls, name: str, num_bytes: int, dtype: Any) -> AdapterMemory:
         """Maps a segment that the server created. Raises ProtocolError if its name or size is wrong."""
         return cls(name, map_segment(name, num_bytes, "adapter"), dtype)
@@ -89,6 +99,34 @@ class AdapterMemory(NamedSegment):
                      self._view(each.b_begin, each.outputs, each.rank)) for each in index]  # fmt: skip
         except (msgspec.DecodeError, ValueError) as problem:
             raise ProtocolError(f"the adapter in {self.name} is damaged: {problem}") from None
+
+    def digest(self) -> bytes:
+        """Returns the SHA-256 of the content. The first call reads the whole segment."""
+        if not self._digest:
+            self._digest = hashlib.sha256(self._mapping).digest()
+        return self._digest
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        """Returns a part of the content."""
+        return self._mapping[begin : begin + num_bytes]
+
+    def write(self, begin: int, data: bytes) -> None:
+        """Replaces a part of the content."""
+        self._mapping[begin : begin + len(data)] = data
+        self._digest = b""
+
+    def read_from(self, file: BinaryIO) -> bool:
+        """Replaces the content by that of a file. Returns False if the file has another size. Raises OSError."""
+        self._digest = b""
+        count = 0
+        with memoryview(self._mapping) as view:
+            while read := file.readinto(view[count:]):  # type: ignore[attr-defined]
+                count += read
+        return count == self.num_bytes and not file.read(1)
+
+    def write_to(self, file: BinaryIO) -> None:
+        """Writes the content to a file. Raises OSError."""
+        file.write(self._mapping)
 
     def _view(self, begin: int, rows: int, columns: int) -> Array:
         view = np.frombuffer(self._mapping, self._dtype, rows * columns, begin)

@@ -20,7 +20,8 @@ class Memory:
 
 
 def sent(messages: list[Any]) -> list[tuple[int, str]]:
-    return [(each.adapter_slot, each.shm_name) for each in messages]
+    assert all(message.shm_name == memory.name for message, memory in messages)
+    return [(message.adapter_slot, message.shm_name) for message, _ in messages]
 
 
 def reply(slot: int, error: str = "") -> AdapterLoaded:
@@ -48,19 +49,21 @@ def test_new_agents_load_all_adapters_again() -> None:
     assert sent(slots.again(lambda: 1)) == [(0, "a"), (1, "b"), (2, "c")]
     slots.drop(1)
     assert [slots.take(reply(slot)) for slot in (0, 1, 2)] == [None] * 3
+    assert not slots.is_waiting
+    assert slots.again(lambda: 1) == [], "the agents have them"
+    slots.lose()
     assert sent(slots.again(lambda: 1)) == [(0, "a"), (2, "c")]
 
 
-def test_an_adapter_waits_until_new_agents_have_loaded_the_others_again() -> None:
+def test_new_agents_also_load_an_adapter_that_comes_while_they_load_the_others() -> None:
     slots = AdapterSlots(2)
     slots.keep(0, Memory("a"))  # type: ignore[arg-type]
-    slots.again(lambda: 1)
-    slots.load(1, Memory("b"), [])  # type: ignore[arg-type]
-    assert slots.due(lambda: 1, {}) == []
-    assert [slots.take(reply(0)), slots.take(reply(0))] == [None, None]
-    assert slots.is_loading
-    assert sent(slots.due(lambda: 1, {})) == [(1, "b")]
-    assert [slots.take(reply(1)), slots.take(reply(1))] == [None, AdapterAnswered(1)]
+    assert sent(slots.again(lambda: 1)) == [(0, "a")]
+    slots.keep(1, Memory("b"))  # type: ignore[arg-type]
+    slots.keep(0, Memory("c"))  # type: ignore[arg-type]
+    assert [slots.take(reply(0)), slots.is_waiting] == [None, True]
+    assert [slots.take(reply(0)), slots.is_waiting] == [None, False]
+    assert sent(slots.again(lambda: 1)) == [(0, "c"), (1, "b")], "slot 0 has another adapter now"
 
 
 def test_an_adapter_that_cannot_be_loaded_is_forgotten() -> None:
