@@ -142,6 +142,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--log-folder", default="output/agent_host", metavar="FOLDER", help="folder for the logs of the agents"
     )
     parser.add_argument(
+        "--adapter-folder", metavar="FOLDER", help="folder that keeps LoRA adapters from servers, with at most 4 GiB "
+        "(default: `adapters` in the log folder)"
+    )  # fmt: skip
+    parser.add_argument(
         "--model", metavar="PATH", help="model folder or GGUF file on this machine (default: the server's path)"
     )
     parser.add_argument(
@@ -170,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     remove_leftovers()
     model = None if arguments.model is None else str(Path(arguments.model).absolute())
-    host = AgentHost(listener, key, NodeSettings(folder, model, arguments.first_device, arguments.agent_module))
+    adapters = Path(arguments.adapter_folder or folder / "adapters").absolute()
+    settings = NodeSettings(folder, adapters, model, arguments.first_device, arguments.agent_module)
+    host = AgentHost(listener, key, settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: host.stop())
     if arguments.with_stdin:

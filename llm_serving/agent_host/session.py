@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from llm_serving.agent_host.settings import NodeSettings, check_node, config_of_node
+from llm_serving.agent_host.tiles import NodeTiles
 from llm_serving.cluster import messages as link
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.key import ClusterKey
@@ -30,11 +31,19 @@ from llm_serving.ipc.slot_contents import SlotContents
 from llm_serving.planning.machine import Machine
 
 if TYPE_CHECKING:
+    from llm_serving.agent_host.adapters import NodeAdapters
     from llm_serving.agent_host.handed_blocks import HandedBlocks
 
 FLUSH_TIMEOUT_S = 1.0
 """Maximum seconds to send the last frame of a link."""
 _ANSWERS = (StepDone, StepFailed, Unhealthy)
+_NEEDED = {
+    link.SendBlocks: "the replicas have no roles, or have no agents yet",
+    link.TilePart: "the model reads no images, or has no agents yet",
+    link.LoadAdapter: "the agents have no adapter slots, or are not ready",
+    link.AdapterPart: "the agents have no adapter slots",
+}
+"""For each message with data: why this node may have no memory for it."""
 _FORWARDED = (
     *(messages.Prefill, messages.Decode, messages.Move, messages.Masks, messages.Bias, messages.Abort),
     *(messages.Status, messages.ProfileStart, messages.ProfileStop),
@@ -57,6 +66,10 @@ class Session:
         self._key = key
         self.handed_blocks: HandedBlocks | None = None
         """The hand-over pools. None before the start of the agents, and if replicas have no roles."""
+        self._adapters: NodeAdapters | None = None
+        """The LoRA adapters. None before the start of the agents, and if they have no adapter slots."""
+        self._tiles: NodeTiles | None = None
+        """The tiles of images. None before the start of the agents, and if the model reads no images."""
         self._channel = channel
         self._settings = settings
         self._note = note
@@ -106,6 +119,10 @@ class Session:
         if (look := self._next_look()) is not None and now >= look and self._group is not None:
             self._group.look(now, self._last_result, self._in_flight)
 
+    @property
+    def _is_ready(self) -> bool:
+        return self._group is not None and self._group.is_ready
+
     def _next_look(self) -> float | None:
         return None if self._group is None or not self._in_flight else self._group.next_look(self._last_result)
 
@@ -123,8 +140,8 @@ class Session:
             message = link.read_at_node(frame)
             if isinstance(message, Carried):
                 self._forward(message)
-            elif isinstance(message, link.SendBlocks):
-                self._send_blocks(message)
+            elif isinstance(message, link.SendBlocks | link.LoadAdapter | link.AdapterPart | link.TilePart):
+                self._take_data(message)
             elif isinstance(message, link.Start):
                 self._begin(message)
             elif isinstance(message, link.End):
@@ -163,13 +180,18 @@ class Session:
             with contextlib.ExitStack() as owned:
                 listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.group_size)]
                 names = self._make_pools(config)
+                self._tiles = NodeTiles.of(config)
+                tiles_name = "" if self._tiles is None else self._tiles.memory.name
                 local = (config, 0, listeners, settings.log_folder, self._report, AgentProgram(settings.agent_module))
                 # Agents may sleep until masks arrive. They arrive late if the server pauses, so its limit counts.
-                self._group = AgentGroup(*local, hand_over_names=names, min_sleep_s=NODE_PATIENCE_S)
+                self._group = AgentGroup(
+                    *local, tiles_name=tiles_name, hand_over_names=names, min_sleep_s=NODE_PATIENCE_S
+                )
         except OSError as error:
             raise AgentStartError(f"the agents could not be started: {error}") from error
         for source, receive in self._group.sources():
             self._selector.register(source, selectors.EVENT_READ, partial(self._take, receive))
+        self._open_adapters(config)
         self._note(f"starts {len(self._group.links)} agents of {config.model_name}")
         self._channel.allow(SlotLayout.of(config.slot_limits()).slot_bytes + MAX_FRAME_BYTES)
 
@@ -184,10 +206,37 @@ class Session:
         self._selector.register(blocks.descriptor, selectors.EVENT_READ, self._report_sent)
         return blocks.names
 
-    def _send_blocks(self, message: link.SendBlocks) -> None:
-        if self.handed_blocks is None:
-            raise ProtocolError("the server wants to send blocks, and replicas have no roles")
-        self.handed_blocks.send(message)
+    def _open_adapters(self, config: Config) -> None:
+        if not config.lora_config.max_adapters:
+            return
+        from llm_serving.agent_host.adapter_cache import AdapterCache
+        from llm_serving.agent_host.adapters import NodeAdapters
+
+        assert self._group is not None
+        cache = AdapterCache(self._settings.adapter_folder)
+        ways = (lambda wanted: self._send(link.control(wanted)), self._group.send, self._fail_adapter, self._note)
+        self._adapters = NodeAdapters(config, cache, *ways)
+        self._selector.register(self._adapters.descriptor, selectors.EVENT_READ, self._adapters.proceed)
+
+    def _fail_adapter(self, seq: int, slot: int, error: str) -> None:
+        """Replies for all agents that an adapter could not be loaded."""
+        reply = messages.encode(messages.AdapterLoaded(seq=seq, adapter_slot=slot, error=error))
+        assert self._config is not None
+        for member in range(self._config.parallel_config.group_size):
+            self._send(link.carry(reply, member))
+
+    def _take_data(self, message: link.SendBlocks | link.LoadAdapter | link.AdapterPart | link.TilePart) -> None:
+        """Passes a message to the object that has the memory for it. Raises ProtocolError if there is none."""
+        if isinstance(message, link.SendBlocks) and self.handed_blocks is not None:
+            self.handed_blocks.send(message)
+        elif isinstance(message, link.TilePart) and self._tiles is not None:
+            self._tiles.write(message)
+        elif isinstance(message, link.LoadAdapter) and self._adapters is not None and self._is_ready:
+            self._adapters.begin(message)
+        elif isinstance(message, link.AdapterPart) and self._adapters is not None:
+            self._adapters.receive(message)
+        else:
+            raise ProtocolError(f"the server sent {type(message).__name__}; {_NEEDED[type(message)]}")
 
     def _report_sent(self) -> None:
         assert self.handed_blocks is not None
@@ -257,8 +306,10 @@ class Session:
             self._pass_on(member, message)
         if not was_ready:
             group.note_progress()
-            if self.handed_blocks is not None and all(agent.is_connected for agent in group.links):
-                self.handed_blocks.unlink()
+            if all(agent.is_connected for agent in group.links):
+                for memory in (self.handed_blocks, self._tiles):
+                    if memory is not None:
+                        memory.unlink()
             if group.is_ready:
                 self._contents = [SlotContents(slot) for slot in group.slots]
                 summaries = [dict(agent.summary) for agent in group.links]
@@ -279,6 +330,8 @@ class Session:
             self._in_flight[message.slot] -= 1
             if not self._in_flight[message.slot]:
                 del self._in_flight[message.slot]
+        if isinstance(message, messages.AdapterLoaded) and self._adapters is not None:
+            self._adapters.note_reply(message.seq)
         self._send(link.carry(messages.encode(message), member, contents))
 
     # The following methods send frames to the server.
@@ -308,8 +361,9 @@ class Session:
         self._channel.close()
         if self._group is not None:
             self._group.close()
-        if self.handed_blocks is not None:
-            self.handed_blocks.close()
+        for memory in (self.handed_blocks, self._adapters, self._tiles):
+            if memory is not None:
+                memory.close()
         if self._check is not None:
             self._check.close()
         self._selector.close()

@@ -18,6 +18,8 @@ class NodeSettings:
     """The settings of a node. The agents write their logs to ``log_folder``."""
 
     log_folder: Path
+    adapter_folder: Path
+    """Folder that keeps received LoRA adapters."""
     model_path: str | None = None
     """Path of the model on this machine. None: the same path as on the server."""
     first_device: int | None = None

@@ -14,6 +14,10 @@ messages of its own, about the node and about all its agents together:
       | <---------------------- GroupLost |   the agents have ended; the node then closes the link
       |--- SendBlocks ------------------->|   send blocks of the hand-over pools to another node
       | <---------------------- BlocksSent |
+      |--- LoadAdapter ------------------>|   a LoRA adapter for the agents
+      | <--------------------- WantAdapter |   only if the node does not have this adapter: a piece of its bytes
+      |--- AdapterPart ... -------------->|
+      |--- TilePart ... ----------------->|   pixels of an image, before the first step that reads them
       |--- End -------------------------->|   end the agents in order; the node then closes the link
       |<-- Beat ------------------- Beat->|   every ``BEAT_S``, in both directions
 
@@ -35,7 +39,7 @@ from llm_serving.config.parallel_section import MAX_SENT_BLOCKS
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import LongText, ShortText, UInt
 
-LINK_VERSION = 3
+LINK_VERSION = 4
 BEAT_S = 0.5
 """Seconds between two signs of life (messages ``Beat``)."""
 SERVER_PATIENCE_S = 2.4
@@ -49,6 +53,11 @@ agents.
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONFIG_BYTES = 192 * 1024
 SECRET_BYTES = 32
+DIGEST_BYTES = 32
+PART_BYTES = 128 * 1024
+"""Maximum bytes of an adapter or of a tile in one frame."""
+PIECE_BYTES = 4 * PART_BYTES
+"""Bytes of an adapter that a node asks for at a time. Steps in the same link wait for at most one piece."""
 _PAIR = struct.Struct("<II")
 
 CONTROL, MESSAGE = 0, 1
@@ -167,6 +176,42 @@ class BlocksSent(LinkMessage, frozen=True, tag="blocks_sent"):
     error: LongText
 
 
+class LoadAdapter(LinkMessage, frozen=True, tag="load_adapter"):
+    """Server to node: load a LoRA adapter into slot ``slot`` of all agents. ``digest`` is the SHA-256 of its bytes.
+
+    Each agent replies with an ``AdapterLoaded`` of ``llm_serving.ipc.messages`` with the same ``seq``.
+    """
+
+    seq: UInt
+    slot: UInt
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    num_bytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class WantAdapter(LinkMessage, frozen=True, tag="want_adapter"):
+    """Node to server: send bytes of the adapter of ``LoadAdapter`` number ``seq``, from byte ``begin`` on."""
+
+    seq: UInt
+    begin: UInt
+    num_bytes: Annotated[int, msgspec.Meta(ge=1, le=PIECE_BYTES)]
+
+
+class AdapterPart(LinkMessage, frozen=True, tag="adapter_part"):
+    """Server to node: bytes of the adapter of ``LoadAdapter`` number ``seq``, from byte ``begin`` on."""
+
+    seq: UInt
+    begin: UInt
+    data: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PART_BYTES)]
+
+
+class TilePart(LinkMessage, frozen=True, tag="tile_part"):
+    """Server to node: bytes of the tile in place ``place`` of the memory of tiles, from byte ``begin`` on."""
+
+    place: UInt
+    begin: UInt
+    data: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PART_BYTES)]
+
+
 class End(LinkMessage, frozen=True, tag="end"):
     """Server to node: end the agents in order."""
 
@@ -175,8 +220,8 @@ class Beat(LinkMessage, frozen=True, tag="beat"):
     """A sign of life, in both directions."""
 
 
-ToNode = Hello | Start | SendBlocks | End | Beat
-ToServer = Welcome | Refused | Progress | GroupReady | GroupLost | BlocksSent | Beat
+ToNode = Hello | Start | SendBlocks | LoadAdapter | AdapterPart | TilePart | End | Beat
+ToServer = Welcome | Refused | Progress | GroupReady | GroupLost | BlocksSent | WantAdapter | Beat
 
 _ENCODER = msgspec.msgpack.Encoder()
 _NODE_DECODER = msgspec.msgpack.Decoder(ToNode)

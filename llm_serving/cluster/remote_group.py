@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llm_serving.cluster import messages as link
+from llm_serving.cluster.adapters import AdapterSender
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.messages import BEAT, BEAT_S, SERVER_PATIENCE_S, Carried, GroupLost, GroupReady, Progress
 from llm_serving.cluster.nodes import Node, NodePool
 from llm_serving.cluster.standby import Standby, is_wanted
+from llm_serving.cluster.tiles import TileSender
 from llm_serving.config import Config
 from llm_serving.config.parallel_section import MAX_SENT_BLOCKS
 from llm_serving.errors import (
@@ -30,11 +32,13 @@ from llm_serving.executor.agent_link import ProgressReport
 from llm_serving.executor.group import Received, Source
 from llm_serving.handover.transport import Done, Pairs, TransferError
 from llm_serving.ipc import messages
+from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.channel import MAX_FRAME_BYTES
 from llm_serving.ipc.host_pool import HostPoolMemory
 from llm_serving.ipc.messages import ServerMessage, StepDone
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, StepSlot
 from llm_serving.ipc.slot_contents import SlotContents
+from llm_serving.ipc.tile_memory import TileMemory
 from llm_serving.model.parallel import answering_rank, group_ranks
 from llm_serving.planning.machine import Machine
 from llm_serving.planning.memory_plan import plan_node
@@ -54,7 +58,8 @@ class RemoteMember:
 class RemoteGroup:
     """A ``Group`` of agents on a node. Takes over the node's link, and returns the node to the pool at the end.
 
-    ``model`` describes the files of the model, as ``program.model_files`` returns them.
+    ``model`` describes the files of the model, as ``program.model_files`` returns them. ``tiles`` is the server's
+    memory with the tiles of images, or None.
     """
 
     pools: Sequence[HostPoolMemory] = ()
@@ -68,6 +73,7 @@ class RemoteGroup:
         model: dict[str, str],
         report: ProgressReport,
         standby: Standby | None = None,
+        tiles: TileMemory | None = None,
     ) -> None:
         assert node.channel is not None, "a node that is taken has a link"
         ranks = group_ranks(replica, config.parallel_config)
@@ -99,6 +105,8 @@ class RemoteGroup:
         self._sending: dict[int, Done] = {}
         """The transfers of blocks to other nodes, by number."""
         self._num_sent = 0
+        self._adapters = AdapterSender(len(self.members), self._send)
+        self._tiles = None if tiles is None else TileSender(tiles, self._send)
         self._send(link.control(link.Start(config.to_json(), model)))
         self._channel.allow(layout.slot_bytes + MAX_FRAME_BYTES)
 
@@ -120,14 +128,20 @@ class RemoteGroup:
 
     def send(self, message: ServerMessage) -> None:
         """Sends a message to the agents. If the message announces a step or masks, the contents of the slot are sent
-        with it.
+        with it. The tiles of images that the node lacks are sent before the step.
         """
         contents = b""
         if isinstance(message, messages.Step):
+            if self._tiles is not None:
+                self._tiles.send_tiles(self.slots[message.slot])
             contents = self._contents[message.slot].inputs()
         elif isinstance(message, messages.Masks):
             contents = self._contents[message.slot].masks()
         self._send(link.carry(messages.encode(message), contents=contents))
+
+    def load_adapter(self, message: messages.AdapterLoad, memory: AdapterMemory) -> None:
+        """Lets the node load an adapter into its agents. The node asks for the bytes if it does not have them."""
+        self._adapters.load(message, memory)
 
     def send_blocks(self, target: RemoteGroup, pairs: Pairs, done: Done) -> None:
         """Lets the node send blocks of its hand-over pools to the node of another group.
@@ -252,6 +266,8 @@ class RemoteGroup:
                     f"slots 0 to {NUM_SLOTS - 1}"
                 )
             self._contents[message.slot].write_results(carried.contents)
+        if isinstance(message, messages.AdapterLoaded):
+            self._adapters.take(message)
         return carried.member, message
 
     def _handle(self, message: link.ToServer) -> None:
@@ -263,6 +279,8 @@ class RemoteGroup:
             raise self._lost(message.error)
         elif isinstance(message, link.BlocksSent):
             self._end_transfer(message)
+        elif isinstance(message, link.WantAdapter):
+            self._adapters.send_piece(message)
         elif isinstance(message, link.Refused):
             self._refusal = message.reason
             raise AgentStartError(f"node {self._node.name} refused the model: {message.reason}")
@@ -318,9 +336,10 @@ class RemoteStarter:
         model: Callable[[], dict[str, str]],
         report: ProgressReport,
         standby: Standby | None = None,
+        tiles: TileMemory | None = None,
     ) -> None:
         """``standby`` decides when nodes may be used. None: always. ``model`` returns the description of the model's
-        files.
+        files. ``tiles`` is the server's memory with the tiles of images, or None.
         """
         self._config = config
         self._replica = replica
@@ -328,6 +347,7 @@ class RemoteStarter:
         self.standby = standby
         self._model = model
         self._report = report
+        self._tiles = tiles
 
     def __call__(self) -> RemoteGroup | None:
         """Starts the agents on a free node. Returns None if no node is free, or if the standby wants no nodes now.
@@ -341,7 +361,8 @@ class RemoteStarter:
         if node is None:
             return None
         try:
-            return RemoteGroup(self._config, self._replica, node, self.pool, model, self._report, self.standby)
+            parts = (node, self.pool, model, self._report, self.standby, self._tiles)
+            return RemoteGroup(self._config, self._replica, *parts)
         except (OSError, LLMServingError) as error:
             if node.channel is not None:
                 node.channel.close()

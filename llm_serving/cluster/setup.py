@@ -21,6 +21,7 @@ from llm_serving.config import Config
 from llm_serving.config.parallel_section import RAY
 from llm_serving.errors import AgentStartError
 from llm_serving.executor.agent_executor import AgentExecutor
+from llm_serving.ipc.tile_memory import TileMemory
 
 ProgressNote = Callable[[int, str, int, int], None]
 
@@ -43,9 +44,12 @@ could not use these nodes.
 _SHARED_LOCK = threading.Lock()
 
 
-def remote_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list[AgentExecutor]:
+def remote_executors(
+    config: Config, note: ProgressNote, owned: ExitStack, tiles: TileMemory | None = None
+) -> list[AgentExecutor]:
     """Returns the executor of each replica. The caller must start them. ``owned`` closes the executors and the links.
 
+    ``tiles`` is the memory with the tiles of images, which are sent to the nodes. None if the model reads no images.
     Raises ConfigError if the cluster key or the address of a node is wrong.
     """
     pool = _open_pool(config, owned)
@@ -55,8 +59,8 @@ def remote_executors(config: Config, note: ProgressNote, owned: ExitStack) -> li
     read_files = cache(lambda: _read_files(config))
     log_folder, executors = Path(config.log_config.path).parent, []
     for replica in range(config.parallel_config.data_parallel):
-        starter = RemoteStarter(config, replica, pool, read_files, note, standby)
-        executor = AgentExecutor(config, (), log_folder, replica=replica, start_group=starter)
+        starter = RemoteStarter(config, replica, pool, read_files, note, standby, tiles)
+        executor = AgentExecutor(config, (), log_folder, replica=replica, start_group=starter, tiles=tiles)
         pool.on_change(executor.wake)
         if standby is not None:
             standby.on_change(executor.wake)

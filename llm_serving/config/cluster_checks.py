@@ -18,16 +18,16 @@ def check_cluster(raw: RawConfig, config: Config) -> None:
             problem = "has no effect with executor: local; set parallel_config.executor: nodes"
             raise raw.error("parallel_config.nodes", list(parallel.nodes), problem)
         return
-    if config.shape.vision is not None:
-        problem = "the model reads images, whose pixels are not sent to other machines yet; use local"
-        raise raw.error("parallel_config.executor", parallel.executor, problem)
     if parallel.cluster_key_file is None:
         problem = "is missing; llm-serving cluster key FILE makes the file, and every node needs it, too"
         raise raw.error("parallel_config.cluster_key_file", None, problem)
     if parallel.nodes and parallel.executor != NODES:
         raise raw.error("parallel_config.nodes", list(parallel.nodes), "is for executor: nodes; Ray has its own nodes")
-    key, what = f"executor: {parallel.executor}", "of agents on other machines are not sent yet; use executor: local"
-    if config.kv_tier_config.host_blocks:
-        raise raw.error("kv_tier_config.host_blocks", config.kv_tier_config.host_blocks, f"with {key}: blocks {what}")
-    if config.lora_config.max_adapters:
-        raise raw.error("lora_config.max_adapters", config.lora_config.max_adapters, f"with {key}: adapters {what}")
+    tiers = config.kv_tier_config
+    for name, folder in (("ssd_folder", tiers.ssd_folder), ("shared_folder", tiers.shared_folder)):
+        if folder is not None:
+            problem = (
+                f"with executor: {parallel.executor}: the server writes this folder, and the blocks are in the memory "
+                "of other machines; remove it, and keep host_blocks"
+            )
+            raise raw.error(f"kv_tier_config.{name}", folder, problem)

@@ -9,7 +9,7 @@ from llm_serving.config.validation import refuse_native
 
 def check_vision(raw: RawConfig, config: Config) -> None:
     """Checks that the settings work with the model's vision encoder. Does nothing for a model that reads only text."""
-    vision, processing, parallel = config.shape.vision, config.processing, config.parallel_config
+    vision, processing = config.shape.vision, config.processing
     if vision is None:
         return
     architecture = config.shape.architecture
@@ -21,9 +21,6 @@ def check_vision(raw: RawConfig, config: Config) -> None:
     if config.model_config.model_type == "mindformers":
         problem = f"the classes of MindFormers have no {architecture}; use model_type dyn"
         raise raw.error("model_config.model_type", config.model_config.model_type, problem)
-    if parallel.is_remote:
-        problem = f"agents on other machines cannot read the images of {architecture} yet; use local"
-        raise raw.error("parallel_config.executor", parallel.executor, problem)
     if config.pooling is not None:
         problem = f"there are no embeddings, scores or classes of {architecture}; use generate"
         raise raw.error("model_config.task", config.model_config.task, problem)

@@ -48,7 +48,7 @@ def make_executors(config: Config, note: ProgressNote, owned: ExitStack) -> list
     if config.parallel_config.is_remote:
         from llm_serving.cluster.setup import remote_executors
 
-        return remote_executors(config, note, owned)
+        return remote_executors(config, note, owned, _tile_memory(config, owned))
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.executor.agent_process import bind_agent_ports
 

@@ -9,6 +9,10 @@ from llm_serving.config import Config
 from llm_serving.errors import AdapterError, ConfigError
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.lora.peft import read_adapter
+from llm_serving.lora.targets import largest_adapter, lora_targets
+
+_BYTES_PER_MODULE = 1024
+"""More bytes than the index entry and the alignment of one module in the shared memory of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,15 @@ def read_into_memory(folder: Path, config: Config) -> tuple[bytes, AdapterMemory
         memory = AdapterMemory.create([(each.name, each.scale, each.a, each.b) for each in adapter.modules])
     except OSError as reason:
         raise AdapterError(f"The adapter does not fit into /dev/shm: {reason.strerror}.") from None
+    if config.parallel_config.is_remote:
+        memory.digest()  # computed in this thread, so that the engine thread does not wait when it sends the adapter
     return adapter.digest, memory
+
+
+def largest_memory_bytes(config: Config) -> int:
+    """Returns an upper bound for the bytes of the shared memory with one adapter."""
+    values = largest_adapter(config.shape, config.lora_config.max_rank)
+    return values * config.dtype_bytes + _BYTES_PER_MODULE * (1 + len(lora_targets(config.shape)))
 
 
 def read_configured(config: Config) -> list[ConfiguredAdapter]:

@@ -128,7 +128,7 @@ def test_a_node_sends_no_blocks_without_roles(make_node, key):
     channel._socket.setblocking(True)
     read_all(channel._socket)
     channel.close()
-    assert "wants to send blocks, and replicas have no roles" in node.stderr()
+    assert "the server sent SendBlocks; the replicas have no roles" in node.stderr()
     cut = link.read_at_node(link.control(msgspec.structs.replace(message, packed_pairs=bytes(12))))
     with pytest.raises(ProtocolError, match="have 12 bytes"):
         print(cut.pairs)

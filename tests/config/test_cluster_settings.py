@@ -27,8 +27,14 @@ REMOTE = ("parallel_config.executor=nodes", "parallel_config.cluster_key_file=/e
             ["parallel_config.executor=ray", "parallel_config.cluster_key_file=k", "parallel_config.nodes=[a:1]"],
             "is for executor: nodes; Ray has its own nodes",
         ),
-        ([*REMOTE, "kv_tier_config.host_blocks=10"], "host_blocks = 10: with executor: nodes"),
-        ([*REMOTE, "lora_config.max_adapters=2"], "max_adapters = 2: with executor: nodes"),
+        (
+            [*REMOTE, "kv_tier_config.host_blocks=10", "kv_tier_config.ssd_folder=/ssd"],
+            "ssd_folder = '/ssd': with executor: nodes: the server writes this folder",
+        ),
+        (
+            [*REMOTE, "kv_tier_config.host_blocks=10", "kv_tier_config.shared_folder=/nfs"],
+            "shared_folder = '/nfs': with executor: nodes: the server writes this folder",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, settings: list[str], problem: str) -> None:

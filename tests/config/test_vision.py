@@ -107,7 +107,6 @@ def test_newer_folders_have_the_preparation_in_another_file(tmp_path: Path, mode
     [
         ("model_config.device_target=Ascend", "has not been run beside a device; use CPU"),
         ("image_config.max_tiles=9", "an image of this model may have 10 tiles; set at least 10"),
-        ("parallel_config.executor=nodes", "whose pixels are not sent to other machines yet"),
     ],
 )
 def test_settings_that_do_not_work_with_images_are_refused(

@@ -3,7 +3,7 @@
 The token sampled for a sequence is ``(context length * 31 + row * 7) % 251``. Some prompt tokens and some model names
 make it fail in different ways. Tests run it as ``python -m support.stub_agent`` instead of ``python -m agent``. In a
 group, all agents run the step, and one of them writes the sampled tokens. With the model ``bad-last-agent`` only the
-last agent fails in these ways.
+last agent fails in these ways. A LoRA adapter adds the CRC of its bytes to the tokens of its sequences.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import os
 import signal
 import sys
 import time
+import zlib
+
+import numpy as np
 
 from agent.model_runner import StartReport
 from agent.process import run_agent
 from agent.profiling import Profiling
 from agent.step_cost import StepCost
 from llm_serving.config import Config
-from llm_serving.errors import ProtocolError
+from llm_serving.errors import AgentError, ProtocolError
+from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.messages import ProfileReply
-from llm_serving.ipc.shm import StepSlot
+from llm_serving.ipc.shm import NO_ADAPTER, StepSlot
 from llm_serving.model.parallel import answering_rank, group_ranks
 
 DIE, RAISE, REFUSE, HANG, SLOW, BUSY, SPIN, SPIN_CHILD, COMPILE = range(201, 210)
@@ -40,8 +44,12 @@ ANALYSIS_S = 0.2
 """Seconds of processor time of the process that analyses a profile."""
 
 
-def stub_token(context_len: int, row: int) -> int:
-    return (context_len * 31 + row * 7) % 251
+BAD_ADAPTER = b"bad"
+"""Beginning of an adapter that cannot be loaded."""
+
+
+def stub_token(context_len: int, row: int, adapter: bytes = b"") -> int:
+    return (context_len * 31 + row * 7 + zlib.crc32(adapter)) % 251
 
 
 def compute(seconds: float) -> None:
@@ -78,6 +86,7 @@ class StubRunner:
         parallel, replica = config.parallel_config, rank // config.parallel_config.group_size
         self._member = rank - group_ranks(replica, parallel).start
         self._answers = rank == answering_rank(replica, parallel)
+        self._adapters: dict[int, bytes] = {}
         self._behaves = config.model_name == "bad-last-agent" and self._member < parallel.group_size - 1
 
     def load(self) -> None:
@@ -133,7 +142,9 @@ class StubRunner:
 
     def _sample(self, slot: StepSlot) -> StepCost:
         for index in range(slot.num_seqs * self._answers):
-            sampled = stub_token(int(slot.context_lens[index]), int(slot.rows[index]))
+            adapter = int(slot.adapters[index]) if slot.adapters.size else NO_ADAPTER
+            content = b"" if adapter == NO_ADAPTER else self._adapters[adapter]
+            sampled = stub_token(int(slot.context_lens[index]), int(slot.rows[index]), content)
             slot.sampled_ids[index] = sampled if slot.do_sample[index] else -1
             slot.sampled_logit[index] = sampled / 2
             slot.logsumexp[index] = sampled
@@ -141,6 +152,12 @@ class StubRunner:
                 slot.top_ids[index * 32 + place] = place
                 slot.top_logits[index * 32 + place] = -place
         return StepCost(11 + self._member, 22 * self._answers)
+
+    def load_adapter(self, slot: int, name: str, num_bytes: int) -> None:
+        content = AdapterMemory.attach(name, num_bytes, np.uint8).read(0, num_bytes)
+        if content.startswith(BAD_ADAPTER):
+            raise AgentError("the adapter is made of cheese")
+        self._adapters[slot] = content
 
     def run_moves(self, slot: StepSlot) -> StepCost:
         if BAD_BLOCK in slot.moves[1 : 3 * slot.num_moves : 3].tolist() and not self._answers:

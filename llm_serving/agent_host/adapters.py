@@ -1,0 +1,187 @@
+"""Loads LoRA adapters into the agents of a node. Their bytes come from the cache of the node, or from the server.
+
+A thread reads and writes the files of the cache, so no step waits for a disk. One adapter is loaded at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from llm_serving.agent_host.adapter_cache import AdapterCache
+from llm_serving.cluster import messages as link
+from llm_serving.config import Config
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.adapters import AdapterMemory
+from llm_serving.ipc.messages import AdapterLoad
+from llm_serving.lora.loading import largest_memory_bytes
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """An adapter from the server's message until all agents have replied."""
+
+    wanted: link.LoadAdapter
+    memory: AdapterMemory | None = None
+    error: str = ""
+    is_whole: bool = False
+    num_received: int = 0
+    hash: Any = field(default_factory=hashlib.sha256)
+    """SHA-256 of the received bytes."""
+
+
+class NodeAdapters:
+    """The adapters of one run of the agents.
+
+    ``descriptor`` becomes readable when ``proceed`` must be called. ``ask`` sends a message to the server, and ``load``
+    sends one to all agents. ``fail`` reports an adapter message (its number and its slot) that failed with an error.
+    ``note`` writes a line to the log.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cache: AdapterCache,
+        ask: Callable[[link.WantAdapter], None],
+        load: Callable[[AdapterLoad], None],
+        fail: Callable[[int, int, str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._cache, self._ask, self._load, self._fail, self._note = cache, ask, load, fail, note
+        self._max_bytes = largest_memory_bytes(config)
+        self._max_adapters = config.lora_config.max_adapters
+        self._num_agents = config.parallel_config.group_size
+        self._waiting: deque[_Adapter] = deque()
+        """The adapters that are not loaded yet. The first one is being prepared."""
+        self._loading: dict[int, tuple[AdapterMemory, int]] = {}
+        """The memory of each adapter that the agents load, and the number of missing replies, by message number."""
+        self._prepared: deque[_Adapter] = deque()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+        self._thread.start()
+
+    def begin(self, wanted: link.LoadAdapter) -> None:
+        """Begins to load an adapter after those before it. Raises ProtocolError if it is too large for the model, or
+        if too many adapters wait.
+        """
+        if wanted.num_bytes > self._max_bytes:
+            raise ProtocolError(
+                f"the server sends an adapter of {wanted.num_bytes} bytes; the largest of this model has at most "
+                f"{self._max_bytes}"
+            )
+        if len(self._waiting) >= self._max_adapters:
+            raise ProtocolError(f"the server loads more than {self._max_adapters} adapters at the same time")
+        self._waiting.append(_Adapter(wanted))
+        if len(self._waiting) == 1:
+            self._prepare_first()
+
+    def receive(self, part: link.AdapterPart) -> None:
+        """Takes the next bytes of the adapter that the server sends. Raises ProtocolError if other bytes are expected,
+        or if the digest of the whole adapter is wrong.
+        """
+        adapter = self._waiting[0] if self._waiting else None
+        if adapter is None or adapter.memory is None or adapter.wanted.seq != part.seq:
+            raise ProtocolError(f"the server sent bytes of adapter message {part.seq}, which the node did not ask for")
+        end = part.begin + len(part.data)
+        if part.begin != adapter.num_received or end > adapter.memory.num_bytes:
+            raise ProtocolError(
+                f"the server sent bytes {part.begin} to {end} of an adapter; {adapter.num_received} of "
+                f"{adapter.memory.num_bytes} have arrived"
+            )
+        adapter.memory.write(part.begin, part.data)
+        adapter.hash.update(part.data)
+        adapter.num_received = end
+        if end == adapter.memory.num_bytes:
+            if adapter.hash.digest() != adapter.wanted.digest:
+                raise ProtocolError(f"the bytes of adapter message {part.seq} have another digest than announced")
+            self._jobs.put(partial(self._keep, adapter.memory, adapter.wanted.digest))
+            self._load_first(adapter, adapter.memory)
+        elif end % link.PIECE_BYTES == 0:
+            self._ask_for_piece(adapter)
+
+    def proceed(self) -> None:
+        """Continues with the adapter whose look-up in the cache has ended."""
+        os.eventfd_read(self.descriptor)
+        while self._prepared:
+            adapter = self._prepared.popleft()
+            if adapter.memory is None:
+                self._waiting.popleft()
+                self._fail(adapter.wanted.seq, adapter.wanted.slot, adapter.error)
+                self._prepare_first()
+            elif adapter.is_whole:
+                self._load_first(adapter, adapter.memory)
+            else:
+                self._ask_for_piece(adapter)
+
+    def note_reply(self, seq: int) -> None:
+        """Records that one agent has replied to adapter message ``seq``. After the last reply, frees the memory.
+
+        Raises ProtocolError if the agent has no adapter to load.
+        """
+        if seq not in self._loading:
+            raise ProtocolError(f"an agent has loaded adapter message {seq}, which it did not get")
+        memory, num_missing = self._loading.pop(seq)
+        if num_missing > 1:
+            self._loading[seq] = (memory, num_missing - 1)
+        else:
+            memory.close()
+
+    def close(self) -> None:
+        """Ends the thread and removes the memory of all adapters."""
+        self._jobs.put(None)
+        self._thread.join()
+        os.close(self.descriptor)
+        for adapter in self._waiting:
+            if adapter.memory is not None:
+                adapter.memory.close()
+        for memory, _ in self._loading.values():
+            memory.close()
+
+    def _prepare_first(self) -> None:
+        if self._waiting:
+            self._jobs.put(partial(self._look_up, self._waiting[0]))
+
+    def _load_first(self, adapter: _Adapter, memory: AdapterMemory) -> None:
+        """Lets the agents load the first adapter, and begins with the next one."""
+        wanted = adapter.wanted
+        self._waiting.popleft()
+        self._loading[wanted.seq] = (memory, self._num_agents)
+        seq, slot = wanted.seq, wanted.slot
+        self._load(AdapterLoad(seq=seq, adapter_slot=slot, shm_name=memory.name, num_bytes=memory.num_bytes))
+        self._prepare_first()
+
+    def _ask_for_piece(self, adapter: _Adapter) -> None:
+        begin = adapter.num_received
+        num_bytes = min(link.PIECE_BYTES, adapter.wanted.num_bytes - begin)
+        self._ask(link.WantAdapter(adapter.wanted.seq, begin, num_bytes))
+
+    # The following methods run in the thread.
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _look_up(self, adapter: _Adapter) -> None:
+        """Creates the memory of an adapter, and fills it from the cache if the cache has the adapter."""
+        try:
+            adapter.memory = AdapterMemory.create_empty(adapter.wanted.num_bytes)
+            adapter.is_whole = self._cache.fill(adapter.memory, adapter.wanted.digest)
+        except OSError as error:
+            adapter.error = f"/dev/shm of the node has no room for {adapter.wanted.num_bytes} bytes of an adapter: "
+            adapter.error += str(error.strerror)
+        self._prepared.append(adapter)
+        os.eventfd_write(self.descriptor, 1)
+
+    def _keep(self, memory: AdapterMemory, digest: bytes) -> None:
+        try:
+            self._cache.keep(memory, digest)
+        except OSError as error:
+            self._note(f"an adapter is not kept for later starts: {error}")
