@@ -13,7 +13,6 @@ log-probabilities as the response for the computed session.
 from __future__ import annotations
 
 import argparse
-import http.client
 import random
 import re
 import time
@@ -23,8 +22,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import orjson
-
+from performance.bench.completion import REQUEST_TIMEOUT_S, complete
 from performance.load.endpoint import Endpoint
 from performance.load.server_process import configured_server
 from performance.program import LoadTestError, exits_with_errors, new_parser, parse_count, positive, write_json
@@ -33,7 +31,6 @@ from performance.terminal import format_table
 GOALS = {"memory": 8.0, "ssd": 4.0}
 BLOCK_TOKENS = 16
 FIRST_TOKEN = 10
-REQUEST_TIMEOUT_S = 600.0
 WRITE_TIMEOUT_S = 60.0
 
 Answers = dict[int, Any]
@@ -110,18 +107,7 @@ def _prompt(options: argparse.Namespace, number: int) -> list[int]:
 def _ask(server: Endpoint, prompt: list[int]) -> Any:
     """Generates one token for a prompt. Returns ``choices[0]`` of the response."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1, "return_token_ids": True}
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=REQUEST_TIMEOUT_S)
-    try:
-        connection.request("POST", "/v1/completions", orjson.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        content = orjson.loads(response.read())
-    except (OSError, http.client.HTTPException) as error:
-        raise TierBenchmarkError(f"the server did not respond: {error}") from error
-    finally:
-        connection.close()
-    if response.status != http.client.OK:
-        raise TierBenchmarkError(f"the server refused a request: {content}")
-    return content["choices"][0]
+    return complete(server, body)
 
 
 def _timed(server: Endpoint, options: argparse.Namespace, number: int, answers: Answers) -> float:

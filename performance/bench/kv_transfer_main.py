@@ -4,15 +4,16 @@
    checksums. The rate is compared with a plain copy of the same blocks by the same threads (memcpy). As in a server,
    the blocks are scattered in the caches, and the pool is in /dev/shm. The rate of copying one large buffer is printed
    for comparison.
-2. Transfers over the loopback address: ``TcpTransport`` compared with a bare socket that sends the same bytes.
+2. Transfers over the loopback address: ``TcpTransport`` compared with a bare socket that sends the same bytes. The part
+   ``tls`` is the same with TLS 1.3 on both sides, as between nodes: a bare TLS socket has the same settings.
 3. Time between tokens of streams of short prompts, alone and while long prompts arrive. The same server has a prefill
    and a decode replica. For comparison, two replicas without roles get the same requests.
 
-Rates of parts 1 and 2 are medians of rounds that alternate. Goals: 0.4 of memcpy, 0.7 of a bare socket, and a p99 of at
-most 1.3 times the p99 without long prompts.
+Rates of parts 1 and 2 are medians of rounds that alternate. Goals: 0.4 of memcpy, 0.7 of a bare socket with or without
+TLS, and a p99 of at most 1.3 times the p99 without long prompts.
 
     python performance/bench_kv_transfer.py
-    python performance/bench_kv_transfer.py --parts copy tcp
+    python performance/bench_kv_transfer.py --parts copy tcp tls
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import http.client
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ import orjson
 
 from agent.kernels import BlockCopies, BlockHandOvers, num_threads, set_threads
 from agent.weights.storage import zeros
+from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.handover.header import HEADER_BYTES
 from llm_serving.handover.transport import Array, PoolReceiver, TcpTransport
 from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
@@ -44,7 +47,8 @@ from performance.load.server_process import configured_server
 from performance.program import LoadTestError, exits_with_errors, new_parser, parse_count, positive, write_json
 from performance.terminal import format_table
 
-GOALS = {"copy": 0.4, "tcp": 0.7, "tokens": 1.3}
+GOALS = {"copy": 0.4, "tcp": 0.7, "tls": 0.7, "tokens": 1.3}
+PARTS = tuple(GOALS)
 STORED_HEADER_BYTES = 64
 GIGA = 1e9
 CHUNK = 1 << 20
@@ -74,13 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "copy" in options.parts:
         results |= _copies(options)
     if "tcp" in options.parts:
-        results |= _transfers(options)
+        results |= _transfers(options, "tcp", None)
+    if "tls" in options.parts:
+        with TemporaryDirectory(prefix="kv-transfer-") as folder:
+            path = Path(folder) / "cluster.key"
+            make_key(path)
+            results |= _transfers(options, "tls", ClusterKey(str(path)))
     if "tokens" in options.parts:
         results |= _token_times(options)
     write_json(options.json, results)
     missed = [
         *(["copy"] if results.get("copy_ratio", 1.0) < GOALS["copy"] else []),
-        *(["tcp"] if results.get("tcp_ratio", 1.0) < GOALS["tcp"] else []),
+        *(part for part in ("tcp", "tls") if results.get(f"{part}_ratio", 1.0) < GOALS[part]),
         *(["tokens"] if results.get("roles_ratio", 1.0) > GOALS["tokens"] else []),
     ]
     print(f"goals missed: {', '.join(missed)}" if missed else "all goals are reached")
@@ -89,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=("copy", "tcp", "tokens"), default=["copy", "tcp", "tokens"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--arrays", type=parse_count, default=60, help="arrays of the KV cache (default 60: 30 layers)")
     parser.add_argument("--part-bytes", type=parse_count, default=6144, help="bytes of a block in an array (6144)")
     parser.add_argument("--blocks", type=parse_count, default=128, help="blocks of a hand-over (default 128)")
@@ -192,17 +201,20 @@ def _alternate(actions: dict[str, Callable[[], None]], rounds: int) -> dict[str,
 # Transfers
 
 
-def _transfers(options: argparse.Namespace) -> Results:
-    """Compares a transfer between two pools over the loopback address with a bare socket."""
+def _transfers(options: argparse.Namespace, part: str, key: ClusterKey | None) -> Results:
+    """Compares a transfer between two pools over the loopback address with a bare socket.
+
+    Both use TLS with ``key``, or no TLS if it is None.
+    """
     count, block_bytes = options.blocks, options.arrays * options.part_bytes
     source, target = _Pool(count, block_bytes), _Pool(count, block_bytes)
     source.blocks[:] = np.random.default_rng(0).integers(0, 256, source.blocks.shape, np.uint8)
     source.headers[:] = 7
     secret, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0))
     receiver = PoolReceiver([target], secret)
-    transport = TcpTransport([source], lambda: socket.create_connection(listener.getsockname()), secret)
-    threading.Thread(target=lambda: receiver.serve(listener.accept()[0]), daemon=True).start()
-    bare = _BareSocket(count * block_bytes)
+    transport = TcpTransport([source], lambda: _connected(listener.getsockname(), key), secret)
+    threading.Thread(target=lambda: receiver.serve(_accepted(listener, key)), daemon=True).start()
+    bare = _BareSocket(count * block_bytes, key)
     ended: Queue[Any] = Queue()
 
     def send() -> None:
@@ -222,23 +234,34 @@ def _transfers(options: argparse.Namespace) -> Results:
     num_bytes = count * block_bytes
     rates = {name: num_bytes / one / GIGA for name, one in seconds.items()}
     ratio = rates["TcpTransport"] / rates["bare socket"]
-    print(f"transfers of {num_bytes / 1e6:.1f} MB over the loopback address")
+    print(f"transfers of {num_bytes / 1e6:.1f} MB over the loopback address" + (", TLS 1.3" if key is not None else ""))
     rows = [[name, f"{rate:.2f}", f"{rate / rates['bare socket']:.2f}"] for name, rate in rates.items()]
     print(format_table(["transfer", "GB/s", "of a bare socket"], rows))
-    return {"socket_gb_s": rates["bare socket"], "tcp_gb_s": rates["TcpTransport"], "tcp_ratio": ratio}
+    name = "socket" if key is None else "tls_socket"
+    return {f"{name}_gb_s": rates["bare socket"], f"{part}_gb_s": rates["TcpTransport"], f"{part}_ratio": ratio}
+
+
+def _connected(address: Any, key: ClusterKey | None) -> socket.socket:
+    plain = socket.create_connection(address)
+    return plain if key is None else key.blocks.wrap_socket(plain)
+
+
+def _accepted(listener: socket.socket, key: ClusterKey | None) -> socket.socket:
+    plain, _ = listener.accept()
+    return plain if key is None else key.server.wrap_socket(plain, server_side=True)
 
 
 class _BareSocket:
     """A connection whose other end receives into one buffer, and replies with a byte when it is full."""
 
-    def __init__(self, num_bytes: int) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        self._sender = socket.create_connection(listener.getsockname())
-        self._receiver, _ = listener.accept()
-        listener.close()
+    def __init__(self, num_bytes: int, key: ClusterKey | None) -> None:
+        self._listener, self._key = socket.create_server(("127.0.0.1", 0)), key
         self._data, self._received = bytes(num_bytes), bytearray(num_bytes)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
+        self._sender = _connected(self._listener.getsockname(), key)
+        if isinstance(self._sender, ssl.SSLSocket) and self._sender.version() != "TLSv1.3":
+            raise TransferBenchmarkError(f"the bare socket uses {self._sender.version()} instead of TLS 1.3")
 
     def send(self) -> None:
         self._sender.sendall(self._data)
@@ -247,17 +270,18 @@ class _BareSocket:
     def close(self) -> None:
         self._sender.close()
         self._thread.join()
-        self._receiver.close()
+        self._listener.close()
 
     def _serve(self) -> None:
-        while True:
-            view = memoryview(self._received)
-            while view.nbytes:
-                count = self._receiver.recv_into(view)
-                if not count:
-                    return
-                view = view[count:]
-            self._receiver.sendall(b"!")
+        with _accepted(self._listener, self._key) as receiver:
+            while True:
+                view = memoryview(self._received)
+                while view.nbytes:
+                    count = receiver.recv_into(view)
+                    if not count:
+                        return
+                    view = view[count:]
+                receiver.sendall(b"!")
 
 
 # Time between tokens

@@ -73,6 +73,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/bench_speculation.py",
         "performance/bench_lora.py",
         "performance/bench_kv_tiers.py",
+        "performance/bench_kv_tier_cost.py",
         "performance/bench_kv_transfer.py",
         "performance/bench_memory.py",
         "performance/bench_models.py",
