@@ -28,8 +28,8 @@ class NodeTiles:
         end, tile_bytes = part.begin + len(part.data), layout.tile_pixels * 3
         if part.place >= layout.num_places or end > tile_bytes:
             raise ProtocolError(
-                f"the server sent bytes {part.begin} to {end} of tile {part.place}; there are {layout.num_places} tiles "
-                f"of at most {tile_bytes} bytes"
+                f"the server sent bytes {part.begin} to {end} of tile {part.place}; there are {layout.num_places} "
+                f"tiles of at most {tile_bytes} bytes"
             )
         self.memory.pixels[part.place].reshape(-1)[part.begin : end] = np.frombuffer(part.data, np.uint8)
 
