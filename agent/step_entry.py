@@ -9,7 +9,7 @@ from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
 from agent.model_loading import LoadedModel
 from agent.step_inputs import StepInputs
-from agent.vision.rotary_rows import RotaryRows
+from agent.vision.rotary_rows import RotaryPositions, rotary_positions_of
 from agent.vision.rows import ImageRows
 from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.config import Config
@@ -40,8 +40,8 @@ class StepEntry:
             shape = (config.max_num_batched_tokens, config.shape.hidden_size)
             self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
         self._images: ImageRows | None = None
-        self._rotary: RotaryRows | None = None
-        """Fills the rotary rows in later stages of a pipeline. None in the first stage."""
+        self._rotary: RotaryPositions | None = None
+        """Computes rotary positions in later stages of a pipeline. None in the first stage."""
 
     def load(self, model: LoadedModel, tiles: TileMemory | None) -> bool:
         """Prepares this object for images if ``model`` reads images. Returns False if the model reads only text.
@@ -50,8 +50,8 @@ class StepEntry:
         """
         if model.ops.takes_rows:
             self._images = ImageRows.load(self._config, model, tiles)
-        elif model.ops.rotary_rows is not None:
-            self._rotary = RotaryRows(self._config, model.ops.rotary_rows)
+        else:
+            self._rotary = rotary_positions_of(self._config, model.ops)
         return self._images is not None or self._rotary is not None
 
     def warm_up(self) -> None:
@@ -87,8 +87,8 @@ class StepEntry:
         return self._images.embedded(inputs) if slot is None else self._images.entry(slot, inputs)
 
     def _fill_rotary(self, inputs: StepInputs, slot: StepSlot | None) -> None:
-        """Fills the rotary rows of a later stage, if the model reads images."""
+        """Gives the graph of a later stage the rotary positions, if the model reads images."""
         if self._rotary is not None and slot is None:
-            self._rotary.gather(inputs)
+            self._rotary.refresh(inputs)
         elif self._rotary is not None and slot is not None:
             self._rotary.fill(slot, inputs)

@@ -26,6 +26,15 @@ from llm_serving.sampling_params import MAX_TOP_LOGITS
 Int32Array = npt.NDArray[np.int32]
 
 
+NUM_ROTARY_DIMENSIONS = 3
+"""Dimensions of a rotary position: time, row and column."""
+
+
+def no_rotary_positions() -> Int32Array:
+    """Returns the rotary positions of a step whose positions have one dimension."""
+    return np.zeros((0, NUM_ROTARY_DIMENSIONS), np.int32)
+
+
 def no_state_moves() -> Int32Array:
     """Returns the state moves of a step that has none."""
     return np.zeros((0, STATE_MOVE_WIDTH), np.int32)
@@ -59,6 +68,17 @@ class StepInputs:
     """Whether every sequence starts at position 0."""
     state_moves: Int32Array = field(default_factory=no_state_moves)
     """[state moves, 3]: entry of the step, number of its tokens, snapshot. Empty for most steps. See ``ipc.shm``."""
+    rotary_positions: Int32Array = field(default_factory=no_rotary_positions)
+    """[tokens, 3]: time, row and column of each token. Empty unless the graph reads rotary positions
+    (``OpTable.reads_rotary_positions``). ``agent.vision.rotary_rows`` fills them.
+    """
+
+    @property
+    def graph_positions(self) -> Int32Array:
+        """The graph's input ``positions``: ``positions`` [tokens], or [4, tokens] with the rotary positions below."""
+        if not self.rotary_positions.size:
+            return self.positions
+        return np.concatenate([self.positions[None], self.rotary_positions.T])
 
     def copy(self) -> StepInputs:
         """Returns a copy of the inputs in new memory, which no later step overwrites."""
@@ -94,6 +114,8 @@ class StepReader:
         directly.
         """
         self._state_moves = np.zeros(limits.max_state_moves * STATE_MOVE_WIDTH, np.int32)
+        rotary_rows = limits.max_tokens if config.reads_rotary_positions else 0
+        self._rotary_positions = np.zeros((rotary_rows, NUM_ROTARY_DIMENSIONS), np.int32)
         self._sizes = (0, 0, 0, False, 0)
         self._inputs = self._views(*self._sizes)
 
@@ -129,6 +151,7 @@ class StepReader:
             *(buffers.query_lens, buffers.context_lens, buffers.rows),
         ):
             array[0] = array[index]
+        self._rotary_positions[:1] = self._rotary_positions[index : index + 1]
         buffers.block_tables[:width] = buffers.block_tables[index * width : (index + 1) * width].copy()
         buffers.last_tokens[0] = buffers.sampled_tokens[0] = 0
         buffers.counts[:3] = 1, 1, width
@@ -154,6 +177,7 @@ class StepReader:
             adapters=buffers.counts[ADAPTERS : ADAPTERS + tokens if self._max_adapters else 0],
             whole_prompts=whole_prompts,
             state_moves=self._state_moves[: num_state_moves * STATE_MOVE_WIDTH].reshape(-1, STATE_MOVE_WIDTH),
+            rotary_positions=self._rotary_positions[:tokens],
         )
 
     def _copy_of(self, slot: StepSlot) -> StepCopy:

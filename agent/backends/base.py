@@ -113,6 +113,10 @@ class OpTable(ABC):
         """[tokens, rotary width] each: the cosines and sines of a step's tokens, if the agent gathers them itself.
         Otherwise None.
         """
+        self.reads_rotary_positions = False
+        """True if the graph's input ``positions`` is [4, tokens]: the position of each token in its sequence, then the
+        three dimensions of its rotary position. Otherwise ``positions`` is [tokens], and both are equal.
+        """
         self.num_taps = 0
         """Number of operators that ``tap`` has made. The graph has one more output for each of them."""
 
@@ -371,8 +375,8 @@ class OpTable(ABC):
 
     @abstractmethod
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
-        """Returns an operator: positions [tokens] -> a tuple of tensors, which ``attention`` takes as its argument
-        ``rotary``.
+        """Returns an operator: the graph's input ``positions`` -> a tuple of tensors, which ``attention`` takes as its
+        argument ``rotary``.
 
         The model runs this operator once in each step. ``cos`` and ``sin`` are float32 [positions, head_size], and each
         row contains its angles twice. ``window`` is the attention window of the layers that have a window. 0 means that
@@ -380,7 +384,7 @@ class OpTable(ABC):
         """
 
     def chunk_mask(self) -> Operator | None:
-        """Returns an operator: positions [tokens] -> the attention mask of a step with parts of prompts.
+        """Returns an operator: the graph's input ``positions`` -> the attention mask of a step with parts of prompts.
 
         The model runs this operator once in each of these steps. Returns None if the device's ``attention`` needs no
         mask.

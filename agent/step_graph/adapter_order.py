@@ -50,10 +50,12 @@ class AdapterOrder:
         self._tokens = tokens
         last_tokens = np.empty_like(ends)
         last_tokens[order] = ends - 1
+        rotary = inputs.rotary_positions
         ordered = replace(
             inputs,
             token_ids=inputs.token_ids[tokens],
             positions=inputs.positions[tokens],
+            rotary_positions=rotary[tokens] if rotary.size else rotary,
             slot_mapping=inputs.slot_mapping[tokens],
             adapters=inputs.adapters[tokens],
             block_tables=inputs.block_tables[order],

@@ -26,7 +26,7 @@ from agent.step_graph.dynamic_cell import GraphKind, dynamic_step, gathers_block
 from agent.step_graph.interface import Operators, StepGraph, empty_entry
 from agent.step_graph.replay.native import NativeReplays
 from agent.step_graph.step_blocks import StepBlocks
-from agent.step_inputs import Int32Array, StepInputs
+from agent.step_inputs import NUM_ROTARY_DIMENSIONS, Int32Array, StepInputs
 from agent.weights.storage import Array
 from llm_serving.ipc.shm import NO_ADAPTER, PADDING_SLOT, SlotLimits
 
@@ -65,6 +65,7 @@ class DynamicStepGraph(StepGraph):
     ) -> None:
         self._part, self._hooks, self._fuses = ops.part, ops.hooks, fuses
         self._has_taps = ops.num_taps > 0
+        self._reads_rotary_positions = ops.reads_rotary_positions
         self._tapped: tuple[OnDevice, ...] = ()
         assert not (step_blocks and decode_sizes), "captured launches have one size, and lists of blocks have any size"
         self._step_blocks = step_blocks
@@ -111,6 +112,7 @@ class DynamicStepGraph(StepGraph):
             fuses=self._fuses,
             max_blocks=self._step_blocks.most if kind in self._gathering and self._step_blocks is not None else 0,
             adapter_order=self._adapter_order,
+            reads_rotary_positions=self._reads_rotary_positions,
         )
 
     def operators(self) -> Mapping[str, Operators]:
@@ -123,10 +125,10 @@ class DynamicStepGraph(StepGraph):
 
     def compile(self) -> None:
         """Compiles every graph with a step of one padding token. Records the launches of graphs that are replayed."""
-        zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+        zero, one, num_rotary = np.zeros(1, np.int32), np.ones(1, np.int32), int(self._reads_rotary_positions)
         inputs = StepInputs(
             zero, zero, zero + PADDING_SLOT, zero.reshape(1, 1), one, one, zero, zero, zero, zero + NO_ADAPTER,
-            whole_prompts=False,
+            whole_prompts=False, rotary_positions=np.zeros((num_rotary, NUM_ROTARY_DIMENSIONS), np.int32),
         )  # fmt: skip
         for kind, graph in self._graphs.items():
             if isinstance(self._model, TakesForms):
@@ -214,7 +216,7 @@ class DynamicStepGraph(StepGraph):
             query_lens[: inputs.query_lens.size] = inputs.query_lens
         arrays = (
             entry,
-            inputs.positions,
+            inputs.graph_positions,
             inputs.last_tokens,
             inputs.slot_mapping,
             self._tables(kind, inputs.block_tables),
@@ -263,6 +265,7 @@ def _padded_decode(
     padded = replace(
         inputs,
         positions=longer(inputs.positions, 0),
+        rotary_positions=np.pad(inputs.rotary_positions, ((0, rows * (inputs.rotary_positions.size > 0)), (0, 0))),
         slot_mapping=longer(inputs.slot_mapping, PADDING_SLOT),
         block_tables=tables,
         context_lens=longer(inputs.context_lens, 1),

@@ -14,6 +14,7 @@ from agent.backends.base import OpTable
 from agent.device_sampling.cells import BestTokens
 from agent.layers.parameter import MINDSPORE_DTYPES
 from agent.run_ahead.cells import InsertIds
+from agent.step_inputs import NUM_ROTARY_DIMENSIONS
 
 _VECTOR = (None,)
 _MATRIX = (None, None)
@@ -64,11 +65,12 @@ def dynamic_step(
     entry = vector
     if ops.part is not None and not ops.embeds:
         entry = Tensor(shape=(None, ops.part.whole.hidden_size), dtype=MINDSPORE_DTYPES[ops.dtype])
+    positions = _int32((1 + NUM_ROTARY_DIMENSIONS, None)) if ops.reads_rotary_positions else vector
     inserted = (vector, vector, vector) if ops.inserts_ids else ()
     blocks = (vector,) if gathers else ()
     groups = ops.num_adapter_groups
     adapter_rows = (Tensor(shape=(groups,), dtype=ms.int64),) if groups else ()
-    cell.set_inputs(entry, vector, vector, vector, matrix, vector, query_lens, *blocks, *adapter_rows, *inserted)
+    cell.set_inputs(entry, positions, vector, vector, matrix, vector, query_lens, *blocks, *adapter_rows, *inserted)
     return cell
 
 
@@ -83,7 +85,7 @@ class _DynamicStep(nn.Cell):
     of the inputs alone. Therefore only one graph may be named ``increment`` if MindSpore captures launches.
 
     In a later pipeline stage, ``token_ids`` is the residual stream of the previous stage. If the model reads images, it
-    is the embeddings of the tokens and the rows of the images.
+    is the embeddings of the tokens and the rows of the images. ``StepInputs.graph_positions`` describes ``positions``.
     """
 
     def __init__(
@@ -211,5 +213,5 @@ _STEPS = {
 """The class of the outermost Cell. The key is (whether the graph gathers blocks, whether it has LoRA adapters)."""
 
 
-def _int32(shape: tuple[None, ...]) -> Tensor:
+def _int32(shape: tuple[int | None, ...]) -> Tensor:
     return Tensor(shape=shape, dtype=ms.int32)

@@ -8,72 +8,125 @@ with each step.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from abc import ABC, abstractmethod
 
+import numpy as np
+
+from agent.backends.base import OpTable
 from agent.layers.rotary import rotary_tables
-from agent.step_inputs import StepInputs, check_range
+from agent.step_inputs import NUM_ROTARY_DIMENSIONS, Int32Array, StepInputs, check_range
 from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import StepSlot
-from llm_serving.ipc.tiles import read_tiles
+from llm_serving.ipc.tiles import StepTile, read_tiles
 
 
-class RotaryRows:
-    """Gathers the cosines and sines of the tokens of each step from the tables of all positions."""
+class RotaryPositions(ABC):
+    """Computes the rotary positions of the tokens of each step, and gives them to the graph."""
 
-    def __init__(self, config: Config, out: tuple[Array, Array]) -> None:
-        """``out`` has two arrays [tokens of the largest step, rotary width], which the graph reads."""
+    def __init__(self, config: Config) -> None:
         self._num_positions = config.max_model_len
-        self._tables = rotary_tables(config.shape, self._num_positions)
-        self._out = out
         assert config.shape.vision is not None, "only images have positions with three dimensions"
         self._row_edge = config.shape.vision.row_edge
-        sections = np.repeat(np.arange(3), config.shape.rotary_sections)
-        self._dimensions = np.concatenate([sections, sections])
-        """The dimension of positions to which each element of a head belongs."""
 
     def fill(self, slot: StepSlot, inputs: StepInputs) -> None:
-        """Fills the rows of cosines and sines of a step, and replaces its positions by rotary positions.
+        """Gives the graph the rotary positions of a step.
 
         The tiles of ``slot`` must have been checked before, by ``ImageRows`` or by the first stage of a pipeline.
         Raises ProtocolError if a position is not valid.
         """
-        self.shift(slot, inputs)
-        self.gather(inputs)
+        positions = self._shifted(slot, inputs)
+        self._take_text(inputs, positions)
         for tile in read_tiles(slot.tiles, slot.num_tiles):
-            numbers = np.arange(tile.first, tile.first + tile.rows, dtype=np.int32)
-            cells = np.stack(np.divmod(numbers, np.int32(tile.width // self._row_edge)), axis=1)
-            self.place(tile.token, int(inputs.positions[tile.token]) - tile.first, cells)
+            self._take_tile(inputs, tile.token, self._positions_of(tile, int(positions[tile.token]) - tile.first))
 
-    def shift(self, slot: StepSlot, inputs: StepInputs) -> None:
-        """Replaces the positions of a step by rotary positions. Raises ProtocolError if a rotary position would be
-        negative.
+    @abstractmethod
+    def refresh(self, inputs: StepInputs) -> None:
+        """Gives the graph the rotary positions again, for some sequences of the step that ``fill`` got last.
 
-        The tokens of an image get the positions that text tokens would have. ``place`` later overwrites their rows.
+        The step has no images.
+        """
+
+    @abstractmethod
+    def _take_text(self, inputs: StepInputs, positions: Int32Array) -> None:
+        """Takes ``positions`` [tokens]: the rotary positions that all tokens would have if they were text."""
+
+    @abstractmethod
+    def _take_tile(self, inputs: StepInputs, token: int, positions: Int32Array) -> None:
+        """Takes ``positions`` [rows of a tile, 3] for the tokens from index ``token`` on."""
+
+    def _shifted(self, slot: StepSlot, inputs: StepInputs) -> Int32Array:
+        """Returns the rotary positions that all tokens would have if they were text.
+
+        Raises ProtocolError if a rotary position would be negative.
         """
         shifts = slot.position_shifts[: inputs.positions.size]
         check_range("position_shifts", shifts, 0, self._num_positions)
         if (shifts > inputs.positions).any():
             raise ProtocolError("a step's position_shifts holds a number above the position of its token")
-        np.subtract(inputs.positions, shifts, out=inputs.positions)
+        shifted: Int32Array = inputs.positions - shifts
+        return shifted
 
-    def gather(self, inputs: StepInputs) -> None:
-        """Fills the rows of cosines and sines for all tokens of a step. ``shift`` must have replaced the positions."""
+    def _positions_of(self, tile: StepTile, time: int) -> Int32Array:
+        """Returns the rotary positions of a tile's tokens, [rows, 3]. ``time`` is the rotary position of its image.
+
+        Raises ProtocolError if a position exceeds the tables.
+        """
+        numbers = np.arange(tile.first, tile.first + tile.rows, dtype=np.int32)
+        rows, columns = np.divmod(numbers, np.int32(tile.width // self._row_edge))
+        positions: Int32Array = np.stack([np.zeros_like(rows), rows, columns], axis=1) + np.int32(time)
+        check_range("positions of images", positions, 0, self._num_positions)
+        return positions
+
+
+class GraphRotaryPositions(RotaryPositions):
+    """Gives the graph the positions. The graph then gathers cosines and sines (``StepInputs.rotary_positions``)."""
+
+    def refresh(self, inputs: StepInputs) -> None:
+        del inputs  # the reader of the step has kept the positions
+
+    def _take_text(self, inputs: StepInputs, positions: Int32Array) -> None:
+        inputs.rotary_positions[:] = positions[:, None]
+
+    def _take_tile(self, inputs: StepInputs, token: int, positions: Int32Array) -> None:
+        inputs.rotary_positions[token : token + len(positions)] = positions
+
+
+class RotaryRows(RotaryPositions):
+    """Gathers the cosines and sines of the tokens from the tables of all positions, for a graph that reads them.
+
+    Replaces the positions of a step by rotary positions. The tokens of an image get the positions that text tokens
+    would have.
+    """
+
+    def __init__(self, config: Config, out: tuple[Array, Array]) -> None:
+        """``out`` has two arrays [tokens of the largest step, rotary width], which the graph reads."""
+        super().__init__(config)
+        self._tables = rotary_tables(config.shape, self._num_positions)
+        self._out = out
+        sections = np.repeat(np.arange(NUM_ROTARY_DIMENSIONS), config.shape.rotary_sections)
+        self._dimensions = np.concatenate([sections, sections])
+        """The dimension of positions to which each element of a head belongs."""
+
+    def refresh(self, inputs: StepInputs) -> None:
         for table, out in zip(self._tables, self._out, strict=True):
             # The positions have been checked. With a mode other than "clip", NumPy would first write to a copy of
             # ``out``.
             np.take(table, inputs.positions, axis=0, out=out[: inputs.positions.size], mode="clip")
 
-    def place(self, token: int, time: int, cells: npt.NDArray[np.int32]) -> None:
-        """Fills the rows of cosines and sines for the tokens of an image, from index ``token`` on.
+    def _take_text(self, inputs: StepInputs, positions: Int32Array) -> None:
+        inputs.positions[:] = positions
+        self.refresh(inputs)
 
-        ``time`` is the rotary position of the image. ``cells`` [tokens, 2] has the row and the column of each token in
-        the image. Raises ProtocolError if a position exceeds the tables.
-        """
-        positions = np.concatenate([np.full((len(cells), 1), time, np.int32), time + cells], axis=1)
-        check_range("positions of images", positions, 0, self._num_positions)
+    def _take_tile(self, inputs: StepInputs, token: int, positions: Int32Array) -> None:
         numbers = positions[:, self._dimensions]
         for table, out in zip(self._tables, self._out, strict=True):
-            out[token : token + len(cells)] = np.take_along_axis(table, numbers, axis=0)
+            out[token : token + len(positions)] = np.take_along_axis(table, numbers, axis=0)
+
+
+def rotary_positions_of(config: Config, ops: OpTable) -> RotaryPositions | None:
+    """Makes the object that gives rotary positions to the graph of ``ops``. None if positions have one dimension."""
+    if ops.reads_rotary_positions:
+        return GraphRotaryPositions(config)
+    return None if ops.rotary_rows is None else RotaryRows(config, ops.rotary_rows)

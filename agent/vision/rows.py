@@ -15,7 +15,7 @@ from agent.vision.arithmetic import rounded
 from agent.vision.encoder import Encoder
 from agent.vision.names import vision_specs
 from agent.vision.qwen_encoder import QwenEncoder
-from agent.vision.rotary_rows import RotaryRows
+from agent.vision.rotary_rows import RotaryPositions, rotary_positions_of
 from agent.weights import Packing, load_weights, open_weights
 from agent.weights.layout import WeightSpec
 from agent.weights.storage import Array, allocate
@@ -40,12 +40,12 @@ class ImageRows:
         table: Array,
         out: Array,
         tiles: TileMemory,
-        rotary: RotaryRows | None = None,
+        rotary: RotaryPositions | None = None,
     ) -> None:
         """``table`` [vocabulary, hidden size] has the embeddings of the tokens.
 
-        ``out`` [tokens of the largest step, hidden size] gets the first input of the graph. ``rotary`` fills the
-        rows of cosines and sines if positions have three dimensions.
+        ``out`` [tokens of the largest step, hidden size] gets the first input of the graph. ``rotary`` gives
+        the graph the rotary positions if positions have three dimensions.
         """
         vision, processing = config.shape.vision, config.processing
         assert vision is not None, "only a model with a vision encoder has rows of images"
@@ -84,7 +84,7 @@ class ImageRows:
             table = _loaded(config, specs)["embedding.weight"]
         encoder_class = Encoder if vision.windows is None else QwenEncoder
         encoder = encoder_class(vision, processing, hidden, dtype, weights)
-        rotary = None if model.ops.rotary_rows is None else RotaryRows(config, model.ops.rotary_rows)
+        rotary = rotary_positions_of(config, model.ops)
         out = model.ops.rows
         if out is None:
             out = allocate((config.max_num_batched_tokens, hidden), dtype)
@@ -116,12 +116,9 @@ class ImageRows:
         return out
 
     def embedded(self, inputs: StepInputs) -> Array:
-        """Returns the embeddings of the tokens of a step without images, [tokens, hidden size].
-
-        The positions of ``inputs`` are rotary positions.
-        """
+        """Returns the embeddings of some tokens of the last step, [tokens, hidden size]. They belong to no image."""
         if self._rotary is not None:
-            self._rotary.gather(inputs)
+            self._rotary.refresh(inputs)
         return self._embedded(inputs)
 
     def _embedded(self, inputs: StepInputs) -> Array:

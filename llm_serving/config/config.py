@@ -219,6 +219,12 @@ class Config:
         cache."""
         return self.op_table == "native" and self.cache_format.scale_bytes > 0
 
+    @property
+    def reads_rotary_positions(self) -> bool:
+        """True if native operators rotate by positions with three dimensions, which the agent computes for each step.
+        """
+        return self.op_table == "native" and bool(self.shape.rotary_sections)
+
     def kv_bytes_of(self, shape: ModelShape) -> int:
         """Returns the number of bytes of a token in the KV cache of a model, or a part of a model, with ``shape``."""
         if shape.latent is not None:

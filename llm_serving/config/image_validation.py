@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from llm_serving.config.config import Config
 from llm_serving.config.source import RawConfig
-from llm_serving.config.validation import refuse_native
 
 
 def check_vision(raw: RawConfig, config: Config) -> None:
@@ -16,8 +15,6 @@ def check_vision(raw: RawConfig, config: Config) -> None:
     if config.device != "CPU":
         problem = f"the encoder of {architecture} has not been run beside a device; use CPU"
         raise raw.error("model_config.device_target", config.model_config.device_target, problem)
-    if config.op_table == "native" and config.shape.rotary_sections:
-        refuse_native(raw, config, "positions with three dimensions")
     if config.model_config.model_type == "mindformers":
         problem = f"the classes of MindFormers have no {architecture}; use model_type dyn"
         raise raw.error("model_config.model_type", config.model_config.model_type, problem)

@@ -31,6 +31,7 @@ def step(lens: list[int], adapters: list[int]) -> StepInputs:
         sampled_tokens=np.where(seqs % 2 == 0, np.cumsum(lens, dtype=np.int32) - 1, -1),
         adapters=np.repeat(np.array(adapters, np.int32), lens),
         whole_prompts=False,
+        rotary_positions=np.stack([numbers, numbers + 1, numbers + 2], axis=1),
     )
 
 
@@ -48,6 +49,7 @@ def test_random_steps_have_groups_of_adapters_and_results_in_the_order_of_the_st
         tokens = [100 * seq + token for seq in wanted for token in range(lens[seq])]
         for array in (entry, found.token_ids, found.positions, found.slot_mapping):
             assert array.tolist() == tokens
+        assert found.rotary_positions.T.tolist() == [[token + more for token in tokens] for more in range(3)]
         assert ids is not None
         assert (ids.places - 1000).tolist() == (ids.mask - 2000).tolist() == tokens
         assert found.block_tables.ravel().tolist() == found.context_lens.tolist() == found.rows.tolist() == wanted

@@ -18,12 +18,13 @@ from agent.step_entry import StepEntry
 from agent.step_inputs import StepInputs
 from agent.vision.names import vision_specs
 from agent.vision.qwen_encoder import QwenEncoder, erf
-from agent.vision.rotary_rows import RotaryRows
+from agent.vision.rotary_rows import GraphRotaryPositions, RotaryRows
 from agent.weights import Packing, load_weights, open_weights
 from llm_serving.config import Config, load_config
 from llm_serving.errors import ProtocolError
 from llm_serving.images.resizing import resized
 from llm_serving.ipc.shm import SlotLayout, StepSlot
+from llm_serving.ipc.tiles import StepTile, write_tiles
 from performance.models.qwen_vision import write_qwen_vision_model
 from performance.models.vision import sample_image
 from support.small_configs import REPOSITORY, small_overrides
@@ -103,7 +104,19 @@ def test_the_error_function() -> None:
 
 def inputs_of(positions: list[int]) -> StepInputs:
     one, many = np.zeros(1, np.int32), np.array(positions, np.int32)
-    return StepInputs(many, many, many, one[None], one, one, one, one, one, one[:0], whole_prompts=False)
+    rotary = np.zeros((many.size, 3), np.int32)
+    arrays = (many, many, many, one[None], one, one, one, one, one, one[:0])
+    return StepInputs(*arrays, whole_prompts=False, rotary_positions=rotary)
+
+
+def slot_of(config: Config, shifts: list[int], *tiles: StepTile) -> StepSlot:
+    """Returns the slot of a step with one token for each of ``shifts``."""
+    layout = SlotLayout.of(config.slot_limits())
+    slot = StepSlot(layout, bytearray(layout.slot_bytes))
+    slot.write_header(7, num_tokens=len(shifts), num_seqs=1, table_width=1, history_len=0, num_tiles=len(tiles))
+    write_tiles(slot.tiles, tiles)
+    slot.position_shifts[: len(shifts)] = shifts
+    return slot
 
 
 def rotary_of(config: Config) -> tuple[RotaryRows, tuple[np.ndarray, np.ndarray]]:
@@ -114,32 +127,41 @@ def rotary_of(config: Config) -> tuple[RotaryRows, tuple[np.ndarray, np.ndarray]
 def test_rotary_rows_follow_three_dimensions(config: Config) -> None:
     rotary, (cos, sin) = rotary_of(config)
     tables = rotary_tables(config.shape, config.max_model_len)
-    layout = SlotLayout.of(config.slot_limits())
-    slot, inputs = StepSlot(layout, bytearray(layout.slot_bytes)), inputs_of(positions=[3, 4, 5, 9])
-    slot.position_shifts[:4] = [0, 0, 0, 2]
-    rotary.shift(slot, inputs)
+    inputs = inputs_of(positions=[3, 4, 5, 9])
+    rotary.fill(slot_of(config, [0, 0, 0, 2]), inputs)
     assert inputs.positions.tolist() == [3, 4, 5, 7]
-    rotary.gather(inputs)
     for table, out in zip(tables, (cos, sin), strict=True):
         np.testing.assert_array_equal(out[:4], table[[3, 4, 5, 7]])
-    rotary.place(1, 4, np.array([[0, 1], [2, 0]], np.int32))
+    rotary.fill(slot_of(config, [0, 0, 0, 2], part_of_tile(config)), inputs_of(positions=[3, 5, 6, 9]))
     # The sections are 4 frequencies of time, 5 of the row and 3 of the column, in both halves of a head.
     for table, out in zip(tables, (cos, sin), strict=True):
         for half in (0, 12):
             time, row, column = slice(half, half + 4), slice(half + 4, half + 9), slice(half + 9, half + 12)
             np.testing.assert_array_equal(out[1:3, time], table[[4, 4], time])
-            np.testing.assert_array_equal(out[1:3, row], table[[4, 6], row])
+            np.testing.assert_array_equal(out[1:3, row], table[[4, 5], row])
             np.testing.assert_array_equal(out[1:3, column], table[[5, 4], column])
+
+
+def part_of_tile(config: Config) -> StepTile:
+    """Returns rows 1 and 2 of a tile with two rows in each line, for the tokens 1 and 2 of a step."""
+    assert config.shape.vision is not None
+    edge = 2 * config.shape.vision.row_edge
+    return StepTile(0, token=1, first=1, rows=2, height=edge, width=edge, digest=bytes(16))
+
+
+def test_native_graphs_get_three_dimensions_beside_the_positions(config: Config) -> None:
+    inputs = inputs_of(positions=[3, 5, 6, 9])
+    GraphRotaryPositions(config).fill(slot_of(config, [0, 0, 0, 2], part_of_tile(config)), inputs)
+    # Position in the sequence, time, row and column. The image has the time 4.
+    assert inputs.graph_positions.tolist() == [[3, 5, 6, 9], [3, 4, 4, 7], [3, 4, 5, 7], [3, 5, 4, 7]]
 
 
 @pytest.mark.parametrize(("shift", "phrase"), [(-1, "position_shifts holds -1"), (6, "above the position of its")])
 def test_shifts_that_are_not_valid_are_refused(config: Config, shift: int, phrase: str) -> None:
-    layout = SlotLayout.of(config.slot_limits())
-    slot, inputs = StepSlot(layout, bytearray(layout.slot_bytes)), inputs_of(positions=[5])
-    slot.position_shifts[0] = shift
+    slot, inputs = slot_of(config, [shift]), inputs_of(positions=[5])
     rotary, _ = rotary_of(config)
     with pytest.raises(ProtocolError, match=phrase):
-        rotary.shift(slot, inputs)
+        rotary.fill(slot, inputs)
     # All agents of a group have accepted the step. In a later stage of a pipeline, the error must end the agent.
     later: Any = StepEntry.__new__(StepEntry)
     later._is_first_stage, later._exchange, later._last_tokens, later._rotary = False, object(), object(), rotary

@@ -5,6 +5,8 @@ The agent's check and a NumPy version of its rules must agree on valid and on ne
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -152,6 +154,15 @@ def test_steps_of_equal_size_share_the_views():
     second = reader.read(step_slot([(1, 3)]), is_decode=False)
     assert second.positions.tolist() == [3]
     assert not second.whole_prompts
+
+
+def test_a_checked_sequence_keeps_its_rotary_position():
+    """A row check computes one sequence of a decode step again."""
+    model, shape = replace(CONFIG.model_config, op_table="native"), replace(CONFIG.shape, rotary_sections=(4, 6, 6))
+    reader = StepReader(replace(CONFIG, model_config=model, shape=shape), NUM_ROWS)
+    inputs = reader.read(step_slot([(1, 3), (1, 5)]), is_decode=True)
+    inputs.rotary_positions[:] = [[3, 3, 3], [4, 1, 2]]
+    assert reader.keep_only(1).graph_positions.tolist() == [[5], [4], [1], [2]]
 
 
 def test_a_prefill_with_one_token_for_each_sequence_is_not_a_decode():

@@ -232,10 +232,10 @@ def test_each_agent_of_the_first_stage_has_an_encoder(tmp_path: Path, qwen: Path
     assert sizes(shared, 1) == [encoder + whole_embedding, tiles - pixels, 0]
 
 
-def test_native_operators_need_positions_with_one_dimension(tmp_path: Path, model: Path, qwen: Path) -> None:
+def test_native_operators_read_images(tmp_path: Path, model: Path, qwen: Path) -> None:
     native = ("model_config.op_table=native", "model_config.model_dtype=float16", *LENGTHS)
-    assert load_config(
-        "llama_tiny_cpu.yaml", small_overrides(tmp_path, [f"model_config.model_path={model}", *native])
-    ).processing
-    with pytest.raises(ConfigError, match="native operators have no positions with three dimensions"):
-        load_config("llama_tiny_cpu.yaml", small_overrides(tmp_path, [f"model_config.model_path={qwen}", *native]))
+    for folder, has_dimensions in ((model, False), (qwen, True)):
+        overrides = small_overrides(tmp_path, [f"model_config.model_path={folder}", *native])
+        config = load_config("llama_tiny_cpu.yaml", overrides)
+        assert config.processing
+        assert config.reads_rotary_positions == has_dimensions

@@ -219,10 +219,16 @@ def test_groups_of_agents_have_the_bits_of_one_agent(tmp_path: Path) -> None:
         check_tokens(tokens, case)
 
 
-def test_native_operators_read_images(tmp_path: Path) -> None:
-    """With float16, two logits of transformers that differ by less than 0.3 may exchange their tokens."""
-    folder, cases = tmp_path / "model", CASES["smolvlm"]
-    write_vision_model(folder)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_operators_read_images(tmp_path: Path, family: str) -> None:
+    """In float16, two logits of transformers that differ by less than this number may exchange their tokens.
+
+    Fused operators in float16 have the same differences. If rows and columns are exchanged, the second token of
+    Qwen2.5-VL differs where its logit leads by 2.8.
+    """
+    tie = {"smolvlm": 0.3, "qwen": 0.9}[family]
+    folder, cases = tmp_path / "model", CASES[family]
+    FAMILIES[family][1](folder)
     native = ("model_config.op_table=native", "model_config.model_dtype=float16", *SLOTS)
     chunked = ("scheduler_config.policy=chunked", "scheduler_config.chunk_tokens=20",
                "scheduler_config.prefix_cache=false")  # fmt: skip
@@ -232,8 +238,8 @@ def test_native_operators_read_images(tmp_path: Path) -> None:
         together = list(pool.map(lambda body: answered(server, body), bodies * 2))
     assert together == alone * 2
     for case, (tokens, _) in zip(cases, alone, strict=True):
-        check_tokens(tokens, case, tie=0.3)
-        assert len(set(tokens)) > TOKENS // 2
+        check_tokens(tokens, case, tie)
+        assert len(set(tokens)) > TOKENS // 3
 
 
 def test_blocks_of_images_come_back_from_kv_tiers_with_equal_bits(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from agent.backends.native import integer_cache as native_integer
 from agent.backends.native import latent as native_latent
 from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
+from agent.backends.native import sections as native_sections
 from agent.device_sampling import cells as sampling_cells
 from agent.step_graph import dynamic_cell
 from agent.weights.forms import LinearForm, LinearForms
@@ -40,6 +41,7 @@ from agent.weights.quantized import Scheme
 from llm_serving.config import ParallelConfig
 from llm_serving.config.sections import LoraConfig
 from llm_serving.model.families import Experts
+from llm_serving.model.vision import VisionShape
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
 from tools.ascend_graph.fusions import predicted_fusions
 from tools.ascend_graph.listing import list_graph
@@ -53,6 +55,16 @@ HEADS, KV_HEADS = GQA.num_attention_heads, GQA.num_key_value_heads
 SQUARE = replace(CONFIG, shape=replace(GQA, num_key_value_heads=HEADS))
 """A model with as many key-value heads as query heads. Many mistakes then fit all shapes."""
 QWEN2 = replace(CONFIG, shape=replace(GQA, architecture="Qwen2ForCausalLM", attention_bias=True))
+QWEN_VL = replace(
+    QWEN2,
+    shape=replace(
+        QWEN2.shape,
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        rotary_sections=(4, 7, 5),
+        vision=VisionShape(64, 64, 1, 4, 0, 14, 1e-6, 2, 9),
+    ),
+)
+"""A model whose positions have three dimensions. The agent embeds the tokens, so the graph has no embedding."""
 MISTRAL = replace(CONFIG, shape=replace(GQA, architecture="MistralForCausalLM", sliding_window=CONFIG.max_model_len))
 INT8, INT4, INT8_WEIGHTS = (
     replace(SQUARE, model_config=replace(CONFIG.model_config, weight_format=name))
@@ -154,6 +166,22 @@ def attention(**flags: bool) -> Callable[..., nn.Cell]:
 class Forgetful(native.ChunkMask):
     def construct(self, positions: Any) -> Any:
         return self.multiply(self.cast(positions, self.dtype), self.masked)
+
+
+class TurnedSections(native_sections.SectionedRotary):
+    """Plants a mistake: rows rotate the section of columns, and columns that of rows."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.rows = nn.CellList([self.rows[at] for at in (0, 2, 1)])
+
+
+class MaskByTime(native_sections.BySequence):
+    """Plants a mistake: the mask compares the times of tokens, which are equal within an image."""
+
+    def __init__(self, mask: nn.Cell) -> None:
+        super().__init__(mask)
+        self.row = native_sections._Row(1)
 
 
 class WithoutTranspose(native._Linear):
@@ -671,6 +699,8 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "keys for values": ("decode", SQUARE, lambda: patched("Attention", attention(swaps=True))),
     "no query lengths": ("chunked", CONFIG, lambda: patched("Attention", attention(knows_queries=False))),
     "chunk mask": ("chunked", CONFIG, lambda: patched("ChunkMask", Forgetful)),
+    "sections, rows for columns": ("chunked", QWEN_VL, lambda: patched("SectionedRotary", TurnedSections)),
+    "sections, mask of times": ("chunked", QWEN_VL, lambda: patched("BySequence", MaskByTime)),
     "transposed weight that fits": ("decode", SQUARE, plain_linear),
     "pairs for halves": ("decode", CONFIG, lambda: in_attention("_ROTATE_HALVES", 3)),
     "adapters, no sum": ("decode", ADAPTED, lambda: adapters("no sum")),
@@ -835,6 +865,7 @@ TOGETHER = (
     ("key-value heads", "pairs for halves", "best tokens by another primitive", "kernels, no list of disabled ones"),
     ("scale", "slot mapping type", "no wait for the cache", "outputs", "kernels, graph kernel level"),
     ("keys for values", "transposed weight that fits"),
+    ("sections, rows for columns", "sections, mask of times"),
     ("sums of an agent's part", "best tokens of one agent"),
     ("adapters, other input", "adapters, ranks of one layer"),
     ("mask of ones in float16", "kernels, sparse mode of a band"),
@@ -944,13 +975,14 @@ def main() -> None:
             + right(KINDS, (INT8_CACHE,))
             + right(("candidates", "rows"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
-            + right(("chunked",), (DEEPSEEK,))
+            + right(("chunked",), (DEEPSEEK, QWEN_VL))
         ),
         "right, more": lambda: (
             right(KINDS[:2], (*ALONE[1:], *SHARED, SQUARE, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
             + right(KINDS[:2], (INT8_PAIR, INT4_PAIR, STATIC_PAIR))
             + right(("decode",), (*SEPARATE, *COMBINED, ADAPTED_QWEN2))
             + right(("chunked",), (INT8_DEEPSEEK,))
+            + right(("prefill", "decode"), (QWEN_VL,))
             + right(KINDS[1:], (ADAPTED_DEEPSEEK, ADAPTED_CACHE))
         ),
         "names": lambda: list(MISTAKES),

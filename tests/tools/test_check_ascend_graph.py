@@ -103,6 +103,8 @@ CAUGHT = {
     "int8 cache, products in float16": "key_cache is not a product of integers and scales",
     "int8 cache, float32 scales": "refused: For primitive[ReshapeAndCache], the input argument[key] must be a type of",
     "int8 cache, short rows of scales": "ReshapeAndCache of layer 0: a row of f16[-1,8] is not a multiple of 32 bytes",
+    "sections, rows for columns": "[(4, 1), (7, 3), (5, 2), (4, 1), (7, 3), (5, 2)]; the model's are [(4, 1), (7, 2)",
+    "sections, mask of times": "Greater of the step: the mask reads row 1 of positions",
     "adapters, no sum": "GroupedMatmulV4 of layer 0: layers.0.attention.qkv is not a linear layer of this layer",
     "adapters, output twice": "the layer's output is also used without its adapters",
     "adapters, other input": "does not multiply the input of the layer's own product",

@@ -30,6 +30,7 @@ from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
 from tools.ascend_graph.products import PRODUCTS, TYPES, ProductRules
 from tools.ascend_graph.sampling import KINDS as SAMPLING_KINDS
 from tools.ascend_graph.sampling import sampling_problems
+from tools.ascend_graph.sections import POSITIONS, SECTION_PRIMITIVES, SectionRules
 
 PRIMITIVES = frozenset(
     {
@@ -112,6 +113,8 @@ class _Rules:
         )
         heads, kv_heads, dim = self._shape.num_attention_heads, self._shape.num_key_value_heads, self._shape.head_dim
         self._query, self._key = heads * dim, kv_heads * dim
+        self._sections = SectionRules(self._wiring, self._shape) if self._shape.rotary_sections else None
+        self._takes_rows = self._shape.vision is not None
         sizes = StackedSizes.of_config(config)
         self._adapters = None if sizes is None else AdapterRules(self._wiring, sizes, self._shape, self._dtype)
         self._integer_cache = None
@@ -135,6 +138,8 @@ class _Rules:
         checks |= self._experts.checks
         if self._latent is not None:
             checks |= self._latent.checks | {"PagedAttention": self._check_latent_attention}
+        if self._sections is not None:
+            checks["Greater"] = self._sections.mask_problems
         for node in self._calls:
             check = self._experts.router_problems if self._experts.is_router(node) else checks.get(node.primitive)
             if self._adapters is not None and self._adapters.is_adapter(node):
@@ -147,6 +152,9 @@ class _Rules:
         ranks = _INPUTS | (INTEGER_CACHE_INPUTS if gathers else {})
         ranks |= _INSERTED_INPUTS if self._part.may_run_ahead else {}
         wanted = {name: TensorType("i32", (-1,) * rank) for name, rank in ranks.items()}
+        if self._takes_rows:
+            wanted["token_ids"] = TensorType(self._dtype, (-1, self._shape.hidden_size))
+        wanted |= {} if self._sections is None else {"positions": POSITIONS}
         wanted |= {} if self._adapters is None else self._adapters.inputs
         if self._graph.inputs != wanted:
             yield f"the graph's inputs are {_types(self._graph.inputs)}; an Ascend's are {_types(wanted)}"
@@ -168,6 +176,7 @@ class _Rules:
         known |= frozenset() if self._shape.experts is None else EXPERT_PRIMITIVES
         known |= frozenset() if self._latent is None else LATENT_PRIMITIVES
         known |= frozenset() if self._adapters is None else ADAPTER_PRIMITIVES
+        known |= frozenset() if self._sections is None else SECTION_PRIMITIVES
         known |= frozenset() if self._integer_cache is None else INTEGER_CACHE_PRIMITIVES
         for name in sorted(set(names) - known):
             yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
@@ -219,6 +228,8 @@ class _Rules:
                 full = f"layers.{layer}.{name}"
                 yield from _differs(full, self._graph.parameters.get(full), TensorType(self._dtype, sizes))
         table = TensorType(self._dtype, (self._part.vocab_stride, shape.hidden_size))
+        if self._takes_rows and not shape.tie_word_embeddings:
+            return  # the agent embeds the tokens
         yield from _differs("embedding.weight", self._graph.parameters.get("embedding.weight"), table)
 
     def _check_cache_write(self, node: Node) -> Iterator[str]:
@@ -291,6 +302,8 @@ class _Rules:
             yield from _differs("an operand", self._type(operand), TensorType(self._dtype, (-1, width)))
         if cos_format.value != 2:
             yield f"cos_format is {cos_format.value}; it must be 2 (halves of a head, one row of cosines per token)"
+        if self._sections is not None:
+            yield from self._sections.rotary_problems(node)
 
     def _check_norm(self, node: Node) -> Iterator[str]:
         epsilon = self._wiring.operands(node)[3].value

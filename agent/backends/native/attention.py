@@ -61,26 +61,36 @@ class Rotary(nn.Cell):
 
 
 class RotaryAndMask(nn.Cell):
-    """Returns cos and sin of each token like ``Rotary``, and a mask [tokens, positions] for an attention window.
+    """Returns cos and sin of each token, and the mask of an attention window."""
+
+    def __init__(self, rotary: nn.Cell, mask: nn.Cell) -> None:
+        super().__init__()
+        self.rotary, self.mask = rotary, mask
+
+    def construct(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        cos, sin = self.rotary(positions)
+        return cos, sin, self.mask(positions)
+
+
+class WindowMask(nn.Cell):
+    """Makes a mask [tokens, max_positions] for an attention window from ``positions`` [tokens].
 
     The mask is 0 for a position that the token may attend to, else ``_MASKED``.
     """
 
-    def __init__(self, cos: Array, sin: Array, dtype: str, window: int) -> None:
+    def __init__(self, max_positions: int, dtype: str, window: int) -> None:
         super().__init__()
-        self.rotary = Rotary(cos, sin, dtype)
         self.window = window
-        self.columns = Tensor(np.arange(len(cos), dtype=np.int32)[None])
+        self.columns = Tensor(np.arange(max_positions, dtype=np.int32)[None])
         self.reshape, self.cast = ops.Reshape(), ops.Cast()
         self.at_most, self.above, self.either = ops.LessEqual(), ops.Greater(), ops.LogicalOr()
         self.dtype = MINDSPORE_DTYPES[dtype]
 
-    def construct(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin = self.rotary(positions)
+    def construct(self, positions: Tensor) -> Tensor:
         rows = self.reshape(positions, (-1, 1))
         too_old = self.at_most(self.columns, rows - self.window)
         hidden = self.either(too_old, self.above(self.columns, rows))
-        return cos, sin, self.cast(hidden, self.dtype) * _MASKED
+        return self.cast(hidden, self.dtype) * _MASKED
 
 
 class ChunkMask(nn.Cell):

@@ -19,10 +19,11 @@ from agent.backends.base import (
 from agent.backends.device import DeviceHooks, DeviceTraits
 from agent.backends.native import parallel
 from agent.backends.native.adapters import AddAdapters, LatentWithoutAdapters, WithoutAdapters
-from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
+from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, WindowMask, causal_mask
 from agent.backends.native.experts import ExpertMLP
 from agent.backends.native.latent import LatentAttention
 from agent.backends.native.linear import expert_parameters, linear_parameters, matrix_product
+from agent.backends.native.sections import BySequence, SectionedRotary
 from agent.group.model_part import ModelPart
 from agent.layers.parameter import bind, unbound_parameter
 from agent.lora.stacked import A_NAME, B_NAME, HostMatrices, StackedMatrices, StackedSizes, StackedSlots
@@ -58,6 +59,8 @@ class NativeOps(OpTable):
         """
         super().__init__(dtype, part, hooks)
         self.takes_rows = part is not None and part.whole.vision is not None and self.is_first_stage
+        self._sections = () if part is None else part.whole.rotary_sections
+        self.reads_rotary_positions = bool(self._sections)
         self.forms = forms or LinearForms()
         self.forms.check_type(dtype)
         self._max_positions = max_positions
@@ -158,10 +161,18 @@ class NativeOps(OpTable):
         return _LMHead(epsilon, self.forms.output, self.dtype)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
-        return Rotary(cos, sin, self.dtype) if window == 0 else RotaryAndMask(cos, sin, self.dtype, window)
+        sections = self._sections
+        rotary = SectionedRotary(cos, sin, sections, self.dtype) if sections else Rotary(cos, sin, self.dtype)
+        if window == 0:
+            return rotary
+        return RotaryAndMask(rotary, self._by_sequence(WindowMask(len(cos), self.dtype, window)))
 
     def chunk_mask(self) -> Operator:
-        return ChunkMask(self._max_positions, self.dtype, of_latent=self._has_latent_attention)
+        return self._by_sequence(ChunkMask(self._max_positions, self.dtype, of_latent=self._has_latent_attention))
+
+    def _by_sequence(self, mask: Operator) -> Operator:
+        """Returns ``mask``, or an operator that gives it only the tokens' positions in their sequences."""
+        return BySequence(mask) if self.reads_rotary_positions else mask
 
     def attention(self, form: AttentionForm) -> Operator:
         has_window = form.window > 0

@@ -31,7 +31,7 @@ from agent.kernels.launches import AllAgree, Results, copies
 from agent.layers.parameter import as_storage, as_tensor
 from agent.run_ahead.inserted import InsertedIds
 from agent.step_graph.adapter_order import AdapterOrder
-from agent.step_inputs import Int32Array, StepInputs
+from agent.step_inputs import NUM_ROTARY_DIMENSIONS, Int32Array, StepInputs
 from agent.weights.storage import Array
 from llm_serving.ipc.shm import NO_ADAPTER, PADDING_SLOT, SlotLimits
 from llm_serving.planning.kernel_memory import most_replayed_tokens
@@ -74,6 +74,7 @@ class NativeReplays:
         fuses: bool = False,
         max_blocks: int = 0,
         adapter_order: AdapterOrder | None = None,
+        reads_rotary_positions: bool = False,
     ) -> None:
         """Allocates the memory of the inputs. Call ``record`` next.
 
@@ -86,6 +87,7 @@ class NativeReplays:
         - ``fuses``: whether replays fuse launches (``context.enable_graph_kernel``). The graph never does.
         - ``max_blocks``: maximum number of blocks that a step gathers. If 0, the graph gathers no blocks.
         - ``adapter_order``: counts the rows of each adapter slot. If None, the graph has no adapters.
+        - ``reads_rotary_positions``: whether ``positions`` is [4, tokens] (``StepInputs.graph_positions``).
         """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
         self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
@@ -93,7 +95,9 @@ class NativeReplays:
         self._max_seqs = min(limits.max_seqs, max_prompts or limits.max_seqs)
         self._table_width = limits.max_blocks_per_seq
         self._entry: Array = np.zeros(0)
-        self._positions, self._slots = (np.zeros(self.max_tokens, np.int32) for _ in range(2))
+        self._rotary_dimensions = NUM_ROTARY_DIMENSIONS if reads_rotary_positions else 0
+        self._positions = np.zeros((1 + self._rotary_dimensions) * self.max_tokens, np.int32)
+        self._slots = np.zeros(self.max_tokens, np.int32)
         self._last_tokens, self._contexts, self._queries = (np.zeros(limits.max_seqs, np.int32) for _ in range(3))
         self._padded_queries = np.zeros(max_prompts, np.int64)
         self._tables = np.zeros(limits.max_seqs * self._table_width, np.int32)
@@ -226,6 +230,7 @@ class NativeReplays:
             sampled_tokens=zeros,
             adapters=zeros + NO_ADAPTER,
             whole_prompts=True,
+            rotary_positions=np.repeat(positions[:, None], self._rotary_dimensions, axis=1),
         )
         blocks = np.zeros(sizes.blocks, np.int32) if sizes.blocks else None
         return self._copy_inputs(inputs, self._entry[: sizes.tokens], blocks=blocks)
@@ -244,7 +249,9 @@ class NativeReplays:
         """
         tokens, (seqs, width) = len(entry), inputs.block_tables.shape
         self._entry[:tokens] = entry
-        self._positions[:tokens] = inputs.positions
+        positions = inputs.graph_positions
+        position_rows = self._positions[: positions.size].reshape(positions.shape)
+        position_rows[:] = positions
         self._slots[:tokens] = inputs.slot_mapping
         self._last_tokens[:seqs] = inputs.last_tokens
         self._contexts[:seqs] = inputs.context_lens
@@ -256,7 +263,7 @@ class NativeReplays:
             queries = self._padded_queries
             queries[seqs:] = 0
         queries[:seqs] = inputs.query_lens
-        vectors = (self._positions[:tokens], self._last_tokens[:seqs], self._slots[:tokens])
+        vectors = (position_rows, self._last_tokens[:seqs], self._slots[:tokens])
         listed: tuple[Array, ...] = ()
         if blocks is not None:
             listed = (self._blocks[: blocks.size],)
