@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.backends.runtime import start_runtime, start_without_mindspore
 from agent.drafting.making import make_drafter
 from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
@@ -21,7 +20,8 @@ from agent.kernels import OperatorRefusedError
 from agent.logits_processors import load_processors
 from agent.lora.store import AdapterStore
 from agent.mask_gate import LogitBias, MaskGate
-from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
+from agent.model_loading import LoadedModel
+from agent.model_start import ModelStart
 from agent.model_summary import describe_fusions, describe_model
 from agent.pooling.pooler import Pooler
 from agent.profiling import Profiling
@@ -34,10 +34,7 @@ from agent.step_cost import StepCost
 from agent.step_entry import StepEntry
 from agent.step_graph.step_blocks import StepBlocks
 from agent.step_inputs import Int32Array, StepInputs, StepReader
-from agent.stored_program.start import StoredStart
-from agent.stored_program.store import ProgramStore
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
-from agent.weights.cache.folder import WeightCache
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
@@ -84,11 +81,7 @@ class ModelRunner:
                 f"an agent of a group of {config.parallel_config.group_size} was started "
                 f"{'without' if exchange is None else 'with'} an exchange"
             )
-        self._weight_cache: WeightCache | None = None
-        self._stored: StoredStart | None = None
-        self._starts_stored = False
-        self._start_runtime = partial(start_runtime, config, rank)
-        self._start(config, rank, keeps_files=keeps_files)
+        self._start = ModelStart(config, rank, keeps_files=keeps_files)
         self._pooler = Pooler.of_agent(config, self._part)
         self._config = config = self._part.narrow(config)
         self._report = report
@@ -125,22 +118,6 @@ class ModelRunner:
         self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
-    def _start(self, config: Config, rank: int, *, keeps_files: bool) -> None:
-        """Opens the files that an earlier start may have stored: the converted weights and the launches of the graph.
-
-        Imports mindspore if these files are not enough to run steps.
-        """
-        if keeps_files:
-            self._weight_cache = WeightCache(config, rank)
-            self._weight_cache.begin_load()
-            if self._weight_cache.is_on and ProgramStore.fits(config):
-                self._stored = StoredStart(config, rank)
-                self._starts_stored = self._weight_cache.has_entry and self._stored.find()
-        if self._starts_stored:
-            start_without_mindspore(config, rank)
-        else:
-            self._start_runtime()
-
     def _made_sampler(self, config: Config) -> Sampler:
         """Returns the sampler of this agent's batch rows. ``config`` is that of the agent's part of the model."""
         vocab_size = config.shape.vocab_size
@@ -152,12 +129,8 @@ class ModelRunner:
     def load(self) -> None:
         """Builds the model, loads its weights and allocates its KV cache. Raises CheckpointError or AgentStartError."""
         start = time.perf_counter()
-        self._model = self._load_stored() or load_model(
-            self._config,
-            self._part,
-            lambda done, of: self._report("load", done, of),
-            self._weight_cache,
-            self.host_pool,
+        self._model = self._start.load(
+            self._config, self._part, lambda done, of: self._report("load", done, of), self.host_pool
         )
         if self._drafter is not None:
             self._drafter.load(lambda done, of: self._report("load the draft model", done, of), self._model)
@@ -178,32 +151,13 @@ class ModelRunner:
             return OwnTokens(self._sampler)
         return GroupTokens(self._sampler, self._last_tokens, self._part)
 
-    def _load_stored(self) -> LoadedModel | None:
-        """Loads the weights from the cache without MindSpore. Only for a graph whose launches an earlier start has
-        stored.
-
-        Returns None if no launches are stored or the cache has no valid weights.
-        """
-        if not self._starts_stored:
-            return None
-        assert self._weight_cache is not None
-        self._report("load", 0, 1)
-        model = load_without_network(self._config, self._part, self._weight_cache, self.host_pool)
-        if model is None:
-            self._starts_stored = False
-            self._start_runtime()
-        return model
-
     def compile(self) -> None:
         """Compiles the graphs. If an earlier start has stored the graph's launches, restores these launches instead."""
         start = time.perf_counter()
         self._report("compile", 0, 1)
-        if self._starts_stored:
-            assert self._stored is not None
-            assert self._model is not None, "load() must come before compile()"
-            self._graph = self._stored.make_graph(self._model, self._reader.buffers, self._made_graph)
-            self._starts_stored = self._graph is not None
-        if not self._starts_stored:
+        assert self._model is not None, "load() must come before compile()"
+        self._graph = self._start.stored_graph(self._model, self._reader.buffers, self._made_graph)
+        if self._graph is None:
             self._graph = self._made_graph()
         self._report("compile", 1, 1)
         self._seconds["compile"] = time.perf_counter() - start
@@ -221,7 +175,7 @@ class ModelRunner:
             self._report("wait for the group", 0, 1)
             self._exchange.meet(self._config.serving_config.agent_start_timeout_s)
         assert self._model is not None, "load() must come before warm_up()"
-        if not (self._starts_stored and self._is_proved(self._model)):
+        if not (self._start.is_stored and self._is_proved(self._model)):
             self._run_largest_steps()
         if self._drafter is not None:
             self._drafter.warm_up()
@@ -234,22 +188,13 @@ class ModelRunner:
         self._seconds["warm_up"] = time.perf_counter() - start
 
     def _is_proved(self, model: LoadedModel) -> bool:
-        """Runs the proof of stored launches. Returns True if they give the bits that MindSpore's graph gave in an
-        earlier start.
-
-        Otherwise deletes the stored launches and compiles the graph.
-        """
-        assert self._stored is not None
+        """Runs the proof of stored launches (``ModelStart.is_proved``). If they fail it, compiles the graph."""
         self._report("warm up", 0, 1)
-        try:
-            self._starts_stored = self._stored.is_proved(model, partial(self.run_step, is_decode=False))
-        except AgentError as problem:
-            self._stored.drop(str(problem))
-            self._starts_stored = False
-        if not self._starts_stored:
+        is_proved = self._start.is_proved(model, partial(self.run_step, is_decode=False))
+        if not is_proved:
             self._graph = self._made_graph()
         self._report("warm up", 1, 1)
-        return self._starts_stored
+        return is_proved
 
     def _run_largest_steps(self) -> None:
         steps = [(kind == "decode", lens) for kind, lens in largest_steps(self._config).items()]
@@ -258,10 +203,8 @@ class ModelRunner:
             self._report("warm up", done, len(steps))
             self.run_step(make_step(self._config, *lens), is_decode=is_decode)
         self._report("warm up", len(steps), len(steps))
-        if self._stored is not None:
-            assert self._model is not None
-            run_step = partial(self.run_step, is_decode=False)
-            self._stored.keep(self._model, self._reader.buffers, self.step_graph(), run_step)
+        assert self._model is not None
+        self._start.keep(self._model, self._reader.buffers, self.step_graph(), partial(self.run_step, is_decode=False))
 
     def summary(self) -> dict[str, str | int | float]:
         """Returns a description of the loaded model for the log and the status page."""
@@ -269,7 +212,7 @@ class ModelRunner:
         summary = describe_model(self._config, self._part, self._model)
         if self._drafter is not None:
             summary |= self._drafter.summary()
-        summary["start"] = "stored program" if self._starts_stored else "compiled"
+        summary["start"] = "stored program" if self._start.is_stored else "compiled"
         summary |= describe_fusions(self._config, self._model.ops, self._graph)
         return summary | {f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()}
 
@@ -485,9 +428,7 @@ class ModelRunner:
     def _made_graph(self) -> StepGraph:
         """Compiles a new graph with MindSpore and returns it."""
         assert self._model is not None, "load() must come before compile()"
-        if self._model.network is None:
-            self._start_runtime()
-            self._model = with_network(self._config, self._part, self._model)
+        self._model = self._start.with_network(self._config, self._part, self._model)
         from agent.step_graph.making import make_step_graph  # imports mindspore
 
         config, model = self._config, self._model

@@ -21,7 +21,7 @@ from llm_serving.request import RequestStatus
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.step_costs.rates import Rate
+from llm_serving.step_costs.rates import Rate, learn_from_step
 from llm_serving.telemetry.receipt import Phase
 
 PIECE_S = 0.002
@@ -187,13 +187,9 @@ class HandOvers(BlockMover):
             self._state.running.end_prefill(sequence)
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
-        seconds = result.graph_us / 1e6
-        if result.aborted or result.error is not None or seconds <= 0.0:
-            return
-        if step.kind is StepKind.PREFILL or step.kind is StepKind.MIXED:
-            self._prefill.note(seconds, step.num_tokens)
-        elif step.kind is StepKind.MOVE and step.moves[0].kind in (MoveKind.HAND_OUT, MoveKind.HAND_IN):
-            self._move.note(seconds, len(step.moves))
+        is_foreign = step.kind is StepKind.MOVE and step.moves[0].kind not in (MoveKind.HAND_OUT, MoveKind.HAND_IN)
+        if not is_foreign:
+            learn_from_step(step, result, self._prefill, self._move)
 
     # Leaving
 

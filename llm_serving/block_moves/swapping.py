@@ -10,11 +10,11 @@ from __future__ import annotations
 from llm_serving.block_moves.block_mover import BlockMover
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.scheduler.limits import PreemptionKind
-from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
+from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepReason, StepResult
 from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.step_costs.rates import Rate
+from llm_serving.step_costs.rates import Rate, learn_from_step
 
 
 class PreemptionChoice(Stateful):
@@ -47,13 +47,7 @@ class PreemptionChoice(Stateful):
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
         """Learns the time per computed token or per moved block from a completed step."""
-        seconds = result.graph_us / 1e6
-        if result.aborted or result.error is not None or seconds <= 0.0:
-            return
-        if step.kind is StepKind.PREFILL or step.kind is StepKind.MIXED:
-            self._prefill.note(seconds, step.num_tokens)
-        elif step.kind is StepKind.MOVE:
-            self._move.note(seconds, len(step.moves))
+        learn_from_step(step, result, self._prefill, self._move)
 
 
 class Swapper(BlockMover):

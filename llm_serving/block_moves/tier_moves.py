@@ -20,7 +20,7 @@ from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, Ste
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.step_costs.rates import Rate
+from llm_serving.step_costs.rates import Rate, learn_from_step
 
 NO_HOST_BLOCK = -1
 """Reply of the tiers for an offered block that they do not keep."""
@@ -182,9 +182,8 @@ class TierMoves(Stateful):
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
         """Ends the moves of a step that has completed or will never run, and learns the times of steps."""
+        learn_from_step(step, result, self._prefill, self._move)
         ok = not result.aborted and result.error is None
-        if ok and result.graph_us > 0:
-            self._learn(step, result.graph_us / 1e6)
         if (pairs := self._storing.pop(step.seq, None)) is not None:
             self._state.kv_cache.give_back([block for block, _ in pairs])
             self._released += [(host, ok) for _, host in pairs]
@@ -226,12 +225,6 @@ class TierMoves(Stateful):
     def _send(self, moves: list[BlockMove], reason: StepReason) -> ScheduledStep:
         in_flight = self._state.in_flight
         return in_flight.add(ScheduledStep(in_flight.next_seq, StepKind.MOVE, moves=moves, reason=reason), [])
-
-    def _learn(self, step: ScheduledStep, seconds: float) -> None:
-        if step.kind is StepKind.PREFILL or step.kind is StepKind.MIXED:
-            self._prefill.note(seconds, step.num_tokens)
-        elif step.kind is StepKind.MOVE:
-            self._move.note(seconds, len(step.moves))
 
     @property
     def _block_s(self) -> float | None:

@@ -154,7 +154,7 @@ def make_engine(
         from llm_serving.lora.loading import read_configured
 
         for adapter in read_configured(config):
-            engine.keep_adapter(adapter.name, adapter.path, adapter.digest, adapter.memory)
+            engine.adapters.keep(adapter.name, adapter.path, adapter.digest, adapter.memory)
     return engine
 
 

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 from llm_serving.cluster.nodes import NodePool
 from llm_serving.cluster.standby import Standby
 from llm_serving.config import Config
+from llm_serving.engine.adapter_loading import EngineAdapters
 from llm_serving.engine.agent_questions import AgentQuestions
 from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
-from llm_serving.engine.commands import Abort, Add, Distrust, DropAdapter, Stop, WakeNodes
+from llm_serving.engine.commands import Abort, Add, Distrust, Stop, WakeNodes
 from llm_serving.engine.core import EngineCore
 from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
 from llm_serving.engine.outputs import AdapterAnswer, CanaryWanted, EngineOutput, ProbeAnswer, ProfileAnswer
 from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.request_maker import RequestMaker
-from llm_serving.engine.roles import prefill_split
-from llm_serving.engine.schedulers import ObserveCache, Record, make_schedulers
+from llm_serving.engine.schedulers import ObserveCache, Record, make_front, make_schedulers
 from llm_serving.engine.text_streams import DetokenizerFactory
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import AgentLostError, ModelUnavailableError, QueueFullError, RequestError
@@ -35,11 +35,10 @@ from llm_serving.flight.keeping import keep_recording
 from llm_serving.flight.setup import recording_folder
 from llm_serving.images.pool import TilePool
 from llm_serving.images.prompt import PromptImages
-from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.kvstore.closing import close_tiers
 from llm_serving.kvstore.setup import KvTiers
 from llm_serving.kvstore.transfers import BlockTransfers
-from llm_serving.lora.registry import Adapter, AdapterRegistry, adapted_salt
+from llm_serving.lora.registry import Adapter, adapted_salt
 from llm_serving.request import (
     DEFAULT_SCHEDULING,
     Constraint,
@@ -48,9 +47,6 @@ from llm_serving.request import (
     RequestOutput,
     SchedulingParams,
 )
-from llm_serving.routing.placement import Routing
-from llm_serving.routing.router import Router
-from llm_serving.routing.sources import StepSource, replica_sources
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.speculation.setup import speculator_maker
@@ -114,16 +110,13 @@ class AsyncEngine:
         self.tiers = tiers
         """The KV tiers. None if the engine has no KV tiers."""
         self._transfers: BlockTransfers | None = None
-        self.adapters = AdapterRegistry(
-            config.lora_config.max_adapters, on_free=lambda slot: self._core.submit(DropAdapter(slot))
-        )
-        """The LoRA adapters that requests may name. Only the event loop uses this registry."""
         self.tiles = images
         """The places of the tiles of images. None if the model reads only text."""
         self.observers = [] if observe is None else [observe(index) for index in range(len(executors))]
         schedulers, self._recorders = make_schedulers(config, len(executors), self.observers, record)
         self._core = self._made_core(schedulers, executors, detokenizer, log, pools)
         self._questions = AgentQuestions(self._core, are_local=nodes is None)
+        self.adapters = EngineAdapters(config.lora_config.max_adapters, self._core, self._questions)
         self._requests = RequestMaker(config, clock, self._core.note_traces)
         self.canary_wanted = asyncio.Event()
         """An event that is set on the event loop when the canary must run soon."""
@@ -139,17 +132,11 @@ class AsyncEngine:
         log: EventLog,
         pools: BlockPools | None,
     ) -> EngineCore:
-        """Returns the core, which runs in the engine thread. With several replicas or nodes, it has a router."""
-        config, is_clustered = self.config, self.nodes is not None
-        routing = Routing(config.parallel_config.routing)
-        router = (
-            Router(schedulers, routing, prefill_split(config, schedulers[0].limits, pools))
-            if len(schedulers) > 1 or is_clustered
-            else None
-        )
-        sources: list[StepSource] = [*(schedulers if router is None else replica_sources(router))]
+        """Returns the core, which runs in the engine thread."""
+        config, on_nodes = self.config, self.nodes is not None
+        front, sources = make_front(config, schedulers, pools, on_nodes=on_nodes)
         return EngineCore(
-            schedulers[0] if router is None else router,
+            front,
             list(zip(sources, executors, strict=True)),
             detokenizer,
             log,
@@ -160,7 +147,7 @@ class AsyncEngine:
             keep_recording=self._keep_recording,
             make_speculator=speculator_maker(config),
             tiers=self.tiers,
-            num_needed=1 if is_clustered else None,
+            num_needed=1 if on_nodes else None,
             standby=self.standby,
         )
 
@@ -250,33 +237,6 @@ class AsyncEngine:
     async def profile(self, folder: str | None, timeout: float) -> list[dict[str, object]]:
         """Starts a profile of all ready agents, or stops it. See ``AgentQuestions.profile``."""
         return await self._questions.profile(folder, timeout)
-
-    def keep_adapter(self, name: str, path: str, digest: bytes, memory: AdapterMemory) -> None:
-        """Lets the agents load a LoRA adapter when they start. Call this method before ``start``."""
-        slot = self.adapters.take_slot()
-        self._core.keep_adapter(slot, memory)
-        self.adapters.add(Adapter(name, path, digest, slot))
-
-    async def load_adapter(self, name: str, path: str, digest: bytes, memory: AdapterMemory, timeout: float) -> None:
-        """Loads a LoRA adapter into all agents, so that requests may name it.
-
-        The engine removes ``memory`` when it is not needed any more, also after an error. Raises AdaptersInUseError if
-        no adapter slot is free, AgentError if an agent cannot load the adapter, and TimeoutError after ``timeout``
-        seconds. Only one call may run at a time.
-        """
-        try:
-            slot = self.adapters.take_slot()
-        except RequestError:
-            memory.close()
-            raise
-        is_loaded = False
-        try:
-            await self._questions.load_adapter(slot, memory, timeout)
-            self.adapters.add(Adapter(name, path, digest, slot))
-            is_loaded = True
-        finally:
-            if not is_loaded:
-                self.adapters.give_back(slot)
 
     @property
     def transfers(self) -> BlockTransfers | None:

@@ -30,7 +30,7 @@ from llm_serving.engine.commands import (
     WakeNodes,
 )
 from llm_serving.engine.outputs import CanaryWanted, EngineOutput, ProbeAnswer, RequestRefused
-from llm_serving.engine.replica import Replica
+from llm_serving.engine.replica import Replica, make_replicas
 from llm_serving.engine.state_line import StateLine
 from llm_serving.engine.text_streams import DetokenizerFactory, TextStreams
 from llm_serving.errors import AgentLostError, LLMServingError, QueueFullError, RequestError
@@ -110,15 +110,7 @@ class EngineCore:
         executors = [executor for _, executor in replicas]
         self._poll = poll_all(executors) if poll is None else poll
         self._wake = executors[0].wake
-        self._replicas = [
-            Replica(
-                *(index, scheduler, executor, self._texts, self._state_line, log, metrics),
-                named=len(replicas) > 1,
-                make_speculator=make_speculator,
-                store=None if tiers is None else tiers.new_store(executor.wake),
-            )
-            for index, (scheduler, executor) in enumerate(replicas)
-        ]
+        self._replicas = make_replicas(replicas, self._texts, self._state_line, log, metrics, make_speculator, tiers)
         self._adapters = AgentAdapters(self._replicas)
         self._replies = AgentReplies(self._replicas)
         self._commands: deque[Command] = deque()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +13,7 @@ from llm_serving.engine.text_streams import TextStreams
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.base import Executor
 from llm_serving.kvstore.disk import pool_of
+from llm_serving.kvstore.setup import KvTiers
 from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import RequestOutput
 from llm_serving.routing.router import Router
@@ -272,3 +273,25 @@ class Replica:
         self.scheduler.agent_lost(now, blameless=blameless)
         if self.store is not None:
             self.store.lose(distrusted=distrusted)
+
+
+def make_replicas(
+    replicas: Sequence[tuple[StepSource, Executor]],
+    texts: TextStreams,
+    state_line: StateLine,
+    log: EventLog,
+    metrics: Metrics,
+    make_speculator: MakeSpeculator | None,
+    tiers: KvTiers | None,
+) -> list[Replica]:
+    """Returns a replica for each pair of a source of steps and an executor. ``tiers`` are the KV tiers of all replicas.
+    """
+    return [
+        Replica(
+            *(index, source, executor, texts, state_line, log, metrics),
+            named=len(replicas) > 1,
+            make_speculator=make_speculator,
+            store=None if tiers is None else tiers.new_store(executor.wake),
+        )
+        for index, (source, executor) in enumerate(replicas)
+    ]

@@ -1,15 +1,22 @@
-"""Makes the scheduler of each replica, with its flight recorder and the observer of its prefix cache."""
+"""Makes the scheduler of each replica, and the router in front of several schedulers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from llm_serving.config import Config
+from llm_serving.engine.roles import prefill_split
 from llm_serving.engine.scheduler_limits import scheduler_limits
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.kvcache.prefix_index import IndexObserver
+from llm_serving.routing.placement import Routing
+from llm_serving.routing.router import Router
+from llm_serving.routing.sources import StepSource, replica_sources
 from llm_serving.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from llm_serving.handover.transport import BlockPools
 
 
 class ServingObserver(IndexObserver, Protocol):
@@ -47,3 +54,18 @@ def make_schedulers(
             scheduler = as_scheduler(recorder)
         schedulers.append(scheduler)
     return schedulers, recorders
+
+
+def make_front(
+    config: Config, schedulers: Sequence[Scheduler], pools: BlockPools | None, *, on_nodes: bool
+) -> tuple[Scheduler | Router, list[StepSource]]:
+    """Returns the object that accepts requests, and the source of steps of each replica.
+
+    Both are the scheduler if there is one replica on this machine. With several replicas, or if the agents are on nodes
+    (``on_nodes``), a router accepts requests. ``pools`` are the hand-over pools of replicas on several machines.
+    """
+    if len(schedulers) == 1 and not on_nodes:
+        return schedulers[0], [*schedulers]
+    split = prefill_split(config, schedulers[0].limits, pools)
+    router = Router(schedulers, Routing(config.parallel_config.routing), split)
+    return router, [*replica_sources(router)]

@@ -310,8 +310,7 @@ def shape_of_fields(
 ) -> ModelShape:
     """Returns the model's shape from ``config.json``, or from a section of a MindFormers YAML with the same keys.
 
-    Ends tokens of ``generation`` (``generation_config.json``) take precedence. ``activations`` has the allowed values
-    of ``hidden_act``.
+    End tokens of ``generation`` (``generation_config.json``) go first. ``activations``: the allowed ``hidden_act``.
     """
     text = text_part(fields)
     whole = fields if text is None else text

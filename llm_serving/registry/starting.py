@@ -126,4 +126,4 @@ def _copy_adapters(source: AsyncEngine, engine: AsyncEngine) -> None:
     for adapter in source.adapters.adapters:
         if engine.adapters.find(adapter.name) is None:
             digest, memory = read_into_memory(Path(adapter.path), engine.config)
-            engine.keep_adapter(adapter.name, adapter.path, digest, memory)
+            engine.adapters.keep(adapter.name, adapter.path, digest, memory)

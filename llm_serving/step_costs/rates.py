@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.snapshot import Stateful
 
 _KEEP = 1 - 1 / 32
@@ -26,3 +27,17 @@ class Rate(Stateful):
     def seconds_per_unit(self) -> float | None:
         """Mean seconds per computed token or moved block. None before the first measurement."""
         return self._seconds / self._units if self._units else None
+
+
+def learn_from_step(step: ScheduledStep, result: StepResult, prefill: Rate, move: Rate) -> None:
+    """Adds the time of a completed step to ``prefill`` if the step computed prompts, or to ``move`` if it moved blocks.
+
+    Ignores decode steps, and steps that failed or never ran.
+    """
+    seconds = result.graph_us / 1e6
+    if result.aborted or result.error is not None or seconds <= 0.0:
+        return
+    if step.kind is StepKind.PREFILL or step.kind is StepKind.MIXED:
+        prefill.note(seconds, step.num_tokens)
+    elif step.kind is StepKind.MOVE:
+        move.note(seconds, len(step.moves))

@@ -59,7 +59,7 @@ async def _load(state: ServerState, request: Request) -> Response:
         path, began = Path(body.lora_path).expanduser().absolute(), time.monotonic()
         digest, memory = await asyncio.to_thread(read_into_memory, path, engine.config)
         try:
-            await engine.load_adapter(name, str(path), digest, memory, LOAD_TIMEOUT_S)
+            await engine.adapters.load(name, str(path), digest, memory, LOAD_TIMEOUT_S)
         except asyncio.TimeoutError:
             raise UnavailableError(
                 f"The agents did not reply within {LOAD_TIMEOUT_S:g} seconds; see their logs.", "adapter_not_loaded"

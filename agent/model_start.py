@@ -1,0 +1,108 @@
+"""Starts the model of an agent: with MindSpore, or with the files that an earlier start has stored.
+
+An earlier start may have stored the converted weights (``agent.weights.cache``) and the launches of the graph
+(``agent.stored_program``). With both, an agent does not import MindSpore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from agent.backends.runtime import start_runtime, start_without_mindspore
+from agent.group.model_part import ModelPart
+from agent.kernels import StepBuffers
+from agent.model_loading import LoadedModel, load_model, load_without_network, with_network
+from agent.step_graph.interface import StepGraph
+from agent.stored_program.start import StoredStart
+from agent.stored_program.store import ProgramStore
+from agent.weights.cache.folder import WeightCache
+from llm_serving.config import Config
+from llm_serving.errors import AgentError
+from llm_serving.ipc.host_pool import HostPoolMemory
+from llm_serving.ipc.shm import StepSlot
+
+
+class ModelStart:
+    """Loads the model, and finds or stores the launches of its graph. Imports mindspore if the files do not suffice."""
+
+    def __init__(self, config: Config, rank: int, *, keeps_files: bool) -> None:
+        """Opens the files of an earlier start. ``config`` has the sizes of the whole model.
+
+        Without ``keeps_files``, reads and stores no files.
+        """
+        self._start_runtime = partial(start_runtime, config, rank)
+        self._weights: WeightCache | None = None
+        self._program: StoredStart | None = None
+        self.is_stored = False
+        """True if the launches of the graph come from a file, or will come from it."""
+        if keeps_files:
+            self._weights = WeightCache(config, rank)
+            self._weights.begin_load()
+            if self._weights.is_on and ProgramStore.fits(config):
+                self._program = StoredStart(config, rank)
+                self.is_stored = self._weights.has_entry and self._program.find()
+        if self.is_stored:
+            start_without_mindspore(config, rank)
+        else:
+            self._start_runtime()
+
+    def load(
+        self, config: Config, part: ModelPart, report: Callable[[int, int], None], pool: HostPoolMemory | None
+    ) -> LoadedModel:
+        """Loads this agent's part of the model. ``config`` has the sizes of the part.
+
+        See ``load_model`` for the other arguments and the errors.
+        """
+        if self.is_stored:
+            assert self._weights is not None
+            report(0, 1)
+            model = load_without_network(config, part, self._weights, pool)
+            if model is not None:
+                return model
+            self.is_stored = False
+            self._start_runtime()
+        return load_model(config, part, report, self._weights, pool)
+
+    def with_network(self, config: Config, part: ModelPart, model: LoadedModel) -> LoadedModel:
+        """Returns ``model`` with its network, from which MindSpore compiles a graph. Imports mindspore if needed."""
+        if model.network is not None:
+            return model
+        self._start_runtime()
+        return with_network(config, part, model)
+
+    def stored_graph(
+        self, model: LoadedModel, buffers: StepBuffers, compile_graph: Callable[[], StepGraph]
+    ) -> StepGraph | None:
+        """Returns a graph that runs the stored launches. Returns None if there are none, or if they do not fit the
+        model.
+
+        ``compile_graph`` compiles the same graph with MindSpore. The returned graph calls it for profiles.
+        """
+        if not self.is_stored:
+            return None
+        assert self._program is not None
+        graph = self._program.make_graph(model, buffers, compile_graph)
+        self.is_stored = graph is not None
+        return graph
+
+    def is_proved(self, model: LoadedModel, run_step: Callable[[StepSlot], object]) -> bool:
+        """Runs the proof of the stored launches. Returns True if they give the bits that MindSpore's graph gave in an
+        earlier start.
+
+        Otherwise deletes the stored launches. The caller must then compile the graph.
+        """
+        assert self._program is not None
+        try:
+            self.is_stored = self._program.is_proved(model, run_step)
+        except AgentError as problem:
+            self._program.drop(str(problem))
+            self.is_stored = False
+        return self.is_stored
+
+    def keep(
+        self, model: LoadedModel, buffers: StepBuffers, graph: StepGraph, run_step: Callable[[StepSlot], object]
+    ) -> None:
+        """Stores the launches of MindSpore's graph for the next start, if this agent stores files."""
+        if self._program is not None:
+            self._program.keep(model, buffers, graph, run_step)
