@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from llm_serving.tracing.steps import StepGroup
+
 
 class RequestStatus(enum.Enum):
     """The state of a request in the scheduler."""
@@ -76,10 +78,8 @@ DEFAULT_SCHEDULING = SchedulingParams()
 class RequestTrace(Protocol):
     """Collects the spans of one sequence. See ``llm_serving.tracing``."""
 
-    def step(
-        self, sent: float, done: float, kind: str, sequences: int, tokens: int, parts_us: tuple[int, int, int], /
-    ) -> None:
-        """Records a step that returned a token. The engine thread calls this method. See ``SequenceTrace.step``."""
+    def step(self, step: StepGroup, /, *, has_token: bool) -> None:
+        """Records a step of the sequence. The engine thread calls this method. See ``SequenceTrace.step``."""
 
     def end(self, request: Request, output: RequestOutput, timings: RequestTimings, /) -> None:
         """Emits the spans of the sequence, which has ended. Does not block. The event loop calls this method."""

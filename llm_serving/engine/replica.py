@@ -9,6 +9,7 @@ from typing import Any
 
 from llm_serving.constraints.step_masks import StepMasks
 from llm_serving.engine.state_line import StateLine
+from llm_serving.engine.step_traces import trace_step
 from llm_serving.engine.text_streams import TextStreams
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.base import Executor
@@ -143,10 +144,7 @@ class Replica:
             return outputs
         self._metrics.step(step, result, now - sent, detokenise_s)
         if self.has_traces:
-            parts_us = result.queue_us, result.graph_us, result.sample_us
-            for update in updates:
-                if (trace := update.request.trace) is not None and update.token_id is not None:
-                    trace.step(sent, now, step.kind.value, step.num_seqs, step.num_tokens, parts_us)
+            trace_step(step, result, updates, sent, now)
         self._num_completed += 1
         if self._speculator is not None:
             self._speculator.completed(step, result, updates, now - sent)

@@ -150,7 +150,7 @@ class _Exporter:
         self._exporter.shutdown()
 
     def _span(self, record: SpanRecord) -> Any:
-        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
         flags = TraceFlags(TraceFlags.SAMPLED)
@@ -163,7 +163,6 @@ class _Exporter:
             parent=parent,
             resource=self._resource,
             attributes=dict(record.attributes),
-            events=[Event(one.name, dict(one.attributes), one.time_ns) for one in record.events],
             kind=SpanKind.SERVER if record.is_server else SpanKind.INTERNAL,
             instrumentation_scope=self._scope,
             status=Status(StatusCode.ERROR, record.error) if record.error else Status(StatusCode.UNSET),

@@ -5,7 +5,8 @@ the end. Requests that are not traced have no ``HttpTrace`` and cost nothing.
 
     POST /v1/chat/completions            the HTTP request
         chat MODEL                       one sequence, with token counts
-            queue, prefill, decode       phases; ``decode`` and ``prefill`` have an event for each step of the agent
+            queue, prefill, decode       phases: the scheduler's queue, and the computation
+                agent step, agent steps  one step of the agent, or several consecutive steps, see ``tracing/steps.py``
 
 Attributes follow the semantic conventions of OpenTelemetry for HTTP and GenAI. This project defines the attributes that
 begin with ``llm_serving.``. Attributes contain no text of prompts or outputs.
@@ -19,13 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings
+from llm_serving.tracing.steps import StepGroup, StepGroups
 
 TRACE = "llm_serving.trace"
 """Key of the ASGI scope whose value is the ``HttpTrace`` of the request, or None."""
 PROVIDER = "llm-serving"
 """Value of ``gen_ai.provider.name``."""
-MAX_STEP_EVENTS = 64
-"""Maximum number of events for steps of a sequence. Further steps are only counted in an attribute of the span."""
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 _OPERATIONS = {"/v1/chat/completions": "chat", "/chat": "chat"}
@@ -33,15 +33,6 @@ _RANDOM = random.SystemRandom()
 
 Value = str | int | float | tuple[str, ...]
 Attributes = Mapping[str, Value]
-
-
-@dataclass(frozen=True, slots=True)
-class SpanEvent:
-    """An event of a span. ``time_ns`` is Unix time."""
-
-    name: str
-    time_ns: int
-    attributes: Attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +46,6 @@ class SpanRecord:
     start_ns: int
     end_ns: int
     attributes: Attributes
-    events: tuple[SpanEvent, ...] = ()
     is_server: bool = False
     """True for the span of an HTTP request, whose parent is the client's span."""
     error: str = ""
@@ -146,37 +136,20 @@ class HttpTrace:
 
 
 @dataclass(slots=True)
-class _Step:
-    sent: float
-    done: float
-    kind: str
-    sequences: int
-    tokens: int
-    agent_queue_us: int
-    graph_us: int
-    sample_us: int
-
-
-@dataclass(slots=True)
 class SequenceTrace:
     """The trace of one sequence. The engine thread adds steps; the event loop calls ``end`` afterwards."""
 
     http: HttpTrace
-    num_steps: int = 0
+    num_token_steps: int = 0
     """Number of steps that returned a token of the sequence."""
-    steps: list[_Step] = field(default_factory=list)
+    prefill: StepGroups = field(default_factory=StepGroups)
+    """The steps up to the first token."""
+    decode: StepGroups = field(default_factory=StepGroups)
 
-    def step(self, sent: float, done: float, kind: str, sequences: int, tokens: int, parts_us: tuple[int, int, int]
-             ) -> None:  # fmt: skip
-        """Records a step that returned a token of the sequence. ``sent`` and ``done`` are seconds on the engine's
-        clock.
-
-        ``sequences`` and ``tokens`` are the numbers of sequences and tokens in the whole step. ``parts_us`` are the
-        microseconds in the agent's queue, in the graph and in the sampler.
-        """
-        self.num_steps += 1
-        if len(self.steps) < MAX_STEP_EVENTS:
-            self.steps.append(_Step(sent, done, kind, sequences, tokens, *parts_us))
+    def step(self, step: StepGroup, *, has_token: bool) -> None:
+        """Records a step that computed tokens of the sequence. ``has_token``: the step returned a token for it."""
+        (self.decode if self.num_token_steps else self.prefill).add(step)
+        self.num_token_steps += has_token
 
     def end(self, request: Request, output: RequestOutput, timings: RequestTimings) -> None:
         """Emits the spans of a sequence that has ended. ``output`` is its last piece."""
@@ -187,7 +160,7 @@ class SequenceTrace:
         # ``finish_time`` is not rounded, so that the last step does not end after its phase.
         finish = request.finish_time
         engine_end = max(started, arrival + timings.e2e - timings.delivery if finish is None else finish)
-        spans = [self._phase("queue", span_id, queued, started, {})]
+        spans = self._phase("queue", span_id, queued, started, {})
         if timings.num_chunks or request.first_token_time is not None:
             first = engine_end if request.first_token_time is None else max(started, request.first_token_time)
             prefill = {
@@ -195,15 +168,15 @@ class SequenceTrace:
                 "gen_ai.usage.cache_read.input_tokens": timings.num_cached_tokens,
                 "llm_serving.prefill.chunks": timings.num_chunks,
             }
-            spans.append(self._phase("prefill", span_id, started, first, prefill, self.steps[:1]))
+            spans += self._phase("prefill", span_id, started, first, prefill, self.prefill)
             if request.first_token_time is not None:
                 decode = {
                     "gen_ai.usage.output_tokens": output.num_output_tokens,
-                    "llm_serving.decode.steps": max(0, self.num_steps - 1),
+                    "llm_serving.decode.steps": max(0, self.num_token_steps - 1),
                     "llm_serving.preempted.seconds": timings.preempted + timings.swapped,
                     "llm_serving.restarted.seconds": timings.restarted,
                 }
-                spans.append(self._phase("decode", span_id, first, engine_end, decode, self.steps[1:]))
+                spans += self._phase("decode", span_id, first, engine_end, decode, self.decode)
         name, attributes = f"{http.operation} {http.model}", self._attributes(request, output, timings)
         error = str(attributes.get("error.type", ""))
         start, end = http.at(arrival), http.at(max(engine_end, arrival + timings.e2e))
@@ -211,11 +184,19 @@ class SequenceTrace:
         http.emit([whole, *spans])
 
     def _phase(self, name: str, parent: int, start: float, end: float, attributes: Attributes,
-               steps: Sequence[_Step] = ()) -> SpanRecord:  # fmt: skip
-        """Returns the span of a phase, whose events are ``steps``."""
+               steps: StepGroups | None = None) -> list[SpanRecord]:  # fmt: skip
+        """Returns the span of a phase, followed by the spans of its steps."""
+        phase = self._span(name, parent, start, end, attributes)
+        groups = () if steps is None else steps.all()
+        return [phase, *(self._step_span(one, phase.span_id) for one in groups)]
+
+    def _step_span(self, group: StepGroup, parent: int) -> SpanRecord:
+        name = "agent step" if group.steps == 1 else "agent steps"
+        return self._span(name, parent, group.start, group.end, group.attributes())
+
+    def _span(self, name: str, parent: int, start: float, end: float, attributes: Attributes) -> SpanRecord:
         http = self.http
-        events = tuple(SpanEvent("agent step", http.at(one.done), _step_attributes(one)) for one in steps)
-        return SpanRecord(name, http.trace_id, new_id(64), parent, http.at(start), http.at(end), attributes, events)
+        return SpanRecord(name, http.trace_id, new_id(64), parent, http.at(start), http.at(end), attributes)
 
     def _attributes(self, request: Request, output: RequestOutput, timings: RequestTimings) -> dict[str, Value]:
         sampling, reason = request.sampling, output.finish_reason
@@ -234,6 +215,8 @@ class SequenceTrace:
             "gen_ai.usage.output_tokens": output.num_output_tokens,
             "llm_serving.preemptions": timings.num_preemptions,
         }
+        for one in timings.blocked:
+            attributes[f"llm_serving.blocked.{one.reason.value}.seconds"] = one.seconds
         if request.replica is not None:
             attributes["llm_serving.replica"] = request.replica
         if timings.ttft is not None:
@@ -241,15 +224,3 @@ class SequenceTrace:
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             attributes["error.type"] = reason.value
         return attributes
-
-
-def _step_attributes(step: _Step) -> Attributes:
-    return {
-        "llm_serving.step.kind": step.kind,
-        "llm_serving.step.sequences": step.sequences,
-        "llm_serving.step.tokens": step.tokens,
-        "llm_serving.step.seconds": step.done - step.sent,
-        "llm_serving.step.agent_queue_seconds": step.agent_queue_us / 1e6,
-        "llm_serving.step.graph_seconds": step.graph_us / 1e6,
-        "llm_serving.step.sample_seconds": step.sample_us / 1e6,
-    }

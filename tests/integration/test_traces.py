@@ -18,6 +18,7 @@ SERVER, INTERNAL = 2, 1
 def traced(tmp_path_factory):
     with otlp_receiver() as receiver:
         overrides = [f"telemetry_config.traces_endpoint={receiver.url}", "telemetry_config.trace_sample_ratio=0"]
+        overrides.append("scheduler_config.max_num_batched_tokens=64")
         with running_server(tmp_path_factory.mktemp("traced"), overrides) as server:
             yield server, receiver
 
@@ -42,9 +43,18 @@ def complete(traced, trace_id, sampled="01", **more):
     return of_trace(receiver.wait_for(lambda spans: "POST /v1/completions" in of_trace(spans)))
 
 
+def steps_of(traced, trace_id):
+    """Returns the spans of the agent's steps in a trace whose spans have all arrived, by the ends of the steps."""
+    _, receiver = traced
+    names = ("agent step", "agent steps")
+    found = [span for span in receiver.spans if span.trace_id == trace_id and span.name in names]
+    return sorted(found, key=lambda span: span.end)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_spans_of_a_request(traced, stream):
-    spans = complete(traced, TRACE[:-1] + str(int(stream)), stream=stream)
+    trace_id = TRACE[:-1] + str(int(stream))
+    spans = complete(traced, trace_id, stream=stream)
     [model] = [name.removeprefix("text_completion ") for name in spans if name.startswith("text_completion ")]
     http, sequence = spans["POST /v1/completions"], spans[f"text_completion {model}"]
     assert (http.parent_id, http.kind, http.service) == (SPAN, SERVER, "llm-serving")
@@ -69,11 +79,32 @@ def test_the_spans_of_a_request(traced, stream):
     assert abs(decode.start - prefill.end) < 10_000
     assert decode.attributes["gen_ai.usage.output_tokens"] == 4
     assert prefill.attributes["gen_ai.usage.input_tokens"] == attributes["gen_ai.usage.input_tokens"]
-    assert [len(span.events) for span in (prefill, decode)] == [1, 3]
-    for _, when, step in decode.events:
-        assert decode.start <= when <= decode.end
-        assert step["llm_serving.step.sequences"] == 1
+    steps = steps_of(traced, trace_id)
+    assert [span.parent_id for span in steps] == [prefill.span_id, *[decode.span_id] * 3]
+    for span in steps:
+        step = span.attributes
+        assert (step["llm_serving.step.count"], step["llm_serving.step.sequences"]) == (1, 1)
         assert step["llm_serving.step.graph_seconds"] > 0
+    assert [span.attributes["llm_serving.step.kind"] for span in steps] == ["prefill", *["decode"] * 3]
+    ends = [prefill.start, *(span.end for span in steps), sequence.end]
+    assert ends == sorted(ends)
+
+
+def test_each_chunk_of_a_prompt_has_a_span(traced):
+    trace_id = "5" * 32
+    spans = complete(traced, trace_id, prompt=[5] * 150)
+    steps = [span for span in steps_of(traced, trace_id) if span.parent_id == spans["prefill"].span_id]
+    assert len(steps) == spans["prefill"].attributes["llm_serving.prefill.chunks"] == 3
+    assert [span.attributes["llm_serving.step.request_tokens"] for span in steps] == [64, 64, 22]
+
+
+def test_a_long_answer_has_a_bounded_number_of_spans(traced):
+    trace_id = "6" * 32
+    spans = complete(traced, trace_id, max_tokens=200)
+    steps = [span for span in steps_of(traced, trace_id) if span.parent_id == spans["decode"].span_id]
+    assert len(steps) <= 32
+    assert sum(span.attributes["llm_serving.step.count"] for span in steps) == 199
+    assert {span.name for span in steps} == {"agent steps"}
 
 
 def test_each_sequence_of_a_request_has_a_span(traced):
@@ -106,7 +137,7 @@ def test_no_text_and_no_unsampled_request_is_exported(traced):
     complete(traced, "4" * 32)  # sent last, so its spans arrive last
     assert b"zebra" not in receiver.raw
     assert {span.trace_id for span in receiver.spans} <= {
-        TRACE[:-1] + "0", TRACE[:-1] + "1", "1" * 32, "2" * 32, "4" * 32,
+        TRACE[:-1] + "0", TRACE[:-1] + "1", "1" * 32, "2" * 32, "4" * 32, "5" * 32, "6" * 32,
     }  # fmt: skip
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=time_limit(20)) as reply:
         metrics = reply.read().decode()

@@ -26,7 +26,6 @@ class ReceivedSpan:
     start: int
     end: int
     attributes: dict[str, Any]
-    events: list[tuple[str, int, dict[str, Any]]]
     is_error: bool
     service: str
 
@@ -65,7 +64,6 @@ def _span(span: Any, service: str) -> ReceivedSpan:
     return ReceivedSpan(
         span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.kind,
         span.start_time_unix_nano, span.end_time_unix_nano, _attributes(span.attributes),
-        [(each.name, each.time_unix_nano, _attributes(each.attributes)) for each in span.events],
         span.status.code == 2, service,
     )  # fmt: skip
 
