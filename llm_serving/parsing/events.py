@@ -11,6 +11,9 @@ class Content:
     """The next part of the content, which is the text for the user."""
 
     text: str
+    begin: int = field(default=0, compare=False)
+    """Position of the part in the text of the answer, in characters. The part is ``answer[begin:end]``."""
+    end: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

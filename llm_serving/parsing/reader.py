@@ -23,8 +23,8 @@ SPACE = " \t\r\n"
 class Reader:
     """Holds the text that the parser has not read yet, and the events that the parser's caller has not fetched yet."""
 
-    __slots__ = ("_gap", "_has_reasoning", "_max_calls", "_reasoning_space", "_space", "events", "is_closed",
-                 "num_calls", "record", "text")  # fmt: skip
+    __slots__ = ("_gap", "_has_reasoning", "_max_calls", "_num_read", "_reasoning_space", "_space", "_space_end",
+                 "events", "is_closed", "num_calls", "record", "text")  # fmt: skip
 
     def __init__(self, max_calls: int | None = None) -> None:
         """``max_calls`` is the maximum number of calls in the events. Further calls are left out."""
@@ -38,7 +38,11 @@ class Reader:
         while no text is recorded.
         """
         self._max_calls = max_calls
+        self._num_read = 0
+        """Number of characters of the answer that ``take`` has returned."""
         self._space = ""
+        """White space that is content if more content follows. It ends at ``_space_end`` of the answer."""
+        self._space_end = 0
         self._reasoning_space = ""
         self._has_reasoning = False
         self._gap: str | None = None
@@ -50,6 +54,7 @@ class Reader:
     def take(self, count: int) -> str:
         """Reads and returns the next ``count`` characters."""
         taken, self.text = self.text[:count], self.text[count:]
+        self._num_read += len(taken)
         if self.record is not None:
             self.record.append(taken)
         return taken
@@ -57,6 +62,7 @@ class Reader:
     def put_back(self, text: str) -> None:
         """Undoes the last call of ``take``, which must have returned ``text``."""
         self.text = text + self.text
+        self._num_read -= len(text)
         if self.record:
             self.record.pop()
 
@@ -66,8 +72,13 @@ class Reader:
         return text
 
     def content(self, text: str) -> None:
-        """Adds ``text`` to the content. White space around tool calls and newlines after the reasoning are left out."""
-        text = self._space + text
+        """Adds ``text`` to the content. ``text`` must be the last text that was read.
+
+        White space around tool calls and newlines after the reasoning are left out.
+        """
+        space, space_end, end = self._space, self._space_end, self._num_read
+        is_next = space_end == end - len(text)
+        text = space + text
         if self._gap is not None:
             text = text.lstrip(self._gap)
             if not text:
@@ -75,9 +86,15 @@ class Reader:
                 return
             self._gap = None
         body = text.rstrip(SPACE)
-        self._space = text[len(body) :]
-        if body:
-            self._add(Content(body))
+        self._space, self._space_end = text[len(body) :], end
+        if not body:
+            return
+        end -= len(self._space)
+        if not is_next:  # a marker, which is no content, was between the white space and the text
+            if space:
+                self._add(Content(space, space_end - len(space), space_end))
+            body = body[len(space) :]
+        self._add(Content(body, end - len(body), end))
 
     def reasoning(self, text: str) -> None:
         """Adds ``text`` to the reasoning. Newlines at the start and the end of the reasoning are left out."""
@@ -120,7 +137,7 @@ class Reader:
     def finish(self) -> None:
         """Adds the white space at the end of the text, if the answer ends with content."""
         if self._space:
-            self._add(Content(self._space))
+            self._add(Content(self._space, self._space_end - len(self._space), self._space_end))
             self._space = ""
 
     @property
@@ -130,8 +147,8 @@ class Reader:
     def _add(self, event: Event) -> None:
         """Adds an event. If the event continues the text of the last event, both are joined into one event."""
         last = self.events[-1] if self.events else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            self.events[-1] = Content(last.text + event.text)
+        if isinstance(event, Content) and isinstance(last, Content) and event.begin == last.end:
+            self.events[-1] = Content(last.text + event.text, last.begin, event.end)
         elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
             self.events[-1] = Reasoning(last.text + event.text)
         elif isinstance(event, Arguments) and isinstance(last, Arguments) and event.index == last.index:

@@ -170,10 +170,12 @@ def test_a_server_of_embeddings_ranks_by_cosine(embedder: tuple[ServerProcess, N
         assert each["document"] == {"text": texts[each["index"]]}
     body = {"query": "t50 t52", "documents": texts, "top_n": 1}
     assert [each["index"] for each in server.post("/v1/rerank", body)["results"]] == order[:1]
+    assert server.post("/rerank", body)["results"] == server.post("/v1/rerank", body)["results"]
     scores = server.post("/v1/score", {"text_1": texts[0], "text_2": [texts[0], {}]})
     assert scores["status"] == 400
     scores = server.post("/v1/score", {"text_1": texts[0], "text_2": texts})["data"]
     assert scores[0]["score"] == pytest.approx(1, abs=1e-5)
+    assert server.post("/score", {"text_1": texts[0], "text_2": texts})["data"] == scores
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llm_serving.parsing.events import Arguments, Event, ParsedAnswer, collect
+from llm_serving.parsing.events import Arguments, Content, Event, ParsedAnswer, collect
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from llm_serving.parsing.parser import OutputParser
 from support.call_fixtures import OPTIONS, Fixture, fixtures_of
@@ -44,6 +44,18 @@ def test_the_parts_are_right_for_every_split(name: str) -> None:
             pieces = text[:place], text[place:]
             assert collect(events_of(parser_of(name, fixture), *pieces)) == whole, f"{case}: split at {place}"
         assert collect(events_of(parser_of(name, fixture), *text)) == whole, f"{case}: one character at a time"
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_the_content_is_where_it_says(name: str) -> None:
+    num_parts = 0
+    for fixture in fixtures_of(name):
+        for pieces in ([fixture.text], list(fixture.text)):
+            parts = [event for event in events_of(parser_of(name, fixture), *pieces) if isinstance(event, Content)]
+            assert [fixture.text[part.begin : part.end] for part in parts] == [part.text for part in parts]
+            assert all(first.end <= second.begin for first, second in pairwise(parts))
+            num_parts += len(parts)
+    assert num_parts > 30
 
 
 def test_each_format_has_thirty_fixtures() -> None:

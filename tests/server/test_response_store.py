@@ -19,7 +19,7 @@ PARTS = ("Rain. ", "\n", "é\U0001f642", "<think>", "</think>", "a < b", "<tool_
 
 
 def entry(size: int) -> StoredResponse:
-    return StoredResponse(b"x" * (size - 512), b"")
+    return StoredResponse(b"x" * (size - 512), b"", b"")
 
 
 def test_a_tenant_keeps_its_newest_responses() -> None:

@@ -222,13 +222,54 @@ def test_the_store(client: openai.OpenAI, server: HttpServer) -> None:
     assert caught.value.param == "previous_response_id"
 
 
+def test_the_input_items_of_a_response(client: openai.OpenAI, server: HttpServer) -> None:
+    server.engine.say(f"I look.\n{CALL}")
+    first = ask(client, tools=TOOLS)
+    server.engine.say("Rain.")
+    part = {"type": "input_text", "text": "Sure?"}
+    given: Any = [
+        {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "rain"},
+        {"role": "assistant", "content": "It rains."},
+        {"role": "user", "content": [part, part]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}], "summary": []},
+        {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [part, part]},
+    ]
+    second = ask(client, tools=TOOLS, previous_response_id=first.id, input=given)
+    items: Any = client.responses.input_items
+    found = [item.to_dict() for item in items.list(second.id, order="asc", limit=2)]  # in five pages
+    assert [item["type"] for item in found] == [
+        "message", "message", "function_call", "function_call_output", "message", "message", "reasoning",
+        "function_call", "function_call_output",
+    ]  # fmt: skip
+    assert found[0]["content"] == [{"type": "input_text", "text": "Weather?"}]
+    assert found[1:3] == first.to_dict()["output"]
+    assert (found[3]["output"], found[4]["content"][0]["text"]) == ("rain", "It rains.")
+    assert (found[4]["role"], found[5]["role"], found[5]["content"]) == ("assistant", "user", [part, part])
+    assert (found[6]["content"][0]["text"], found[7]["name"], found[8]["output"]) == ("Hm.", "now", [part, part])
+    assert len({item["id"] for item in found}) == len(found)
+    assert [item.id for item in items.list(second.id)] == [item["id"] for item in reversed(found)]
+    assert [item.id for item in items.list(second.id, after=found[1]["id"])] == [found[0]["id"]]
+    assert [item.id for item in items.list(first.id)] == [found[0]["id"]]
+
+
+def test_wrong_questions_for_input_items(client: openai.OpenAI, server: HttpServer) -> None:
+    path = f"/v1/responses/{ask(client).id}/input_items"
+    for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after"),
+                         ("include%5B%5D=x", "include[]"), ("before=x", "before")):  # fmt: skip
+        reply = server.http.get(f"{path}?{query}", headers={"Authorization": "Bearer none"})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_x")
+
+
 def test_each_key_has_its_own_responses(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with running(FakeEngine(tokenizer), access_for(tmp_path, "alice", "bob")) as server:
         alice, bob = (client_of(server, secret_of(name)) for name in ("alice", "bob"))
         with alice, bob:
             response = ask(alice, max_output_tokens=4)
             assert alice.responses.retrieve(response.id).id == response.id
-            for refused in (bob.responses.retrieve, bob.responses.delete):
+            for refused in (bob.responses.retrieve, bob.responses.input_items.list, bob.responses.delete):
                 with pytest.raises(openai.NotFoundError):
                     refused(response.id)
             with pytest.raises(openai.NotFoundError):
@@ -253,6 +294,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice", "none of the tools"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "Missing"),
     ({"background": True}, "background", "not supported"),
+    ({"include": ["web_search_call.results"]}, "include[0]", "message.output_text.logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs", "include"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "20"),
     ({"truncation": "auto"}, "truncation", "not supported"),
     ({"unknown": 1}, "unknown", "Unrecognized"),
 ]

@@ -12,12 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.server.batches import files
-from llm_serving.server.batches.files import page_of, store_of
+from llm_serving.server.batches.files import store_of
 from llm_serving.server.batches.records import Batch
 from llm_serving.server.batches.store import new_batch_id, new_file_id
 from llm_serving.server.fields.validation import StrictModel, short
 from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.http.body import json_response, read_request
+from llm_serving.server.http.list_pages import page_of
 from llm_serving.server.limits import MAX_NAME_CHARS
 from llm_serving.server.openai import chat, completions
 from llm_serving.server.pooling import embeddings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from llm_serving.server.errors import BatchesOffError, ClientGoneError
 from llm_serving.server.fields.validation import StrictModel, clip, short
 from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.http.body import drain_body, json_response
+from llm_serving.server.http.list_pages import in_order, page_of
 from llm_serving.server.limits import MAX_NAME_CHARS
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
@@ -135,14 +135,9 @@ def _clean_name(name: str) -> str:
 async def _list_files(state: ServerState, request: Request) -> Response:
     store = store_of(state)
     files = await store.run(store.files, tenant_of(request))
-    purpose, order = request.query_params.get("purpose"), request.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise RequestError(
-            f"'order' is {short(order)}; it must be 'asc' or 'desc'.", param="order", code="invalid_value"
-        )
-    chosen = [file for file in files if purpose in (None, file.purpose)]
-    ordered = chosen if order == "asc" else chosen[::-1]
-    return json_response(page_of(request, [file.shown() for file in ordered], MAX_PAGE, MAX_PAGE))
+    purpose = request.query_params.get("purpose")
+    chosen = in_order(request, [file for file in files if purpose in (None, file.purpose)])
+    return json_response(page_of(request, [file.shown() for file in chosen], MAX_PAGE, MAX_PAGE))
 
 
 async def _get_file(state: ServerState, request: Request) -> Response:
@@ -163,27 +158,6 @@ async def _delete_file(state: ServerState, request: Request) -> Response:
     store, file_id = store_of(state), request.path_params["file_id"]
     await store.run(store.delete_file, tenant_of(request), file_id)
     return json_response({"id": file_id, "object": "file", "deleted": True})
-
-
-def page_of(request: Request, items: list[dict[str, Any]], default: int, most: int) -> dict[str, Any]:
-    """Returns one page of a list: at most ``limit`` items after the item with the id ``after``. Raises RequestError."""
-    text, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
-        raise RequestError(
-            f"'limit' is {short(text)}; it must be from 1 to {most}.", param="limit", code="invalid_value"
-        )
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise RequestError(f"'after' is {short(after)}, which is not in the list.", param="after", code="invalid_value")
-    begin = 0 if after is None else ids.index(after) + 1
-    page = items[begin : begin + int(text)]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": begin + len(page) < len(items),
-    }
 
 
 class _FileContent:

@@ -12,6 +12,7 @@ class PieceReader:
 
     def __init__(self, plan: AnswerPlan | None) -> None:
         self._parser: OutputParser | None = None if plan is None else plan.parser()
+        self._num_chars = 0
 
     @property
     def has_calls(self) -> bool:
@@ -21,6 +22,8 @@ class PieceReader:
     def events(self, text: str, *, is_last: bool) -> list[Event]:
         """Returns the parser's events for the next piece of text."""
         if self._parser is None:
-            return [Content(text)] if text else []
+            begin = self._num_chars
+            self._num_chars += len(text)
+            return [Content(text, begin, self._num_chars)] if text else []
         events = self._parser.feed(text)
         return events + self._parser.finish() if is_last else events

@@ -1,4 +1,5 @@
-"""The endpoints ``/v1/rerank``, ``/v2/rerank`` (Jina's and Cohere's API) and ``/v1/score`` (vLLM's API).
+"""The endpoints ``/v1/rerank``, ``/v2/rerank`` (Jina's and Cohere's API), ``/v1/score`` (vLLM's API), and their short
+paths ``/rerank`` and ``/score``.
 
 If the server's task is scores, the model reads the query and a text together, as Qwen3-Reranker does. If the task is
 embeddings, the score is the cosine of the embeddings of query and text.
@@ -63,7 +64,7 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class RerankRequest(RankingFields):
-    """Request body of ``/v1/rerank`` and ``/v2/rerank``: a query, and documents to sort."""
+    """Request body of ``/v1/rerank``, ``/v2/rerank`` and ``/rerank``: a query, and documents to sort."""
 
     query: str = Field(description="What the documents should answer.")
     documents: Documents
@@ -72,7 +73,7 @@ class RerankRequest(RankingFields):
 
 
 class ScoreRequest(RankingFields):
-    """Request body of ``/v1/score``: pairs of texts."""
+    """Request body of ``/v1/score`` and ``/score``: pairs of texts."""
 
     text_1: str | Texts = Field(
         description="A text for all texts of `text_2`, or a list with a text for each text of `text_2`."
@@ -81,7 +82,7 @@ class ScoreRequest(RankingFields):
 
 
 async def rerank(state: ServerState, request: Request) -> AnyResponse:
-    """Handles ``/v1/rerank`` and ``/v2/rerank``: return the documents with scores, the most relevant first."""
+    """Handles ``/v1/rerank`` and its other paths: return the documents with scores, the most relevant first."""
     state.check_queue(tenant_of(request))
     body = await read_request(RerankRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
@@ -116,7 +117,7 @@ async def rerank(state: ServerState, request: Request) -> AnyResponse:
 
 
 async def score(state: ServerState, request: Request) -> AnyResponse:
-    """Handles ``/v1/score``: return the score of each pair of texts."""
+    """Handles ``/v1/score`` and ``/score``: return the score of each pair of texts."""
     state.check_queue(tenant_of(request))
     body = await read_request(ScoreRequest, request, state.settings.max_body_bytes)
     state = await served(state, request, body.model, body)
@@ -153,15 +154,19 @@ async def score(state: ServerState, request: Request) -> AnyResponse:
 
 _RERANK_EXAMPLE = '{"query": "Where does the fox live?", "documents": ["By the river.", "It is noon."]}'
 _RERANK_SUMMARY = "Sort documents by their relevance for a query."
+_SCORE_EXAMPLE = '{"text_1": "Where does the fox live?", "text_2": ["By the river.", "It is noon."]}'
+_SCORE_SUMMARY = "Scores of pairs of texts."
 
 ENDPOINTS = (
-    Endpoint("POST", "/v1/rerank", rerank, _RERANK_SUMMARY, RerankRequest, _RERANK_EXAMPLE),
-    Endpoint("POST", "/v2/rerank", rerank, _RERANK_SUMMARY, RerankRequest, _RERANK_EXAMPLE),
-    Endpoint(
-        "POST", "/v1/score", score, "Scores of pairs of texts.", ScoreRequest,
-        '{"text_1": "Where does the fox live?", "text_2": ["By the river.", "It is noon."]}',
+    *(
+        Endpoint("POST", path, rerank, _RERANK_SUMMARY, RerankRequest, _RERANK_EXAMPLE)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
-)  # fmt: skip
+    *(
+        Endpoint("POST", path, score, _SCORE_SUMMARY, ScoreRequest, _SCORE_EXAMPLE)
+        for path in ("/v1/score", "/score")
+    ),
+)
 
 
 async def _judged(

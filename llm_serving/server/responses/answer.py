@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 
-from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.request import FinishReason, RequestOutput, TokenLogits
 from llm_serving.server.error_replies import ErrorReply
 from llm_serving.server.generation.answer_plan import AnswerPlan
 from llm_serving.server.generation.piece_reader import PieceReader
 from llm_serving.server.generation.sampling import Choice
-from llm_serving.server.generation.sequences import Answer, Generation
+from llm_serving.server.generation.sequences import Answer, Generation, count_items
 from llm_serving.server.generation.work import off_loop
 from llm_serving.server.responses.conversion import answer_message
 from llm_serving.server.responses.fields import ResponsesRequest
 from llm_serving.server.responses.items import ItemWriter
+from llm_serving.server.responses.logprobs import MessageLogprobs
 from llm_serving.server.responses.store import StoredResponse
 
 
@@ -29,22 +31,37 @@ class Responder:
         plan: AnswerPlan | None,
         body: ResponsesRequest,
         messages: Sequence[dict[str, Any]],
+        items: Sequence[dict[str, Any]],
         tenant: str,
     ) -> None:
-        """``messages`` is the conversation until now, without the instructions."""
+        """``messages`` is the conversation until now, without the instructions. ``items`` are its input items."""
         self.generation = generation
-        self._body, self._messages, self._tenant = body, messages, tenant
+        self._body, self._messages, self._items, self._tenant = body, messages, items, tenant
         self._reader = PieceReader(plan)
-        self._writer = ItemWriter(generation.request_id, lambda: plan.call_id() if plan is not None else "")
+        self._logprobs: MessageLogprobs | None = None
+        if body.wants_logprobs:
+            [choice], tokenizer = generation.choices, generation.state.engine.tokenizer
+            self._logprobs = MessageLogprobs(tokenizer, choice, body.top_logprobs or 0)
+        self._writer = ItemWriter(
+            generation.request_id, lambda: plan.call_id() if plan is not None else "", self._logprobs
+        )
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """Returns the response of a complete answer. If the text is long, another thread parses it."""
         is_cut = answer.finish_reason == FinishReason.LENGTH.value
-        await off_loop(len(answer.token_ids), lambda: self.events(answer.text, is_last=True, is_cut=is_cut))
+        events = partial(self.events, answer.text, answer.logits, is_last=True, is_cut=is_cut)
+        await off_loop(count_items([answer]), events)
         return self.complete(len(answer.token_ids), is_cut=is_cut)
 
-    def events(self, text: str, *, is_last: bool, is_cut: bool) -> list[dict[str, Any]]:
-        """Returns the events of the next piece of text. ``is_cut`` is True if the token limit ended the output."""
+    def events(
+        self, text: str, logits: Sequence[TokenLogits], *, is_last: bool, is_cut: bool
+    ) -> list[dict[str, Any]]:
+        """Returns the events of the next piece of text. ``is_cut`` is True if the token limit ended the output.
+
+        ``logits`` has the tokens of the piece, if the client asks for log-probabilities.
+        """
+        if self._logprobs is not None:
+            self._logprobs.add(logits)
         found = self._writer.write(self._reader.events(text, is_last=is_last))
         return found + self._writer.end(is_cut=is_cut) if is_last else found
 
@@ -75,7 +92,7 @@ class Responder:
         if self._body.store is False:
             return
         messages = [*self._messages, answer_message(response["output"])]
-        stored = StoredResponse(orjson.dumps(response), orjson.dumps(messages))
+        stored = StoredResponse(orjson.dumps(response), orjson.dumps(messages), orjson.dumps(self._items))
         response["store"] = self.generation.state.responses.put(self._tenant, self.generation.request_id, stored)
 
     def _response(self, status: str, output: list[dict[str, Any]], num_output_tokens: int | None) -> dict[str, Any]:
@@ -105,6 +122,7 @@ class Responder:
             "text": {"format": form},
             "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [_tool_json(tool.model_dump()) for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None if num_output_tokens is None else _usage(generation, num_output_tokens),
@@ -129,7 +147,8 @@ class ResponseStream:
         self._num_tokens += len(piece.token_ids)
         self._responder.generation.note_tokens(choice.index, piece.token_ids)
         self._is_cut = piece.finish_reason is FinishReason.LENGTH
-        found += self._responder.events(piece.text, is_last=piece.finish_reason is not None, is_cut=self._is_cut)
+        is_last = piece.finish_reason is not None
+        found += self._responder.events(piece.text, piece.logits, is_last=is_last, is_cut=self._is_cut)
         return self._encoded(found)
 
     def last(self) -> bytes:

@@ -16,6 +16,7 @@ from llm_serving.server.fields.validation import request_error
 from llm_serving.server.generation.scheduling import SchedulingFields
 from llm_serving.server.openai.chat import ChatRequest
 from llm_serving.server.responses.fields import (
+    LOGPROBS,
     CallItem,
     ImagePart,
     MessageItem,
@@ -111,6 +112,14 @@ def chat_request(body: ResponsesRequest, messages: Sequence[dict[str, Any]]) -> 
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in body.tools
         ]
+    if body.top_logprobs and not body.wants_logprobs:
+        raise RequestError(
+            f"'top_logprobs' is only allowed when 'include' has '{LOGPROBS}'.",
+            param="top_logprobs",
+            code="invalid_value",
+        )
+    if body.wants_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     choice = body.tool_choice
     chat["tool_choice"] = (
         {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice

@@ -1,4 +1,4 @@
-"""The endpoints ``POST /v1/responses``, and ``GET`` and ``DELETE /v1/responses/{response_id}``."""
+"""The endpoints ``POST /v1/responses``, and those of a stored response: get, list its input items, delete."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.server.fields.images import named_images
-from llm_serving.server.fields.validation import short
+from llm_serving.server.fields.validation import clip, short
 from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.generation.sequences import count_items
 from llm_serving.server.http.body import json_response, read_request, whole_response
 from llm_serving.server.http.lifecycle import run_while_connected
+from llm_serving.server.http.list_pages import in_order, page_of
 from llm_serving.server.http.sse import EventStream
 from llm_serving.server.models.lookup import served
 from llm_serving.server.openai.chat import start_chat
@@ -27,8 +28,12 @@ from llm_serving.server.responses.conversion import (
     without_tags,
 )
 from llm_serving.server.responses.fields import ResponsesRequest
+from llm_serving.server.responses.input_items import input_items
 from llm_serving.server.responses.store import StoredResponse
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
+
+DEFAULT_ITEMS, MAX_ITEMS = 20, 100
+"""Default and maximum number of input items in one page."""
 
 
 class UnknownResponseError(RequestError):
@@ -48,19 +53,23 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
         raise without_tags(error) from None
     state = await served(state, request, body.model, body)
     earlier: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
         found = _stored(state, tenant, body.previous_response_id, "previous_response_id")
         earlier = orjson.loads(found.messages)
+        items = [*orjson.loads(found.items), *orjson.loads(found.body)["output"]]
     messages = conversation(body, earlier)
     chat = chat_request(body, messages)
     try:
         generation, plan = await start_chat(state, request, chat, "responses", "resp")
     except RequestError as error:
         raise named_back(named_images(error, chat.messages, image_fields(body, earlier))) from None
-    responder = Responder(generation, plan, body, messages, tenant)
+    items = input_items(body, generation.request_id, items)
+    responder = Responder(generation, plan, body, messages, items, tenant)
     if body.stream:
         return EventStream(generation, ResponseStream(responder))
-    [answer] = await run_while_connected(state.active, request.receive, generation.answers())
+    work = generation.answers(keep_logits=body.wants_logprobs)
+    [answer] = await run_while_connected(state.active, request.receive, work)
     response = await responder.whole(answer)
     responder.keep(response)
     return await whole_response(generation.request_id, count_items([answer]), lambda: response)
@@ -69,6 +78,19 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
 async def _get_response(state: ServerState, request: Request) -> Response:
     found = _stored(state, tenant_of(request), request.path_params["response_id"], "response_id")
     return Response(found.body, media_type="application/json")
+
+
+async def _list_input_items(state: ServerState, request: Request) -> Response:
+    found = _stored(state, tenant_of(request), request.path_params["response_id"], "response_id")
+    for name in request.query_params:
+        if name not in ("after", "limit", "order"):
+            raise RequestError(
+                f"'{clip(name)}' is not supported here; the parameters are after, limit and order.",
+                param=clip(name),
+                code="unsupported_parameter",
+            )
+    items = in_order(request, orjson.loads(found.items))
+    return json_response(page_of(request, items, DEFAULT_ITEMS, MAX_ITEMS))
 
 
 async def _delete_response(state: ServerState, request: Request) -> Response:
@@ -96,5 +118,9 @@ ENDPOINTS = (
         '{"input": "Hello!", "max_output_tokens": 64}',
     ),
     Endpoint("GET", "/v1/responses/{response_id}", _get_response, "OpenAI: a stored response."),
+    Endpoint(
+        "GET", "/v1/responses/{response_id}/input_items", _list_input_items,
+        "OpenAI: the conversation before a stored response, newest item first.",
+    ),
     Endpoint("DELETE", "/v1/responses/{response_id}", _delete_response, "OpenAI: delete a stored response."),
 )  # fmt: skip

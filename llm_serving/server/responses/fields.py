@@ -12,7 +12,10 @@ from llm_serving.server.fields.shared import IGNORED, MaxTokens, Name, Temperatu
 from llm_serving.server.fields.tools import ToolName
 from llm_serving.server.fields.validation import StrictModel, short
 from llm_serving.server.generation.scheduling import SchedulingFields
-from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+from llm_serving.server.limits import MAX_LOGPROBS, MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
+
+LOGPROBS = "message.output_text.logprobs"
+"""The member of ``include`` that asks for log-probabilities."""
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -204,11 +207,9 @@ class ResponsesRequest(SchedulingFields, StrictModel):
         "background": (None, False),
         "context_management": (None, []),
         "conversation": (None,),
-        "include": (None, [], ["reasoning.encrypted_content"]),
         "max_tool_calls": (None,),
         "moderation": (None,),
         "prompt": (None,),
-        "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
     }
     ignored = IGNORED - {"store", "metadata"}
@@ -228,6 +229,17 @@ class ResponsesRequest(SchedulingFields, StrictModel):
     )
     stream: bool | None = Field(default=None, description="Send the response as events while it is generated.")
     stream_options: StreamSettings | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+        default=None,
+        description=f"`{LOGPROBS}`: add the log-probabilities of the message's tokens. "
+        "`reasoning.encrypted_content` has no effect.",
+    )
+    top_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description=f"Number of best tokens with log-probabilities, for each token. Needs `{LOGPROBS}` in `include`.",
+    )
     temperature: Temperature = None
     top_p: TopP = None
     tools: Annotated[list[ResponseTool] | None, Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
@@ -242,3 +254,8 @@ class ResponsesRequest(SchedulingFields, StrictModel):
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Variables for the model's chat template, as in `/v1/chat/completions`."
     )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the response has log-probabilities."""
+        return LOGPROBS in (self.include or ())

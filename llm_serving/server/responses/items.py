@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from llm_serving.parsing.events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
+from llm_serving.server.responses.logprobs import MessageLogprobs, without_bytes
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
@@ -13,12 +14,17 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 class ItemWriter:
     """Writes the output items of one response. Each item is added, has deltas, and is done before the next begins."""
 
-    def __init__(self, response_id: str, call_id: Callable[[], str]) -> None:
+    def __init__(
+        self, response_id: str, call_id: Callable[[], str], logprobs: MessageLogprobs | None = None
+    ) -> None:
+        """``logprobs`` has the log-probabilities of the answer's tokens. None if the client does not ask for them."""
         self.items: list[dict[str, Any]] = []
         """The items until now. The text of the last item may be incomplete."""
         self._id = response_id.rpartition("-")[2]
         self._call_id = call_id
+        self._logprobs = logprobs
         self._texts: list[str] = []
+        self._entries: list[dict[str, Any]] = []
         self._is_open = False
 
     def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -29,14 +35,13 @@ class ItemWriter:
                 kind = "message" if isinstance(event, Content) else "reasoning"
                 if event.text:
                     found += self._text_item(kind)
-                    name = "output_text" if kind == "message" else "reasoning_text"
-                    found.append(self._delta(f"response.{name}.delta", event.text, _LOGPROBS.get(kind, {})))
+                    found.append(self._text_delta(event))
             elif isinstance(event, CallBegin):
                 found += self.end()
                 found.append(self._begin("function_call", call_id=self._call_id(), name=event.name, arguments=""))
             elif isinstance(event, Arguments):
                 if event.text:
-                    found.append(self._delta("response.function_call_arguments.delta", event.text, {}))
+                    found.append(self._delta("response.function_call_arguments.delta", event.text))
             else:
                 assert isinstance(event, CallEnd)
                 found += self.end()
@@ -55,9 +60,12 @@ class ItemWriter:
             return [done | self._where(), self._item_event("response.output_item.done")]
         part = item["content"][0]
         part["text"] = text
-        more = _LOGPROBS.get(item["type"], {}) | self._where()
+        more = {}
+        if item["type"] == "message":
+            part["logprobs"] = self._entries
+            more = {"logprobs": without_bytes(self._entries)}
         return [
-            {"type": f"response.{part['type']}.done", "content_index": 0, "text": text} | more,
+            {"type": f"response.{part['type']}.done", "content_index": 0, "text": text} | more | self._where(),
             {"type": "response.content_part.done", "content_index": 0, "part": dict(part)} | self._where(),
             self._item_event("response.output_item.done"),
         ]
@@ -79,19 +87,23 @@ class ItemWriter:
         number = len(self.items)
         name = f"{_PREFIXES[kind]}_{self._id}_{number}"
         self.items.append({"id": name, "type": kind, "status": "in_progress", **members})
-        self._texts, self._is_open = [], True
+        self._texts, self._entries, self._is_open = [], [], True
         return self._item_event("response.output_item.added")
 
     def _item_event(self, kind: str) -> dict[str, Any]:
         return {"type": kind, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
-    def _delta(self, kind: str, text: str, more: dict[str, Any]) -> dict[str, Any]:
+    def _text_delta(self, event: Content | Reasoning) -> dict[str, Any]:
+        if isinstance(event, Reasoning):
+            return self._delta("response.reasoning_text.delta", event.text, content_index=0)
+        entries = [] if self._logprobs is None else self._logprobs.take(event.begin, event.end)
+        self._entries += entries
+        logprobs = without_bytes(entries)
+        return self._delta("response.output_text.delta", event.text, content_index=0, logprobs=logprobs)
+
+    def _delta(self, kind: str, text: str, **more: Any) -> dict[str, Any]:
         self._texts.append(text)
-        index = {} if "arguments" in kind else {"content_index": 0}
-        return {"type": kind, "delta": text} | index | more | self._where()
+        return {"type": kind, "delta": text} | more | self._where()
 
     def _where(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-
-
-_LOGPROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}}

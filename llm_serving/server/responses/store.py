@@ -15,14 +15,17 @@ MAX_BYTES = 128 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response and the messages of its conversation, both as JSON. The last message is the answer."""
+    """A response and its conversation, all as JSON."""
 
     body: bytes
     messages: bytes
+    """The messages of the conversation. The last one is the answer."""
+    items: bytes
+    """The input items of the conversation, without those of the answer."""
 
     @property
     def size(self) -> int:
-        return len(self.body) + len(self.messages) + _ENTRY_BYTES
+        return len(self.body) + len(self.messages) + len(self.items) + _ENTRY_BYTES
 
 
 _ENTRY_BYTES = 512

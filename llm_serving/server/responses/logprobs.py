@@ -1,0 +1,62 @@
+"""Finds the tokens of an answer that belong to its message, with their log-probabilities."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.request import TokenLogits
+from llm_serving.server.generation.logprobs import chat_entries
+from llm_serving.server.generation.sampling import Choice
+
+
+class MessageLogprobs:
+    """The log-probabilities of one answer's tokens, by their position in its text.
+
+    Tokens of the reasoning, of tool calls and of markers have positions outside of the message. They are left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:
+        """``count`` is the number of best tokens for each token."""
+        self._tokenizer, self._count = tokenizer, count
+        # Stop strings only shorten the text. Without them, each character is known as soon as its last token.
+        sampling = replace(choice.sampling, stop=())
+        self._text = IncrementalDetokenizer.for_request(tokenizer, choice.prompt.token_ids, sampling)
+        self._num_chars = 0
+        self._waiting: deque[tuple[int, int, TokenLogits]] = deque()
+
+    def add(self, logits: Sequence[TokenLogits]) -> None:
+        """Adds the next tokens of the answer. Call this method before ``take`` for the text of these tokens."""
+        for token in logits:
+            begin = self._num_chars
+            self._num_chars += len(self._text.append((token.token_id,))[0])
+            # A token with a part of a character completes no text. It belongs to the character that comes next.
+            self._waiting.append((begin, max(self._num_chars, begin + 1), token))
+
+    def take(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """Returns the tokens of the characters ``begin`` to ``end`` of the answer that were not returned before.
+
+        Drops the tokens before ``begin``. The members of a token are those of a chat's ``logprobs``.
+        """
+        found = []
+        while self._waiting and self._waiting[0][0] < end:
+            _, token_end, token = self._waiting.popleft()
+            if token_end > begin:
+                found.append(token)
+        return list(chat_entries(self._tokenizer, found, self._count))
+
+
+def without_bytes(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns log-probabilities as OpenAI's events have them: without the bytes of the tokens."""
+    return [
+        {name: _short(value) if name == "top_logprobs" else value for name, value in entry.items() if name != "bytes"}
+        for entry in entries
+    ]
+
+
+def _short(best: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"token": one["token"], "logprob": one["logprob"]} for one in best]
