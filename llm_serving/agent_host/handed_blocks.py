@@ -110,8 +110,10 @@ class HandedBlocks:
                 os.eventfd_write(self.descriptor, 1)
 
     def _transport(self, message: SendBlocks) -> TcpTransport:
-        """Returns the transport to the node of a message. If the node has new agents, its old transport ends: an idle
-        transport does not notice the end of its peer, so its thread and its socket would stay.
+        """Returns the transport to the node of a message. If the node has new agents, its old transport ends, because an
+        idle one does not notice the end of its peer.
+
+        A new transport replaces all transports without a thread. So addresses that never come back do not add up.
         """
         place = (message.host, message.port)
         secret, transport = self._transports.get(place, (b"", None))
@@ -119,7 +121,7 @@ class HandedBlocks:
             return transport
         if transport is not None:
             transport.stop()
-        self._transports = {key: pair for key, pair in self._transports.items() if not pair[1].is_closed}
+        self._transports = {key: pair for key, pair in self._transports.items() if not pair[1].is_idle}
         transport = TcpTransport(self._memories, partial(_connect, *place, self._key), message.secret)
         self._transports[place] = (message.secret, transport)
         return transport

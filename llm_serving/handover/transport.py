@@ -39,6 +39,8 @@ TIMEOUT_S = 10.0
 """Seconds without progress of the peer after which the connection counts as lost."""
 MAX_CONNECTIONS = 256
 MAX_POOLS = 256
+IDLE_S = 60.0
+"""Seconds without a transfer after which the thread of ``TcpTransport`` ends and its connection is closed."""
 _END_WAIT_S = 1.0
 """Seconds that ``TcpTransport.close`` waits for its thread, which may be in the middle of connecting."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
@@ -130,20 +132,26 @@ class _Transfer:
 class TcpTransport:
     """Sends blocks of ``pools`` to a ``PoolReceiver`` with the same ``secret`` and as many pools.
 
-    A block of a transfer is a block of every pool. The thread of this object calls ``connect`` for the first transfer.
-    The returned socket may be a TLS socket. This object owns it.
+    A block of a transfer is a block of every pool. A transfer starts the thread of this object, which calls
+    ``connect``. The returned socket may be a TLS socket. This object owns it. After ``IDLE_S`` seconds without a
+    transfer, the thread closes the socket and ends. So a receiver to which no more blocks go costs nothing.
     """
 
     def __init__(self, pools: Sequence[Pool], connect: Callable[[], socket.socket], secret: bytes) -> None:
-        """``connect`` raises OSError if the other machine cannot be reached. The first transfer then fails."""
+        """``connect`` raises OSError if the other machine cannot be reached. The transfer then fails."""
         self._pools, self._connect, self._secret = pools, connect, secret
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._number = 0
         self._waiting: SimpleQueue[_Transfer | None] = SimpleQueue()
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hand-over-sender", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        """The thread that sends. None while there is nothing to send."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if this object has no thread and no connection."""
+        return self._thread is None
 
     @property
     def is_closed(self) -> bool:
@@ -156,9 +164,12 @@ class TcpTransport:
         wrong = [source for source, _ in pairs if not 0 <= source < num_blocks]
         if wrong:
             raise ValueError(f"blocks {wrong[:4]} are not in the pool of {num_blocks} blocks")
-        self._waiting.put(_Transfer(list(pairs), done))
-        if self._is_closed.is_set():
-            self._fail_waiting(TransferError("the transport is closed"))
+        with self._lock:
+            problem = TransferError("the transport is closed") if self._is_closed.is_set() else self._start()
+            if problem is None:
+                self._waiting.put(_Transfer(list(pairs), done))
+        if problem is not None:
+            done(problem)
 
     def stop(self) -> None:
         """Ends the transport without waiting for its thread. Transfers that have not ended fail."""
@@ -170,11 +181,32 @@ class TcpTransport:
 
     def close(self) -> None:
         self.stop()
-        self._thread.join(_END_WAIT_S)
+        thread = self._thread
+        if thread is not None:
+            thread.join(_END_WAIT_S)
+
+    def _start(self) -> TransferError | None:
+        """Starts the thread if it does not run. Returns an error if the system has no more threads."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="hand-over-sender", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                return TransferError(f"the blocks could not be sent to the other machine: {error}")
+            self._thread = thread
+        return None
 
     def _run(self) -> None:
         problem: LLMServingError | None = None
-        while problem is None and (transfer := self._waiting.get()) is not None:
+        while problem is None:
+            try:
+                transfer = self._waiting.get(timeout=IDLE_S)
+            except Empty:
+                if self._ends_idle():
+                    return
+                continue
+            if transfer is None:
+                break
             try:
                 self._send(self._socket or self._open(), transfer.pairs)
             except (OSError, LLMServingError) as error:
@@ -183,12 +215,25 @@ class TcpTransport:
             transfer.done(problem)
         with self._lock:
             self._is_closed.set()
-            if self._socket is not None:
-                self._socket.close()
+            self._end_thread()
         self._fail_waiting(problem or TransferError("the transport is closed"))
 
+    def _ends_idle(self) -> bool:
+        """Closes the connection and returns True, unless a transfer has just come. The next one starts a thread."""
+        with self._lock:
+            if not self._waiting.empty():
+                return False
+            self._end_thread()
+            return True
+
+    def _end_thread(self) -> None:
+        """Closes the connection of the calling thread, which must then end. The caller holds the lock."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = self._thread = None
+
     def _fail_waiting(self, problem: LLMServingError) -> None:
-        """Ends all transfers in the queue with an error. Several threads may call this method at the same time."""
+        """Ends all transfers in the queue with an error."""
         with contextlib.suppress(Empty):
             while True:
                 transfer = self._waiting.get_nowait()

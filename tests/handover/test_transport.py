@@ -6,10 +6,10 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import Queue, SimpleQueue
-from typing import Any
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -73,6 +73,13 @@ def rig() -> Iterator[Rig]:
     yield made
     made.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-over")]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + time_limit(10.0)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def transfer(transport: TcpTransport | SharedPoolTransport, pairs: Pairs) -> LLMServingError | None:
@@ -178,27 +185,56 @@ def test_if_the_connection_breaks_all_waiting_transfers_fail(rig: Rig) -> None:
     assert results.empty()
 
 
-def test_several_threads_may_fail_the_waiting_transfers_at_once() -> None:
-    """The queue has one transfer. Both threads see it, but only one of them gets it."""
-
-    class SharedQueue(SimpleQueue[Any]):
-        """Another thread takes all entries between a check of the queue and the next read."""
-
-        def empty(self) -> bool:
-            was_empty = super().empty()
-            while not super().empty():
-                super().get_nowait()
-            return was_empty
-
-    transport = TcpTransport([SomePool()], socket.socket, SECRET)
+def test_an_idle_sender_ends_and_a_later_transfer_arrives(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_serving.handover.transport.IDLE_S", 0.01)
+    source = SomePool(seed=2)
+    transport = TcpTransport([source], rig.connect, SECRET)
+    assert transport.is_idle
+    assert transfer(transport, [(3, 0)]) is None
+    thread = transport._thread
+    if thread is not None:  # the thread may have ended already
+        thread.join(time_limit(5.0))
+        assert not thread.is_alive()
+    assert (transport.is_idle, transport.is_closed) == (True, False)
+    wait_until(lambda: not rig.receiver._links)
+    assert transfer(transport, [(1, 11)]) is None
+    check_arrived(rig, source, [(3, 0), (1, 11)])
     transport.close()
-    transport._waiting = SharedQueue()
-    results: Queue[LLMServingError | None] = Queue()
-    caller = threading.Thread(target=transport.transfer, args=([(0, 0)], results.put), daemon=True)
-    caller.start()
-    caller.join(time_limit(5.0))
-    assert not caller.is_alive()
-    assert isinstance(results.get(timeout=1.0), TransferError)
+
+
+def test_a_sender_that_ends_takes_a_transfer_that_comes_meanwhile(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transfers come when the thread is about to end. Each of them must arrive."""
+    monkeypatch.setattr("llm_serving.handover.transport.IDLE_S", 0.0)
+    source = SomePool(seed=2, block_bytes=100)
+    rig.pools[0] = rig.pool = SomePool(seed=1, block_bytes=100)
+    rig.receiver = PoolReceiver(rig.pools, SECRET)
+    transport = TcpTransport([source], rig.connect, SECRET)
+    assert [transfer(transport, [(1, 2)]) for _ in range(100)] == [None] * 100
+    transport.close()
+
+
+def test_senders_to_nodes_that_never_come_back_do_not_add_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    layout, key = HandOverLayout(1, 4, 1000), ClusterKey(str(tmp_path / "key"))
+    sender, target = HandedBlocks([layout], key), HandedBlocks([layout], key)
+
+    def connect(*_: object) -> socket.socket:
+        own, other = socket.socketpair()
+        threading.Thread(target=target.receive, args=(other,), name="hand-over-receiver").start()
+        return own
+
+    monkeypatch.setattr("llm_serving.handover.transport.IDLE_S", 0.01)
+    monkeypatch.setattr("llm_serving.agent_host.handed_blocks._connect", connect)
+    for number in range(5):
+        sender.send(SendBlocks(number, f"node{number}", 1, target.secret, pack_pairs([(0, 1)])))
+        assert select.select([sender.descriptor], [], [], time_limit(5.0))[0]
+        assert sender.take_sent() == [BlocksSent(number, "")]
+        wait_until(lambda: all(transport.is_idle for _, transport in sender._transports.values()))
+    assert len(sender._transports) == 1
+    for each in (sender, target):
+        each.close()
 
 
 def test_new_agents_of_a_node_replace_its_idle_sender(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -218,6 +254,7 @@ def test_new_agents_of_a_node_replace_its_idle_sender(monkeypatch: pytest.Monkey
         assert select.select([sender.descriptor], [], [], time_limit(5.0))[0]
         assert sender.take_sent() == [BlocksSent(number, "")]
         [transport] = [one for _, one in sender._transports.values()]
+        assert transport._thread is not None
         senders.append(transport._thread)
     senders[0].join(time_limit(5.0))
     assert [thread.is_alive() for thread in senders] == [False, True]
