@@ -28,6 +28,7 @@ from llm_serving.executor.agent_process import AgentProgram
 from llm_serving.executor.agent_states import AgentStates, Restarts
 from llm_serving.executor.base import AgentLeaving, AgentLost, AgentProfiled, AgentReady, ExecutorEvent
 from llm_serving.executor.group import Group, Received, StartGroup
+from llm_serving.executor.pauses import PauseWatch
 from llm_serving.executor.step_slots import StepSlots
 from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
@@ -82,6 +83,9 @@ class AgentExecutor:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._steps = self._new_slots(())
+        self._pauses = PauseWatch()
+        self._start_pause_s = 0.0
+        """Seconds for which this process was paused since the start of the agents."""
         self._control_seq = 0
         self._distrusted: SelfCheckError | None = None
         self._profile_seq = 0
@@ -159,7 +163,7 @@ class AgentExecutor:
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         """Waits for agents, a deadline or a wake-up, and returns an event for each change of an agent's state."""
         events: list[ExecutorEvent] = []
-        for key, _ in self._selector.select(self._wait_s(timeout_s)):
+        for key, _ in self._ready_sources(timeout_s):
             handler: Callable[[], list[ExecutorEvent]] = key.data
             try:
                 events += handler()
@@ -173,6 +177,19 @@ class AgentExecutor:
         except AgentError as error:
             events += self._lose(error)
         return events + self._check_leaving()
+
+    def _ready_sources(self, timeout_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Waits for messages of the agents, a deadline or a wake-up. Returns the sources that are readable.
+
+        After a pause of this process, moves the deadlines by the time of the pause.
+        """
+        ready = self._selector.select(self._wait_s(timeout_s))
+        pause_s = self._pauses.look(time.monotonic())
+        if pause_s:
+            self._steps.discount(pause_s)
+            self._start_pause_s += pause_s
+            ready = self._selector.select(0)  # a wait that SIGCONT interrupts returns no sources
+        return ready
 
     def release(self) -> None:
         if self._group is None or not self._has_said_leaving:
@@ -235,6 +252,7 @@ class AgentExecutor:
         """Starts the agents. Raises AgentStartError, also if the system has no processes, files or memory left."""
         self._restarts.started()
         self._end_last_group()
+        self._start_pause_s = 0.0
         self._has_said_leaving = self._is_waiting = False
         try:
             self._group = self.start_group()
@@ -352,15 +370,16 @@ class AgentExecutor:
         """Returns the time of the next deadline, by ``time.monotonic``, and its kind, for example ``restart`` or
         ``step``.
 
-        Returns None if there is no deadline.
+        The kind ``pause`` is only the time to look for a pause of this process. Returns None if there is no deadline.
         """
         if self._restarts.due_at is not None:
             return self._restarts.due_at, "restart"
         if self._group is None:
             return None
         own, last_result = self._own_deadline(self._group)
-        look = self._group.next_look(last_result)
-        return own if look is None else (look, "look") if own is None else min(own, (look, "look"))
+        look, pause = self._group.next_look(last_result), None if own is None else self._pauses.next_look
+        others = [(at, kind) for at, kind in ((look, "look"), (pause, "pause")) if at is not None]
+        return min(others if own is None else [own, *others], default=None)
 
     def _own_deadline(self, group: Group) -> tuple[tuple[float, str] | None, float | None]:
         """Returns the next deadline of the start or of a step, and the time of the last result.
@@ -370,12 +389,12 @@ class AgentExecutor:
         """
         settings, steps = self._config.serving_config, self._steps
         if not self._has_said_ready:
-            return (group.started_at + settings.agent_start_timeout_s, "start"), None
+            return (group.started_at + self._start_pause_s + settings.agent_start_timeout_s, "start"), None
         if steps.join is not None and (due := steps.join.overdue_at) is not None:
             return (due, "join"), None
         if not steps.slot_of:
             return None, None
-        return (steps.last_result + settings.step_timeout_s, "step"), steps.last_result
+        return (steps.waits_since + settings.step_timeout_s, "step"), steps.last_result
 
     def _wait_s(self, timeout_s: float | None) -> float | None:
         deadline = self._deadline()
@@ -391,8 +410,10 @@ class AgentExecutor:
         join = self._steps.join
         if join is not None and join.torn is not None:
             raise AgentLostError(join.torn)
+        if self._group is None or self._own_deadline(self._group)[0] is None:
+            self._pauses.rest()
         deadline = self._deadline()
-        if deadline is None or (now := time.monotonic()) < deadline[0]:
+        if deadline is None or (now := time.monotonic()) < deadline[0] or deadline[1] == "pause":
             return
         settings = self._config.serving_config
         if deadline[1] == "restart":

@@ -75,6 +75,10 @@ class StepJoin:
             failed = self._failed_agents(self._replies[seq])
             self.torn = f"{failed} failed step {seq}, and no answer came from agents {waited} within {self.GRACE_S:g} s"
 
+    def discount(self, pause_s: float) -> None:
+        """Takes a pause of this process out of the time for which replies to failed steps have been missing."""
+        self._failed = {seq: at + pause_s for seq, at in self._failed.items()}
+
     def take_failures(self) -> list[tuple[int, str]]:
         """Returns the incomplete steps that at least one agent has failed: (step number, error text).
 

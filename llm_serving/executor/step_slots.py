@@ -80,6 +80,8 @@ class StepSlots:
         """The slot of each step in flight, by the number of the step."""
         self.last_result = 0.0
         """Time of the last result, or of the first step after an idle period, by ``time.monotonic``."""
+        self._pause_s = 0.0
+        """Seconds since ``last_result`` for which this process was paused."""
         self.join = StepJoin(len(ranks), ranks.start) if len(ranks) > 1 else None
         """Joins the results of several agents. None for a single agent."""
         self._ranks = ranks
@@ -108,7 +110,7 @@ class StepSlots:
         self._fill(step, self._slots[number])
         self.free_slots.pop()
         if not self.slot_of:
-            self.last_result = time.monotonic()
+            self.last_result, self._pause_s = time.monotonic(), 0.0
         self.slot_of[step.seq] = number
         return _MESSAGES[step.kind](seq=step.seq, slot=number)
 
@@ -143,6 +145,17 @@ class StepSlots:
             seq=seq, row=row, token_ids=np.array(ids, np.int32).tobytes(), values=np.array(values, np.float32).tobytes()
         )
 
+    @property
+    def waits_since(self) -> float:
+        """The time from which the timeout of a step counts: ``last_result``, later by the pauses of this process."""
+        return self.last_result + self._pause_s
+
+    def discount(self, pause_s: float) -> None:
+        """Takes a pause of this process out of the time for which the agents may run a step."""
+        self._pause_s += pause_s
+        if self.join is not None:
+            self.join.discount(pause_s)
+
     def take(self, member: int, reply: StepDone | StepFailed) -> StepResult | None:
         """Processes an agent's reply. ``member`` is its number in the group. Returns the result after the last reply.
 
@@ -166,7 +179,7 @@ class StepSlots:
             result = _read_result(self._slots[reply.slot], reply)
         del self.slot_of[reply.seq]
         self.free_slots.append(reply.slot)
-        self.last_result = time.monotonic()
+        self.last_result, self._pause_s = time.monotonic(), 0.0
         return result
 
     def _fill(self, step: ScheduledStep, slot: StepSlot) -> None:

@@ -15,6 +15,8 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
+from llm_serving.executor.pauses import PauseWatch
+
 LOOK_EVERY_S = 0.25
 """Seconds between two checks of the agents' processes. The first check comes after this time without a result."""
 STOPPED_S = 1.5
@@ -47,6 +49,7 @@ class Vitals:
         self._first_rank = first_rank
         self._may_sleep = may_sleep
         self._looked_at = 0.0
+        self._pauses = PauseWatch()
         self._stopped_since: float | None = None
         self._asleep_since: float | None = None
         self._seconds_before: dict[int, float] = {}
@@ -68,7 +71,9 @@ class Vitals:
         if last_result >= self._looked_at:
             self._stopped_since = self._asleep_since = None
             self._seconds_before = {}
+            self._pauses.rest()
         self._looked_at = now
+        self._discount(self._pauses.look(now))
         threads = [_threads(pid) for pid in self._pids]
         states = [{state for state, _ in each.values()} for each in threads]
         stopped = [self._first_rank + member for member, found in enumerate(states) if found == {"T"}]
@@ -95,6 +100,16 @@ class Vitals:
             f"a thread of the agents from {self._first_rank} has computed for {used_s:.1f} s in the middle of a step, "
             f"which should take {forecast_s:.3f} s"
         )
+
+    def _discount(self, pause_s: float) -> None:
+        """Takes a pause of this process out of the time for which the agents have slept or were stopped.
+
+        Agents also sleep because they wait for this process, for example for the masks of a step.
+        """
+        if self._stopped_since is not None:
+            self._stopped_since += pause_s
+        if self._asleep_since is not None:
+            self._asleep_since += pause_s
 
     def _longest_computation(self, threads: Sequence[Mapping[int, tuple[str, float]]]) -> float:
         """Returns the most processor time of one thread since it was first seen during the step."""

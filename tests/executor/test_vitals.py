@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from llm_serving.executor.pauses import COUNTED_S
 from llm_serving.executor.vitals import (
     ASLEEP_LOOKS,
     GRACE_S,
     GRACE_STEPS,
+    STOPPED_S,
     SilentAgents,
     Vitals,
     _descendants,
@@ -58,10 +60,24 @@ def test_the_patience_with_agents_that_sleep(
     asleep: int, forecast_s: float | None, longest_s: float, min_sleep_s: float, patience_s: float
 ) -> None:
     agents = Vitals([asleep], 0, may_sleep=False, min_sleep_s=min_sleep_s)
-    assert agents.look(100.0, 99.0, forecast_s, longest_s) is None
+    for tick in range(int(patience_s * 4)):
+        assert agents.look(100.0 + tick / 4, 99.0, forecast_s, longest_s) is None
     assert agents.look(100.0 + patience_s - 0.1, 99.0, forecast_s, longest_s) is None
     reason = agents.look(100.0 + patience_s, 99.0, forecast_s, longest_s)
     assert reason == f"agents from 0 have done nothing for {patience_s:.1f} s in the middle of a step"
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_pause_of_this_process_is_no_sleep_of_the_agents(asleep: int, is_stopped: bool) -> None:
+    if is_stopped:
+        os.kill(asleep, signal.SIGSTOP)
+        _wait_for_state(asleep, "T")
+    agents = Vitals([asleep], 0, may_sleep=False)
+    assert agents.look(100.0, 99.0, 0.0, 0.0) is None
+    assert agents.look(100.0 + 3600.0, 99.0, 0.0, 0.0) is None
+    patience_s = (STOPPED_S if is_stopped else GRACE_S) - COUNTED_S
+    assert agents.look(3700.0 + patience_s - 0.1, 99.0, 0.0, 0.0) is None
+    assert agents.look(3700.0 + patience_s, 99.0, 0.0, 0.0) is not None
 
 
 def test_agents_that_compute_may_reply(asleep: int) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 
@@ -28,14 +29,16 @@ from llm_serving.ipc.messages import ProfileReply
 from llm_serving.ipc.shm import NO_ADAPTER, StepSlot
 from llm_serving.model.parallel import answering_rank, group_ranks
 
-DIE, RAISE, REFUSE, HANG, SLOW, BUSY, SPIN, SPIN_CHILD, COMPILE = range(201, 210)
+DIE, RAISE, REFUSE, HANG, SLOW, BUSY, SPIN, SPIN_CHILD, COMPILE, AWAIT = range(201, 211)
 """Token ids that make the agent misbehave.
 
 In this order: it is killed, raises an unforeseen error, refuses the step, never returns, or returns after 0.2 s. Then:
-it computes for 0.1 s of processor time, or without end. The last two: it waits for a child process that computes
-without end, or reports that it compiles and computes for ``COMPILE_S`` of processor time.
+it computes for 0.1 s of processor time, or without end. Then: it waits for a child process that computes without end,
+or reports that it compiles and computes for ``COMPILE_S`` of processor time. The last one: it sleeps until another
+process opens the pipe ``AWAITED`` in the folder of the log.
 """
 COMPILE_S = 1.0
+AWAITED = "awaited"
 
 
 BAD_BLOCK = 77
@@ -124,6 +127,8 @@ class StubRunner:
             raise ProtocolError("token 203 is refused")
         if HANG in tokens:
             time.sleep(600)
+        if AWAIT in tokens:
+            Path(self._config.log_config.path).with_name(AWAITED).open("rb").close()
         if BUSY in tokens:
             compute(0.1)
         if SPIN in tokens:
