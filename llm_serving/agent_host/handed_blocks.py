@@ -110,8 +110,8 @@ class HandedBlocks:
                 os.eventfd_write(self.descriptor, 1)
 
     def _transport(self, message: SendBlocks) -> TcpTransport:
-        """Returns the transport to the node of a message. If the node has new agents, its old transport ends, because an
-        idle one does not notice the end of its peer.
+        """Returns the transport to the node of a message. If the node has new agents, its old transport ends: an
+        idle transport does not notice the end of its peer.
 
         A new transport replaces all transports without a thread. So addresses that never come back do not add up.
         """
