@@ -28,6 +28,11 @@ _SYSTEM_FILES = (
 """Files that libraries read. The agent may not read all of /etc, because /etc may have keys that the server's user can
 read.
 """
+_INSTALLED = ("site-packages", "dist-packages")
+"""Names of the folders that installers of packages fill."""
+_CODE = (".py", ".pyc", ".so", ".pth")
+_MAX_NAMESPACES = 3
+"""Maximum depth of a package in namespace packages, as ``a/b/c``."""
 MAX_LINKS = 10_000
 """Maximum number of entries of a model folder that ``_link_targets`` examines."""
 
@@ -35,11 +40,13 @@ MAX_LINKS = 10_000
 def cpu_rules(config: Config, environment: Mapping[str, str] = os.environ) -> list[Rule]:
     """Returns the rules for the files of an agent on a CPU. Creates the folders that the agent writes to."""
     model = config.model_config
-    readable = [*_SYSTEM, *_SYSTEM_FILES, *_python_paths(environment)]
+    python_paths = list(_python_paths(environment))
+    readable = [*_SYSTEM, *_SYSTEM_FILES, *python_paths]
     readable += filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep))
     draft_path = None if config.draft is None else config.draft.path
     readable += [path for path in (model.model_path, model.model_cfg_path, draft_path) if path is not None]
     rules = [Rule(Path(path), READ) for path in readable]
+    rules += [Rule(target, READ) for path in python_paths for target in _package_targets(Path(path))]
     for path in (model.model_path, draft_path):
         if path is not None:
             rules += [Rule(target, READ) for target in _link_targets(Path(path))]
@@ -70,6 +77,49 @@ def _python_paths(environment: Mapping[str, str]) -> Iterator[str]:
     stated = environment.get("PYTHONPATH", "").split(os.pathsep)
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
     yield from (path for path in sys.path if path and (path != os.getcwd() or path in stated))
+
+
+def _package_targets(folder: Path) -> Iterator[Path]:
+    """Yields the targets of packages and modules in a folder of the module path that are symbolic links.
+
+    Landlock decides about the target of a link, not about the link. An installer may also make a package as a folder
+    of links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. In a folder that is not made by
+    installers, only links to Python code count, because the user may have made others.
+    """
+    is_installed = folder.name in _INSTALLED
+    for entry in _entries(folder):
+        target = Path(entry.path)
+        if entry.is_symlink():
+            target = target.resolve()
+            if is_installed or target.suffix in _CODE or (target / "__init__.py").exists():
+                yield target
+        elif is_installed and entry.is_dir():
+            yield from _linked_files(target)
+
+
+def _linked_files(package: Path, depth: int = 1) -> Iterator[Path]:
+    """Yields the targets of the links in the folder of a package, and of packages in a namespace package.
+
+    If a file is a link into a folder of the same name, this folder is yielded: it has the whole package.
+    """
+    entries = _entries(package)
+    links = [Path(entry.path).resolve() for entry in entries if entry.is_symlink()]
+    wholes = {link.parent for link in links if link.parent.name == package.name}
+    yield from wholes
+    yield from (link for link in links if link.parent not in wholes)
+    is_namespace = not any(entry.is_file() for entry in entries)
+    if is_namespace and depth < _MAX_NAMESPACES:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _linked_files(Path(entry.path), depth + 1)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:  # a folder of the module path need not exist
+        return []
 
 
 def _link_targets(folder: Path) -> list[Path]:

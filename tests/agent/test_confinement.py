@@ -30,6 +30,7 @@ PROGRAM = REPOSITORY / "tests/support/confined_program.py"
 needs_landlock = pytest.mark.skipif(landlock_abi() == 0, reason="this kernel has no Landlock")
 PERMITTED = {
     "read the model",
+    "import linked packages",
     "map a segment",
     "write to the cache",
     "rename in the cache",
@@ -37,6 +38,24 @@ PERMITTED = {
     "write a temporary file",
     "make a UNIX socket",
 }
+
+
+def linked_packages(folder: Path) -> Path:
+    """Makes packages whose files are links to files elsewhere. Returns the folder for the module path."""
+    store, installed = folder / "store", folder / "venv/site-packages"
+    for package in ("linked_package", "archive/package_of_links", "archive/namespace/package_of_links"):
+        (store / package / "inner").mkdir(parents=True)
+        (store / package / "__init__.py").touch()
+        (store / package / "inner/__init__.py").touch()
+    (store / "module.py").touch()
+    installed.mkdir(parents=True)
+    (installed / "linked_package").symlink_to(store / "linked_package")
+    (installed / "linked_module.py").symlink_to(store / "module.py")
+    for package in ("package_of_links", "namespace/package_of_links"):
+        (installed / package / "inner").mkdir(parents=True)
+        for file in ("__init__.py", "inner/__init__.py"):
+            (installed / package / file).symlink_to(store / "archive" / package / file)
+    return installed
 
 
 def run_program(setting: str, tmp_path: Path) -> dict[str, object]:
@@ -54,7 +73,8 @@ def run_program(setting: str, tmp_path: Path) -> dict[str, object]:
         (model / file.name).symlink_to(blobs / file.name)
     segment = Path("/dev/shm", f"llm-serving-test-{os.getpid()}x{secrets.token_hex(4)}")
     segment.touch()
-    paths = os.pathsep.join(map(str, (code, REPOSITORY, REPOSITORY / "tests")))
+    installed = linked_packages(tmp_path)
+    paths = os.pathsep.join(map(str, (code, installed, REPOSITORY, REPOSITORY / "tests")))
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             done = subprocess.run(

@@ -9,6 +9,7 @@ file in /dev/shm. The program prints the outcome of each operation as JSON.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -44,6 +45,13 @@ def bind() -> None:
         listener.listen()
 
 
+def import_linked() -> None:
+    """Imports packages that are installed as symbolic links, as ``linked_packages`` in test_confinement.py makes them.
+    """
+    for name in ("linked_package", "linked_module", "package_of_links.inner", "namespace.package_of_links.inner"):
+        importlib.import_module(name)
+
+
 def map_segment(path: str) -> None:
     os.close(os.open(path, os.O_RDWR))
 
@@ -65,6 +73,7 @@ def main() -> None:
     actions: dict[str, Callable[[], object]] = {
         "read the model": lambda: [each.read_bytes() for each in Path(model).iterdir()],
         "read another file": (logs / "server.log").read_bytes,
+        "import linked packages": import_linked,
         "list another folder": lambda: os.listdir(folder),
         "map a segment": lambda: map_segment(segment),
         "remove a segment": lambda: os.unlink(segment),
