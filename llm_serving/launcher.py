@@ -36,6 +36,7 @@ from llm_serving.engine.assembly import make_engine, make_executors, wait_ready
 from llm_serving.errors import ConfigError, EngineFailedError, LLMServingError
 from llm_serving.ipc.segment import remove_leftovers
 from llm_serving.planning.machine import process_seconds
+from llm_serving.registry.freeing import limit_free_memory
 from llm_serving.telemetry.progress import ProgressDisplay
 from llm_serving.version import __version__
 
@@ -91,6 +92,7 @@ class _Launcher:
     async def run(self) -> int:
         self._handle_signals()
         _raise_file_limit()
+        limit_free_memory()
         self._display.watch()
         self._display.note(f"llm-serving {__version__}: {self._config.model_name} on {self._config.device}")
         for note in (*self._config.notes, *unused_summary(self._config.unused)):
