@@ -1,8 +1,9 @@
 """Runs small versions of all configs with native operators on the CPU, and compares the executed graphs with Ascend's.
 
-The graph that runs must be the stored listing of the config (``tools/ascend_graph/golden``) apart from sizes. So every
-primitive of every config is executed, with the types of the config. The tokens must be those of fused operators, which
-other tests compare with transformers. A new config or variant is a new case.
+The graph that runs must be the stored listing of the config (``tools/ascend_graph/golden``) apart from sizes. ``make
+test`` runs as many configs as have every primitive of every config, with its types. ``make test-sweeps`` runs the other
+ones. The tokens must be those of fused operators, which other tests compare with transformers. A new config or variant
+is a new case.
 """
 
 from __future__ import annotations
@@ -71,13 +72,33 @@ class _SectionCounter:
 
 
 @cache
-def is_swept(name: str) -> bool:
-    """Returns whether only ``make test-sweeps`` runs a config.
+def primitives_of(name: str) -> frozenset[tuple[str, str]]:
+    """Returns the primitives of a config's graphs: the kind of the graph, and the line without names of weights."""
+    return frozenset(
+        (kind, re.sub(r"[a-zA-Z_][\w.]*(?= [a-z]+[0-9]+\[)", "weight", line))
+        for kind, lines in listing_of(name).items()
+        for line in lines
+        if line.startswith(" ")
+    )
 
-    These are configs with the graphs of an earlier config apart from sizes, and variants, whose native primitives have
-    tests of their own (tests/lora, test_integer_cache.py).
+
+@cache
+def unswept() -> frozenset[str]:
+    """Returns the configs that ``make test`` runs: they have each primitive of each config, in each kind of graph.
+
+    The native primitives of the variants have tests of their own (tests/lora, test_integer_cache.py).
     """
-    return name in VARIANTS or any(listing_of(other) == listing_of(name) for other in CONFIGS[: CONFIGS.index(name)])
+    chosen, covered = [], set[tuple[str, str]]()
+    for name in sorted(deployments(), key=lambda name: len(primitives_of(name)), reverse=True):
+        if not primitives_of(name) <= covered:
+            chosen.append(name)
+            covered |= primitives_of(name)
+    return frozenset(chosen)
+
+
+def is_swept(name: str) -> bool:
+    """Returns whether only ``make test-sweeps`` runs a config."""
+    return name not in unswept()
 
 
 @pytest.fixture(scope="module")
