@@ -60,6 +60,8 @@ def test_float32_answers_equal_those_of_transformers(tmp_path: Path, count: int)
     assert sum(answer["margin"] <= TIE for answer in answers) <= count // 10, "ties hide differences"
 
 
+# In make test, tests/wheel/test_wheel.py asks an installed server with this format.
+@pytest.mark.sweep
 def test_the_default_format_answers_questions(tmp_path: Path) -> None:
     """The default format rounds weights and activations to int8, so long texts may differ from those of transformers.
     """

@@ -30,7 +30,11 @@ from support.time_limits import time_limit
 CONFINED = Path(__file__).with_name("confined.py")
 RELEASED = os.environ.get("LLM_WHEEL", "")
 needs_release = pytest.mark.skipif(not RELEASED, reason="make test-wheel builds the wheel for every processor")
-SETTINGS = ("serving_config.server_port=0", "pa_config.num_blocks=257")
+SETTINGS = (
+    "serving_config.server_port=0",
+    "pa_config.num_blocks=257",
+    "scheduler_config.max_num_batched_tokens=128",  # the warm-up runs the largest step
+)
 
 
 class Installation:
