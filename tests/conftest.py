@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support.case_samples import check_sample, read_intervals, select_cases
 from support.parallel_run import ParallelRun
@@ -140,6 +141,11 @@ if "LLM_TESTS_FORKS" not in os.environ:
     _caches = tempfile.TemporaryDirectory(prefix="llm-serving-tests-")
     os.environ["XDG_CACHE_HOME"] = _caches.name
     os.environ["LLM_TESTS_FORKS"] = _caches.name  # SHARED_FOLDER of support.forks
+
+
+# On a busy machine, one example takes longer than Hypothesis allows by default.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,6 +24,7 @@ from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
 from support.executor_steps import events_until, prefill, results, shm_entries, submit_decode_before_prefill
 from support.stub_agent import BUSY, COMPILE, DIE, HANG, RAISE, REFUSE, SLOW, SPIN, SPIN_CHILD, stub_token
+from support.time_limits import time_limit
 
 
 def pid_of(executor):
@@ -149,7 +150,7 @@ def test_a_killed_agent_is_noticed_within_a_second_and_started_again(make_execut
     os.kill(first, signal.SIGKILL)
     start = time.monotonic()
     [lost] = events_until(executor, AgentLost)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < time_limit(1.0)
     assert not lost.final
     assert "signal 9" in lost.error
     assert "restarting it in 0.25 s" in lost.error
@@ -349,8 +350,9 @@ def test_wake_is_sticky(make_executor):
     events_until(executor, AgentReady)
     executor.wake()
     start = time.monotonic()
-    assert executor.poll(30.0) == []
-    assert time.monotonic() - start < 5.0
+    limit = time_limit(5.0)
+    assert executor.poll(6 * limit) == []
+    assert time.monotonic() - start < limit
 
 
 def test_strangers_on_the_agents_port_reach_no_agent_and_keep_none_from_starting(make_executor):

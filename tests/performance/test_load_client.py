@@ -17,6 +17,7 @@ from performance.load.options import LoadOptions
 from performance.load.statistics import measure
 from performance.program import ServerUnreachableError, UsageError
 from support.fake_openai_server import Reply, fake_openai_server
+from support.time_limits import time_limit
 
 
 def options_for(port: int, **changes: object) -> LoadOptions:
@@ -49,30 +50,32 @@ def test_measured_times_match_the_servers_delays() -> None:
         figures = measure(run_load(options_for(server.port, rate=20.0, duration=0.3, arrivals="uniform")))
     assert figures.requests == 6
     assert figures.ttft_ms.min >= 60
-    assert figures.ttft_ms.p50 < 120
-    assert 29 <= figures.tpot_ms.p50 < 60
+    assert figures.ttft_ms.p50 < time_limit(120)
+    assert 29 <= figures.tpot_ms.p50 < time_limit(60)
     assert figures.tbt_ms.count == 6 * 4
-    assert 0.178 <= figures.e2e_s.min <= figures.e2e_s.p50 < 0.36
+    assert 0.178 <= figures.e2e_s.min <= figures.e2e_s.p50 < time_limit(0.36)
     assert figures.normalized_latency_ms.min == pytest.approx(figures.e2e_s.min * 1000 / 5)
 
 
 def test_connections_are_reused() -> None:
     with fake_openai_server(lambda *_: Reply(tokens=1)) as server:
-        run_load(options_for(server.port, rate=20.0, arrivals="uniform", duration=0.5))
+        run = run_load(options_for(server.port, rate=20.0, arrivals="uniform", duration=0.5))
         assert len(server.requests) == 10
-        # Usually, one connection serves all requests. More are opened only if a response takes longer than the 50 ms
-        # until the next request. Three connections ask for the name of the model and for metrics.
-        assert server.connections <= 3 + 3
+        # Requests that run at the same time need as many connections. Usually that is one, because the next request
+        # comes after 50 ms. Three connections ask for the name of the model and for metrics.
+        at_once = max(sum(each.sent <= other.sent <= each.end for each in run.records) for other in run.records)
+        assert server.connections <= 3 + 2 + at_once
 
 
 def test_the_load_does_not_wait_for_responses() -> None:
     """In an open loop, all twenty requests run together, because each request takes longer than the time of all
     arrivals.
     """
-    with fake_openai_server(lambda *_: Reply(tokens=1, first_s=0.5)) as server:
-        run = run_load(options_for(server.port, rate=100.0, duration=0.2))
+    response_s = time_limit(0.5)
+    with fake_openai_server(lambda *_: Reply(tokens=1, first_s=response_s)) as server:
+        run = run_load(options_for(server.port, rate=100.0, duration=0.2, timeout_s=60.0))
     assert max(record.sent for record in run.records) < min(record.end for record in run.records)
-    assert run.total_time_s < 1.5
+    assert run.total_time_s < 3 * response_s
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_a_missing_server_is_reported_immediately() -> None:
         started = time.monotonic()
         with pytest.raises(ServerUnreachableError, match=r"no server at http://127\.0\.0\.1:\d+: connection refused"):
             run_load(options_for(unused.getsockname()[1], rate=100.0, duration=60.0))
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < time_limit(2.0)
 
 
 def test_a_server_that_closes_connections_is_reported() -> None:

@@ -18,6 +18,7 @@ from llm_serving.server.http.protocol import BoundedHttpProtocol
 from llm_serving.server.limits import INLINE_ITEMS, MAX_DETOKENIZE, MAX_JSON_OBJECTS, MAX_JSON_VALUES
 from support.fake_engine import FakeEngine
 from support.http_server import http_request, read_response, running, wait_until
+from support.time_limits import time_limit
 
 STALL_S = 0.3
 
@@ -32,7 +33,7 @@ def stall(server, kind="stall"):
 def block(server, work):
     done = threading.Event()
     server._loop.call_soon_threadsafe(lambda: (work(), done.set()))
-    assert done.wait(10)
+    assert done.wait(time_limit(10))
 
 
 def test_a_stall_is_in_the_metrics_once(server):
