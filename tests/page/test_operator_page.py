@@ -74,7 +74,7 @@ def test_the_percentiles_are_shown(operator: ChatPage) -> None:
         "return [...document.querySelectorAll('#latency tbody tr')].map((row) => row.innerText.split('\\t'))"
     )
     assert [row[0] for row in rows] == [
-        "First token", "Per output token", "Whole request", "In the queue", "Step of the agents",
+        "First token", "Per output token", "Whole request", "In the queue", "One step of the agents",
     ]  # fmt: skip
     assert all(len(row) == 7 for row in rows)
 
@@ -83,15 +83,15 @@ def test_why_a_request_was_slow(operator: ChatPage) -> None:
     request_id = operator.engine.submitted[-1].request_id
     operator.click(f"[data-request='{request_id}']")
     assert operator.text("#why-title") == f"Why was {request_id} slow?"
-    assert operator.text("#why-text") == "64 ms (50 %) were waiting for the client to read the response."
+    assert operator.text("#why-text") == "The request spent 64 ms (50 %) waiting for the client to read the response."
     rows = operator.run(
         "return [...document.querySelectorAll('#why-parts tbody tr')].map((row) => row.innerText.split('\\t'))"
     )
     assert rows[1] == ["Queue", "2 ms", "2"]
     assert rows[4] == ["Preempted", "16 ms", "13"]
     more = operator.text("#why-more")
-    assert "5 attempts to start failed, for 1.5 ms. The KV cache had too few free blocks." in more
-    assert "It waited for cmpl-other." in more
+    assert "tried 5 times to start the request and could not, for 1.5 ms. The KV cache had too few free blocks." in more
+    assert "The request waited for cmpl-other." in more
     widths = operator.run("return [...document.querySelectorAll('#why-bar span')].map((one) => one.className)")
     assert widths == ["tokenise", "queue", "prefill", "decode", "preempted", "swapped", "delivery"]
     assert operator.run("return document.activeElement.id") == "why-title"
@@ -102,10 +102,10 @@ def test_why_a_request_was_slow(operator: ChatPage) -> None:
 @pytest.mark.parametrize(
     ("part", "sentence"),
     [
-        ("queue", "900 ms (90 %) were waiting in the queue. Every row of the batch was in use."),
-        ("prefill", "900 ms (90 %) were the prefill of 7 prompt tokens in 2 chunks, 3 of them from the prefix cache."),
-        ("preempted", "900 ms (90 %) were 4 preemptions: other requests took its blocks,"),
-        ("restarted", "900 ms (90 %) were the restart of an agent"),
+        ("queue", "The request spent 900 ms (90 %) in the queue. Every batch row was in use."),
+        ("prefill", "The request spent 900 ms (90 %) in the prefill of 7 prompt tokens in 2 chunks. 3 of the tokens"),
+        ("preempted", "The request lost 900 ms (90 %) to 4 preemptions: other requests took its blocks,"),
+        ("restarted", "The request lost 900 ms (90 %) because an agent restarted"),
     ],
 )
 def test_the_sentence_names_the_largest_part(operator: ChatPage, part: str, sentence: str) -> None:
@@ -121,7 +121,7 @@ def test_filters_show_a_part_of_the_requests(operator: ChatPage) -> None:
     rows = "document.querySelectorAll('#requests [data-request]').length"
     assert operator.run(f"return {rows}") == 2
     operator.click("[data-filter=queued]")
-    assert operator.text("#requests tbody") == "No request."
+    assert operator.text("#requests tbody") == "There are no requests."
     assert operator.run("return document.querySelector('[data-filter=queued]').getAttribute('aria-pressed')") == "true"
     operator.click("[data-filter=slow]")
     assert operator.run(f"return {rows}") == 1
@@ -179,7 +179,7 @@ def test_the_timeline_shows_phases_and_chunks_in_order(recorded: ChatPage, tmp_p
         f"{chunk['tokens']} tokens, in a step of {chunk['step_tokens']} tokens for {chunk['step_requests']} requests"
     )
     assert detail in [row[3] for row in rows]
-    assert any(row[3].startswith(f"{expected['decode_steps']['count']} steps with ") for row in rows)
+    assert any(row[3].startswith(f"{expected['decode_steps']['count']} steps, ") for row in rows)
     phases = recorded.run("return [...document.querySelectorAll('#timeline-bar span')].map((one) => one.className)")
     assert phases == ["queue" if one["phase"] == "queued" else one["phase"] for one in expected["spans"]]
     assert recorded.text("#timeline-note") == "From the flight recorder. Times count from the arrival in the queue."
@@ -211,7 +211,7 @@ def test_only_a_key_with_admin_sees_anything(page: ChatPage, guarded: HttpServer
     guarded.http.post("/v1/completions", json={"prompt": "a"}, headers=bearer("alice"))
     page.server = guarded
     page.open("/operator")
-    assert page.text("#problem") == "The server needs an API key with the right admin. Enter it above."
+    assert page.text("#problem") == "The server needs an API key that has the right “admin”. Enter the key above."
     page.browser.type("#key", secret_of("alice") + "\ue007")
     page.wait("document.getElementById('problem').innerText.includes('may not administrate')")
     assert page.count("#requests [data-request]") == 0

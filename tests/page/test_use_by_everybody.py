@@ -147,7 +147,7 @@ def test_a_server_that_loads_its_model_is_watched(page: ChatPage) -> None:
     page.engine.current = make_status(state="starting")
     page.open()
     page.wait("document.getElementById('state').className === 'loading'")
-    assert page.run("return document.getElementById('state').title") == "The server loads its model."
+    assert page.run("return document.getElementById('state').title") == "The server is loading its model."
     page.engine.current = make_status()
     page.wait("document.getElementById('state').className === 'ready'")
 

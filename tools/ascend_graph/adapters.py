@@ -63,14 +63,14 @@ class AdapterRules:
             yield f"split_item, group_type, group_list_type and act_type are {settings}; they must be {_SETTINGS}"
         for index, operand in enumerate(operands[2:_FIRST_SETTING], 2):
             if index != _GROUP_LIST and (operand.kind != "constant" or operand.value is not None):
-                yield f"argument {index} is given; an adapter has no scales and no bias"
+                yield f"argument {index} is given; it must be None, because an adapter has no scales and no bias"
         rows, _ = self._wiring.source(operands[_GROUP_LIST])
         if (rows.kind, rows.name) != ("input", ROWS):
             yield f"group_list is {rows.name or rows.kind}, not the graph's input {ROWS}"
         layer, _, matrix = self._weight(node).rpartition(".")
         base = self._base.get(f"{layer}.weight")
         if base is None or not layer.startswith(f"layers.{node.layer}."):
-            yield f"{layer} is not a linear layer of this layer"
+            yield f"{layer} is not a linear layer of decoder layer {node.layer}"
             return
         yield from self._shape_problems(node, base, matrix)
         yield from self._shrink_problems(node, base) if matrix == A_NAME else self._sum_problems(node, layer, base)
@@ -88,7 +88,7 @@ class AdapterRules:
     def _shrink_problems(self, node: Node, base: Node) -> Iterator[str]:
         x, wanted = self._wiring.source(self._wiring.operands(node)[0]), self._wiring.source(self._input(base))
         if (x[0].name, x[1] or 0) != (wanted[0].name, wanted[1] or 0):
-            yield "does not multiply the input of the layer's own product"
+            yield "the product with A does not take the input of the linear layer"
 
     def _sum_problems(self, node: Node, layer: str, base: Node) -> Iterator[str]:
         """Yields an error unless the adapter's output is computed and added correctly.
@@ -98,16 +98,16 @@ class AdapterRules:
         """
         before = self._wiring.node_of(self._wiring.operands(node)[0])
         if before is None or not self.is_adapter(before) or self._weight(before) != f"{layer}.{A_NAME}":
-            yield f"does not multiply the product with {layer}.{A_NAME}"
+            yield f"the product with B does not take the result of the product with {layer}.{A_NAME}"
         sums = self._users[node.name]
         if len(sums) != 1 or sums[0].primitive != "Add":
-            yield "must have one use, the sum with the layer's output"
+            yield "the result must be used once, in the sum with the linear layer's output"
             return
         [other] = [name for name in self._operand_nodes(sums[0]) if name != node.name] or [""]
         if other != base.name and other not in self._biased(base):
-            yield "is added to something else than the layer's output"
+            yield "the result is not added to the linear layer's output"
         elif len(self._users[other]) != 1:
-            yield "the layer's output is also used without its adapters"
+            yield "the linear layer's output is also used without the adapter's result"
 
     def _biased(self, base: Node) -> set[str]:
         """Returns the names of the nodes that add a bias to the output of a layer's product."""

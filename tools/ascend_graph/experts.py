@@ -108,27 +108,30 @@ class ExpertRules:
         weight, _ = self._wiring.source(node.operands[1])
         wanted = TensorType("f32", (self._experts.count, self._hidden))
         if weight.type != wanted or [each.value for each in node.operands[2:4]] != [False, True]:
-            yield f"the router is {weight.type}; it must be {wanted}, with transpose_b"
+            yield f"the expert router's weight is {weight.type}; it must be {wanted}, with transpose_b"
         if node.results != (TensorType("f32", (-1, self._experts.count)),):
-            yield f"gives {node.results[0]}; a router's logits are float32"
+            yield f"the result is {node.results[0]}; the expert router's logits must be float32"
 
     def _choice_problems(self, node: Node) -> Iterator[str]:
         x, finished, k = self._wiring.operands(node)
         source = self._wiring.node_of(x)
         if source is None or not self.is_router(source):
-            yield "does not choose by the router's logits"
+            yield "the experts are not chosen by the expert router's logits"
         if finished.value is not None or k.value != self._experts.per_token:
-            yield f"chooses {k.value} experts; a token has {self._experts.per_token}, and no token is finished"
+            yield (
+                f"k is {k.value} and finished is {finished.value or finished.kind}; k must be "
+                f"{self._experts.per_token}, the experts of a token, and finished must be None"
+            )
 
     def _grouped_choice_problems(self, node: Node) -> Iterator[str]:
         operands, routing = self._wiring.operands(node), self._experts.routing
         assert routing is not None, "this primitive is counted, so the model has this router"
         source = self._wiring.node_of(operands[0])
         if source is None or not self.is_router(source):
-            yield "does not choose by the router's logits"
+            yield "the experts are not chosen by the expert router's logits"
         correction, _ = self._wiring.source(operands[1])
         if correction.name != f"layers.{node.layer}.mlp.correction":
-            yield f"add_num is {correction.name or correction.kind}, not the layer's correction"
+            yield f"add_num is {correction.name or correction.kind}, not the parameter correction of the layer"
         given = [each.value for each in operands[2:8]]
         wanted = [routing.groups, routing.chosen_groups, 2, self._experts.per_token, 0, self._experts.normalised]
         if given != wanted:
@@ -156,7 +159,7 @@ class ExpertRules:
         if self._origin(tokens)[0] != "GroupedMatmulV4":
             yield "the tokens do not come from GroupedMatmulV4"
         if self._origin(places)[::2] != ("MoeInitRoutingV2", 1):
-            yield "sorted_indices are not the places of MoeInitRoutingV2"
+            yield "sorted_indices do not come from MoeInitRoutingV2, which says where each row was moved"
         source = self._wiring.node_of(shares)
         wanted = TensorType(TYPES[self._dtype], (-1, self._experts.per_token))
         if source is None or source.results[0] != wanted:
@@ -176,7 +179,8 @@ class ExpertRules:
         for name, operand in given.items():
             is_given = operand.kind != "constant" or operand.value is not None
             if is_given != (name in present):
-                yield f"{name} is {'given; there is none' if is_given else 'missing'} in {self._form.format}"
+                found = "given; it must be None" if is_given else "missing"
+                yield f"{name} is {found} for weights of the format {self._form.format}"
         yield from self._parameter_problems(node, given)
 
     def _scales(self) -> dict[str, str]:
@@ -251,7 +255,7 @@ class ExpertRules:
             elif source.name != f"{stem}.{name}":
                 yield f"{operand} is the parameter {source.name}, not {stem}.{name}"
         if node.results != (TensorType(TYPES[self._dtype], (-1, columns)),):
-            yield f"gives {node.results[0]}; it must be {TensorType(TYPES[self._dtype], (-1, columns))}"
+            yield f"the result is {node.results[0]}; it must be {TensorType(TYPES[self._dtype], (-1, columns))}"
 
     def _place(self, weight: Operand) -> str:
         """Returns which product the weight belongs to: ``mlp.gate_up`` or ``mlp.down``."""

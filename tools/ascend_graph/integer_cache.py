@@ -105,7 +105,7 @@ class IntegerCacheRules:
             yield f"{name} is not a product of integers and scales"
             return
         if product.results[0].dtype != "f32":
-            yield f"{name} is multiplied out in {product.results[0].dtype}; it must be f32 and then rounded once"
+            yield f"{name} is computed in {product.results[0].dtype}; it must be computed in f32 and then rounded once"
         yield from self._scale_problems(product.operands[1], place, name)
         floats = self._wiring.node_of(product.operands[0])
         integers = None if floats is None or floats.primitive != "Cast" else self._behind(floats.operands[0], "Reshape")
@@ -126,7 +126,7 @@ class IntegerCacheRules:
         source, index = self._wiring.source(self._last_before(scales, "Reshape"))
         split = self._wiring.node_of(source)
         if split is None or split.primitive != "SplitWithSize" or index != place:
-            yield f"{name} is multiplied by other scales than its own"
+            yield f"{name} is not multiplied by the scales of {name}"
 
     def _order_problems(self, node: Node, blocks: Operand) -> Iterator[str]:
         """Yields an error unless the input ``step_blocks`` selects the gathered blocks.
@@ -142,14 +142,14 @@ class IntegerCacheRules:
             blocks = depend.operands[0]
             depend = self._wiring.node_of(blocks)
         if len(waits) < 2:
-            yield "gathers blocks before both ReshapeAndCache of the layer have written (ops.depend)"
+            yield "the blocks are gathered before both ReshapeAndCache of the layer have written (ops.depend)"
         if self._wiring.source(blocks)[0].name != "step_blocks":
-            yield "does not gather the blocks of the graph's input step_blocks"
+            yield "the gathered blocks are not those of the graph's input step_blocks"
 
     def _cache_problems(self, node: Node, name: str, operand: Operand) -> Iterator[str]:
         source, _ = self._wiring.source(operand)
         if source.name != f"layers.{node.layer}.attention.{name}":
-            yield f"{name} is {source.name or source.kind}, not the layer's own"
+            yield f"{name} is {source.name or source.kind}, not the {name} of layer {node.layer}"
         if source.type != self._caches[name]:
             yield f"{name} is {source.type}; it must be {self._caches[name]}"
 

@@ -150,7 +150,7 @@ class KernelRules:
         # kernel takes the sizes for batch, heads, queries, head size. Source: InternalPagedAttentionTilingImpl.
         if kernel is Kernel.CUSTOM and rank not in (3, 4):
             yield (
-                f"{kernel.value} is selected, which reads three sizes of the query, and the query has {rank}; "
+                f"{kernel.value} is selected, which reads three sizes of the query, but the query has rank {rank}; "
                 f"add PagedAttention to {DISABLED_LIST} and use the default mask_mode"
             )
         if operands[14].value != _DEFAULT_MASK and mask is not None:
@@ -158,7 +158,7 @@ class KernelRules:
         if operands[15].value:
             yield from self._latent_cache(operands)
         if mask is not None and query is not None and mask.dtype != query.dtype:
-            yield f"attn_mask is {mask.dtype} and query {query.dtype}; the kernel takes one type"
+            yield f"attn_mask is {mask.dtype} and query is {query.dtype}; the kernel needs one type for both"
         if cache is not None:
             yield from self._cache_sizes(cache, _MAX_LATENT if operands[15].value else _MAX_HEAD)
         heads, kv_heads = operands[10].value, operands[12].value
@@ -175,7 +175,7 @@ class KernelRules:
         if key != value or operands[12].value != 1:
             yield (
                 f"mla_v_dim is {operands[15].value} with the caches {key} and {value} and {operands[12].value} "
-                "key-value heads; it needs one cache with one head"
+                "key-value heads; MLA needs one cache for keys and values, with one head"
             )
 
     def _cache_sizes(self, cache: TensorType, max_head: int) -> Iterator[str]:
@@ -207,7 +207,7 @@ class KernelRules:
             yield f"query has rank {len(query.shape)}; layout {layout} has {ranks[layout]}"
         # The mask must have the type of the query. Source: vllm-mindspore, model_executor/models/attention_mask.py.
         if mask is not None and query is not None and mask.dtype != query.dtype:
-            yield f"attn_mask is {mask.dtype} and query {query.dtype}; the kernel takes one type"
+            yield f"attn_mask is {mask.dtype} and query is {query.dtype}; the kernel needs one type for both"
 
     def _cache_write(self, node: Node) -> Iterator[str]:
         yield from self._inference_mode()
@@ -236,18 +236,18 @@ class KernelRules:
         # scale. The kernel aclnnAscendQuant takes a float offset and multiplies by the inverse of the scale. Sources:
         # IsInternalKernelDtypesSupported in the x86-64 wheel, and MindFormers 1.9, golden_stick/a8w8.py.
         if of_offset.dtype == "i8":
-            yield "the offset is i8, which selects the kernel that divides by the scale; the scale is an inverse"
+            yield "the offset is i8, which selects the kernel that divides by the scale, but the scale is an inverse"
         # Source of the following rules: hicann/ops-nn, quant/ascend_quant_v2/docs/aclnnAscendQuant.md, for Atlas A2.
         elif of_offset != of_scale:
-            yield f"scale is {of_scale} and offset {of_offset}; the kernel takes one type and one shape"
+            yield f"scale is {of_scale} and offset is {of_offset}; the kernel needs one type and one shape for both"
         if of_x.dtype != "f32" and of_scale.dtype != of_x.dtype:
-            yield f"scale is {of_scale.dtype} and x {of_x.dtype}; the kernel takes one type"
+            yield f"scale is {of_scale.dtype} and x is {of_x.dtype}; the kernel needs one type for both"
         if len(of_scale.shape) != 1 or of_scale.shape[0] not in (1, of_x.shape[-1]):
-            yield f"scale is {of_scale} and x {of_x}; the kernel takes one scale, or one for each element of a row"
+            yield f"scale is {of_scale} and x is {of_x}; the kernel takes one scale, or one for each column of x"
         if sqrt_mode.value is not False:
-            yield f"sqrt_mode is {sqrt_mode.value}; the scale would be multiplied twice"
+            yield f"sqrt_mode is {sqrt_mode.value}; it must be False, or the kernel multiplies by the scale twice"
         if node.results[0].dtype != "i8":
-            yield f"gives {node.results[0].dtype}; QuantBatchMatmul takes i8"
+            yield f"the result is {node.results[0].dtype}; it must be i8, the type that QuantBatchMatmul takes"
 
     def _integer_product(self, node: Node) -> Iterator[str]:
         """Yields an error unless a row of ``_PRODUCT_TYPES`` allows the types of the operands and the result.
@@ -287,4 +287,4 @@ class KernelRules:
         # to on.").
         given = dict(self._settings.jit_config)
         if (given.get("jit_level"), given.get("infer_boost")) != ("O0", "on"):
-            yield f"jit_config is {given}; only O0 with infer_boost has this primitive's kernel"
+            yield f"jit_config is {given}; this primitive's kernel needs jit_level O0 and infer_boost on"

@@ -73,8 +73,9 @@ class LatentRules:
     def _rotary_problems(self, node: Node) -> Iterator[str]:
         query, key, cos, sin, _, cos_format = self._wiring.operands(node)
         rope = self._latent.rope_dim
-        for operand, width in ((query, self._heads * rope), (key, rope), (cos, rope), (sin, rope)):
-            yield from self._differs("an operand", operand, (-1, width))
+        widths = {"query": self._heads * rope, "key": rope, "cos": rope, "sin": rope}
+        for (name, width), operand in zip(widths.items(), (query, key, cos, sin), strict=True):
+            yield from self._differs(name, operand, (-1, width))
         wanted = _PAIRS if self._latent.interleaved else _HALVES
         if cos_format.value != wanted:
             yield f"cos_format is {cos_format.value}; the model's is {wanted} (2: halves of a head, 3: adjacent pairs)"
@@ -86,7 +87,7 @@ class LatentRules:
         parts = [] if row is None or row.primitive != "Concat" else self._wiring.operands(row)[:2]
         origins = [self._primitive(part) for part in parts]
         if origins != ["RmsNorm", "ApplyRotaryPosEmb"]:
-            yield f"the row consists of {origins}; it must be the normalised latent vector and the rotated key"
+            yield f"the row of the cache joins {origins}; it must be the normalised latent vector and the rotated key"
         for name, operand in (("value", value), ("value_cache", value_cache)):
             if operand.kind != "constant" or operand.value is not None:
                 yield f"{name} is given; latent attention has one cache"
@@ -98,7 +99,7 @@ class LatentRules:
     def _product_problems(self, node: Node) -> Iterator[str]:
         x, weight, *transposes = self._wiring.operands(node)
         if [each.value for each in transposes] != [False, False]:
-            yield "must multiply [heads, tokens, in] by [heads, in, out] without transposes"
+            yield "the operands must be [heads, tokens, in] and [heads, in, out], without transposes"
         swap = self._wiring.node_of(x)
         if swap is None or swap.primitive != "Transpose" or self._wiring.operands(swap)[1].value != _BY_HEADS:
             yield f"x must come from Transpose with the order {_BY_HEADS}"
@@ -124,7 +125,7 @@ class LatentRules:
             yield f"scale_value is {operands[11].value:.7g}; the model's is {scale:.7g}"
         result = TensorType(self._dtype, (-1, self._heads * self._latent.rank))
         if node.results[0] != result:
-            yield f"gives {node.results[0]}; it must be {result}"
+            yield f"the result is {node.results[0]}; it must be {result}"
         yield from self._mask_problems(operands[7])
 
     def _mask_problems(self, mask: Operand) -> Iterator[str]:

@@ -54,7 +54,7 @@ class ProductRules:
         """Yields the errors of a product."""
         form = self.form_of(node)
         if node.primitive != product_of(form):
-            yield f"the weight's form is {form.format}, whose primitive is {product_of(form)}"
+            yield f"a weight of the format {form.format} must be multiplied by {product_of(form)}"
         elif form.is_float:
             yield from self._float_problems(node)
         elif form.is_static:
@@ -68,9 +68,9 @@ class ProductRules:
         weight, _ = self._wiring.source(node.operands[1])
         flags = [each.value for each in node.operands[2:4]]
         if weight.kind != "parameter" or weight.type is None or flags != [False, True]:
-            yield "must multiply by a weight [out, in] with transpose_b"
+            yield "the second operand must be a weight [out, in], with transpose_b"
         elif node.results != (TensorType(TYPES[self._dtype], (-1, weight.type.shape[0])),):
-            yield f"gives {node.results[0]} with the weight {weight.type}"
+            yield f"the result is {node.results[0]}; it does not fit the weight {weight.type}"
 
     def _dynamic_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
         """Yields the errors of a QuantBatchMatmul whose activations are quantised for each token.
@@ -86,9 +86,9 @@ class ProductRules:
         elif scales.name != integers.name or scales_index != 1:
             yield "the scales of the tokens are not those of the DynamicQuantExt that x1 comes from"
         elif self._wiring.operands(quantised)[1].value is not None:
-            yield "smooth_scales are given; the weights are not made for them"
+            yield "smooth_scales are given; they must be None, because the weights were quantised without them"
         if [each.value for each in operands[6:8]] != [False, True]:
-            yield "must multiply by a weight [out, in] with transpose_x2"
+            yield "x2 must be a weight [out, in], with transpose_x2"
         yield from self._none_problems({"offset": operands[3], "bias": operands[4]})
         yield from self._parameter_problems(node, form, {"weight": operands[1], "scale": operands[2]})
 
@@ -103,7 +103,7 @@ class ProductRules:
             yield "x1 does not come from QuantV2"
             return
         if [each.value for each in operands[6:8]] != [False, True]:
-            yield "must multiply by a weight [out, in] with transpose_x2"
+            yield "x2 must be a weight [out, in], with transpose_x2"
         yield from self._none_problems({"offset": operands[3], "pertoken_scale": operands[5]})
         inputs = self._wiring.operands(quantised)
         given = {"weight": operands[1], "scale": operands[2], "sum_offset": operands[4]}
@@ -120,9 +120,9 @@ class ProductRules:
         transposed = is_transposed(form)
         if [each.value for each in operands[7:9]] != [False, transposed]:
             shape = "[out, in] with" if transposed else "[in, out] without"
-            yield f"must multiply by a weight {shape} transpose_weight"
+            yield f"the weight must be {shape} transpose_weight"
         if operands[9].value != form.group:
-            yield f"antiquant_group_size is {operands[9].value}; the weight's groups are of {form.group}"
+            yield f"antiquant_group_size is {operands[9].value}; it must be {form.group}, the group size of the weight"
         absent = {"quant_scale": operands[4], "quant_offset": operands[5], "bias": operands[6]}
         given = {"weight": operands[1], "scale": operands[2]}
         if form.has_offsets:
@@ -135,7 +135,7 @@ class ProductRules:
     def _none_problems(self, absent: dict[str, Operand]) -> Iterator[str]:
         for name, operand in absent.items():
             if operand.kind != "constant" or operand.value is not None:
-                yield f"{name} is given; there is none"
+                yield f"{name} is given; it must be None"
 
     def _parameter_problems(self, node: Node, form: LinearForm, given: dict[str, Operand]) -> Iterator[str]:
         """Yields errors unless all parameters belong to the same layer, with the shapes and types that ``form``
@@ -152,12 +152,12 @@ class ProductRules:
             if source.kind != "parameter" or source.type != TensorType(TYPES[dtype], shape):
                 yield f"{name} is {source.type or source.kind}; it must be {TensorType(TYPES[dtype], shape)}"
             elif not source.name.endswith(f".{name}"):
-                yield f"{name} is the parameter {source.name}"
+                yield f"{name} is the parameter {source.name}, whose name does not end with .{name}"
             stems.add(source.name.rpartition(".")[0])
         if len(stems) > 1:
-            yield f"weight and scales are of different layers: {', '.join(sorted(stems))}"
+            yield f"the weight and its scales belong to different linear layers: {', '.join(sorted(stems))}"
         if node.results != (TensorType(TYPES[self._dtype], (-1, columns)),):
-            yield f"gives {node.results[0]}, not {TYPES[self._dtype]}"
+            yield f"the result is {node.results[0]}; it must have the type {TYPES[self._dtype]}"
 
     def _width(self, operand: Operand) -> int:
         source, index = self._wiring.source(operand)

@@ -290,16 +290,17 @@ class _Rules:
             yield f"head_num is {operands[10].value}; the model has {self._shape.num_attention_heads}"
         yield from self._scale_problems(operands[12])
         if operands[16].value != _TH:
-            yield f"input_layout is number {operands[16].value}; TH, ragged tokens without padding, is {_TH}"
+            yield f"input_layout is {operands[16].value}; it must be {_TH}: TH, which joins the tokens without padding"
         if operands[17].value != 0:
-            yield f"sparse_mode is {operands[17].value}; the compressed causal mask of layout TH goes with 0"
+            yield f"sparse_mode is {operands[17].value}; it must be 0 with the compressed causal mask of layout TH"
         yield from self._order_problems(node, operands[0])
 
     def _check_rotary(self, node: Node) -> Iterator[str]:
         query, key, cos, sin, _, cos_format = self._wiring.operands(node)
         widths = (self._query, self._key, self._shape.head_dim, self._shape.head_dim)
-        for operand, width in zip((query, key, cos, sin), widths, strict=True):
-            yield from _differs("an operand", self._type(operand), TensorType(self._dtype, (-1, width)))
+        given = {"query": query, "key": key, "cos": cos, "sin": sin}
+        for (name, operand), width in zip(given.items(), widths, strict=True):
+            yield from _differs(name, self._type(operand), TensorType(self._dtype, (-1, width)))
         if cos_format.value != 2:
             yield f"cos_format is {cos_format.value}; it must be 2 (halves of a head, one row of cosines per token)"
         if self._sections is not None:
@@ -314,7 +315,7 @@ class _Rules:
         masked = 1.0 if self._dtype == "bf16" else _MASKED
         wanted = np.triu(np.full((128, 128), masked), 1)
         if mask.type is None or mask.type.dtype != self._dtype or not np.array_equal(mask.value, wanted):
-            kind = "no constant" if mask.type is None else f"{mask.type}"
+            kind = "not a constant" if mask.type is None else f"{mask.type}"
             yield f"attn_mask is {kind}; it must be {self._dtype}[128,128], {masked:g} above the diagonal, 0 elsewhere"
 
     def _cache_problems(self, node: Node, name: str, operand: Operand) -> Iterator[str]:
@@ -322,7 +323,7 @@ class _Rules:
         sizes = (cache.num_blocks, cache.block_size, self._shape.num_key_value_heads, self._shape.head_dim)
         source, _ = self._wiring.source(operand)
         if source.name != f"layers.{node.layer}.attention.{name}":
-            yield f"{name} is {source.name or source.kind}, not the layer's own"
+            yield f"{name} is {source.name or source.kind}, not the {name} of layer {node.layer}"
         yield from _differs(name, source.type, TensorType(self._dtype, sizes))
 
     def _scale_problems(self, scale: Operand) -> Iterator[str]:
@@ -342,7 +343,7 @@ class _Rules:
             self._wiring.node_of(depend.operands[1]) if depend is not None and depend.primitive == "Depend" else None
         )
         if write is None or write.primitive != "ReshapeAndCache" or write.layer != node.layer:
-            yield "does not wait for the layer's ReshapeAndCache (ops.depend)"
+            yield "the query does not wait for the layer's ReshapeAndCache (ops.depend)"
 
     def _type(self, operand: Operand) -> TensorType | None:
         source, index = self._wiring.source(operand)

@@ -64,7 +64,7 @@ def _top_k_problems(node: Node, wiring: Wiring, count: int) -> Iterator[str]:
     wanted = [count, _LAST_AXIS, True, True]
     found = [operand.value for operand in settings]
     if found != wanted:
-        yield f"TopkExt has k, dim, largest, sorted {found}; they must be {wanted}"
+        yield f"k, dim, largest and sorted of TopkExt are {found}; they must be {wanted}"
     source = wiring.node_of(values)
     if source is None or source.results[0].dtype != "f32":
         yield "TopkExt does not read the logits in float32"

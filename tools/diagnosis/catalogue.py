@@ -14,8 +14,8 @@ from tools.diagnosis import sources
 
 _FILE = Path(__file__).with_name("errors.ini")
 _FAMILY = "family "
-_SEE_PLOG = "the E-code and the plog lines before it have details: python tools/doctor.py explain ~/ascend/log"
-_SEE_MESSAGE = "the message behind the code has the value and the reason\nthe lines below it name the call"
+_SEE_PLOG = "the E-code and the plog lines before the error have details: python tools/doctor.py explain ~/ascend/log"
+_SEE_MESSAGE = "the message behind the code has the value and the reason\nthe lines below the code name the call"
 _CODE = re.compile(r"E[0-9A-Z][0-9]{4}|[1235][0-9]{5}")
 _ALIASES = {
     "kernelsnotbuilterror": "KernelsNotBuilt",

@@ -1,4 +1,4 @@
-// Text files that a message carries. They are read in the browser and become part of the message's text.
+// Text files that the user attaches to a message. The browser reads the files, and their text goes to the model with the message.
 
 import { $, element, say } from "./dom.js";
 import { t } from "./i18n.js";

@@ -30,7 +30,7 @@ export function histogram(samples, name, earlier = null) {
   return [...sums].sort((a, b) => a[0] - b[0]);
 }
 
-/** Returns a quantile, or null without observations. Like Prometheus, interpolates linearly inside a bucket. */
+/** Returns a quantile of a histogram, or null if the histogram has no observations. Like Prometheus, interpolates linearly inside a bucket. */
 export function quantile(buckets, fraction) {
   const count = buckets.at(-1)?.[1] ?? 0;
   if (count === 0) return null;

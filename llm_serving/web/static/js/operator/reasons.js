@@ -39,7 +39,7 @@ export function whySlow(receipt) {
   return reason ? `${sentence} ${reason}` : sentence;
 }
 
-/** Returns further sentences: why it waited, who blocked it, and preemptions. */
+/** Returns further sentences: why the request waited, for which requests, and how often it was preempted. */
 export function moreReasons(receipt) {
   const lines = receipt.blocked.filter((one) => one.times || one.ms).map((one) =>
     t("blocked", { times: one.times, ms: milliseconds(one.ms), reason: t(REASONS[one.reason] ?? "reason_other") }));

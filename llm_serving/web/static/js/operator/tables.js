@@ -16,7 +16,7 @@ export function isEnded(receipt) {
   return receipt.state === "done";
 }
 
-/** Draws the figures. `earlier` is an older reading of the metrics, `seconds` its age. */
+/** Draws the figures. `earlier` is an older reading of the metrics, made `seconds` before `samples`. */
 export function drawFigures(info, samples, earlier, seconds) {
   const { engine } = info;
   const used = engine.total_blocks - engine.free_blocks;
@@ -53,7 +53,7 @@ export function drawLatency(samples, earlier) {
   $("latency").replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows));
 }
 
-/** Returns a bar with the parts of a request's time. */
+/** Fills a bar with the parts of a request's time, and returns the bar. */
 function fillBar(bar, receipt) {
   bar.setAttribute("aria-label", Object.entries(receipt.parts_ms).filter(([, ms]) => ms > 0)
     .map(([part, ms]) => `${partName(part)} ${milliseconds(ms)}`).join(", ") || t("why_nothing"));

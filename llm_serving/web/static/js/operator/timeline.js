@@ -6,7 +6,7 @@ import { t } from "../i18n.js";
 import { milliseconds, partName } from "./reasons.js";
 
 const PHASES = { queued: "queue", under_way: "tokenise" }; // other phases have the same name as their part of the receipt
-const MAX_READS = 3; // the recorder writes the end of a request up to half a second later
+const MAX_READS = 3; // reads of a timeline without its end, which the recorder writes up to half a second late
 
 let wanted = ""; // key of the timeline that is read or shown: the request, and whether it has ended
 let reads = 0;
@@ -15,7 +15,7 @@ function phaseName(phase) {
   return phase === "under_way" ? t("span_under_way") : partName(PHASES[phase] ?? phase);
 }
 
-/** Forgets the shown timeline, so that the next call of the function below reads it again. */
+/** Forgets the shown timeline, so that the next call of showTimeline reads the timeline again. */
 export function forgetTimeline() {
   wanted = "";
 }
