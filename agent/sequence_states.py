@@ -5,12 +5,19 @@ In a layer, a batch row has two states. A step reads the state that ends where t
 one. So a step can run twice with the same result, which the row check, the replays and the recovery from a failed graph
 need. A sequence begins with a state of zeros, so a batch row needs no reset for a new sequence.
 
+A step may verify drafts, of which the server may reject the last ones. The written state then ends before the drafts,
+and has a log of what the layer needs of each draft (``agent/kernels/ops/gated_delta.h``). The sequence's next step
+begins after the accepted drafts. It reads this state and replays the accepted drafts of its log. So no state contains a
+rejected draft.
+
 Snapshots are further states, which belong to no batch row. A step can save the states at the ends of blocks in
 snapshots. A later sequence with the same first tokens can resume there. Its first step reads the snapshot instead of a
 state of its batch row. The server decides which snapshot has which state.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +28,9 @@ from llm_serving.errors import ProtocolError
 STATES_PER_ROW = 2
 SAVES_PER_RUN = 2
 """Maximum number of snapshots that a run saves (``kDeltaSaves`` of ``agent/kernels/ops/gated_delta.h``)."""
-RUN_WIDTH = 4 + 2 * SAVES_PER_RUN
+_SAVES, _REPLAYED, _SETTLED = 4, 4 + 2 * SAVES_PER_RUN, 5 + 2 * SAVES_PER_RUN
+"""Columns of a run: the snapshots that it saves, the drafts that it replays, and its tokens before the first draft."""
+RUN_WIDTH = 6 + 2 * SAVES_PER_RUN
 _NONE = -1
 _Ints = npt.NDArray[np.int64]
 
@@ -29,23 +38,30 @@ _Ints = npt.NDArray[np.int64]
 class SequenceStates:
     """Decides which state each sequence of a step reads and writes. The operators compute the states.
 
-    A run is all tokens of one batch row in a step. If a step scores the tokens of a prompt, it has several consecutive
-    entries with the same batch row. These entries are one run.
+    A run is all tokens of one batch row in a step. If a step verifies drafts, it has several consecutive entries with
+    the same batch row. These entries are one run.
     """
 
-    def __init__(self, num_rows: int, num_snapshots: int = 0) -> None:
+    def __init__(self, num_rows: int, num_snapshots: int = 0, max_logged: int = 0) -> None:
         """``num_rows`` is the number of batch rows. The states of batch rows have the first numbers, the snapshots
         follow.
+
+        ``max_logged`` is the number of drafts in the log of a state. If a sequence has more drafts in a step, only the
+        last ones are logged, and all drafts before them must be right. This is so if the server scores a prompt.
         """
+        self.max_logged = max_logged
         self.runs: Int32Array = np.zeros((num_rows + 1, RUN_WIDTH), np.int32)
         """[num_rows + 1, RUN_WIDTH]: a row with the number of runs and zeros, then a row for each run.
 
         The row of a run has its first token, its number of tokens, the state to read (-1: zeros) and the state to
         write. Then two numbers follow for each snapshot that the run saves. The first is the number of tokens of the
-        run after which the state is saved. The second is the state to save it in. Zeros stand for no snapshot. Graphs
-        read this memory directly.
+        run after which the state is saved. The second is the state to save it in. Zeros stand for no snapshot. The last
+        two numbers are the drafts to replay from the log of the state, and the tokens before the run's first logged
+        draft. Graphs read this memory directly.
         """
         self._ends: _Ints = np.full((num_rows, STATES_PER_ROW), _NONE, np.int64)
+        self._nexts: _Ints = np.full((num_rows, STATES_PER_ROW, 2), _NONE, np.int64)
+        """The first and the last position at which a step may begin that reads the state."""
         self._snapshot_ends: _Ints = np.full(num_snapshots, _NONE, np.int64)
         self._is_warm_up = True
 
@@ -58,6 +74,7 @@ class SequenceStates:
         steps of the warm-up do so.
         """
         self._ends[:] = _NONE
+        self._nexts[:] = _NONE
         self._snapshot_ends[:] = _NONE
         self._is_warm_up = False
 
@@ -68,33 +85,38 @@ class SequenceStates:
         the state after n tokens. The state is in the batch row of the sequence, or in the snapshot that the step names.
         Raises ProtocolError if the state does not exist, or if the step saves a state that it does not compute.
         """
-        rows, lens, begins, firsts = _runs_of(inputs)
-        ends = self._ends[rows]
-        found = ends == begins[:, None]
+        step = _runs_of(inputs, self.max_logged)
+        rows, begins = step.rows, step.begins
+        nexts, moves = self._nexts[rows], step.with_runs(inputs.state_moves)
+        found = (nexts[:, :, 0] <= begins[:, None]) & (begins[:, None] <= nexts[:, :, 1])
         has_state = found.any(axis=1) & (begins > 0)
-        resumed = self._resumed(inputs.state_moves, begins)
+        resumed = self._resumed(moves, begins)
         known = has_state | (begins == 0) | (resumed != _NONE)
         if not known.all() and not self._is_warm_up:
-            raise _no_state(rows, begins, ends, int(np.argmin(known)))
+            raise _no_state(rows, begins, nexts, int(np.argmin(known)))
         has_state &= resumed == _NONE
         read = np.where(has_state, found.argmax(axis=1), _NONE)
         write = np.where(has_state, 1 - read, 0)
         runs = self.runs[1 : 1 + rows.size]
-        runs[:, 4:] = 0
-        self._save(inputs.state_moves, runs, lens, begins)
-        self._ends[rows, 1 - write] = np.where(has_state, begins, _NONE)
-        self._ends[rows, write] = begins + lens
-        runs[:, 0], runs[:, 1] = firsts, lens
+        runs[:, _SAVES:] = 0
+        if moves.size:
+            self._save(moves, runs, begins)
+        runs[:, 0], runs[:, 1] = step.firsts, step.lens
         runs[:, 2] = np.where(has_state, STATES_PER_ROW * rows + read, np.where(resumed < 0, _NONE, resumed))
         runs[:, 3] = STATES_PER_ROW * rows + write
+        runs[:, _REPLAYED] = np.where(has_state, begins - self._ends[rows, read], 0)
+        runs[:, _SETTLED] = step.settled
         self.runs[0, 0] = rows.size
+        # From now on, only the same step may read the state that the step has read.
+        self._nexts[rows, 1 - write] = np.where(has_state, begins, _NONE)[:, None]
+        self._ends[rows, write] = begins + step.settled
+        self._nexts[rows, write] = np.stack([begins + step.settled, begins + step.lens], axis=1)
 
     def _resumed(self, moves: Int32Array, begins: _Ints) -> _Ints:
         """Returns for each run the number of the snapshot's state from which it resumes, or -1."""
         resumed = np.full(begins.size, _NONE, np.int64)
         if not moves.size:
             return resumed
-        check_range("state moves: runs", moves[:, 0], 0, begins.size)
         check_range("state moves: snapshots", moves[:, 2], 0, self._snapshot_ends.size)
         for run, _, snapshot in moves[moves[:, 1] == 0].tolist():
             if self._snapshot_ends[snapshot] != begins[run]:
@@ -105,22 +127,65 @@ class SequenceStates:
             resumed[run] = self._ends.size + snapshot
         return resumed
 
-    def _save(self, moves: Int32Array, runs: Int32Array, lens: _Ints, begins: _Ints) -> None:
+    def _save(self, moves: Int32Array, runs: Int32Array, begins: _Ints) -> None:
         """Adds the snapshots that the step saves to ``runs``, in ascending order of tokens."""
-        for run, after, snapshot in sorted(moves[moves[:, 1] != 0].tolist()):
-            free = np.flatnonzero(runs[run, 4::2] == 0)
-            if not 0 < after <= lens[run] or not free.size:
-                raise ProtocolError(
-                    f"a step saves the state after {after} of {lens[run]} tokens of a sequence; a sequence saves at "
-                    f"most {SAVES_PER_RUN} states, after its tokens"
-                )
-            place = 4 + 2 * int(free[0])
+        is_save = moves[:, 1] != 0
+        saved = moves[is_save, 2]
+        if np.unique(saved).size < saved.size or np.isin(saved, moves[~is_save, 2]).any():
+            raise ProtocolError("a step saves a state in a snapshot that it also reads or saves for another sequence")
+        for run, after, snapshot in sorted(moves[is_save].tolist()):
+            free = np.flatnonzero(runs[run, _SAVES:_REPLAYED:2] == 0)
+            if not free.size:
+                raise ProtocolError(f"a step saves the state of a sequence more than {SAVES_PER_RUN} times")
+            place = _SAVES + 2 * int(free[0])
             runs[run, place : place + 2] = after, self._ends.size + snapshot
             self._snapshot_ends[snapshot] = begins[run] + after
 
 
-def _runs_of(inputs: StepInputs) -> tuple[_Ints, ...]:
-    """Returns four arrays with an element for each run: batch row, number of tokens, first position and first token."""
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The runs of a step. The first five arrays have an element for each run, the others for each entry of the step."""
+
+    rows: _Ints
+    lens: _Ints
+    """Numbers of tokens."""
+    begins: _Ints
+    """First positions."""
+    firsts: _Ints
+    """First tokens of the step."""
+    settled: _Ints
+    """Numbers of tokens before the first draft that is logged."""
+    entry_lens: _Ints
+    """Numbers of tokens of the entries."""
+    run_of: _Ints
+    """The run of each entry."""
+    place: _Ints
+    """The number of tokens of the entry's run before the entry."""
+
+    def with_runs(self, moves: Int32Array) -> Int32Array:
+        """Returns state moves with the runs of their entries. Their numbers of tokens count from the run's beginning.
+
+        Raises ProtocolError if a move names an entry or tokens that the step does not have.
+        """
+        if not moves.size:
+            return moves
+        entries, after = moves[:, 0], moves[:, 1]
+        check_range("state moves: entries", entries, 0, self.run_of.size)
+        place, lens = self.place[entries], self.entry_lens[entries]
+        wrong = (after < 0) | (after > lens) | ((after == 0) & (place > 0))
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            raise ProtocolError(
+                f"a step saves the state after {after[index]} of {lens[index]} tokens of an entry; it can save states "
+                "after the entry's tokens, and 0 resumes a sequence, which needs its first entry"
+            )
+        changed = moves.copy()
+        changed[:, 0], changed[:, 1] = self.run_of[entries], place + after
+        return changed
+
+
+def _runs_of(inputs: StepInputs, max_logged: int) -> _Runs:
+    """Divides a step into runs. ``max_logged`` is the number of drafts in the log of a state."""
     rows, lens = inputs.rows.astype(np.int64), inputs.query_lens.astype(np.int64)
     begins, firsts = inputs.context_lens - lens, np.cumsum(lens) - lens
     is_first = np.ones(rows.size, np.bool_)
@@ -128,18 +193,22 @@ def _runs_of(inputs: StepInputs) -> tuple[_Ints, ...]:
     starts = np.flatnonzero(is_first)
     if np.unique(rows).size != starts.size:
         raise ProtocolError("the entries of a batch row are not next to each other in a step")
+    run_of = np.cumsum(is_first) - 1
+    place = firsts - firsts[starts][run_of]
     if starts.size == rows.size:
-        return rows, lens, begins, firsts
+        return _Runs(rows, lens, begins, firsts, lens, lens, run_of, place)
     joins = ~is_first[1:]
     if (begins[1:] != begins[:-1] + lens[:-1])[joins].any():
         raise ProtocolError("entries of a step with the same batch row are not consecutive positions")
-    if inputs.state_moves.size:
-        raise ProtocolError("a step that scores tokens resumes no sequence and saves no states")
-    return rows[starts], np.add.reduceat(lens, starts), begins[starts], firsts[starts]
+    totals = np.add.reduceat(lens, starts)
+    # All entries of a run but its first one are drafts.
+    settled = np.maximum(lens[starts], totals - max_logged)
+    return _Runs(rows[starts], totals, begins[starts], firsts[starts], settled, lens, run_of, place)
 
 
-def _no_state(rows: _Ints, begins: _Ints, ends: _Ints, index: int) -> ProtocolError:
+def _no_state(rows: _Ints, begins: _Ints, nexts: _Ints, index: int) -> ProtocolError:
+    first, last = (nexts[index, :, place].tolist() for place in (0, 1))
     return ProtocolError(
-        f"a step continues batch row {rows[index]} at position {begins[index]}; its states end at "
-        f"{ends[index].tolist()}"
+        f"a step continues batch row {rows[index]} at position {begins[index]}; its states continue at "
+        f"{first[0]} to {last[0]} and {first[1]} to {last[1]}"
     )

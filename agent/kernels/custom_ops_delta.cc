@@ -3,12 +3,12 @@
 // GatedDeltaNet. Tm is the number of tokens of the largest step, T the number of tokens of this step.
 //
 //   projected  [Tm, width]: queries, keys, values, output gates, then b and a of each value head
-//   form       int32 [5] = {key heads, value heads, key size, value size, taps of the convolution}
+//   form       int32 [6] = {key heads, value heads, key size, value size, taps of the convolution, tokens of a log}
 //   epsilon    float32 [1]
 //   conv       float32 [channels, 1, taps]     log_rate, rate_bias  float32 [value heads]
 //   gamma      float32 [value size]
 //   states     float32 [states, size of a state], written in place
-//   runs       int32 [Sm + 1, 8]: the number of runs and seven zeros, then the runs (struct DeltaRun)
+//   runs       int32 [Sm + 1, 10]: the number of runs and nine zeros, then the runs (struct DeltaRun)
 //   counts     [4] = {T, ...}
 //   -> out     [Tm, value heads * value size], of which the rows of the runs are written
 //
@@ -24,7 +24,7 @@
 namespace llmk {
 namespace {
 
-constexpr int64_t kLaneMultiple = 16, kMostTaps = 16;
+constexpr int64_t kLaneMultiple = 16, kMostTaps = 16, kMostLogged = 64;
 constexpr int64_t kRunWidth = sizeof(DeltaRun) / sizeof(int32_t);
 
 enum Argument {
@@ -32,18 +32,21 @@ enum Argument {
 };
 
 int read_form(const Tensors& t, GatedDeltaArgs* args) {
-  if (!t.has_dtype(kForm, "int32") || t.size(kForm) != 5) return refuse_text(t.op, "form must be int32 [5]");
+  if (!t.has_dtype(kForm, "int32") || t.size(kForm) != 6) return refuse_text(t.op, "form must be int32 [6]");
   const int32_t* form = t.as<int32_t>(kForm);
   args->key_heads = form[0];
   args->value_heads = form[1];
   args->key_dim = form[2];
   args->value_dim = form[3];
   args->taps = form[4];
+  args->logged = form[5];
   if (form[0] < 1 || form[1] < 1 || form[1] % form[0] != 0 || form[2] < 1 || form[2] % kLaneMultiple != 0 ||
-      form[3] < 1 || form[3] % kLaneMultiple != 0 || form[4] < 1 || form[4] > kMostTaps) {
-    return refuse_text(t.op, "form has %d key heads of size %d, %d value heads of size %d and %d taps; the number of "
-                       "key heads must divide that of value heads, sizes must be multiples of 16, taps from 1 to 16",
-                       form[0], form[2], form[1], form[3], form[4]);
+      form[3] < 1 || form[3] % kLaneMultiple != 0 || form[4] < 1 || form[4] > kMostTaps || form[5] < 0 ||
+      form[5] > kMostLogged) {
+    return refuse_text(t.op, "form has %d key heads of size %d, %d value heads of size %d, %d taps, %d logged tokens;"
+                       " the number of key heads must divide that of value heads, sizes must be multiples of 16, taps "
+                       "from 1 to 16, logged tokens from 0 to 64",
+                       form[0], form[2], form[1], form[3], form[4], form[5]);
   }
   return 0;
 }
@@ -84,6 +87,18 @@ int check_saves(const Tensors& t, const DeltaRun& run, int64_t index, int64_t nu
   return 0;
 }
 
+// Checks that a run replays at most the tokens that its state can have in its log, and logs at most as many tokens.
+int check_log(const Tensors& t, const DeltaRun& run, int64_t index, int64_t logged) {
+  const int64_t most = run.read < 0 ? 0 : logged;
+  if (run.replayed >= 0 && run.replayed <= most && run.settled >= 1 && run.settled <= run.tokens &&
+      run.tokens - run.settled <= logged) {
+    return 0;
+  }
+  return refuse_text(t.op, "run %lld replays %d tokens and settles %d of its %d tokens; it may replay %lld, log %lld",
+                     static_cast<long long>(index), run.replayed, run.settled, run.tokens,
+                     static_cast<long long>(most), static_cast<long long>(logged));
+}
+
 // Checks that the runs follow each other, cover the step's tokens, and name states that exist. Does not check that all
 // runs write different states: agent/sequence_states.py ensures this.
 int check_runs(const Tensors& t, const GatedDeltaArgs& args, int64_t tokens, int64_t num_states) {
@@ -99,7 +114,8 @@ int check_runs(const Tensors& t, const GatedDeltaArgs& args, int64_t tokens, int
       return refuse_text(t.op, "run %lld reads state %d and writes state %d of %lld; it must write another one",
                          static_cast<long long>(i), run.read, run.write, static_cast<long long>(num_states));
     }
-    const int error = check_saves(t, run, i, num_states);
+    int error = check_saves(t, run, i, num_states);
+    if (error == 0) error = check_log(t, run, i, args.logged);
     if (error != 0) return error;
     next += run.tokens;
   }

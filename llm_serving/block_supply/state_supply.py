@@ -7,7 +7,8 @@ let a sequence skip tokens: it also needs the state after them. Steps save state
 * Where the part of a prompt ends that the prefix cache knows, if no snapshot is there. Another prompt has the same
   beginning, so a third one is likely.
 * While a sequence decodes, at the end of each block. The sequence has one snapshot for this, which each save
-  overwrites. The next prompt of a chat, or the sequence itself after a preemption, resumes from it.
+  overwrites. The next prompt of a chat, or the sequence itself after a preemption, resumes from it. With drafts, a step
+  saves only the state at the first end of a block, which is the most likely one to be accepted.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ class StateSupply(PrefixSupply, Stateful):
     def plan(self, flight: InFlightStep) -> None:
         """Adds the states that a new step reads and saves to the step."""
         step, size = flight.step, self._kv_cache.block_size
-        if step.kind is StepKind.MOVE or step.num_drafts:
-            return  # a step with drafts scores tokens of a prompt that is not cached
+        if step.kind is StepKind.MOVE:
+            return
+        saved: Sequence | None = None
         for index, sequence in enumerate(flight.sequences):
             saves, start = self._saves[sequence.arrival_index], step.starts[index]
             end = start + step.query_lens[index]
@@ -94,10 +96,12 @@ class StateSupply(PrefixSupply, Stateful):
                     if snapshot is not None:
                         saves.saved.append((number, snapshot))
                         step.state_moves.append((index, number * size - start, snapshot))
-            elif end % size == 0:
+            elif end % size == 0 and sequence is not saved:
+                # A sequence with drafts has several entries. If the draft at the end of the block is rejected, a later
+                # step computes another token there, and overwrites the snapshot.
                 snapshot = self._snapshots.take() if saves.latest is None else saves.latest[1]
                 if snapshot is not None:
-                    saves.latest = end // size, snapshot
+                    saves.latest, saved = (end // size, snapshot), sequence
                     step.state_moves.append((index, 1, snapshot))
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:

@@ -357,6 +357,13 @@ class Config:
         return SNAPSHOTS_PER_SEQUENCE * self.max_num_seqs if wanted is None else wanted
 
     @property
+    def max_logged_drafts(self) -> int:
+        """Maximum number of drafts in the log of a state of linear attention. 0 without linear attention or drafts."""
+        if self.shape.delta is None or self.speculative_config.method == "off" or self.pooling is not None:
+            return 0
+        return min(self.speculative_config.max_draft_tokens, self.max_decode_seqs - 1)
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """Number of blocks of the longest sequence."""
         return -(-self.max_model_len // self.pa_config.block_size)
@@ -380,6 +387,7 @@ class Config:
             shifts_positions=bool(self.shape.rotary_sections),
             has_states=self.shape.delta is not None,
             num_snapshots=self.num_state_snapshots,
+            max_logged=self.max_logged_drafts,
         )
 
     @property

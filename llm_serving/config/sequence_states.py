@@ -1,8 +1,7 @@
 """Turns off the settings that do not work with linear attention, whose layers have a state for each sequence.
 
-The layers keep this state instead of keys and values, and it exists only after the last token of a sequence. Therefore
-a swapped sequence would lose its state, and a rejected draft could not be undone. The prefix cache works with snapshots
-of states.
+The layers keep this state instead of keys and values, and a swapped sequence would lose its state. The prefix cache
+works with snapshots of states. Drafts work with logs of states, except the drafts of heads.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ def for_states(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns ``sections`` with settings that suit the model, and notes for the log about the replaced settings.
 
-    Raises ConfigError for a draft model or a head, because the model cannot verify their drafts.
+    Raises ConfigError for the head of a model, because no head of a model with linear attention can be loaded.
     """
     if shape.delta is None:
         return dict(sections), ()
-    scheduler, speculative = sections["scheduler_config"], sections["speculative_config"]
-    if speculative.method in ("draft", "eagle", "mtp"):
-        problem = f"{shape.architecture} cannot take rejected drafts back out of the states of sequences; use off"
-        raise raw.error("speculative_config.method", speculative.method, problem)
-    notes = [f"{shape.architecture} has no speculation, because it keeps a state of each sequence"]
+    scheduler, method = sections["scheduler_config"], sections["speculative_config"].method
+    if method in ("eagle", "mtp"):
+        problem = f"there are no heads for {shape.architecture}; use auto, draft or off"
+        raise raw.error("speculative_config.method", method, problem)
+    notes = []
     prefix_cache = scheduler.prefix_cache
     if scheduler.state_snapshots == 0:
         notes.append(f"{shape.architecture} has no prefix cache, because scheduler_config.state_snapshots is 0")
@@ -39,5 +38,4 @@ def for_states(
     return {
         **sections,
         "scheduler_config": replace(scheduler, prefix_cache=prefix_cache, preemption="recompute"),
-        "speculative_config": replace(speculative, method="off"),
     }, tuple(notes)

@@ -112,6 +112,10 @@ class SlotLimits:
     """Whether the model has linear attention, whose layers have a state for each sequence."""
     num_snapshots: int = 0
     """Number of snapshots of the states of linear attention. 0: the steps have no state moves."""
+    max_logged: int = 0
+    """Number of drafts in the log of a state. A sequence may have more drafts in a step only if all drafts but the last
+    ``max_logged`` must be right.
+    """
 
     @property
     def max_state_moves(self) -> int:

@@ -61,14 +61,14 @@ class GatedDelta:
         """
         return self.channels + self.values + 2 * self.value_heads
 
-    @property
-    def state_floats(self) -> int:
-        """Number of float32 values in a sequence's state of one layer.
+    def state_floats(self, max_logged: int) -> int:
+        """Returns the number of float32 values in a sequence's state of one layer.
 
         These values are a matrix for each value head, and the inputs of the convolution from the last ``taps`` - 1
-        tokens.
+        tokens. Then the log follows: inputs and gates of ``max_logged`` drafts.
         """
-        return self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels
+        log = max_logged * (self.channels + 2 * self.value_heads)
+        return self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels + log
 
     def with_heads(self, key_heads: int) -> GatedDelta:
         """Returns the sizes of a part of the heads: some key heads with their value heads."""

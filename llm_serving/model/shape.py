@@ -120,12 +120,14 @@ class ModelShape:
         """Number of layers with a KV cache."""
         return self.num_layers if self.delta is None else len(self.delta.full_layers)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a sequence's state in all layers with linear attention. 0 if there are none."""
+    def state_bytes(self, max_logged: int) -> int:
+        """Returns the bytes of a sequence's state in all layers with linear attention. 0 if there are none.
+
+        ``max_logged`` is the number of drafts in the log of a state.
+        """
         if self.delta is None:
             return 0
-        return 4 * (self.num_layers - self.num_cache_layers) * self.delta.state_floats
+        return 4 * (self.num_layers - self.num_cache_layers) * self.delta.state_floats(max_logged)
 
     def is_local(self, layer: int) -> bool:
         """Returns whether a layer uses Gemma's second rotary embedding, which belongs to the layers with a window."""

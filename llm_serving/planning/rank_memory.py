@@ -104,13 +104,14 @@ def _state_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
     Each layer with linear attention has two states for each sequence. A step reads one of them and writes the other.
     The snapshots of the prefix cache are further states.
     """
-    if shape.state_bytes == 0:
+    if shape.delta is None:
         return ()
-    seqs, each = config.max_num_seqs, STATES_PER_SEQUENCE * shape.state_bytes
+    state_bytes = shape.state_bytes(config.max_logged_drafts)
+    seqs, each = config.max_num_seqs, STATES_PER_SEQUENCE * state_bytes
     items = [MemoryItem("states", seqs * each, f"{seqs} sequences, {format_bytes(each)} each in float32")]
     if snapshots := config.num_state_snapshots:
-        basis = f"{snapshots} states of the prefix cache, {format_bytes(shape.state_bytes)} each in float32"
-        items.append(MemoryItem("state snapshots", snapshots * shape.state_bytes, basis))
+        basis = f"{snapshots} states of the prefix cache, {format_bytes(state_bytes)} each in float32"
+        items.append(MemoryItem("state snapshots", snapshots * state_bytes, basis))
     return tuple(items)
 
 

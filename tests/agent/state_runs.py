@@ -21,6 +21,7 @@ def run_states(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
         "every step twice": _plain(driver, prompt, forced, times=2),
         "checked rows": _checked(driver, prompt, forced),
         "entries of one row": _entries(driver, prompt, forced),
+        "after drafts": _drafted(driver, prompt, forced),
         "resumed from a prompt": _resumed(driver, prompt, forced, after=0),
         "resumed from a decode step": _resumed(driver, prompt, forced, after=1),
         "refused": _refused(driver, len(prompt)),
@@ -59,6 +60,25 @@ def _entries(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[s
         ]
         outputs += driver.decode(*entries)
     return [output.digest for output in outputs]
+
+
+def _drafted(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
+    """Computes two drafts in each decode step, of which none, one or both are right.
+
+    Each step runs twice, and another sequence is in the batch.
+    """
+    blocks, digests, done = blocks_for(3), [], 0
+    other = driver.prefill(Part(prompt[:5], 0, blocks_for(1), row=1), Part(prompt, 0, blocks, row=2))
+    digests.append(other[1].digest)
+    for step, accepted in enumerate((0, 2, 1)):
+        first = Part([7], 5 + step, blocks_for(1), row=1)
+        tokens = [*forced[done : done + 1 + accepted], *[9, 11][accepted:]]
+        entries = [Part([token], len(prompt) + done + place, blocks, row=2) for place, token in enumerate(tokens)]
+        for _ in range(2):
+            outputs = driver.decode(first, *entries)
+        digests += [output.digest for output in outputs[1 : 2 + accepted]]
+        done += 1 + accepted
+    return digests
 
 
 def _resumed(driver: StepDriver, prompt: list[int], forced: list[int], *, after: int) -> list[str]:

@@ -8,7 +8,7 @@ from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.telemetry.receipt import BlockReason
-from support.fakes import make_limits, make_request
+from support.fakes import expected_tokens, make_limits, make_request
 from support.simulation import Simulation
 
 SYSTEM_PROMPT = [2 + (5 * place) % 50 for place in range(16)]
@@ -89,6 +89,54 @@ def test_a_preempted_sequence_resumes_from_its_last_state() -> None:
     ]
     assert restarts[0] == 0
     assert max(restarts) > 17, "the sequence resumes after tokens of its output"
+
+
+def drafted(simulation: Simulation, draft_at_end: int | None = None) -> tuple[Request, ScheduledStep]:
+    """Runs a request with a prompt of 6 tokens until a step verifies two drafts. Block 2 ends with the first draft.
+
+    ``draft_at_end`` is a wrong draft in its place. Returns the request and the step, which has completed.
+    """
+    request = make_request("a", 6, 12)
+    simulation.add(request)
+    simulation.step()
+    draft = expected_tokens(request, 64)[1:3]
+    simulation.scheduler.offer_drafts([("a", draft if draft_at_end is None else [draft_at_end, draft[1]])])
+    (step,) = simulation.schedule()
+    simulation.answer()
+    assert (step.starts, step.num_drafts) == ([6, 7, 8], 2)
+    return request, step
+
+
+def test_a_right_draft_at_the_end_of_a_block_gives_a_state() -> None:
+    simulation = hybrid()
+    request, step = drafted(simulation)
+    assert [(entry, after) for entry, after, _ in step.state_moves] == [(1, 1)]
+    assert len(request.output_token_ids) == 4
+    simulation.end("a", FinishReason.ABORT)
+    text = [*request.prompt_token_ids, *request.output_token_ids]
+    assert finish(simulation, make_request("b", [*text, 5], 3)) == [8]
+
+
+def test_a_rejected_draft_at_the_end_of_a_block_is_in_no_snapshot() -> None:
+    simulation = hybrid()
+    request, step = drafted(simulation, draft_at_end=0)
+    assert [(entry, after) for entry, after, _ in step.state_moves] == [(1, 1)]
+    (again,) = simulation.schedule()
+    assert (again.starts, again.state_moves) == ([7], [(0, 1, step.state_moves[0][2])]), "overwrites the snapshot"
+    simulation.finish()
+    text = [*request.prompt_token_ids, *request.output_token_ids]
+    assert finish(simulation, make_request("b", [*text[:9], 5], 3)) == [4], "only the last state of a was kept"
+    assert finish(simulation, make_request("c", [*text, 5], 3)) == [16]
+
+
+@pytest.mark.parametrize("token", ["draft", "text"])
+def test_a_request_that_ends_after_a_rejected_draft_leaves_no_state_of_it(token: str) -> None:
+    simulation = hybrid()
+    request, _ = drafted(simulation, draft_at_end=0)
+    simulation.end("a", FinishReason.ABORT)
+    known = [*request.prompt_token_ids, *request.output_token_ids]
+    prompt = [*known[:7], 0, 5] if token == "draft" else [*known, 5]
+    assert finish(simulation, make_request("b", prompt, 3)) == [4]
 
 
 def test_the_least_recently_used_state_is_evicted() -> None:

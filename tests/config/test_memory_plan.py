@@ -76,14 +76,19 @@ def test_states_and_snapshots_of_linear_attention_are_planned(tmp_path: Path) ->
         config = load_config("llama_tiny_cpu.yaml", [*overrides, *more])
         return {item.name: item.num_bytes for item in estimate_memory(config, PLENTY).items}
 
-    # Three layers have 2 heads with a matrix of 32 x 16, and 3 inputs of the convolution with 2 x 64 + 32 channels.
-    state = 3 * 4 * (2 * 32 * 16 + 3 * 160)
+    # Three layers have 2 heads with a matrix of 32 x 16, and 3 inputs of the convolution with 2 x 64 + 32 channels. The
+    # log has such inputs and 2 gates of each head for 7 drafts.
+    without_log = 3 * 4 * (2 * 32 * 16 + 3 * 160)
+    state = without_log + 3 * 4 * 7 * (160 + 4)
     rows = load_config("llama_tiny_cpu.yaml", overrides).max_num_seqs
     plan = items()
     assert (plan["states"], plan["state snapshots"]) == (2 * rows * state, 4 * rows * state)
     assert items("scheduler_config.state_snapshots=5")["state snapshots"] == 5 * state
     for off in ("scheduler_config.state_snapshots=0", "scheduler_config.prefix_cache=false"):
         assert "state snapshots" not in items(off)
+    assert items("speculative_config.method=off")["states"] == 2 * rows * without_log
+    assert items("speculative_config.max_draft_tokens=1")["states"] == 2 * rows * (without_log + 3 * 4 * 164)
+    assert items("model_config.decode_batch_size=[1]")["states"] % without_log == 0, "a step has no space for drafts"
 
 
 def test_recorded_steps_of_native_operators(tmp_path: Path) -> None:

@@ -319,7 +319,8 @@ def test_the_sizes_of_linear_attention_are_read(tmp_path: Path) -> None:
     assert shape.experts == Experts(8, 3, 48, normalised=True, shared_size=512, shared_gate=True)
     assert (shape.head_dim, shape.rotary_dim, shape.query_key_norm) == (256, 64, True)
     assert [shape.has_cache(layer) for layer in range(4)] == [False, False, False, True]
-    assert shape.state_bytes == 6 * 4 * (32 * 128 * 128 + 3 * (2 * 2048 + 4096))
+    assert shape.state_bytes(0) == 6 * 4 * (32 * 128 * 128 + 3 * (2 * 2048 + 4096))
+    assert shape.state_bytes(5) == shape.state_bytes(0) + 6 * 4 * 5 * (2 * 2048 + 4096 + 2 * 32)
     stated = shape_of(
         tmp_path / "stated", **HYBRID, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=32,
         linear_value_head_dim=16, linear_conv_kernel_dim=3, partial_rotary_factor=0.5, head_dim=32,

@@ -1,5 +1,5 @@
-"""Serves a small model with linear attention: the bits do not depend on batches, chunks, preemptions or the prefix
-cache.
+"""Serves a small model with linear attention: the bits do not depend on batches, chunks, preemptions, drafts or the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from performance.models.variants import FAMILY_VARIANTS
 PROMPTS = [[5 + (7 * i + 3 * j) % 400 for j in range(3 + 11 * i % 60)] for i in range(14)]
 GREEDY = {"max_tokens": 50, "temperature": 0, "ignore_eos": True, "logprobs": 2}
 SAMPLED = {"max_tokens": 20, "temperature": 1.0, "seed": 3, "n": 2, "ignore_eos": True}
+THREE_TOKENS = {"temperature": 1.0, "seed": 7, "logit_bias": {"20": 100, "21": 100, "22": 100}}
+"""A text of three tokens repeats itself, so there are right and wrong drafts."""
 SCORED = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 2}
 
 
@@ -26,24 +28,30 @@ def served(folder: Path, **settings: dict[str, Any]) -> Iterator[llm_serving.LLM
     """Serves the model with settings that ask for everything that its states do not permit."""
     asked = {"prefix_cache": True, "preemption": "swap", **settings.pop("scheduler_config", {})}
     sizes = {"max_generate_length": 160, **settings.pop("model_config", {})}
+    drafts = {"method": "suffix", **settings.pop("speculative_config", {})}
     with llm_serving.LLM(
         str(folder), config="llama_tiny_cpu.yaml", dtype="bfloat16", model_config=sizes, scheduler_config=asked,
-        speculative_config={"method": "suffix"}, **settings,
+        speculative_config=drafts, **settings,
     ) as llm:  # fmt: skip
         yield llm
 
 
 def answers(llm: llm_serving.LLM) -> list[list[Any]]:
     """Returns the texts and their log-probabilities. The numbers of cached tokens may differ, so they are left out."""
-    outputs = [llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS[:3], SAMPLED), llm.generate(PROMPTS[9:10], SCORED)]
+    outputs = [
+        llm.generate(PROMPTS, GREEDY),
+        llm.generate(PROMPTS[:3], SAMPLED),
+        llm.generate(PROMPTS[3:9], {**GREEDY, **THREE_TOKENS}),
+        llm.generate(PROMPTS[9:10], SCORED),
+    ]
     return [[each.choices for each in some] for some in outputs]
 
 
-def num_preemptions(llm: llm_serving.LLM) -> float:
-    """Returns the number of preemptions so far, from the metrics."""
+def counted(llm: llm_serving.LLM, name: str) -> float:
+    """Returns the value of a counter, from the metrics."""
     metrics = llm._host.app.state.metrics
     samples = [each for family in metrics.registry.collect() for each in family.samples]
-    return sum(each.value for each in samples if each.name == "llm_serving_preemptions_total")
+    return sum(each.value for each in samples if each.name == f"llm_serving_{name}_total")
 
 
 def chat(llm: llm_serving.LLM) -> tuple[list[Any], list[int]]:
@@ -68,25 +76,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sweep
+def test_drafts_of_a_draft_model_give_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    """The draft model has random weights, so its drafts are wrong. The prompts repeat, so other drafts are right."""
+    write_model(FAMILY_VARIANTS["llama_dynamic"], tmp_path / "draft")
+    drafts = {"method": "draft", "model": str(tmp_path / "draft"), "max_draft_tokens": 4}
+    with served(folder, speculative_config={"method": "off"}) as llm:
+        plain = answers(llm)
+    with served(folder, speculative_config=drafts, scheduler_config={"policy": "slo"}) as llm:
+        assert answers(llm) == plain
+        assert counted(llm, "accepted_draft_tokens") < counted(llm, "draft_tokens")
+        assert counted(llm, "draft_model_seconds") > 0
+
+
 @pytest.mark.usefixtures("forked_llm_agents")
 def test_batches_chunks_and_preemptions_give_the_same_bits(folder: Path) -> None:
     with served(
         folder, pa_config={"num_blocks": 256}, model_config={"decode_batch_size": [1]},
-        scheduler_config={"state_snapshots": 0},
+        scheduler_config={"state_snapshots": 0}, speculative_config={"method": "off"},
     ) as llm:  # fmt: skip
         config = llm._host.config
         alone, (whole, cached) = answers(llm), chat(llm)
-        assert num_preemptions(llm) == 0
+        assert counted(llm, "preemptions") == counted(llm, "draft_tokens") == 0
         assert cached == [0, 0, 0, 0]
-    assert config.notes[0].startswith("Qwen3NextForCausalLM has no speculation")
-    assert "Qwen3NextForCausalLM has no prefix cache, because scheduler_config.state_snapshots is 0" in config.notes[1]
-    assert "the states of Qwen3NextForCausalLM are not swapped; recompute is used" in config.notes[2]
+    assert "Qwen3NextForCausalLM has no prefix cache, because scheduler_config.state_snapshots is 0" in config.notes[0]
+    assert "the states of Qwen3NextForCausalLM are not swapped; recompute is used" in config.notes[1]
     with served(
         folder, pa_config={"num_blocks": 30}, model_config={"decode_batch_size": [16]},
         scheduler_config={"policy": "chunked", "chunk_tokens": 24}, serving_config={"row_check_interval": 2},
     ) as llm:  # fmt: skip
         (resumed, cached), pressed = chat(llm), answers(llm)
-        assert num_preemptions(llm) > 0, "the cache is too small for all sequences"
+        assert counted(llm, "preemptions") > 0, "the cache is too small for all sequences"
+        # The scored prompt has 40 tokens, all of which are right drafts.
+        assert 40 + 20 < counted(llm, "accepted_draft_tokens") < counted(llm, "draft_tokens") - 20
     assert resumed == whole
     assert cached == [0, 48, 80, 32], "each prompt resumes at the last full block that was computed before it"
     assert pressed == alone

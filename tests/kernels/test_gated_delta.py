@@ -20,8 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS, EPSILON = 2, 4, 16, 80, 4, 1e-6
 KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM
 CHANNELS = 2 * KEYS + VALUES
-FORM = (KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS)
-STATE = VALUE_HEADS * KEY_DIM * VALUE_DIM + (TAPS - 1) * CHANNELS
+LOGGED = 20
+"""Number of drafts in the log of a state: more than a piece of the operator."""
+FORM = (KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS, LOGGED)
+STATE = VALUE_HEADS * KEY_DIM * VALUE_DIM + (TAPS - 1 + LOGGED) * CHANNELS + 2 * LOGGED * VALUE_HEADS
+SETTLED = VALUE_HEADS * KEY_DIM * VALUE_DIM + (TAPS - 1) * CHANNELS
+"""Number of values of a state before its log."""
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 Float64Array = npt.NDArray[np.float64]
 
@@ -46,13 +50,14 @@ class Layer:
     ) -> tuple[int, Array]:
         """Runs the operator for some tokens. Returns its status code and the output, which has one spare row.
 
-        A run has four numbers, and two more for each state that it saves.
+        A run has four numbers, and two more for each state that it saves. A run with drafts has all ten numbers.
         """
         x = np.concatenate([self.projected[tokens], self.projected[:1]])
         out = np.zeros((len(x), VALUES), x.dtype)
-        table = np.zeros((6, 8), np.int32)
+        table = np.zeros((6, 10), np.int32)
         table[0, 0] = len(runs)
         for place, run in enumerate(runs, 1):
+            table[place, 9] = run[1]
             table[place, : len(run)] = run
         tensors = [
             (x, self.dtype), (np.array(form, np.int32), None), (np.full(1, EPSILON, np.float32), None),
@@ -121,7 +126,7 @@ def test_other_instruction_sets_equal_float64(isa: str) -> None:
 def test_a_token_has_the_same_bits_in_a_prompt_a_chunk_and_a_batch(dtype: str) -> None:
     layer = Layer(dtype)
     _, whole = layer.run(list(range(40)), [(0, 40, -1, 0)])
-    final = layer.states[0].copy()
+    final = layer.states[0, :SETTLED].copy()
     found, begin, state = [], 0, -1
     for end in (1, 2, 4, 21, 22, 38, 40):  # chunks that are shorter and longer than the convolution and a piece
         others, own = list(range(5)), list(range(begin, end))
@@ -134,7 +139,7 @@ def test_a_token_has_the_same_bits_in_a_prompt_a_chunk_and_a_batch(dtype: str) -
         np.testing.assert_array_equal(out[:5], whole[:5])
         begin, state = end, target
     np.testing.assert_array_equal(np.concatenate(found), whole[:40])
-    np.testing.assert_array_equal(layer.states[state], final)
+    np.testing.assert_array_equal(layer.states[state, :SETTLED], final)
 
 
 def test_a_run_leaves_the_state_that_it_reads() -> None:
@@ -153,22 +158,78 @@ def test_a_run_saves_the_states_that_shorter_runs_would_write(dtype: str) -> Non
     """Saves after tokens in the middle of a piece, at its end, and fewer than the taps of the convolution."""
     layer = Layer(dtype)
     _, whole = layer.run(list(range(40)), [(0, 40, -1, 0)])
-    final = layer.states[0].copy()
+    final = layer.states[0, :SETTLED].copy()
     for first, second in ((1, 2), (2, 16), (15, 17), (16, 32), (23, 40), (40, 0)):
         layer.states[:] = np.nan
         layer.run(list(range(first)), [(0, first, -1, 0)])
-        wanted = layer.states[0].copy()
+        wanted = layer.states[0, :SETTLED].copy()
         saves = (first, 2, second, 3) if second else (first, 2)
         status, out = layer.run(list(range(5)) + list(range(40)), [(0, 5, -1, 4), (5, 40, -1, 1, *saves)])
         assert status == 0
         np.testing.assert_array_equal(out[5:45], whole[:40])
-        np.testing.assert_array_equal(layer.states[1], final)
-        np.testing.assert_array_equal(layer.states[2], wanted)
+        np.testing.assert_array_equal(layer.states[1, :SETTLED], final)
+        np.testing.assert_array_equal(layer.states[2, :SETTLED], wanted)
         assert np.isnan(layer.states[5]).all()
         if 0 < second < 40:
             _, rest = layer.run(list(range(second, 40)), [(0, 40 - second, 3, 0)])
             np.testing.assert_array_equal(rest[: 40 - second], whole[second:40])
-            np.testing.assert_array_equal(layer.states[0], final)
+            np.testing.assert_array_equal(layer.states[0, :SETTLED], final)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_drafts", [1, 2, 5, LOGGED])
+def test_accepted_drafts_are_replayed_with_the_same_bits(dtype: str, num_drafts: int) -> None:
+    """The wrong drafts have the inputs of later tokens. Other runs surround the tested ones."""
+    layer = Layer(dtype)
+    _, whole = layer.run(list(range(40)), [(0, 40, -1, 0)])
+    layer.run(list(range(12)), [(0, 12, -1, 0)])
+    wanted = layer.states[0, :SETTLED].copy()
+    layer.run(list(range(13)), [(0, 13, -1, 0)])
+    settled = layer.states[0, :SETTLED].copy()
+    for accepted in {0, 1, num_drafts // 2, num_drafts}:
+        layer.states[:] = np.nan
+        layer.states[0, :SETTLED] = wanted
+        others = list(range(5))
+        drafts = list(range(13, 13 + accepted)) + [39 - place for place in range(num_drafts - accepted)]
+        run = (5, 1 + num_drafts, 0, 1, 0, 0, 0, 0, 0, 1)
+        status, out = layer.run([*others, 12, *drafts, *others], [(0, 5, -1, 4), run, (6 + num_drafts, 5, -1, 5)])
+        assert status == 0
+        np.testing.assert_array_equal(out[5 : 6 + accepted], whole[12 : 13 + accepted])
+        np.testing.assert_array_equal(layer.states[1, :SETTLED], settled)
+        np.testing.assert_array_equal(layer.states[0, :SETTLED], wanted)
+        begin = 13 + accepted
+        for settles in (1, 2):  # the first time, the next step has a draft too
+            run = (0, 2, 1, 0, 1, 2, 0, 0, accepted, settles)
+            status, out = layer.run([begin, begin + 1], [run])
+            assert status == 0
+            np.testing.assert_array_equal(out[:2], whole[begin : begin + 2])
+        for state, end in ((2, begin + 1), (0, begin + 2)):
+            found = layer.states[state, :SETTLED].copy()
+            layer.run(list(range(end)), [(0, end, -1, 3)])
+            np.testing.assert_array_equal(found, layer.states[3, :SETTLED])
+        assert np.isnan(layer.states[2, SETTLED:]).all(), "a snapshot has no log"
+
+
+def test_a_draft_may_end_with_a_saved_state() -> None:
+    layer = Layer("bfloat16")
+    layer.run(list(range(30)), [(0, 30, -1, 0)])
+    wanted = layer.states[0, :SETTLED].copy()
+    layer.run(list(range(12)), [(0, 12, -1, 0)])
+    assert layer.run(list(range(12, 32)), [(0, 20, 0, 1, 1, 2, 18, 3, 0, 1)])[0] == 0
+    np.testing.assert_array_equal(layer.states[2, :SETTLED], layer.states[1, :SETTLED])
+    np.testing.assert_array_equal(layer.states[3, :SETTLED], wanted)
+
+
+def test_a_prompt_may_end_with_drafts() -> None:
+    """The log of a long run has its last tokens only, and more of them than the convolution reads."""
+    layer = Layer("float32")
+    _, whole = layer.run(list(range(40)), [(0, 40, -1, 0)])
+    status, out = layer.run(list(range(38)), [(0, 38, -1, 1, 0, 0, 0, 0, 0, 18)])
+    assert status == 0
+    np.testing.assert_array_equal(out[:38], whole[:38])
+    for accepted in (0, 7, 16, 17, 20):
+        _, out = layer.run([18 + accepted], [(0, 1, 1, 0, 0, 0, 0, 0, accepted, 1)])
+        np.testing.assert_array_equal(out[0], whole[18 + accepted])
 
 
 @pytest.mark.parametrize(
@@ -186,8 +247,16 @@ def test_a_run_saves_the_states_that_shorter_runs_would_write(dtype: str) -> Non
         ([(0, 2, 2, 0, 1, 0)], FORM, "it must be another state than those that it reads and writes"),
         ([(0, 2, -1, 0, 2, 1, 1, 3)], FORM, "run 0 saves the state after 1 of 2 tokens in state 3 of 6"),
         ([(0, 2, -1, 0, 0, 0, 1, 3)], FORM, "run 0 saves the state after 1 of 2 tokens in state 3 of 6"),
-        ([(0, 2, -1, 0)], (2, 4, 20, 80, 4), "sizes must be multiples of 16"),
-        ([(0, 2, -1, 0)], (2, 4, 16, 64, 4), "argument 0 is float32"),
+        ([(0, 2, 1, 0, 0, 0, 0, 0, 21, 2)], FORM, "replays 21 tokens and settles 2 of its 2 tokens; it may replay 20"),
+        ([(0, 2, 1, 0, 0, 0, 0, 0, -1, 2)], FORM, "replays -1 tokens"),
+        ([(0, 2, -1, 0, 0, 0, 0, 0, 1, 2)], FORM, "it may replay 0, log 20"),
+        ([(0, 2, 1, 0, 0, 0, 0, 0, 0, 0)], FORM, "settles 0 of its 2 tokens"),
+        ([(0, 2, 1, 0, 0, 0, 0, 0, 0, 3)], FORM, "settles 3 of its 2 tokens"),
+        ([(0, 2, -1, 0)], (2, 4, 20, 80, 4, LOGGED), "sizes must be multiples of 16"),
+        ([(0, 2, -1, 0)], (2, 4, 16, 80, 4, -1), "logged tokens from 0 to 64"),
+        ([(0, 2, -1, 0)], (2, 4, 16, 80, 4, 65), "logged tokens from 0 to 64"),
+        ([(0, 2, -1, 0)], (2, 4, 16, 80, 4, 19), "states must be float32"),
+        ([(0, 2, -1, 0)], (2, 4, 16, 64, 4, LOGGED), "argument 0 is float32"),
     ],
 )
 def test_wrong_runs_and_sizes_are_refused(

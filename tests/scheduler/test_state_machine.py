@@ -196,6 +196,16 @@ def test_invariants_hold_for_states_of_linear_attention(part: int) -> None:
         assert seen[event] > 0, event
 
 
+@pytest.mark.parametrize("part", with_sweeps([(part,) for part in range(200)], lambda part: part >= 1))
+def test_drafts_change_no_token_of_a_model_with_linear_attention(part: int) -> None:
+    """Together the parts run 10,000 scripts. A rejected draft that stays in a state or in a snapshot changes a text."""
+    seen = Counter[str]()
+    for seed in range(60_000 + part * 50, 60_050 + part * 50):
+        seen += play(draw_state_script(seed), drafts=seed).seen
+    for event in ("drafts", "tokens of drafts", "resumed states", "saved states", "chunks", "preemptions"):
+        assert seen[event] > 0, event
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_every_policy_works_with_any_number_of_steps_ahead(policy: str, ahead: int) -> None:

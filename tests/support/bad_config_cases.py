@@ -104,10 +104,10 @@ CASES = [
         folder=HYBRID | {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     ),
     Case(
-        "linear attention with a draft model",
-        with_section("speculative_config: {method: draft, model: folder}"),
-        f"{FILE}: speculative_config.method = 'draft': Qwen3NextForCausalLM cannot take rejected drafts back out of "
-        "the states of sequences; use off",
+        "linear attention with a head of the model",
+        with_section("speculative_config: {method: eagle, model: folder}"),
+        f"{FILE}: speculative_config.method = 'eagle': there are no heads for Qwen3NextForCausalLM; use auto, draft or "
+        "off",
         folder=HYBRID,
     ),
     Case(

@@ -52,6 +52,8 @@ class _Row:
     num_prompt_tokens: int = 0
     state: list[int] = field(default_factory=list)
     """The state of a model with linear attention: all tokens that the row has computed."""
+    num_settled: int = 0
+    """Number of tokens of ``state`` before the drafts of the last step. The next step may begin after any of them."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class FakeDevice:
             for place in range(move.destination * size, (move.destination + 1) * size):
                 memory[place] = self._garbage.randrange(1 << 30)
         for row in slot.rows:
-            self.rows[row].state = self._memory(1)
+            self.rows[row].state, self.rows[row].num_settled = self._memory(1), 0
         for _, after, snapshot in slot.state_moves:
             if after:
                 self.snapshots[snapshot] = self._memory(1)
@@ -307,11 +309,15 @@ class FakeDevice:
         If the state does not end where the tokens begin, the new state is garbage, and then the text is wrong.
         """
         start, moves = slot.starts[index], [move for move in slot.state_moves if move[0] == index]
-        begin = next((self.snapshots[snapshot] for _, after, snapshot in moves if not after), row.state)
-        row.state = list(begin if start else [])
-        if len(row.state) != start:
+        is_draft = index > 0 and slot.rows[index] == slot.rows[index - 1]
+        resumed = next((self.snapshots[snapshot] for _, after, snapshot in moves if not after), None)
+        if resumed is not None or not start:
+            row.state, row.num_settled = list(resumed or ()), len(resumed or ())
+        if not (is_draft or row.num_settled <= start) or len(row.state) < start:
             row.state = [self._garbage.randrange(1 << 30) for _ in range(start)]
-        row.state += tokens
+        row.state[start:] = tokens
+        if not is_draft:
+            row.num_settled = len(row.state)
         for _, after, snapshot in moves:
             if after:
                 self.snapshots[snapshot] = row.state[: start + after]

@@ -14,6 +14,7 @@ from mindspore import Parameter, Tensor, nn
 
 from agent.backends.base import AttentionForm, LatentForm, Operator
 from agent.layers.parameter import as_tensor, bind, unbound_parameter
+from agent.sequence_states import SequenceStates
 from agent.weights.storage import Array
 from llm_serving.model.deepseek import Routing
 from llm_serving.model.families import Experts
@@ -368,17 +369,17 @@ class SigmoidGate(nn.Cell):
 class GatedDeltaNet(nn.Cell):
     """Runs convolution, recurrence, norm and output gate of linear attention in one operator.
 
-    ``runs`` is the array in which ``SequenceStates`` describes the runs of a step.
+    ``states`` divides each step into runs.
     """
 
-    def __init__(self, operator: Operator, delta: GatedDelta, epsilon: float, runs: Array) -> None:
+    def __init__(self, operator: Operator, delta: GatedDelta, epsilon: float, states: SequenceStates) -> None:
         super().__init__()
         self.operator = operator
-        sizes = (delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps)
+        sizes = (delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps, states.max_logged)
         self.form = _integers("form", sizes)
         self.epsilon = _epsilon(epsilon)
-        self.runs = unbound_parameter(runs.shape, "int32")
-        bind(self.runs, runs)
+        self.runs = unbound_parameter(states.runs.shape, "int32")
+        bind(self.runs, states.runs)
 
     def construct(
         self, projected: Tensor, weights: tuple[Tensor, ...], states: Tensor, step: tuple[Tensor, ...]

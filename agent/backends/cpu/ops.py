@@ -63,7 +63,9 @@ class FusedCpuOps(OpTable):
         seqs, tokens = (self._max_seqs, 0) if self.is_last_stage else (0, self._max_tokens)
         self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
         self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
-        self.states = None if config.shape.delta is None else SequenceStates(self._max_seqs, config.num_state_snapshots)
+        self.states = None
+        if config.shape.delta is not None:
+            self.states = SequenceStates(self._max_seqs, config.num_state_snapshots, config.max_logged_drafts)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
         self.rows = allocate((self._max_tokens, self._hidden_size), self.dtype) if self.takes_rows else None
         is_gathered, width = bool(config.shape.rotary_sections), config.shape.rotary_width
@@ -166,11 +168,11 @@ class FusedCpuOps(OpTable):
 
     def state_layout(self, delta: GatedDelta) -> CacheLayout:
         assert self.states is not None, "a model with linear attention has states"
-        return (self.states.num_states, delta.state_floats), "float32"
+        return (self.states.num_states, delta.state_floats(self.states.max_logged)), "float32"
 
     def gated_delta(self, delta: GatedDelta, epsilon: float) -> Operator:
         assert self.states is not None, "a model with linear attention has states"
-        return _cells().GatedDeltaNet(self._rows("GatedDeltaNet", delta.values), delta, epsilon, self.states.runs)
+        return _cells().GatedDeltaNet(self._rows("GatedDeltaNet", delta.values), delta, epsilon, self.states)
 
     def _vocabulary(self) -> tuple[int, int, int]:
         """Returns three numbers: the agent's first token id, the size of the whole vocabulary, and the size of each

@@ -19,6 +19,12 @@
 // [value_heads][key_dim][value_dim], [taps - 1][channels]. A run of tokens reads one state and writes another. The same
 // step can therefore run twice. A run can also save the states after some of its tokens. The prefix cache needs them at
 // the ends of blocks, in the middle of a prompt. The sizes `key_dim` and `value_dim` are multiples of 16.
+//
+// The last tokens of a run may be drafts, which the server may reject. The state that the run writes then ends before
+// the drafts, and the run logs what the recurrence needs of each draft. The log follows the state in memory: inputs
+// [logged][channels], then decay and strength [logged][value_heads][2]. The next run of the sequence first replays the
+// logged tokens that were accepted. A replay repeats the same operations, so it gives the same bits. The log takes some
+// KB for each draft. A further state for each draft would take as much memory as the matrices.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -28,7 +34,7 @@
 
 namespace llmk {
 
-constexpr int kDeltaSaves = 2;  // how many states a run can save in addition to the one that it writes
+constexpr int kDeltaSaves = 2;  // maximum number of states that a run saves in addition to the one that it writes
 
 // Consecutive tokens of one sequence.
 struct DeltaRun {
@@ -39,6 +45,8 @@ struct DeltaRun {
   struct {
     int32_t after, to;
   } saves[kDeltaSaves];
+  int32_t replayed;  // number of tokens in the log of the state `read` that come before the run's own tokens
+  int32_t settled;   // number of tokens after which the state `write` ends; the later tokens are drafts and are logged
 };
 
 struct GatedDeltaArgs {
@@ -51,6 +59,7 @@ struct GatedDeltaArgs {
   float* states;           // [states, state_floats()]
   const DeltaRun* runs;
   int64_t num_runs, key_heads, value_heads, key_dim, value_dim, taps;
+  int64_t logged;  // maximum number of tokens in the log of a state
   float epsilon;
   DType dtype;
 
@@ -58,7 +67,15 @@ struct GatedDeltaArgs {
   int64_t values() const { return value_heads * value_dim; }
   int64_t channels() const { return 2 * keys() + values(); }
   int64_t width() const { return channels() + values() + 2 * value_heads; }
-  int64_t state_floats() const { return value_heads * key_dim * value_dim + (taps - 1) * channels(); }
+  int64_t matrix() const { return key_dim * value_dim; }
+  int64_t state_floats() const {
+    return value_heads * matrix() + (taps - 1 + logged) * channels() + 2 * logged * value_heads;
+  }
+  float* matrix_of(int64_t state, int64_t head) const { return states + state * state_floats() + head * matrix(); }
+  // The inputs of the last taps - 1 tokens, then those of the logged tokens: [taps - 1 + logged, channels].
+  float* inputs_of(int64_t state) const { return matrix_of(state, value_heads); }
+  // Decay and strength of the logged tokens: [logged, value_heads, 2].
+  float* gates_of(int64_t state) const { return inputs_of(state) + (taps - 1 + logged) * channels(); }
 };
 
 // Multiplies each element of `x` by the sigmoid of the same element of `gate`, in float32, and rounds once.
@@ -84,6 +101,7 @@ struct DeltaPiece {
   float* mixed;    // [kDeltaPiece, head channels]
   float* weights;  // [taps, head channels]
   float* results;  // [kDeltaPiece, value_dim]
+  float* matrix;   // [key_dim, value_dim]: the head's matrix after the latest draft; only if states have a log
   float decay[kDeltaPiece], strength[kDeltaPiece];
 };
 
@@ -101,13 +119,15 @@ static inline HeadChannels head_channels(const GatedDeltaArgs& args, int64_t hea
 
 static inline DeltaPiece delta_piece(const GatedDeltaArgs& args, int64_t channels) {
   const int64_t before = args.taps - 1;
-  const int64_t floats = (before + 2 * kDeltaPiece + args.taps) * channels + kDeltaPiece * args.value_dim;
+  const int64_t matrix = args.logged > 0 ? args.matrix() : 0;
+  const int64_t floats = (before + 2 * kDeltaPiece + args.taps) * channels + kDeltaPiece * args.value_dim + matrix;
   float* next = static_cast<float*>(thread_scratch(kScratchDelta, floats * 4));
   DeltaPiece piece{};
   piece.inputs = next;
   piece.mixed = piece.inputs + (before + kDeltaPiece) * channels;
   piece.weights = piece.mixed + kDeltaPiece * channels;
   piece.results = piece.weights + args.taps * channels;
+  piece.matrix = piece.results + kDeltaPiece * args.value_dim;
   return piece;
 }
 
@@ -116,7 +136,7 @@ static inline DeltaPiece delta_piece(const GatedDeltaArgs& args, int64_t channel
 static inline void begin_run(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own,
                              const DeltaPiece& piece) {
   const int64_t channels = own.total(), before = args.taps - 1;
-  const float* old = run.read < 0 ? nullptr : args.states + (run.read + 1) * args.state_floats();
+  const float* old = run.read < 0 ? nullptr : args.inputs_of(run.read);
   int64_t at = 0;
   for (int part = 0; part < 3; at += own.count[part++]) {
     for (int64_t tap = 0; tap < args.taps; ++tap) {
@@ -129,7 +149,7 @@ static inline void begin_run(const GatedDeltaArgs& args, const DeltaRun& run, co
       if (old == nullptr) {
         std::memset(to, 0, bytes);
       } else {
-        std::memcpy(to, old - (before - row) * args.channels() + own.first[part], bytes);
+        std::memcpy(to, old + row * args.channels() + own.first[part], bytes);
       }
     }
   }
@@ -252,74 +272,109 @@ static inline void write_results(const GatedDeltaArgs& args, const DeltaPiece& p
   }
 }
 
-// Stores the inputs of the last taps - 1 tokens in the state `state`. If several value heads share a key head, only the
-// first of them stores the channels of query and key.
+// Stores `count` rows of `from` in the inputs of the state `state`, from row `row` on. If several value heads share a
+// key head, only the first of them stores the channels of query and key.
 static inline void store_inputs(const GatedDeltaArgs& args, int64_t state, const HeadChannels& own, int64_t head,
-                                const DeltaPiece& piece, int64_t count) {
-  const int64_t channels = own.total(), before = args.taps - 1;
-  float* end = args.states + (state + 1) * args.state_floats();
+                                int64_t row, const float* from, int64_t count) {
   const bool is_first = head % (args.value_heads / args.key_heads) == 0;
   int64_t at = is_first ? 0 : own.count[0] + own.count[1];
   for (int part = is_first ? 0 : 2; part < 3; at += own.count[part++]) {
-    for (int64_t row = 0; row < before; ++row) {
-      const float* from = piece.inputs + (count + row) * channels + at;
-      std::memcpy(end - (before - row) * args.channels() + own.first[part], from,
-                  static_cast<size_t>(own.count[part]) * 4);
+    float* to = args.inputs_of(state) + row * args.channels() + own.first[part];
+    for (int64_t i = 0; i < count; ++i) {
+      std::memcpy(to + i * args.channels(), from + i * own.total() + at, static_cast<size_t>(own.count[part]) * 4);
     }
   }
 }
 
-// Returns the number of tokens of the next piece. A piece ends where the run saves a state.
+// Appends the tokens of the piece to the log of the state `state`, which has `logged` tokens.
+static inline void log_tokens(const GatedDeltaArgs& args, int64_t state, const HeadChannels& own, int64_t head,
+                              int64_t logged, const DeltaPiece& piece, int64_t count) {
+  const int64_t before = args.taps - 1;
+  store_inputs(args, state, own, head, before + logged, piece.inputs + before * own.total(), count);
+  for (int64_t row = 0; row < count; ++row) {
+    float* gates = args.gates_of(state) + ((logged + row) * args.value_heads + head) * 2;
+    gates[0] = piece.decay[row];
+    gates[1] = piece.strength[row];
+  }
+}
+
+// Fills the inputs and the gates of the piece with `count` tokens from the log of the state `state`, from number
+// `first` on.
+static inline void read_log(const GatedDeltaArgs& args, int64_t state, const HeadChannels& own, int64_t head,
+                            int64_t first, int64_t count, DeltaPiece* piece) {
+  const int64_t before = args.taps - 1;
+  for (int64_t row = 0; row < count; ++row) {
+    const float* from = args.inputs_of(state) + (before + first + row) * args.channels();
+    float* to = piece->inputs + (before + row) * own.total();
+    for (int part = 0; part < 3; to += own.count[part++]) {
+      std::memcpy(to, from + own.first[part], static_cast<size_t>(own.count[part]) * 4);
+    }
+    const float* gates = args.gates_of(state) + ((first + row) * args.value_heads + head) * 2;
+    piece->decay[row] = gates[0];
+    piece->strength[row] = gates[1];
+  }
+}
+
+// Computes the piece's results from its inputs and gates. Reads the matrix `from` and writes the matrix `to`.
+static inline void compute_piece(const GatedDeltaArgs& args, const HeadChannels& own, const DeltaPiece& piece,
+                                 int64_t count, const float* from, float* to) {
+  mix_inputs(args, own, piece, count);
+  recur(args, piece, count, from, to);
+  const size_t before = static_cast<size_t>((args.taps - 1) * own.total());
+  std::memmove(piece.inputs, piece.inputs + count * own.total(), before * 4);
+}
+
+// Returns the number of tokens of the next piece. A piece ends where the run saves a state, and before the drafts.
 static inline int64_t piece_tokens(const DeltaRun& run, int64_t done) {
   int64_t end = smaller(done + kDeltaPiece, run.tokens);
+  if (done < run.settled) end = smaller(end, run.settled);
   for (const auto& save : run.saves) {
     if (save.after > done) end = smaller(end, save.after);
   }
   return end - done;
 }
 
-// Copies the head's part of the state after `done` tokens of the run into the states that save it. `matrix` is the
-// head's matrix, and `piece` has the inputs of the last `count` tokens.
-static inline void save_states(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own, int64_t head,
-                               const DeltaPiece& piece, int64_t count, int64_t done, const float* matrix) {
-  const int64_t size = args.key_dim * args.value_dim;
+// Copies the head's part of the state after `done` tokens of the run into the states that end there. `matrix` is the
+// head's matrix. The first rows of piece.inputs are the last inputs.
+static inline void end_states(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own, int64_t head,
+                              const DeltaPiece& piece, int64_t done, const float* matrix) {
   for (const auto& save : run.saves) {
     if (save.after != done) continue;
-    float* to = args.states + save.to * args.state_floats() + head * size;
-    std::memcpy(to, matrix, static_cast<size_t>(size) * 4);
-    store_inputs(args, save.to, own, head, piece, count);
+    std::memcpy(args.matrix_of(save.to, head), matrix, static_cast<size_t>(args.matrix()) * 4);
+    store_inputs(args, save.to, own, head, 0, piece.inputs, args.taps - 1);
   }
+  if (done == run.settled) store_inputs(args, run.write, own, head, 0, piece.inputs, args.taps - 1);
 }
 
 template <class T>
 static inline void delta_head(const GatedDeltaArgs& args, const DeltaRun& run, int64_t head) {
   const HeadChannels own = head_channels(args, head);
-  const int64_t matrix = args.key_dim * args.value_dim, before = args.taps - 1;
   DeltaPiece piece = delta_piece(args, own.total());
-  float* to = args.states + run.write * args.state_floats() + head * matrix;
+  float* to = args.matrix_of(run.write, head);
   const float* from = to;
   if (run.read < 0) {
-    std::memset(to, 0, static_cast<size_t>(matrix) * 4);
+    std::memset(to, 0, static_cast<size_t>(args.matrix()) * 4);
   } else {
-    from = args.states + run.read * args.state_floats() + head * matrix;
+    from = args.matrix_of(run.read, head);
   }
   begin_run(args, run, own, piece);
-  int64_t done = 0;
-  while (done < run.tokens) {
+  for (int64_t done = 0; done < run.replayed; done += kDeltaPiece) {
+    const int64_t count = smaller(kDeltaPiece, run.replayed - done);
+    read_log(args, run.read, own, head, done, count, &piece);
+    compute_piece(args, own, piece, count, from, to);
+    from = to;
+  }
+  for (int64_t done = 0; done < run.tokens;) {
     const int64_t token = run.first_token + done, count = piece_tokens(run, done);
     read_inputs<T>(args, own, piece, token, count);
-    mix_inputs(args, own, piece, count);
     read_gates<T>(args, head, token, count, &piece);
-    recur(args, piece, count, from, to);
+    if (done == run.settled) to = piece.matrix;
+    if (done >= run.settled) log_tokens(args, run.write, own, head, done - run.settled, piece, count);
+    compute_piece(args, own, piece, count, from, to);
     write_results<T>(args, piece, head, token, count);
     from = to;
     done += count;
-    save_states(args, run, own, head, piece, count, done, to);
-    if (done < run.tokens) {
-      std::memmove(piece.inputs, piece.inputs + count * own.total(), static_cast<size_t>(before * own.total()) * 4);
-    } else {
-      store_inputs(args, run.write, own, head, piece, count);
-    }
+    end_states(args, run, own, head, piece, done, to);
   }
 }
 
