@@ -1,7 +1,7 @@
 """The batching modes (``model_config.batching_strategy``): which waiting requests may start while others run.
 
-The base class, ``BatchingMode`` in ``starter``, is continuous batching. A batching mode does not decide about
-preempted requests, because these already belong to a batch.
+The base class, ``BatchingMode`` in ``starter``, is continuous batching. Preempted requests already belong to a batch,
+so no batching mode holds them back.
 
 To add a mode, add a subclass here, a line to ``_MODES`` and a member to ``BatchingStrategy`` in ``limits``.
 """

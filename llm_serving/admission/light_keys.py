@@ -1,9 +1,9 @@
-"""Light keys: tenants with few requests while others have many. Their first tokens do not wait for the others.
+"""Light keys: API keys with few requests while other keys have many. Their first tokens do not wait for other keys.
 
-A tenant is an API key. A light key has at most a ``LIGHT_SHARE``-th of all requests, and at most a ``LARGEST_SHARE``-th
-of the requests of the largest tenant. Running and waiting requests count, and a light key has at least one. The first
-limit stays the same if a client spreads a flood over several keys. With the second limit, no key is light among keys
-with similar loads. With one key, or without keys, nothing changes.
+Each API key is a tenant of the waiting queue. A light key has at most a ``LIGHT_SHARE``-th of all requests, and at most
+a ``LARGEST_SHARE``-th of the requests of the largest tenant. Running and waiting requests count, and a light key has at
+least one. The first limit stays the same if a client spreads a flood over several keys. With the second limit, no key
+is light among keys with similar loads. With one key, or without keys, nothing changes.
 
 Order
     A request of a light key starts first, if the key has received at most ``LIGHT_CREDIT`` weighted tokens more than

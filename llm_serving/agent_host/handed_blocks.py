@@ -1,4 +1,4 @@
-"""The hand-over pools of a node's agents, and their blocks on the way to other nodes and from them.
+"""The hand-over pools of a node's agents, and the transfers of their blocks to other nodes and from other nodes.
 
 Only replicas with the role ``prefill`` or ``decode`` have these pools. A node receives blocks from other nodes on the
 port of its link, in connections of their own. Each connection has a thread, so no step waits for a transfer.

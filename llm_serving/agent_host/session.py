@@ -135,7 +135,7 @@ class Session:
         self._channel.flush()
         frames = self._channel.receive_available()
         if frames is None:
-            raise LinkEndedError("the server closed it")
+            raise LinkEndedError("the server closed the link")
         for frame in frames:
             message = link.read_at_node(frame)
             if isinstance(message, Carried):
@@ -183,7 +183,7 @@ class Session:
                 self._tiles = NodeTiles.of(config)
                 tiles_name = "" if self._tiles is None else self._tiles.memory.name
                 local = (config, 0, listeners, settings.log_folder, self._report, AgentProgram(settings.agent_module))
-                # Agents may sleep until masks arrive. They arrive late if the server pauses, so its limit counts.
+                # Agents may sleep until masks arrive. If the server pauses, masks may be NODE_PATIENCE_S late.
                 self._group = AgentGroup(
                     *local, tiles_name=tiles_name, hand_over_names=names, min_sleep_s=NODE_PATIENCE_S
                 )
@@ -257,7 +257,7 @@ class Session:
         if not isinstance(message, _FORWARDED):
             raise ProtocolError(f"the server sent {type(message).__name__}, which only a node may send to its agents")
         if isinstance(message, messages.Masks) and not self._is_in_flight(message):
-            return  # the agents dropped the step before the server knew it
+            return  # the agents dropped the step, and the server did not know this when it sent the masks
         if isinstance(message, messages.Step | messages.Masks):
             self._write(message, carried.contents)
         elif len(carried.contents):
@@ -294,7 +294,7 @@ class Session:
             for source, _ in group.sources():
                 self._selector.unregister(source)
             group.shutdown(0)
-        raise LinkEndedError("the server has ended it")
+        raise LinkEndedError("the server has ended the link")
 
     # The following methods handle messages from the agents.
 
@@ -317,8 +317,10 @@ class Session:
                 self._send(link.control(link.GroupReady(summaries, [agent.pid for agent in group.links], secret)))
 
     def _pass_on(self, member: int, message: AgentMessage) -> None:
-        """Sends an agent's message to the server. Sends the results of a step with the last reply to this step, because
-        every agent may report damaged blocks there.
+        """Sends an agent's message to the server.
+
+        The results of a step go with the last agent's reply to the step. Every agent may write to the results that a
+        block was damaged, so they are complete only then.
         """
         contents = b""
         if isinstance(message, _ANSWERS):

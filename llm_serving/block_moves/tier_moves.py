@@ -100,8 +100,7 @@ class TierMoves(Stateful):
         del fresh[: len(hosts)]
 
     def take_wanted(self) -> list[WantedBlocks]:
-        """Returns the questions of waiting sequences. Each is returned once and needs a reply through ``load_blocks``.
-        """
+        """Returns the questions of waiting sequences, each once. The tiers must reply with ``load_blocks``."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
@@ -136,7 +135,10 @@ class TierMoves(Stateful):
     # The following methods are for the scheduler.
 
     def must_wait(self, sequence: Sequence) -> bool:
-        """Returns True if a sequence that could start waits for a load. Asks the tiers if it is worth asking."""
+        """Returns True if a sequence that could start waits for a load.
+
+        Asks the tiers once for the full blocks that the prefix cache does not have.
+        """
         if sequence.waits_for_load:
             return True
         first, num_missing = self._supply.num_missing_blocks(sequence)

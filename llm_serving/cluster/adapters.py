@@ -23,7 +23,7 @@ class _Loading:
 
 
 class AdapterSender:
-    """The adapters that a node loads now. ``send`` sends a frame to the node."""
+    """Sends adapters to a node, and records which adapters the node is loading. ``send`` sends a frame to the node."""
 
     def __init__(self, num_agents: int, send: Callable[[bytes], None]) -> None:
         self._num_agents = num_agents

@@ -118,7 +118,7 @@ def _conditions(schema: Schema) -> None:
 
 
 def _contains(schema: Schema) -> None:
-    """Removes ``minContains`` and ``maxContains`` without ``contains``, and a ``contains`` that no item must match."""
+    """Removes ``contains`` if no item must match it, and ``minContains`` and ``maxContains`` without ``contains``."""
     if "contains" in schema and schema.get("minContains") == 0 and "maxContains" not in schema:
         del schema["contains"]
     if "contains" not in schema:

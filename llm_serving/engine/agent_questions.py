@@ -16,9 +16,10 @@ from llm_serving.ipc.adapters import AdapterMemory
 T = TypeVar("T")
 
 SLOW_PROBE_S = 30.0
-"""Maximum seconds to wait longer for the replies of slow agents to a probe."""
+"""Maximum additional seconds to wait for the replies of slow agents to a probe."""
 SLOW_PROFILE_S = 600.0
-"""The same for a command for profiles. The first profile of an agent imports MindSpore."""
+"""Maximum additional seconds to wait for slow agents that start or stop a profile. The first profile of an agent
+imports MindSpore."""
 
 
 class AgentQuestions:

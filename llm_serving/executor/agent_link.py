@@ -33,7 +33,8 @@ EXIT_WAIT_S = 0.25
 class GroupMemory:
     """The shared memory of one group of agents: the step slots, for several agents the exchange, and host blocks.
 
-    The server creates and frees it. Every agent of the group maps all of it, except the host blocks of other agents.
+    The server creates and frees this memory. An agent of the group maps all of it, except the host blocks of other
+    agents.
     """
 
     slot_memory: SlotMemory

@@ -74,7 +74,7 @@ class StepForecast:
 
 
 class _LearntReach:
-    """The mean number of pairs of a learnt prompt token: how many tokens it reads.
+    """Learns how many tokens a prompt token reads on average. Each token that it reads makes one pair.
 
     The weight of a step is ``(prompt tokens / seconds) ** 2``, which is its weight in the least squares fit of the cost
     model. So the learnt time of a prompt token is the time of a token with the mean number of pairs.
@@ -127,7 +127,7 @@ class OtherWork:
             self._is_stopping = True
 
     def received(self, message: AgentMessage) -> None:
-        """Records a message of an agent. A ``Progress`` says that it compiles; the next result ends this."""
+        """Records a message of an agent. An agent that sends ``Progress`` compiles a graph until its next result."""
         if isinstance(message, messages.Progress):
             self._is_compiling = True
         elif isinstance(message, messages.StepDone | messages.StepFailed):

@@ -1,7 +1,7 @@
 """The header of a handed block, which identifies the content that the block must have.
 
     namespace (8 bytes)     digest of the model, its weights and the format of the KV cache
-    chained hash (16 bytes) of the block's tokens and of all tokens before them, also of the request's salt
+    chained hash (16 bytes) of the block's tokens, all tokens before them, and the request's salt
     generation (8 bytes)    number of the hand-over. No number is used twice in a run of the server.
 
 The agent that writes a block also stores the header and a checksum of the content. The agent that reads the block gets

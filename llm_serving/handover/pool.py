@@ -72,7 +72,7 @@ class HandOverPool:
         return self._leases[blocks[0]][0]
 
     def free(self, lease: Lease) -> None:
-        """Frees the blocks of a lease. No step in flight may use them. Raises KeyError if they are not held."""
+        """Frees the blocks of a lease. No step in flight may use them. Raises KeyError if the blocks are not held."""
         for block in lease.blocks:
             del self._leases[block]
         self._num_free += len(lease.blocks)

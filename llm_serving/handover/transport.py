@@ -115,7 +115,7 @@ class SharedPoolTransport:
 
 
 class SharedPools:
-    """The pools of replicas on one machine: a single one."""
+    """The hand-over pool of replicas on one machine. All replicas share one pool."""
 
     is_shared = True
 
@@ -132,7 +132,7 @@ class _Transfer:
 class TcpTransport:
     """Sends blocks of ``pools`` to a ``PoolReceiver`` with the same ``secret`` and as many pools.
 
-    A block of a transfer is a block of every pool. A transfer starts the thread of this object, which calls
+    A transfer sends the same blocks of every pool. A transfer starts the thread of this object, which calls
     ``connect``. The returned socket may be a TLS socket. This object owns it. After ``IDLE_S`` seconds without a
     transfer, the thread closes the socket and ends. So a receiver to which no more blocks go costs nothing.
     """
@@ -372,8 +372,8 @@ def _shut_down(link: socket.socket) -> None:
 def _set_options(connection: socket.socket) -> None:
     """Lets the system send small messages at once, and check an idle connection.
 
-    A machine that lost its power or its network closes no connection. Without these checks, the thread of an idle
-    receiver would wait for it for ever.
+    A machine that lost its power or its network closes no connection. Without the checks of idle connections, the
+    thread of a receiver would wait for that machine for ever.
     """
     with contextlib.suppress(OSError):  # a socket pair has no TCP options
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

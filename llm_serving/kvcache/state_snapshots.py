@@ -33,20 +33,22 @@ class StateSnapshots:
         self._published: dict[int, tuple[int, int]] = {}
         """The block and the snapshot of each entry, the least recently used first."""
         self._holds: Counter[int] = Counter()
-        """Number of sequences whose first step, which reads the snapshot, has not completed."""
+        """For each snapshot: number of sequences whose first step reads the snapshot and has not completed."""
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def longest(self, entries: Sequence[int]) -> int:
-        """Returns how many of the first blocks, given by their index entries, a sequence can resume after. 0 if none.
+        """Returns after how many of its first blocks a sequence can resume. 0 if it must begin with its first token.
+
+        ``entries`` has the index entries of these blocks.
         """
         published = self._published
         return next((number for number in range(len(entries), 0, -1) if entries[number - 1] in published), 0)
 
     def hold(self, entry: int) -> int:
-        """Returns the snapshot of an entry, and holds the snapshot until ``let_go``. It becomes the most recently used.
+        """Returns the snapshot of an entry, and holds it until ``let_go``. The snapshot becomes the most recently used.
         """
         block, snapshot = self._published.pop(entry)
         self._published[entry] = block, snapshot

@@ -1,4 +1,4 @@
-"""Replaces the version of a model by a new version. No request fails because of it."""
+"""Replaces the version of a model by a new version. No request fails because of the replacement."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class PrefillSplit:
         block_size: int,
         pools: BlockPools | None = None,
     ) -> None:
-        """``pools`` has the memory of the pool: by default, the replicas share it. ``pool`` allocates its blocks."""
+        """``pool`` allocates blocks for hand-overs. ``pools`` has their memory; None: all replicas share one pool."""
         self.roles = list(roles)
         self.pools: BlockPools = SharedPools() if pools is None else pools
         self._wire = Rate()

@@ -23,7 +23,7 @@ EXACT_LIMIT = 500_000
 RELATIVE_ERROR = 0.001
 """Maximum error of a percentile from buckets, relative to its value."""
 SMALLEST = 1e-9
-"""Values up to this one count as zero, because a logarithmic bucket cannot hold zero."""
+"""Largest value that counts as zero. Zero needs a bucket of its own, because it has no logarithm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class ProcessPages:
 
     is_agent: bool
     own: int
-    """Anonymous and shared memory. If several processes share a page, each one counts its share of it (PSS)."""
+    """Bytes of anonymous and shared memory. A page that n processes share counts as 1/n in each of them (PSS)."""
     files: Mapping[str, int]
     """Bytes of each mapped file that are in memory. The key has the file's device and number."""
 

@@ -1,4 +1,4 @@
-"""Measures other engines as bench_engine.py measures this one, and prints a table with ratios.
+"""Measures other engines in the same way as bench_engine.py measures this engine, and prints a table with ratios.
 
 A peer is NAME=KIND:PYTHON:MODEL, for example
 

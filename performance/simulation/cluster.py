@@ -179,9 +179,9 @@ class VirtualCluster(VirtualServer):
         self._events: list[tuple[float, int]] = []
         """A heap of (time, replica index): when a replica may have a result or wake up. Entries may be outdated."""
         self._free_links = [0.0] * cluster.num_nodes
-        """For each node, when its link can transmit the next message to it."""
+        """For each node: the time from which its link can transmit the next message to the node."""
         self._free_uplinks = [0.0] * cluster.num_nodes
-        """The same for messages that the node sends."""
+        """For each node: the time from which its link can transmit the next message of the node."""
         self._handed = HandedBlocks(cluster.block_bytes)
         self._dead: set[int] = set()
         """Replicas whose node has stopped, until their agents are ready again."""

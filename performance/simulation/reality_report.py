@@ -26,7 +26,7 @@ class ComparedLoad:
         return is_evidence(self.parts)
 
     def counts(self, one: Try) -> bool:
-        """Returns True if ``one``, a try of a part, is compared with a simulation and not discarded."""
+        """Returns True if the try ``one`` is compared with a simulation. False if the try was discarded."""
         return any(one is other for other in comparable(self.parts))
 
     def as_json(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class HandedBlocks:
         """Bytes of blocks that went from one node to another."""
 
     def sent(self, step: ScheduledStep, node: int) -> dict[int, float]:
-        """Notes the moves of a step that goes to ``node``. Returns the bytes that each other node sends for it."""
+        """Records the moves of a step that is sent to ``node``. Returns the bytes that other nodes send for it."""
         sources: dict[int, float] = {}
         for move in step.moves:
             if move.kind is MoveKind.HAND_OUT:

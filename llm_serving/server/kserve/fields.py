@@ -100,7 +100,9 @@ def completion_of(
 
 
 def named_by_parameters(error: RequestError) -> RequestError:
-    """Returns the error with the field's name as a member of ``parameters``, because the client sent the field there.
+    """Returns the error with ``parameters.NAME`` instead of the name of a field.
+
+    A client of KServe's protocol sends the field as a member of ``parameters``.
     """
     if error.param is None or error.param.startswith("prompt"):
         return error
