@@ -16,6 +16,8 @@ from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
 _MEMORY = "--object-store-memory=80000000"
+_START_WAIT_S = "300"
+"""Seconds until a raylet must be registered. The default of Ray, 30 s, is too short on a busy machine."""
 
 
 class RayNode:
@@ -24,7 +26,11 @@ class RayNode:
     def __init__(self, folder: Path, name: str, *options: str) -> None:
         self._log = (folder / f"{name}.txt").open("wb")
         self._path = folder / f"{name}.txt"
-        environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}",
+            "RAY_raylet_start_wait_time_s": _START_WAIT_S,
+        }
         command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats", _MEMORY]
         self.process = subprocess.Popen(
             [*command, *options], stdout=self._log, stderr=self._log, env=environment, start_new_session=True
