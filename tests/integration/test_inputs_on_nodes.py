@@ -108,7 +108,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
         *(f"parallel_config.cluster_key_file={key}", f"parallel_config.nodes={json.dumps([first.address])}"),
         # So few blocks that the prefix cache evicts them to the host memory of the node.
         *("kv_tier_config.host_blocks=200", "pa_config.num_blocks=31", "pa_config.decode_seq_length=480"),
-        "serving_config.agent_restart_limit=10",
+        # The agents encode tiles again, and read their pixels again.
+        *("image_config.cached_tiles=1", "serving_config.agent_restart_limit=10"),
     ]
     nodes = [first]
     try:
@@ -125,6 +126,8 @@ def test_a_configured_adapter_and_images_have_the_bits_of_a_local_agent(cluster:
     expected = all_answers(local, None, "first")
     assert len({tuple(tokens) for tokens, _ in expected}) == len(expected), "adapters and images change the text"
     assert all_answers(cluster.server, None, "first") == expected
+    for numbers in ([4], [5], [4, 5]):  # the same places get other tiles
+        assert answered(cluster.server, numbers) == answered(local, numbers)
 
 
 def test_adapters_are_loaded_and_unloaded_while_the_node_serves(
