@@ -14,8 +14,9 @@ class HostActor:
     ``stop``.
     """
 
-    def __init__(self, key_file: str, log_folder: str, agent_module: str) -> None:
-        self._options = ["--key-file", key_file, "--log-folder", log_folder, "--agent-module", agent_module]
+    def __init__(self, key_file: str, log_folder: str, adapter_folder: str, agent_module: str) -> None:
+        folders = ["--log-folder", log_folder, "--adapter-folder", adapter_folder]
+        self._options = ["--key-file", key_file, *folders, "--agent-module", agent_module]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> str:

@@ -167,7 +167,9 @@ class RayDriver:
             make = ray.remote(HostActor).options(
                 scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, max_concurrency=3, **options
             )
-            node.actor = make.remote(placement.key_file, f"{placement.log_folder}/{node.name}", placement.agent_module)
+            # Each node has a new name. All nodes of a machine share the adapters, also with nodes that are lost.
+            folders = (f"{placement.log_folder}/{node.name}", f"{placement.log_folder}/adapters")
+            node.actor = make.remote(placement.key_file, *folders, placement.agent_module)
             node.waits_for = node.actor.start.remote()
         elif not node.address:
             node.address, node.placed_at = str(result), time.monotonic()
