@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 
 from agent.models.names import ignorable_suffixes, weight_specs
 from agent.weights import load_weights, open_weights
@@ -30,8 +31,20 @@ TYPES = tuple(kind.name for kind in TENSOR_TYPES.values())
 CELLS = tuple(itertools.product(WIDE_FAMILIES, TYPES))
 NEAR = 0.95
 """Minimum fraction of the tokens in the served format among the oracle's best four."""
+MOST = 0.95
+"""Minimum fraction of the elements of a file's matrices that have the type of the cell. The others are routers, and
+rows that are no whole blocks."""
 TOKEN_CELLS = {("llama", "Q4_K"), ("qwen3moe", "Q6_K"), ("gpt-oss", "MXFP4"), ("deepseek2", "Q5_K")}
 """The cells whose tokens ``make test`` computes."""
+
+
+def fraction_of(kind: str, file: Path) -> float:
+    """Returns the fraction of a file's matrix elements that have the type ``kind``."""
+    sizes: dict[str, int] = {}
+    for tensor in GGUFReader(file).tensors:
+        if len(tensor.shape) > 1:
+            sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+    return sizes.get(kind, 0) / sum(sizes.values())
 
 
 def is_swept(family: str, kind: str) -> bool:
@@ -42,6 +55,7 @@ def is_swept(family: str, kind: str) -> bool:
 @pytest.mark.parametrize(("family", "kind"), with_sweeps(CELLS, is_swept))
 def test_weights_are_those_that_the_file_stores(tmp_path: Path, family: str, kind: str) -> None:
     folder, file = write_pair(family, kind, tmp_path)
+    assert fraction_of(kind, file) > MOST, "the cell would test another type"
     shape = ModelShape.from_path(file)
     specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
     found = []
