@@ -100,7 +100,7 @@ def load_model(
     moves = kv_cache.bind(parameters)
     is_whole = ops.is_first_stage and ops.is_last_stage
     if not ops.traits.own_memory:
-        ops.hooks.take_weights(weights, tied=whole.tie_word_embeddings and is_whole)
+        ops.hooks.take_weights(weights, tied=whole.shares_output and is_whole)
     adapters = ops.adapter_slots(parameters, weights)
     return LoadedModel(network, ops, weights, weight_bytes, kv_cache, moves, adapters)
 

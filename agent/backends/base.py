@@ -324,7 +324,7 @@ class OpTable(ABC):
         """Returns an operator (hidden, residual, gamma [width], gate_up weight, down weight, step) -> (output, total).
 
         total = hidden + residual, x = RMSNorm(total), and output = down(silu(gate(x)) * up(x)). hidden, residual, total
-        and output are [tokens, width].
+        and output are [tokens, width]. The model's ``hidden_act`` may name another function than silu.
         """
 
     @abstractmethod
@@ -358,6 +358,13 @@ class OpTable(ABC):
         MLP. The weights qkv, output, gate_up and down follow, then the key cache and the value cache, then ``of_heads``
         as in ``attention``. With ``result_norms``, the gammas of two more norms follow. These norms are applied to the
         results of attention and of the MLP, before the results are added to the residual stream.
+        """
+        return None
+
+    def result_norm(self, epsilon: float) -> Operator | None:
+        """Returns an operator (x [tokens, width], gamma [width], step) -> RMSNorm(x), of the type of x.
+
+        Gemma applies it to the results of attention and of the MLP. Returns None if ``decoder_layers`` applies it.
         """
         return None
 

@@ -187,6 +187,7 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(AddRmsNorm, rms_norm(arguments, true)) \
   X(Swiglu, swiglu(arguments)) \
   X(SiLU, plugin_silu(arguments)) \
+  X(GeluExt, plugin_gelu(arguments)) \
   X(MoveTo, plugin_move_to(arguments)) \
   X(NanToNum, plugin_nan_to_num(arguments)) \
   X(MaskedFill, plugin_masked_fill(arguments)) \

@@ -57,7 +57,7 @@ class Llama(nn.Cell):
             self.hand_over = ops.hand_over(shape.hidden_size)
             return
         self.norm = NormWeight(ops, shape.hidden_size, shape.norm_dtype)
-        self.shares_embedding = shape.tie_word_embeddings and self.is_first_stage and not ops.traits.packs_weights
+        self.shares_embedding = shape.shares_output and self.is_first_stage and not ops.traits.packs_weights
         if not self.shares_embedding:
             vocab_rows = ops.vocab_rows(shape.vocab_size)
             self.lm_head = Weight(ops.linear_weight(shape.hidden_size, vocab_rows, output=True))
@@ -122,6 +122,9 @@ class DecoderLayer(nn.Cell):
         if self.has_result_norms:
             self.attention_result_norm = NormWeight(ops, hidden, shape.norm_dtype)
             self.mlp_result_norm = NormWeight(ops, hidden, shape.norm_dtype)
+        self.norm_attention: Operator = ops.result_norm(epsilon) if self.has_result_norms else None
+        self.norm_mlp: Operator = ops.result_norm(epsilon) if self.has_result_norms else None
+        self.norms_results = self.norm_attention is not None
         if shape.experts is not None and shape.has_experts(layer):
             self.mlp = ExpertMLP(ops, hidden, shape.experts, epsilon)
         else:
@@ -150,11 +153,14 @@ class DecoderLayer(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         """Returns the output of the MLP, and the residual stream to which the next layer adds this output.
 
-        Both are [tokens, hidden_size]. Gemma's norms of results are not applied here: only ``OpTable.decoder_layers``
-        has them. ``hidden`` and ``residual`` are the two results of the previous layer.
+        Both are [tokens, hidden_size]. ``hidden`` and ``residual`` are the two results of the previous layer.
         """
         hidden, residual = self.attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
+        if self.norms_results:
+            hidden = self.norm_attention(hidden, self.attention_result_norm.weight, step)
         hidden, residual = self.mlp(hidden, residual, self.post_attention_norm.weight, step)
+        if self.norms_results:
+            hidden = self.norm_mlp(hidden, self.mlp_result_norm.weight, step)
         return hidden, residual
 
 

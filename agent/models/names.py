@@ -61,7 +61,7 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     specs.append(_norm(shape, "norm.weight", "model.norm.weight", hidden))
     tied = shape.tie_word_embeddings
     output = WeightPart("model.embed_tokens.weight" if tied else "lm_head.weight", (vocab, hidden))
-    specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=tied))
+    specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=shape.shares_output))
     if shape.vision is not None:
         return [_of_text_model(spec, shape.vision.text_prefix) for spec in specs]
     return [beside_encoder(spec) for spec in specs] if shape.beside_encoder else specs

@@ -85,8 +85,6 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
         refuse_native(raw, config, "attention sinks and no clamped SwiGLU")
     if shape.delta is not None:
         refuse_native(raw, config, "Gated DeltaNet and no states of sequences")
-    if shape.gemma is not None:
-        refuse_native(raw, config, "GeGLU and no norms after attention and MLP")
 
 
 def refuse_native(raw: RawConfig, config: Config, missing: str) -> NoReturn:

@@ -101,6 +101,14 @@ class ModelShape:
         return "float32" if self.adds_one_to_norms else None
 
     @property
+    def shares_output(self) -> bool:
+        """True if the output layer can use the parameter of the embedding.
+
+        Gemma's embedding is multiplied by a factor when it is loaded, but its output layer is not.
+        """
+        return self.tie_word_embeddings and self.gemma is None
+
+    @property
     def adds_one_to_norms(self) -> bool:
         """True if the norms multiply by 1 + the stored weight, in float32."""
         return self.gemma is not None or self.delta is not None

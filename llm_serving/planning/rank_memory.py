@@ -242,7 +242,7 @@ def _weight_bytes(config: Config, part: _Part) -> int:
     others -= 0 if part.shard.is_last_stage else shape.hidden_size
     output = rows if part.shard.is_last_stage else 0
     # CPU kernels pack weights, so the output weight is separate from the embedding.
-    is_shared = shape.tie_word_embeddings and config.device != "CPU" and part.shard.is_last_stage
+    is_shared = shape.shares_output and config.device != "CPU" and part.shard.is_last_stage
     embedding = rows if part.shard.is_first_stage and not is_shared else 0
     if linear_format.is_float:
         return (layers + output + embedding + others) * config.dtype_bytes
@@ -274,7 +274,7 @@ def _output_stays_float(config: Config, part: _Part) -> bool:
         return False
     vocabulary, linear_format = part.shard.vocab_stride, config.linear_format
     too_wide = not linear_format.quantises_activations and vocabulary > MAX_WEIGHT_ONLY_SIZE
-    return config.shape.tie_word_embeddings or too_wide or vocabulary % linear_format.values_per_byte != 0
+    return config.shape.shares_output or too_wide or vocabulary % linear_format.values_per_byte != 0
 
 
 def _weight_formats(config: Config) -> str:

@@ -71,8 +71,6 @@ UNTESTED = ("gpt_oss_mxfp4",)
 """``gpt_oss`` is the same network with weights of floats."""
 STATE_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models with linear attention. The config refuses stages of a pipeline for them. In int4, they lose their text."""
-REFUSED_BY_NATIVE = ("gemma3",)
-"""Models that the native operators refuse."""
 
 
 def models_of(setup: Setup) -> tuple[str, ...]:
@@ -82,7 +80,7 @@ def models_of(setup: Setup) -> tuple[str, ...]:
     only_float32 = () if setup in FLOAT32_SETUPS else ("gpt_oss", "qwen3_next", "qwen3_5_moe")
     has_states = setup.op_table == "fused" and setup.pipeline_parallel == 1 and setup.weights != "int4"
     refused = refused if has_states else (*refused, *STATE_MODELS)
-    refused = (*refused, *UNTESTED, *only_float32, *(REFUSED_BY_NATIVE if setup.op_table == "native" else ()))
+    refused = (*refused, *UNTESTED, *only_float32)
     return tuple(model for model in MODELS if model not in refused)
 
 

@@ -199,6 +199,22 @@ def test_silu_and_move_to(dtype: str, seed: int, rows: int, width: int) -> None:
     np.testing.assert_array_equal(moved.asnumpy(), lengths)
 
 
+@cache
+def gelu_graph(dtype: str) -> nn.Cell:
+    graph = Apply(auto_generate.GeluExt(), "tanh")
+    graph.set_inputs(dynamic(None, None, dtype=DTYPES[dtype]))
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 600))
+def test_gelu(dtype: str, seed: int, rows: int, width: int) -> None:
+    """GELU in its form with tanh: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+    x, exact = values(np.random.default_rng(seed), rows, width, dtype=dtype)
+    wanted = exact / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
+    assert_rounded(gelu_graph(dtype)(x), wanted, dtype, slack=1e-6)
+
+
 class MindFormersExperts(nn.Cell):
     """The primitives of MindFormers' expert router and dispatcher, with its arguments.
 

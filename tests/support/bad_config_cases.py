@@ -62,13 +62,6 @@ CASES = [
         ("serving_config.structured_outputs=false",),
     ),
     Case(
-        "Gemma with the native operators",
-        in_model("model_dtype: float16, op_table: native"),
-        f"{FILE}: model_config.op_table = 'native': the native operators have no GeGLU and no norms after attention "
-        "and MLP for Gemma3ForCausalLM; use op_table fused (CPU)",
-        folder={"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"},
-    ),
-    Case(
         "gpt-oss with the native operators",
         in_model("model_dtype: float16, op_table: native"),
         f"{FILE}: model_config.op_table = 'native': the native operators have no attention sinks and no clamped SwiGLU "

@@ -29,18 +29,21 @@ from agent.backends.ascend import ops as ascend_ops
 from agent.backends.native import adapters as native_adapters
 from agent.backends.native import attention as native_attention
 from agent.backends.native import experts as native_experts
+from agent.backends.native import gemma as native_gemma
 from agent.backends.native import integer_cache as native_integer
 from agent.backends.native import latent as native_latent
 from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
 from agent.backends.native import sections as native_sections
 from agent.device_sampling import cells as sampling_cells
+from agent.models import llama
 from agent.step_graph import dynamic_cell
 from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.quantized import Scheme
 from llm_serving.config import ParallelConfig
 from llm_serving.config.sections import LoraConfig
 from llm_serving.model.families import Experts
+from llm_serving.model.gemma import Gemma
 from llm_serving.model.vision import VisionShape
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
 from tools.ascend_graph.fusions import predicted_fusions
@@ -74,6 +77,19 @@ INT8_CACHE = replace(CONFIG, model_config=replace(CONFIG.model_config, kv_format
 """A model with an int8 KV cache. Its rows of scales are repeated, because it has two key-value heads."""
 INT8_CACHE_PAIR = replace(INT8_CACHE, parallel_config=ParallelConfig(tensor_parallel=2))
 QWEN3 = replace(CONFIG, shape=replace(GQA, architecture="Qwen3ForCausalLM", query_key_norm=True))
+GEMMA = replace(
+    QWEN3,
+    shape=replace(
+        QWEN3.shape,
+        architecture="Gemma3ForCausalLM",
+        num_layers=2,
+        hidden_act="gelu_tanh",
+        sliding_window=CONFIG.max_model_len,
+        full_attention_layers=(1,),
+        gemma=Gemma(local_rope_theta=1e4, query_scalar=64.0),
+    ),
+)
+"""A model with float32 norms, GeGLU, norms of results, and a rotary embedding for each kind of layer."""
 PAIR = replace(CONFIG, parallel_config=ParallelConfig(tensor_parallel=2))
 INT8_PAIR, INT4_PAIR = (replace(config, parallel_config=PAIR.parallel_config) for config in (INT8, INT4))
 MOE = replace(
@@ -174,6 +190,35 @@ class TurnedSections(native_sections.SectionedRotary):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.rows = nn.CellList([self.rows[at] for at in (0, 2, 1)])
+
+
+class ExactGelu(native_gemma.GatedGelu):
+    """Plants a mistake: the gate has GELU in its form with the error function."""
+
+    def construct(self, both: Any) -> Any:
+        width = self.shape(both)[1] // 2
+        gate, up = self.split(both, (width, width), -1)
+        return self.multiply(self.gelu(gate, "none"), up)
+
+
+class TurnedGelu(native_gemma.GatedGelu):
+    """Plants a mistake: the second half of a row is the gate."""
+
+    def construct(self, both: Any) -> Any:
+        width = self.shape(both)[1] // 2
+        up, gate = self.split(both, (width, width), -1)
+        return self.multiply(self.gelu(gate, "tanh"), up)
+
+
+def one_rotary() -> Any:
+    """Plants a mistake: all layers use the first rotary embedding."""
+    real = llama.Llama.__init__
+
+    def init(model: Any, *given: Any) -> None:
+        real(model, *given)
+        model.are_local = (False,) * len(model.are_local)
+
+    return mock.patch.object(llama.Llama, "__init__", init)
 
 
 class MaskByTime(native_sections.BySequence):
@@ -699,6 +744,15 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "keys for values": ("decode", SQUARE, lambda: patched("Attention", attention(swaps=True))),
     "no query lengths": ("chunked", CONFIG, lambda: patched("Attention", attention(knows_queries=False))),
     "chunk mask": ("chunked", CONFIG, lambda: patched("ChunkMask", Forgetful)),
+    "gemma, float32 weights in one kernel": ("decode", GEMMA, lambda: patched("AddThenNorm", native._AddNorm)),
+    "gemma, GELU of the error function": ("decode", GEMMA, lambda: patched("GatedGelu", ExactGelu)),
+    "gemma, halves exchanged": ("decode", GEMMA, lambda: patched("GatedGelu", TurnedGelu)),
+    "gemma, one rotary embedding": ("decode", GEMMA, one_rotary),
+    "gemma, no norms of results": (
+        "decode",
+        GEMMA,
+        lambda: mock.patch.object(native.NativeOps, "result_norm", return_value=None),
+    ),
     "sections, rows for columns": ("chunked", QWEN_VL, lambda: patched("SectionedRotary", TurnedSections)),
     "sections, mask of times": ("chunked", QWEN_VL, lambda: patched("BySequence", MaskByTime)),
     "transposed weight that fits": ("decode", SQUARE, plain_linear),
@@ -866,6 +920,7 @@ TOGETHER = (
     ("scale", "slot mapping type", "no wait for the cache", "outputs", "kernels, graph kernel level"),
     ("keys for values", "transposed weight that fits"),
     ("sections, rows for columns", "sections, mask of times"),
+    ("gemma, float32 weights in one kernel", "gemma, halves exchanged", "gemma, one rotary embedding"),
     ("sums of an agent's part", "best tokens of one agent"),
     ("adapters, other input", "adapters, ranks of one layer"),
     ("mask of ones in float16", "kernels, sparse mode of a band"),
@@ -975,14 +1030,14 @@ def main() -> None:
             + right(KINDS, (INT8_CACHE,))
             + right(("candidates", "rows"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
-            + right(("chunked",), (DEEPSEEK, QWEN_VL))
+            + right(("chunked",), (DEEPSEEK, QWEN_VL, GEMMA))
         ),
         "right, more": lambda: (
             right(KINDS[:2], (*ALONE[1:], *SHARED, SQUARE, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
             + right(KINDS[:2], (INT8_PAIR, INT4_PAIR, STATIC_PAIR))
             + right(("decode",), (*SEPARATE, *COMBINED, ADAPTED_QWEN2))
             + right(("chunked",), (INT8_DEEPSEEK,))
-            + right(("prefill", "decode"), (QWEN_VL,))
+            + right(("prefill", "decode"), (QWEN_VL, GEMMA))
             + right(KINDS[1:], (ADAPTED_DEEPSEEK, ADAPTED_CACHE))
         ),
         "names": lambda: list(MISTAKES),

@@ -103,6 +103,11 @@ CAUGHT = {
     "int8 cache, products in float16": "key_cache is not a product of integers and scales",
     "int8 cache, float32 scales": "refused: For primitive[ReshapeAndCache], the input argument[key] must be a type of",
     "int8 cache, short rows of scales": "ReshapeAndCache of layer 0: a row of f16[-1,8] is not a multiple of 32 bytes",
+    "gemma, float32 weights in one kernel": "AddRmsNorm of layer 0: x is f16 and gamma f32; the kernel does not take",
+    "gemma, GELU of the error function": "GeluExt of layer 0: approximate is 0; the model's GELU has the form",
+    "gemma, halves exchanged": "GeluExt of layer 0: the gate is result 1 of SplitWithSize; it must be the first half",
+    "gemma, one rotary embedding": "ApplyRotaryPosEmb of layer 0: the table is rotary.cos; it must be one of local_",
+    "gemma, no norms of results": "9 x RmsNorm for 2 layers; there should be 13",
     "sections, rows for columns": "[(4, 1), (7, 3), (5, 2), (4, 1), (7, 3), (5, 2)]; the model's are [(4, 1), (7, 2)",
     "sections, mask of times": "Greater of the step: the mask reads row 1 of positions",
     "adapters, no sum": "GroupedMatmulV4 of layer 0: layers.0.attention.qkv is not a linear layer of decoder",
@@ -115,6 +120,8 @@ CAUGHT = {
     "kernels, graph kernel level": "this primitive's kernel needs jit_level O0 and infer_boost on",
 }
 SWEPT_MISTAKES = (
+    "gemma, GELU of the error function",
+    "gemma, no norms of results",
     "layout of prefill that fits",
     "cache type",
     "int4, transposed weight",

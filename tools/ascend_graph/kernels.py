@@ -105,6 +105,8 @@ class KernelRules:
             "MatMul": self._matrix_product,
             "GroupedMatmulV4": self._grouped_product,
             "QuantV2": self._static_quantisation,
+            "RmsNorm": self._norm,
+            "AddRmsNorm": self._norm,
             "QuantBatchMatmul": self._integer_product,
         }
 
@@ -225,6 +227,19 @@ class KernelRules:
         # Source: the error message "MatMul weight shape rank must be 2" in _WHEEL.
         if weight is not None and len(weight.shape) != 2:
             yield f"the weight has rank {len(weight.shape)}; the kernel takes 2"
+
+    def _norm(self, node: Node) -> Iterator[str]:
+        """Yields an error unless the weights of a norm have a type that the kernel takes.
+
+        Sources: hicann/ops-nn, norm/rms_norm/docs/aclnnRmsNorm.md, the table of types for Atlas A2, which has float32
+        weights for activations of 16 bits; CANN 8.5, aclnnAddRmsNorm, which has weights of the activations' type only.
+        """
+        at = 2 if node.primitive == "AddRmsNorm" else 1
+        x, gamma = (self._type_of(self._wiring.operands(node)[index]) for index in (0, at))
+        if x is None or gamma is None or gamma.dtype == x.dtype:
+            return
+        if at == 2 or gamma.dtype != "f32":
+            yield f"x is {x.dtype} and gamma {gamma.dtype}; the kernel does not take these types together"
 
     def _static_quantisation(self, node: Node) -> Iterator[str]:
         x, scale, offset, sqrt_mode = self._wiring.operands(node)[:4]

@@ -18,6 +18,7 @@ from llm_serving.config import Config
 from tools.ascend_graph.adapters import ADAPTER_PRIMITIVES, AdapterRules
 from tools.ascend_graph.experts import EXPERT_PRIMITIVES, ExpertRules
 from tools.ascend_graph.fusions import flag_problems
+from tools.ascend_graph.gemma import GEMMA_PRIMITIVES, GemmaRules
 from tools.ascend_graph.integer_cache import (
     INTEGER_CACHE_INPUTS,
     INTEGER_CACHE_PRIMITIVES,
@@ -115,6 +116,7 @@ class _Rules:
         self._query, self._key = heads * dim, kv_heads * dim
         self._sections = SectionRules(self._wiring, self._shape) if self._shape.rotary_sections else None
         self._takes_rows = self._shape.vision is not None
+        self._gemma = GemmaRules(self._wiring, self._shape) if self._shape.gemma is not None else None
         sizes = StackedSizes.of_config(config)
         self._adapters = None if sizes is None else AdapterRules(self._wiring, sizes, self._shape, self._dtype)
         self._integer_cache = None
@@ -140,6 +142,7 @@ class _Rules:
             checks |= self._latent.checks | {"PagedAttention": self._check_latent_attention}
         if self._sections is not None:
             checks["Greater"] = self._sections.mask_problems
+        checks |= {} if self._gemma is None else self._gemma.checks
         for node in self._calls:
             check = self._experts.router_problems if self._experts.is_router(node) else checks.get(node.primitive)
             if self._adapters is not None and self._adapters.is_adapter(node):
@@ -177,6 +180,7 @@ class _Rules:
         known |= frozenset() if self._latent is None else LATENT_PRIMITIVES
         known |= frozenset() if self._adapters is None else ADAPTER_PRIMITIVES
         known |= frozenset() if self._sections is None else SECTION_PRIMITIVES
+        known |= frozenset() if self._gemma is None else GEMMA_PRIMITIVES
         known |= frozenset() if self._integer_cache is None else INTEGER_CACHE_PRIMITIVES
         for name in sorted(set(names) - known):
             yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
@@ -200,6 +204,9 @@ class _Rules:
             counts[name] = counts.get(name, 0) + each * shares_best
         others = self._experts.num_quantised_inputs
         counts |= {"MatMul": counts["MatMul"] + routers, "DynamicQuantExt": counts["DynamicQuantExt"] + others}
+        if self._gemma is not None:
+            counts |= self._gemma.counts(is_last=is_last)
+            counts["Add"] += self._gemma.num_sums(is_last=is_last)
         for rules in (self._integer_cache, self._adapters):
             for name, more in (rules.counts() if rules is not None else {}).items():
                 counts[name] += more
@@ -220,11 +227,16 @@ class _Rules:
             "mlp.gate_up.weight": (2 * shape.intermediate_size, shape.hidden_size),
             "mlp.down.weight": (shape.hidden_size, shape.intermediate_size),
         }
-        norms = {"input_norm.weight": (shape.hidden_size,), "post_attention_norm.weight": (shape.hidden_size,)}
+        names = ["input_norm", "post_attention_norm"]
+        names += [] if self._gemma is None else ["attention_result_norm", "mlp_result_norm"]
+        norm_type = TensorType(TYPES[shape.norm_dtype or self._config.model_config.model_dtype], (shape.hidden_size,))
         for layer in range(shape.num_layers):
             # The weights of experts and integer weights are checked with their matrix products.
             linears = (weights if shape.has_experts(layer) else weights | mlp) if self._floats else {}
-            for name, sizes in (linears | norms | always).items():
+            for name in names:
+                full = f"layers.{layer}.{name}.weight"
+                yield from _differs(full, self._graph.parameters.get(full), norm_type)
+            for name, sizes in (linears | always).items():
                 full = f"layers.{layer}.{name}"
                 yield from _differs(full, self._graph.parameters.get(full), TensorType(self._dtype, sizes))
         table = TensorType(self._dtype, (self._part.vocab_stride, shape.hidden_size))
@@ -305,6 +317,8 @@ class _Rules:
             yield f"cos_format is {cos_format.value}; it must be 2 (halves of a head, one row of cosines per token)"
         if self._sections is not None:
             yield from self._sections.rotary_problems(node)
+        if self._gemma is not None:
+            yield from self._gemma.rotary_problems(node)
 
     def _check_norm(self, node: Node) -> Iterator[str]:
         epsilon = self._wiring.operands(node)[3].value

@@ -21,6 +21,7 @@ from agent.backends.native import parallel
 from agent.backends.native.adapters import AddAdapters, LatentWithoutAdapters, WithoutAdapters
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, WindowMask, causal_mask
 from agent.backends.native.experts import ExpertMLP
+from agent.backends.native.gemma import AddThenNorm, GatedGelu, ResultNorm
 from agent.backends.native.latent import LatentAttention
 from agent.backends.native.linear import expert_parameters, linear_parameters, matrix_product
 from agent.backends.native.sections import BySequence, SectionedRotary
@@ -63,6 +64,8 @@ class NativeOps(OpTable):
         self.reads_rotary_positions = bool(self._sections)
         self.forms = forms or LinearForms()
         self.forms.check_type(dtype)
+        self._has_gelu = part is not None and part.whole.hidden_act == "gelu_tanh"
+        self._has_float32_norms = part is not None and part.whole.norm_dtype == "float32"
         self._max_positions = max_positions
         self._int8_cache = int8_cache
         self._adapters = adapters
@@ -142,8 +145,16 @@ class NativeOps(OpTable):
         return parallel.HandOver()
 
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
-        cell = _NormLinear if first else _AddNormLinear
-        return cell(epsilon, self.forms.layers, self.dtype, adapted=self._is_adapted)
+        if first:
+            return _NormLinear(epsilon, self.forms.layers, self.dtype, adapted=self._is_adapted)
+        return self._add_norm_linear(epsilon, self.forms.layers, adapted=self._is_adapted)
+
+    def _add_norm_linear(self, epsilon: float, form: LinearForm, *, adapted: bool) -> Operator:
+        norm = AddThenNorm(epsilon) if self._has_float32_norms else _AddNorm(epsilon)
+        return _AddNormLinear(norm, form, self.dtype, adapted=adapted)
+
+    def result_norm(self, epsilon: float) -> Operator:
+        return ResultNorm(epsilon)
 
     def join_norms(self, width: int, epsilon: float) -> Operator:
         return _JoinNorms(epsilon)
@@ -152,13 +163,15 @@ class NativeOps(OpTable):
         return _Linear(self.forms.layers, self.dtype, adapted=self._is_adapted)
 
     def gated_mlp(self, width: int, epsilon: float) -> Operator:
-        return _GatedMLP(epsilon, self.forms.layers, self.dtype, adapted=self._is_adapted)
+        gate_up = self._add_norm_linear(epsilon, self.forms.layers, adapted=self._is_adapted)
+        activation = GatedGelu() if self._has_gelu else Swiglu()
+        return _GatedMLP(gate_up, activation, self.forms.layers, self.dtype, adapted=self._is_adapted)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         return ExpertMLP(experts, epsilon, self.forms, self.dtype)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
-        return _LMHead(epsilon, self.forms.output, self.dtype)
+        return _LMHead(self._add_norm_linear(epsilon, self.forms.output, adapted=False))
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         sections = self._sections
@@ -247,11 +260,23 @@ class _NormLinear(nn.Cell):
         return self.linear(self.norm(hidden, gamma)[0], weight, bias, step), residual
 
 
-class _AddNormLinear(nn.Cell):
-    def __init__(self, epsilon: float, form: LinearForm, dtype: str, *, adapted: bool = False) -> None:
+class _AddNorm(nn.Cell):
+    """Returns RMSNorm(hidden + residual) and hidden + residual, with weights ``gamma`` of the activations' type."""
+
+    def __init__(self, epsilon: float) -> None:
         super().__init__()
         self.add_norm = AddRmsNorm()
         self.epsilon = epsilon
+
+    def construct(self, hidden: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+        normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
+        return normed, total
+
+
+class _AddNormLinear(nn.Cell):
+    def __init__(self, add_norm: Operator, form: LinearForm, dtype: str, *, adapted: bool) -> None:
+        super().__init__()
+        self.add_norm = add_norm
         self.linear = _Linear(form, dtype, adapted=adapted)
 
     def construct(
@@ -263,7 +288,7 @@ class _AddNormLinear(nn.Cell):
         bias: Tensor | None,
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
-        normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
+        normed, total = self.add_norm(hidden, residual, gamma)
         return self.linear(normed, weight, bias, step), total
 
 
@@ -280,10 +305,11 @@ class _JoinNorms(nn.Cell):
 
 
 class _GatedMLP(nn.Cell):
-    def __init__(self, epsilon: float, form: LinearForm, dtype: str, *, adapted: bool = False) -> None:
+    def __init__(
+        self, gate_up: Operator, activation: Operator, form: LinearForm, dtype: str, *, adapted: bool
+    ) -> None:
         super().__init__()
-        self.gate_up = _AddNormLinear(epsilon, form, dtype, adapted=adapted)
-        self.activation = Swiglu()
+        self.gate_up, self.activation = gate_up, activation
         self.down = _Linear(form, dtype, adapted=adapted)
 
     def construct(
@@ -300,10 +326,10 @@ class _GatedMLP(nn.Cell):
 
 
 class _LMHead(nn.Cell):
-    def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
+    def __init__(self, norm_linear: Operator) -> None:
         super().__init__()
         self.gather = ops.Gather()
-        self.norm_linear = _AddNormLinear(epsilon, form, dtype)
+        self.norm_linear = norm_linear
 
     def construct(
         self,

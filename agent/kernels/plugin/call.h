@@ -59,6 +59,7 @@ int plugin_reduce_sum(const Call& call);
 int plugin_arg_max_with_value(const Call& call);
 int plugin_exp(const Call& call);
 int plugin_silu(const Call& call);
+int plugin_gelu(const Call& call);
 int plugin_move_to(const Call& call);
 int plugin_nan_to_num(const Call& call);
 int plugin_masked_fill(const Call& call);

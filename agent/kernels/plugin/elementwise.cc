@@ -1,9 +1,10 @@
-// SiLU, MoveTo, NanToNum and MaskedFill. Only MindFormers' models use them.
+// GeluExt, which Gemma uses, and SiLU, MoveTo, NanToNum and MaskedFill, which only MindFormers' models use.
 #include <cmath>
 
 #include "../common/dtype_bytes.h"
 #include "../common/kernel_table.h"
 #include "../common/thread_pool.h"
+#include "../ops/gated.h"
 #include "call.h"
 
 namespace llmk {
@@ -17,6 +18,27 @@ void for_elements(int64_t count, const Function& function) {
   parallel_for(ceil_div(count, kElementsPerTask), [&](int64_t task) {
     for (int64_t i = task * kElementsPerTask; i < smaller(count, (task + 1) * kElementsPerTask); ++i) function(i);
   });
+}
+
+// Computes GELU of `count` elements, in pieces that stay in the first cache. The form with tanh is a sigmoid, because
+// 0.5 * (1 + tanh(u)) = sigmoid(2u). The exponent is never positive, so it does not overflow.
+template <class T>
+void gelu(const T* in, int64_t count, T* out) {
+  constexpr int64_t kPiece = 256;
+  float bent[kPiece], weights[kPiece];
+  for (int64_t start = 0; start < count; start += kPiece) {
+    const int64_t size = smaller(kPiece, count - start);
+    for (int64_t i = 0; i < size; ++i) {
+      const float x = to_float(in[start + i]);
+      bent[i] = (x + kGeluCube * x * x * x) * kGeluSlope;
+      weights[i] = -std::fabs(bent[i]);
+    }
+    kernels().logits.weights(weights, size, 0.0f, weights);
+    for (int64_t i = 0; i < size; ++i) {
+      const float part = bent[i] < 0 ? weights[i] : 1.0f;
+      from_float(to_float(in[start + i]) * part / (1.0f + weights[i]), out + start + i);
+    }
+  }
 }
 
 template <class T>
@@ -48,6 +70,27 @@ int plugin_silu(const Call& call) {
   if (error != 0) return error;
   const SiluArgs args{call.data[0], call.data[call.count - 1], call.size(0), call.dtype(0)};
   if (args.count > 0) kernels().silu(args);
+  return 0;
+}
+
+// Runs GeluExt(input, approximate) with approximate = "tanh": x * sigmoid(1.5957691 * (x + 0.044715 x^3)), computed in
+// float32 and rounded once. A result depends only on its element.
+int plugin_gelu(const Call& call) {
+  constexpr int64_t kTanh = 1;  // number of "tanh" in MindSpore's enumeration of `approximate`
+  const int error = check_float(call, 0);
+  if (error != 0) return error;
+  if (call.integer(1) != kTanh) {
+    return refuse_text(call.op, "approximate is number %lld; only \"tanh\", number %lld, is supported",
+                       static_cast<long long>(call.integer(1)), static_cast<long long>(kTanh));
+  }
+  const int64_t count = call.size(0);
+  with_element_type(call.dtype(0), [&](auto type) {
+    using T = decltype(type);
+    parallel_for(ceil_div(count, kElementsPerTask), [&](int64_t task) {
+      const int64_t first = task * kElementsPerTask;
+      gelu(call.as<T>(0) + first, smaller(kElementsPerTask, count - first), call.as<T>(call.count - 1) + first);
+    });
+  });
   return 0;
 }
 
