@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.config import Config
-from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
+from llm_serving.ipc.segment import LaidOutSegment
 from llm_serving.model.parallel import local_shape
 
 Array = npt.NDArray[Any]
@@ -58,12 +58,13 @@ class HandOverLayout:
         return self.first_block + self.num_blocks * self.block_bytes
 
 
-class HandOverMemory(NamedSegment):
+class HandOverMemory(LaidOutSegment[HandOverLayout]):
     """The mapped hand-over pool of one rank. The server creates and unlinks it; the agents attach to it."""
 
-    def __init__(self, name: str, layout: HandOverLayout, mapping: mmap.mmap) -> None:
-        super().__init__(name)
-        self.layout = layout
+    KIND = "hand-over pool"
+
+    def _make_views(self, mapping: mmap.mmap) -> None:
+        layout = self.layout
         size = layout.num_blocks, STORED_HEADER_BYTES
         self.headers: Array = np.ndarray(size, np.uint8, mapping)
         """The headers of all blocks: bytes [blocks, STORED_HEADER_BYTES]."""
@@ -71,20 +72,3 @@ class HandOverMemory(NamedSegment):
             (layout.num_blocks, layout.block_bytes), np.uint8, mapping, offset=layout.first_block
         )
         """The contents of all blocks: bytes [blocks, block_bytes]."""
-
-    @classmethod
-    def create(cls, layout: HandOverLayout) -> HandOverMemory:
-        """Creates a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
-        with new_segment(layout.num_bytes) as (name, mapping):
-            memory = cls(name, layout, mapping)
-        memory.has_name = True
-        return memory
-
-    @classmethod
-    def attach(cls, name: str, layout: HandOverLayout) -> HandOverMemory:
-        """Maps a segment that the server created. Raises ProtocolError if name or size is wrong."""
-        return cls(name, layout, map_segment(name, layout.num_bytes, "hand-over pool"))
-
-    def close(self) -> None:
-        """Removes the segment's name. The mapping ends when no view of it is left."""
-        self.unlink()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.config import Config
-from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
+from llm_serving.ipc.segment import LaidOutSegment
 from llm_serving.model.parallel import local_shape
 
 Array = npt.NDArray[Any]
@@ -55,31 +55,19 @@ class HostPoolLayout:
         return self.num_arrays * self.array_bytes
 
 
-class HostPoolMemory(NamedSegment):
+class HostPoolMemory(LaidOutSegment[HostPoolLayout]):
     """The mapped host blocks of an agent. The server creates and unlinks them; the agent attaches to them."""
 
-    def __init__(self, name: str, layout: HostPoolLayout, mapping: mmap.mmap) -> None:
-        super().__init__(name)
-        self.layout = layout
+    KIND = "host pool"
+
+    def _make_views(self, mapping: mmap.mmap) -> None:
+        layout = self.layout
         self._blocks: Array = np.ndarray(
             (layout.num_arrays, layout.num_blocks, layout.part_bytes),
             np.uint8,
             mapping,
             strides=(layout.array_bytes, layout.part_bytes, 1),
         )
-
-    @classmethod
-    def create(cls, layout: HostPoolLayout) -> HostPoolMemory:
-        """Creates a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
-        with new_segment(layout.num_bytes) as (name, mapping):
-            memory = cls(name, layout, mapping)
-        memory.has_name = True
-        return memory
-
-    @classmethod
-    def attach(cls, name: str, layout: HostPoolLayout) -> HostPoolMemory:
-        """Maps a segment that the server created. Raises ProtocolError if name or size is wrong."""
-        return cls(name, layout, map_segment(name, layout.num_bytes, "host pool"))
 
     @property
     def arrays(self) -> list[Array]:
@@ -97,7 +85,3 @@ class HostPoolMemory(NamedSegment):
     def write(self, block: int, content: bytes) -> None:
         """Replaces the content of a block."""
         self._blocks[:, block] = np.frombuffer(content, np.uint8).reshape(-1, self.layout.part_bytes)
-
-    def close(self) -> None:
-        """Removes the segment's name. The mapping ends when no view of it is left."""
-        self.unlink()

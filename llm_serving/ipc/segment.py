@@ -17,8 +17,10 @@ import mmap
 import os
 import secrets
 import stat
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from llm_serving.errors import ProtocolError
 
@@ -113,3 +115,48 @@ def map_segment(name: str, num_bytes: int, kind: str) -> mmap.mmap:
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
+
+
+class SegmentLayout(Protocol):
+    """The sizes of a segment. Server and agents compute them from the same config."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the segment in bytes."""
+
+
+Layout = TypeVar("Layout", bound=SegmentLayout)
+Segment = TypeVar("Segment", bound="LaidOutSegment[Any]")
+
+
+class LaidOutSegment(NamedSegment, Generic[Layout]):
+    """A segment with a layout that its users know. The server creates and unlinks it; the agents attach to it."""
+
+    KIND: ClassVar[str]
+    """Describes the segment in error messages."""
+
+    def __init__(self, name: str, layout: Layout, mapping: mmap.mmap) -> None:
+        super().__init__(name)
+        self.layout = layout
+        self._make_views(mapping)
+
+    @abstractmethod
+    def _make_views(self, mapping: mmap.mmap) -> None:
+        """Makes the arrays through which the content is read and written."""
+
+    @classmethod
+    def create(cls: type[Segment], layout: Layout) -> Segment:
+        """Creates a segment of zeros with reserved pages. Raises OSError if /dev/shm is too small."""
+        with new_segment(layout.num_bytes) as (name, mapping):
+            memory = cls(name, layout, mapping)
+        memory.has_name = True
+        return memory
+
+    @classmethod
+    def attach(cls: type[Segment], name: str, layout: Layout) -> Segment:
+        """Maps a segment that the server created. Raises ProtocolError if its name or size is wrong."""
+        return cls(name, layout, map_segment(name, layout.num_bytes, cls.KIND))
+
+    def close(self) -> None:
+        """Removes the segment's name. The mapping ends when no view of the segment is left."""
+        self.unlink()

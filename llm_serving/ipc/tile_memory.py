@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
+from llm_serving.ipc.segment import LaidOutSegment
 
 if TYPE_CHECKING:
     from llm_serving.config import Config
@@ -38,29 +38,13 @@ class TileLayout:
         return self.num_places * self.tile_pixels * 3
 
 
-class TileMemory(NamedSegment):
+class TileMemory(LaidOutSegment[TileLayout]):
     """The mapped places. The server creates and unlinks them; the agents attach to them."""
 
-    def __init__(self, name: str, layout: TileLayout, mapping: mmap.mmap) -> None:
-        super().__init__(name)
-        self.layout = layout
+    KIND = "tile"
+
+    def _make_views(self, mapping: mmap.mmap) -> None:
+        layout = self.layout
         shape = (layout.num_places, layout.tile_pixels, 3)
         self.pixels: Pixels = np.ndarray(shape, np.uint8, mapping)
         """The pixels of all places, [places, pixels of the largest tile, 3]."""
-
-    @classmethod
-    def create(cls, layout: TileLayout) -> TileMemory:
-        """Creates a segment with reserved pages. Raises OSError if /dev/shm is too small."""
-        with new_segment(layout.num_bytes) as (name, mapping):
-            memory = cls(name, layout, mapping)
-        memory.has_name = True
-        return memory
-
-    @classmethod
-    def attach(cls, name: str, layout: TileLayout) -> TileMemory:
-        """Maps a segment that the server created. Raises ProtocolError if its name or size is wrong."""
-        return cls(name, layout, map_segment(name, layout.num_bytes, "tile"))
-
-    def close(self) -> None:
-        """Removes the segment's name. The mapping ends when no view of it is left."""
-        self.unlink()

@@ -51,11 +51,6 @@ class RunningVersion(Generic[V]):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def config_path(self) -> str | None:
-        """Path of the model's folder or file. None for random weights."""
-        return self.engine.config.model_config.model_path
-
     def lease(self) -> Lease[V]:
         """Returns a lease, which the caller must release."""
         self.num_leases += 1

@@ -225,7 +225,7 @@ def test_a_reload_keeps_the_old_version_until_its_requests_end(tmp_path: Path) -
         engine = models.registry.main.engine
         await models.registry.reload(models["main"], "/new", drain_first=False)
         assert models.registry.main.view == "main.1"
-        assert models.registry.main.config_path == "/new"
+        assert models.registry.main.engine.config.model_config.model_path == "/new"
         assert models["main"].status().memory_bytes == 8
         with pytest.raises(ModelStateError, match=r"old version"):
             await models.registry.reload(models["main"], None, drain_first=False)
@@ -318,7 +318,7 @@ def test_the_old_version_stays_if_the_new_one_does_not_start(tmp_path: Path) -> 
         assert models["main"].status().memory_bytes == 4
         models.starter.fails = False
         await models.registry.reload(models["main"], None, drain_first=False)
-        assert models.registry.main.config_path != "/new"
+        assert models.registry.main.engine.config.model_config.model_path != "/new"
 
     play(script, tmp_path, {})
 
@@ -344,7 +344,7 @@ def test_a_model_that_sleeps_gets_its_new_config_for_the_next_start(tmp_path: Pa
         await models.registry.acquire(models["a"])
         version = models["a"].version
         assert version is not None
-        assert version.config_path == "/new"
+        assert version.engine.config.model_config.model_path == "/new"
         assert models.starter.with_tokenizer == [False, False], "the new folder may have another tokenizer"
 
     play(script, tmp_path, {"a": 3})
