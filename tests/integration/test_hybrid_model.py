@@ -78,9 +78,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.sweep
 def test_drafts_of_a_draft_model_give_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    """The draft model has random weights, so its drafts are wrong. The prompts repeat, so other drafts are right."""
+    """The draft model has other random weights, so most of its drafts are wrong."""
     write_model(FAMILY_VARIANTS["llama_dynamic"], tmp_path / "draft")
-    drafts = {"method": "draft", "model": str(tmp_path / "draft"), "max_draft_tokens": 4}
+    drafts = {"method": "draft", "model": str(tmp_path / "draft"), "always": True}
     with served(folder, speculative_config={"method": "off"}) as llm:
         plain = answers(llm)
     with served(folder, speculative_config=drafts, scheduler_config={"policy": "slo"}) as llm:
