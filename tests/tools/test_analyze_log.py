@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llm_serving.telemetry.log import EventLog
+from support.log_maker import START, LogMaker
 from tools.log_analysis.analysis import LogAnalysis, analyze
 from tools.log_analysis.main import main, parse_time
 from tools.log_analysis.reader import MAX_LINE_BYTES, LogReader
@@ -21,71 +21,6 @@ from tools.log_analysis.story import story
 from tools.log_analysis.timeline import Timeline
 
 PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "analyze_log.py"
-START = 1_700_000_000.0
-
-
-class LogMaker:
-    """Writes a log through EventLog, with its own clock."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.now = START
-        self.log = EventLog(path, mirror=False, clock=lambda: self.now)
-
-    def event(self, at: float, name: str, **fields: Any) -> None:
-        self.now = START + at
-        self.log.event(name, **fields)
-
-    def request(
-        self, number: int, arrival: float, queue: float, prefill: float, decode: float, tokens: int, **fields: Any
-    ) -> None:
-        """Writes the events of a request. ``phases`` are in seconds, and the latencies are calculated from them."""
-        name = fields.pop("request_id", f"r{number}")
-        self.event(arrival, "request_arrival", request_id=name, api="completions", prompt_tokens=10, max_tokens=99)
-        e2e = queue + prefill + decode
-        end = {
-            "request_id": name,
-            "prompt_tokens": 10,
-            "output_tokens": tokens,
-            "total_tokens": 10 + tokens,
-            "finish_reason": "stop",
-            "queue_ms": queue * 1000,
-            "prefill_ms": prefill * 1000,
-            "decode_ms": decode * 1000,
-            "delivery_ms": 0.0,
-            "ttft_ms": (queue + prefill) * 1000,
-            "tpot_ms": decode * 1000 / (tokens - 1) if tokens > 1 else None,
-            "e2e_ms": e2e * 1000,
-            "preemptions": 0,
-        }
-        self.event(arrival + e2e, "request_end", **(end | fields))
-
-    def state(self, at: float, running: int, waiting: int, used: int = 0, **fields: Any) -> None:
-        self.event(
-            at,
-            "engine_state",
-            **{
-                "running": running,
-                "waiting": waiting,
-                "blocks_used": used,
-                "blocks_total": 100,
-                "steps": 10,
-                "prefill_steps": 2,
-                "decode_steps": 8,
-                "prefill_tokens": 20,
-                "decode_tokens": 8 * running,
-                "decode_batch_mean": float(running),
-                "output_tokens_per_s": 50.0,
-                "preemptions": 0,
-                "mixed_steps": 3,
-                "mixed_tokens": 30,
-                "move_steps": 1,
-                "kv_waste": 0.0625,
-                "prefix_hit_tokens": 16,
-                "prefix_query_tokens": 64,
-            }
-            | fields,
-        )
 
 
 @pytest.fixture
@@ -133,74 +68,78 @@ def no_figures() -> dict[str, Any]:
     return {"count": 0, "mean": None, "p50": None, "p90": None, "p95": None, "p99": None, "min": None, "max": None}
 
 
+SMALL_LOG_ANALYSIS: dict[str, Any] = {
+    "max_token_len": 15,
+    "max_token_request": "r1",
+    "requests": 5,
+    "completed": 4,
+    "refused_requests": 0,
+    "unfinished_requests": 1,
+    "finish_reasons": {"stop": 2, "length": 2, "abort": 1},
+    "total_time_s": 5.0,
+    "qps": 0.8,
+    "prompt_tokens": 40,
+    "output_tokens": 10,
+    "output_tokens_per_s": 2.0,
+    "queue_ms": figures(250, 500, 1000, p50=500, p90=900, p95=950, p99=990),
+    "prefill_ms": figures(250, 500, 500, p50=500, p90=500, p95=500, p99=500),
+    "decode_ms": figures(1500, 2000, 0, p50=1500, p90=1900, p95=1950, p99=1990),
+    "delivery_ms": figures(0, 0, 0, p50=0, p90=0, p95=0, p99=0),
+    **dict.fromkeys(("tokenise_ms", "preempted_ms", "swapped_ms", "restarted_ms"), no_figures()),
+    "ttft_ms": figures(500, 1000, 1500, p50=1000, p90=1400, p95=1450, p99=1490),
+    "tpot_ms": figures(500, 500, p50=500, p90=500, p95=500, p99=500),
+    "e2e_s": figures(2.0, 3.0, 1.5, p50=2.0, p90=2.8, p95=2.9, p99=2.98),
+    "normalized_latency_ms": figures(500, 600, 1500, p50=600, p90=1320, p95=1410, p99=1482),
+    "percentiles_are_exact": True,
+    "preemptions": 2,
+    "preempted_requests": 1,
+    "swaps": 0,
+    "objectives": {"met": 0, "missed": 0},
+    "cached_tokens": 0,
+    "engine": {
+        "state_lines": 2,
+        "running": {"mean": 3.0, "max": 4.0},
+        "waiting": {"mean": 1.0, "max": 2.0},
+        "kv_use": {"mean": 0.75, "max": 1.0},
+        "decode_batch_mean": 3.0,
+        "steps": 20,
+        "prefill_steps": 4,
+        "decode_steps": 16,
+        "prefill_tokens": 40,
+        "decode_tokens": 48,
+        "mixed_steps": 6,
+        "mixed_tokens": 60,
+        "move_steps": 2,
+        "kv_waste": {"mean": 0.0625, "max": 0.0625},
+        "swapped": {"mean": 0.0, "max": 0.0},
+        "prefix_hit_tokens": 32,
+        "prefix_query_tokens": 128,
+    },
+    "replicas": {},
+    "agents": {"ready": 1, "lost": 0, "restarts": 0},
+    "errors": 0,
+    "warnings": 0,
+    "messages": [],
+    "runs": 1,
+    "earlier_runs": 0,
+    "apis": {"completions": 4, "chat": 1},
+    "events": {"request_arrival": 5, "request_end": 5, "engine_state": 2, "server_start": 1, "agent_ready": 1,
+               "server_ready": 1},
+    "first_time": START,
+    "last_time": START + 15.0,
+    "lines": 15,
+    "bad_lines": 0,
+    "bad_examples": [],
+}  # fmt: skip
+"""The exact analysis of ``write_small_log``, without the slowest requests."""
+
+
 def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
     write_small_log(maker)
     content = analyzed(maker.path)
     slowest = content.pop("slowest")
     assert content.pop("why_slow")["slow"]["requests"] == 1
-    assert content == {
-        "max_token_len": 15,
-        "max_token_request": "r1",
-        "requests": 5,
-        "completed": 4,
-        "refused_requests": 0,
-        "unfinished_requests": 1,
-        "finish_reasons": {"stop": 2, "length": 2, "abort": 1},
-        "total_time_s": 5.0,
-        "qps": 0.8,
-        "prompt_tokens": 40,
-        "output_tokens": 10,
-        "output_tokens_per_s": 2.0,
-        "queue_ms": figures(250, 500, 1000, p50=500, p90=900, p95=950, p99=990),
-        "prefill_ms": figures(250, 500, 500, p50=500, p90=500, p95=500, p99=500),
-        "decode_ms": figures(1500, 2000, 0, p50=1500, p90=1900, p95=1950, p99=1990),
-        "delivery_ms": figures(0, 0, 0, p50=0, p90=0, p95=0, p99=0),
-        **dict.fromkeys(("tokenise_ms", "preempted_ms", "swapped_ms", "restarted_ms"), no_figures()),
-        "ttft_ms": figures(500, 1000, 1500, p50=1000, p90=1400, p95=1450, p99=1490),
-        "tpot_ms": figures(500, 500, p50=500, p90=500, p95=500, p99=500),
-        "e2e_s": figures(2.0, 3.0, 1.5, p50=2.0, p90=2.8, p95=2.9, p99=2.98),
-        "normalized_latency_ms": figures(500, 600, 1500, p50=600, p90=1320, p95=1410, p99=1482),
-        "percentiles_are_exact": True,
-        "preemptions": 2,
-        "preempted_requests": 1,
-        "swaps": 0,
-        "objectives": {"met": 0, "missed": 0},
-        "cached_tokens": 0,
-        "engine": {
-            "state_lines": 2,
-            "running": {"mean": 3.0, "max": 4.0},
-            "waiting": {"mean": 1.0, "max": 2.0},
-            "kv_use": {"mean": 0.75, "max": 1.0},
-            "decode_batch_mean": 3.0,
-            "steps": 20,
-            "prefill_steps": 4,
-            "decode_steps": 16,
-            "prefill_tokens": 40,
-            "decode_tokens": 48,
-            "mixed_steps": 6,
-            "mixed_tokens": 60,
-            "move_steps": 2,
-            "kv_waste": {"mean": 0.0625, "max": 0.0625},
-            "swapped": {"mean": 0.0, "max": 0.0},
-            "prefix_hit_tokens": 32,
-            "prefix_query_tokens": 128,
-        },
-        "replicas": {},
-        "agents": {"ready": 1, "lost": 0, "restarts": 0},
-        "errors": 0,
-        "warnings": 0,
-        "messages": [],
-        "runs": 1,
-        "earlier_runs": 0,
-        "apis": {"completions": 4, "chat": 1},
-        "events": {"request_arrival": 5, "request_end": 5, "engine_state": 2, "server_start": 1, "agent_ready": 1,
-                   "server_ready": 1},
-        "first_time": START,
-        "last_time": START + 15.0,
-        "lines": 15,
-        "bad_lines": 0,
-        "bad_examples": [],
-    }  # fmt: skip
+    assert content == SMALL_LOG_ANALYSIS
     assert [one["request_id"] for one in slowest] == ["r1", "r0", "r2", "r5"]
     assert slowest[0] == {
         "request_id": "r1", "e2e_s": 3.0, "queue_ms": 500.0, "prefill_ms": 500.0, "decode_ms": 2000.0,
