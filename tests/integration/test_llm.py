@@ -47,8 +47,8 @@ def llm():
     assert owned_by_this_process() <= before
 
 
-def mixed_requests():
-    """Returns 200 bodies of completions: greedy and sampled, with constraints, stop strings and log-probabilities."""
+def mixed_requests(count):
+    """Returns bodies of completions: greedy and sampled, with constraints, stop strings and log-probabilities."""
     kinds = [
         {"temperature": 0},
         {"temperature": 1.0, "seed": 1, "top_k": 20},
@@ -56,18 +56,19 @@ def mixed_requests():
         {"temperature": 1.0, "seed": 3, "structured_outputs": {"regex": "[a-z]{3,8}"}},
         {"temperature": 0.9, "seed": 4, "stop": ["e"], "logprobs": 2},
     ]
-    for number in range(200):
+    for number in range(count):
         prompt = f"{number}. Once upon a time" if number % 3 else [1, 300 + number, 301, 302]
         yield {"prompt": prompt, "max_tokens": 3 + number % 10, **kinds[number % len(kinds)]}
 
 
-def test_the_tokens_of_200_requests_are_those_of_http(llm, server):
-    bodies = list(mixed_requests())
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.sweep)])
+def test_the_tokens_of_mixed_requests_are_those_of_http(llm, server, count):
+    bodies = list(mixed_requests(count))
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         replies = pool.map(lambda body: server.post("/v1/completions", {**body, "return_token_ids": True}), bodies)
     prompts = [body.pop("prompt") for body in bodies]
     outputs = llm.generate(prompts, bodies)
-    assert len(outputs) == 200
+    assert len(outputs) == count
     for output, reply in zip(outputs, replies, strict=True):
         assert [list(choice.token_ids) for choice in output.choices] == [one["token_ids"] for one in reply["choices"]]
         assert [choice.text for choice in output.choices] == [one["text"] for one in reply["choices"]]
