@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from typing import Any
 
 from llm_serving.parsing.calls import CallOptions
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from llm_serving.parsing.parser import OutputParser
+from llm_serving.server.responses.input_items import answer_items
 from llm_serving.server.responses.items import ItemWriter
-from llm_serving.server.responses.store import ResponseStore, StoredResponse
+from llm_serving.server.responses.store import ResponseStore, StoredItem, StoredResponse
 
 NUM_STREAMS = 1000
 PARTS = ("Rain. ", "\n", "é\U0001f642", "<think>", "</think>", "a < b", "<tool_call>",
@@ -19,7 +21,7 @@ PARTS = ("Rain. ", "\n", "é\U0001f642", "<think>", "</think>", "a < b", "<tool_
 
 
 def entry(size: int) -> StoredResponse:
-    return StoredResponse(b"x" * (size - 512), b"", b"")
+    return StoredResponse(b"x" * (size - 512), b"", (), ())
 
 
 def test_a_tenant_keeps_its_newest_responses() -> None:
@@ -87,3 +89,17 @@ def test_random_streams_equal_the_whole() -> None:
         assert done == whole.items
         kinds |= {item["type"] for item in whole.items}
     assert kinds == {"message", "reasoning", "function_call"}
+
+
+def test_items_count_with_their_bytes() -> None:
+    item = StoredItem.of({"id": "msg_1", "text": "x" * 1000})
+    empty = StoredResponse(b"", b"", (), ())
+    assert StoredResponse(b"", b"", (item,), (item,)).size >= empty.size + 2 * len(item.json) > empty.size + 2000
+
+
+def test_stored_answers_have_no_log_probabilities() -> None:
+    part = {"type": "output_text", "text": "Rain.", "annotations": []}
+    message = {"id": "msg_1", "type": "message", "content": [part | {"logprobs": [{"token": "Rain."}]}]}
+    call = {"id": "fc_1", "type": "function_call", "arguments": "{}"}
+    kept = [json.loads(item.json) for item in answer_items([message, call])]
+    assert kept == [message | {"content": [part | {"logprobs": []}]}, call]

@@ -17,9 +17,10 @@ from llm_serving.server.generation.sequences import Answer, Generation, count_it
 from llm_serving.server.generation.work import off_loop
 from llm_serving.server.responses.conversion import answer_message
 from llm_serving.server.responses.fields import ResponsesRequest
+from llm_serving.server.responses.input_items import answer_items
 from llm_serving.server.responses.items import ItemWriter
 from llm_serving.server.responses.logprobs import MessageLogprobs
-from llm_serving.server.responses.store import StoredResponse
+from llm_serving.server.responses.store import StoredItem, StoredResponse
 
 
 class Responder:
@@ -31,7 +32,7 @@ class Responder:
         plan: AnswerPlan | None,
         body: ResponsesRequest,
         messages: Sequence[dict[str, Any]],
-        items: Sequence[dict[str, Any]],
+        items: Sequence[StoredItem],
         tenant: str,
     ) -> None:
         """``messages`` is the conversation until now, without the instructions. ``items`` are its input items."""
@@ -53,9 +54,7 @@ class Responder:
         await off_loop(count_items([answer]), events)
         return self.complete(len(answer.token_ids), is_cut=is_cut)
 
-    def events(
-        self, text: str, logits: Sequence[TokenLogits], *, is_last: bool, is_cut: bool
-    ) -> list[dict[str, Any]]:
+    def events(self, text: str, logits: Sequence[TokenLogits], *, is_last: bool, is_cut: bool) -> list[dict[str, Any]]:
         """Returns the events of the next piece of text. ``is_cut`` is True if the token limit ended the output.
 
         ``logits`` has the tokens of the piece, if the client asks for log-probabilities.
@@ -92,7 +91,9 @@ class Responder:
         if self._body.store is False:
             return
         messages = [*self._messages, answer_message(response["output"])]
-        stored = StoredResponse(orjson.dumps(response), orjson.dumps(messages), orjson.dumps(self._items))
+        stored = StoredResponse(
+            orjson.dumps(response), orjson.dumps(messages), self._items, answer_items(response["output"])
+        )
         response["store"] = self.generation.state.responses.put(self._tenant, self.generation.request_id, stored)
 
     def _response(self, status: str, output: list[dict[str, Any]], num_output_tokens: int | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from llm_serving.server.responses.conversion import (
 )
 from llm_serving.server.responses.fields import ResponsesRequest
 from llm_serving.server.responses.input_items import input_items
-from llm_serving.server.responses.store import StoredResponse
+from llm_serving.server.responses.store import StoredItem, StoredResponse
 from llm_serving.server.state import AnyResponse, Endpoint, ServerState
 
 DEFAULT_ITEMS, MAX_ITEMS = 20, 100
@@ -53,11 +53,11 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
         raise without_tags(error) from None
     state = await served(state, request, body.model, body)
     earlier: list[dict[str, Any]] = []
-    items: list[dict[str, Any]] = []
+    items: list[StoredItem] = []
     if body.previous_response_id is not None:
         found = _stored(state, tenant, body.previous_response_id, "previous_response_id")
         earlier = orjson.loads(found.messages)
-        items = [*orjson.loads(found.items), *orjson.loads(found.body)["output"]]
+        items = [*found.items, *found.answer]
     messages = conversation(body, earlier)
     chat = chat_request(body, messages)
     try:
@@ -89,8 +89,9 @@ async def _list_input_items(state: ServerState, request: Request) -> Response:
                 param=clip(name),
                 code="unsupported_parameter",
             )
-    items = in_order(request, orjson.loads(found.items))
-    return json_response(page_of(request, items, DEFAULT_ITEMS, MAX_ITEMS))
+    items = [{"id": item.id, "json": item.json} for item in in_order(request, list(found.items))]
+    page = page_of(request, items, DEFAULT_ITEMS, MAX_ITEMS)
+    return json_response(page | {"data": [orjson.Fragment(item["json"]) for item in page["data"]]})
 
 
 async def _delete_response(state: ServerState, request: Request) -> Response:

@@ -15,11 +15,12 @@ from llm_serving.server.responses.fields import (
     ResultItem,
     TextPart,
 )
+from llm_serving.server.responses.store import StoredItem
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
-def input_items(body: ResponsesRequest, response_id: str, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def input_items(body: ResponsesRequest, response_id: str, earlier: Sequence[StoredItem]) -> list[StoredItem]:
     """Returns the items of the conversation before the answer, oldest first, with ids.
 
     ``earlier`` are the items of the responses that ``body`` continues, with their answers.
@@ -27,8 +28,19 @@ def input_items(body: ResponsesRequest, response_id: str, earlier: Sequence[dict
     items, name = list(earlier), response_id.rpartition("-")[2]
     for number, item in enumerate(body.input):
         item_id = f"{_PREFIXES[item.type]}_{name}_in{number}"
-        items.append({"id": item_id, "type": item.type, "status": "completed", **_members(item)})
+        items.append(StoredItem.of({"id": item_id, "type": item.type, "status": "completed", **_members(item)}))
     return items
+
+
+def answer_items(output: Sequence[dict[str, Any]]) -> list[StoredItem]:
+    """Returns the output items of a response as items for later requests, without their log-probabilities."""
+    return [StoredItem.of(_without_logprobs(item)) for item in output]
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] != "message":
+        return item
+    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
 
 
 def _members(item: MessageItem | CallItem | ResultItem | ReasoningItem) -> dict[str, Any]:

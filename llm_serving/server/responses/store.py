@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
 
 MAX_RESPONSES = 256
 """Maximum number of stored responses of one tenant."""
@@ -14,22 +18,39 @@ MAX_BYTES = 128 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
+class StoredItem:
+    """An item of a conversation: its id, and its JSON, so that a page of a long conversation needs no parsing."""
+
+    id: str
+    json: bytes
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> StoredItem:
+        return cls(item["id"], orjson.dumps(item))
+
+
+@dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response and its conversation, all as JSON."""
 
     body: bytes
     messages: bytes
     """The messages of the conversation. The last one is the answer."""
-    items: bytes
+    items: Sequence[StoredItem]
     """The input items of the conversation, without those of the answer."""
+    answer: Sequence[StoredItem]
+    """The items of the answer, without log-probabilities."""
 
     @property
     def size(self) -> int:
-        return len(self.body) + len(self.messages) + len(self.items) + _ENTRY_BYTES
+        items = sum(len(item.json) + _ITEM_BYTES for item in (*self.items, *self.answer))
+        return len(self.body) + len(self.messages) + items + _ENTRY_BYTES
 
 
 _ENTRY_BYTES = 512
 """Memory of an entry in bytes, in addition to its texts."""
+_ITEM_BYTES = 200
+"""Memory of an item in bytes, in addition to its JSON."""
 
 
 @dataclass(slots=True)
