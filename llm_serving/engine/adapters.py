@@ -20,49 +20,57 @@ class AgentAdapters:
         """The shared memory of the adapter in each slot."""
         self._slot: int | None = None
         """The slot whose adapter is being loaded."""
-        self._waiting: set[int] = set()
-        """The replicas that have not replied."""
+        self._command = 0
+        """The number of the command that loads it."""
+        self._waiting: dict[int, int] = {}
+        """The replicas that have not replied, each with the number of its executor's load."""
         self._error = ""
 
-    def load(self, slot: int, memory: AdapterMemory) -> list[AdapterAnswer]:
+    def load(self, slot: int, memory: AdapterMemory, command: int = 0) -> list[AdapterAnswer]:
         """Begins to load an adapter into all ready replicas. If no replica is ready, returns the answer immediately."""
         self._remove(slot)
         self._memories[slot] = memory
-        self._slot, self._error = slot, ""
-        self._waiting = {replica.index for replica in self._replicas if replica.is_ready}
-        for replica in self._replicas:
-            replica.executor.load_adapter(slot, memory)
+        self._slot, self._command, self._error = slot, command, ""
+        # The executor decides which replicas are ready: the engine may not have processed its latest events yet.
+        loads = {replica.index: replica.executor.load_adapter(slot, memory) for replica in self._replicas}
+        self._waiting = {replica: number for replica, number in loads.items() if number is not None}
         return self._finished()
 
-    def answer(self, replica: int, slot: int, error: str) -> list[AdapterAnswer]:
-        """Records the reply of a replica. After the last reply, returns the answer to the whole command."""
-        if slot != self._slot or replica not in self._waiting:
+    def answer(self, replica: int, number: int, error: str) -> list[AdapterAnswer]:
+        """Records the reply of a replica to load ``number`` of its executor. After the last reply, returns the answer
+        to the whole command. Ignores the reply to a load that was given up.
+        """
+        if self._waiting.get(replica) != number:
             return []
-        self._waiting.remove(replica)
+        del self._waiting[replica]
         self._error = self._error or error
         return self._finished()
 
     def lose(self, replica: int) -> list[AdapterAnswer]:
         """Waits no longer for a replica that was lost. Its agents load all adapters when they start again."""
-        return [] if self._slot is None else self.answer(replica, self._slot, "")
+        number = self._waiting.get(replica)
+        return [] if number is None else self.answer(replica, number, "")
 
     def drop(self, slot: int) -> None:
-        """Forgets the adapter of a slot."""
+        """Forgets the adapter of a slot. If it is being loaded, no answer follows."""
         for replica in self._replicas:
             replica.executor.drop_adapter(slot)
         self._remove(slot)
+        if slot == self._slot:
+            self._slot = None
+            self._waiting.clear()
 
-    def refuse(self, slot: int, memory: AdapterMemory) -> list[AdapterAnswer]:
+    def refuse(self, command: int, memory: AdapterMemory) -> list[AdapterAnswer]:
         """Returns the answer to a command that comes after the engine has stopped. Frees the adapter's memory."""
         memory.close()
-        return [AdapterAnswer(slot, _ENDED)]
+        return [AdapterAnswer(command, _ENDED)]
 
     def close(self) -> list[AdapterAnswer]:
         """Removes the shared memory of all adapters. Returns the answer for the adapter that is being loaded."""
         for slot in list(self._memories):
             self._remove(slot)
         loading, self._slot = self._slot, None
-        return [] if loading is None else [AdapterAnswer(loading, _ENDED)]
+        return [] if loading is None else [AdapterAnswer(self._command, _ENDED)]
 
     def _finished(self) -> list[AdapterAnswer]:
         slot, error = self._slot, self._error
@@ -71,7 +79,7 @@ class AgentAdapters:
         self._slot = None
         if error:
             self.drop(slot)
-        return [AdapterAnswer(slot, error)]
+        return [AdapterAnswer(self._command, error)]
 
     def _remove(self, slot: int) -> None:
         memory = self._memories.pop(slot, None)

@@ -37,7 +37,7 @@ class AgentQuestions:
         self._probes: list[asyncio.Future[bool]] = []
         self._profiles: dict[int, asyncio.Future[list[dict[str, object]]]] = {}
         self._numbers = itertools.count(1)
-        self._adapter: asyncio.Future[str] | None = None
+        self._adapters: dict[int, asyncio.Future[str]] = {}
 
     async def probe(self, timeout: float) -> bool:
         """Returns True if every agent replies to a status query.
@@ -99,9 +99,10 @@ class AgentQuestions:
         Only one call may run at a time.
         """
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._adapter = answer
+        number = next(self._numbers)
+        self._adapters[number] = answer
         try:
-            self._core.submit(LoadAdapter(slot, memory))
+            self._core.submit(LoadAdapter(number, slot, memory))
             if self._core.ended and not answer.done():
                 memory.close()
                 raise AgentLostError(f"adapters are not loaded any more: {self._core.stop_reason}")
@@ -109,7 +110,7 @@ class AgentQuestions:
             if error:
                 raise AgentError(error)
         finally:
-            self._adapter = None
+            del self._adapters[number]
 
     def take(self, answer: ProbeAnswer | ProfileAnswer | AdapterAnswer) -> None:
         """Passes an answer of the engine thread to the call that waits for it."""
@@ -119,8 +120,10 @@ class AgentQuestions:
             profile = self._profiles.get(answer.number)
             if profile is not None and not profile.done():
                 profile.set_result(answer.agents)
-        elif self._adapter is not None and not self._adapter.done():
-            self._adapter.set_result(answer.error)
+        else:
+            adapter = self._adapters.get(answer.number)
+            if adapter is not None and not adapter.done():
+                adapter.set_result(answer.error)
 
     def close(self) -> None:
         """Ends all questions without an answer, and all later questions, because the engine thread has ended."""

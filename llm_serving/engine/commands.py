@@ -61,10 +61,11 @@ class WakeNodes:
 class LoadAdapter:
     """Command to the engine thread: load a LoRA adapter into an adapter slot of all agents.
 
-    When the agents of all ready replicas have replied, the engine delivers an ``AdapterAnswer``. The engine removes the
-    shared memory when it is not needed any more.
+    When the agents of all ready replicas have replied, the engine delivers an ``AdapterAnswer``. If the adapter is
+    dropped before, no answer follows. The engine removes the shared memory when it is not needed any more.
     """
 
+    number: int
     slot: int
     memory: AdapterMemory
 

@@ -203,7 +203,7 @@ class EngineCore:
             if isinstance(command, Add):
                 self._add(command.request, self._clock())
             elif isinstance(command, LoadAdapter):
-                self._outputs += self._adapters.refuse(command.slot, command.memory)
+                self._outputs += self._adapters.refuse(command.number, command.memory)
             elif isinstance(command, UseStores):
                 command.work(())
         self._outputs += self._adapters.close()
@@ -291,7 +291,7 @@ class EngineCore:
             elif isinstance(command, Distrust):
                 self._replicas[command.replica].executor.distrust("canary", command.reason)
             elif isinstance(command, LoadAdapter):
-                self._outputs += self._adapters.load(command.slot, command.memory)
+                self._outputs += self._adapters.load(command.slot, command.memory, command.number)
             elif isinstance(command, DropAdapter):
                 self._adapters.drop(command.slot)
             elif isinstance(command, WakeNodes):
@@ -322,7 +322,7 @@ class EngineCore:
         elif isinstance(event, AgentProfiled):
             self._outputs += self._replies.note_profile(replica.index, event.agents)
         elif isinstance(event, AdapterAnswered):
-            self._outputs += self._adapters.answer(replica.index, event.slot, event.error)
+            self._outputs += self._adapters.answer(replica.index, event.number, event.error)
         else:
             self._outputs += self._replies.note_probe(replica.index)
 

@@ -39,7 +39,8 @@ class ProfileAnswer:
 class AdapterAnswer:
     """All agents have replied to a ``LoadAdapter`` command. ``error`` is empty on success."""
 
-    slot: int
+    number: int
+    """The number of the command."""
     error: str
 
 

@@ -16,8 +16,12 @@ Sent = tuple[messages.AdapterLoad, AdapterMemory]
 
 @dataclass(slots=True)
 class _Loading:
-    """An adapter that is being loaded. It is sent when ``steps``, the steps in flight at the call, have ended."""
+    """An adapter that is being loaded. It is sent when ``steps``, the steps in flight at the call, have ended.
 
+    ``seq`` is the number of its message. It tells the replies to this message from late replies to an earlier one.
+    """
+
+    seq: int
     slot: int
     memory: AdapterMemory
     steps: set[int]
@@ -34,8 +38,8 @@ class AdapterSlots:
     def __init__(self, num_agents: int) -> None:
         self._num_agents = num_agents
         self._resident: dict[int, AdapterMemory] = {}
-        self._sent: dict[int, AdapterMemory] = {}
-        """The adapters that ``again`` has returned for the present agents, by slot."""
+        self._restored: set[int] = set()
+        """The slots whose adapters ``again`` has returned for the present agents."""
         self._loading: _Loading | None = None
         self._unanswered = 0
 
@@ -49,20 +53,27 @@ class AdapterSlots:
         """Whether replies of the agents are missing."""
         return self._unanswered > 0
 
-    def load(self, slot: int, memory: AdapterMemory, steps: Iterable[int]) -> None:
-        """Begins to load an adapter after ``steps``, the steps in flight. One adapter is loaded at a time."""
-        self._resident[slot] = memory
-        self._loading = _Loading(slot, memory, set(steps))
+    def load(self, seq: int, slot: int, memory: AdapterMemory, steps: Iterable[int]) -> None:
+        """Begins to load an adapter with message ``seq`` after ``steps``, the steps in flight.
+
+        One adapter is loaded at a time. If an earlier adapter was given up, its late replies are awaited first.
+        """
+        self.keep(slot, memory)
+        self._loading = _Loading(seq, slot, memory, set(steps))
 
     def keep(self, slot: int, memory: AdapterMemory) -> None:
         """Stores an adapter, so that the agents load it when they become ready."""
         self._resident[slot] = memory
+        self._restored.discard(slot)
 
     def drop(self, slot: int) -> None:
-        """Forgets the adapter of a slot, so that restarted agents do not load it."""
+        """Forgets the adapter of a slot, so that restarted agents do not load it. Gives up its load."""
         self._resident.pop(slot, None)
+        self._restored.discard(slot)
+        if self._loading is not None and self._loading.slot == slot:
+            self._loading = None
 
-    def due(self, number: Callable[[], int], in_flight: Iterable[int]) -> list[Sent]:
+    def due(self, in_flight: Iterable[int]) -> list[Sent]:
         """Returns the message for the adapter that is being loaded, once all steps before it have ended."""
         loading = self._loading
         if loading is None or self._unanswered:
@@ -71,7 +82,7 @@ class AdapterSlots:
         if loading.steps:
             return []
         self._unanswered = self._num_agents
-        return [_message(number(), loading.slot, loading.memory)]
+        return [_message(loading.seq, loading.slot, loading.memory)]
 
     def again(self, number: Callable[[], int]) -> list[Sent]:
         """Returns the messages for agents that have become ready: one for each adapter that they do not have.
@@ -79,24 +90,25 @@ class AdapterSlots:
         Call this method again after the last reply, because an adapter may have come meanwhile. If it returns nothing,
         the agents have all adapters.
         """
-        new = {slot: each for slot, each in sorted(self._resident.items()) if self._sent.get(slot) is not each}
-        self._sent |= new
+        new = {slot: each for slot, each in sorted(self._resident.items()) if slot not in self._restored}
+        self._restored |= new.keys()
         self._unanswered += self._num_agents * len(new)
         return [_message(number(), slot, memory) for slot, memory in new.items()]
 
     def lose(self) -> None:
         """Records that the agents were lost. The next agents load all adapters, also the one that was being loaded."""
         self._loading, self._unanswered = None, 0
-        self._sent.clear()
+        self._restored.clear()
 
     def take(self, reply: messages.AdapterLoaded) -> AdapterAnswered | None:
         """Processes the reply of one agent. After the last reply to ``load``, returns the event with the result.
 
+        Replies for an adapter that was dropped meanwhile have no effect, also if the slot has another adapter now.
         Raises AgentLostError if restarted agents cannot load an adapter that the lost agents had.
         """
         self._unanswered -= 1
-        if self._loading is None:
-            if reply.error:
+        if self._loading is None or reply.seq != self._loading.seq:
+            if reply.error and reply.adapter_slot in self._restored:
                 raise AgentLostError(f"an adapter could not be loaded again: {reply.error}")
             return None
         self._loading.replies.append(reply.error)
@@ -106,7 +118,7 @@ class AdapterSlots:
         error = next(filter(None, loading.replies), "")
         if error:
             self._resident.pop(loading.slot, None)
-        return AdapterAnswered(loading.slot, error)
+        return AdapterAnswered(loading.seq, error)
 
 
 def _message(seq: int, slot: int, memory: AdapterMemory) -> Sent:

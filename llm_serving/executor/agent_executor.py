@@ -147,12 +147,14 @@ class AgentExecutor:
         self._group.send(stop_or_start)
         return True
 
-    def load_adapter(self, slot: int, memory: AdapterMemory) -> None:
+    def load_adapter(self, slot: int, memory: AdapterMemory) -> int | None:
         if not self._has_said_ready:
             self._adapters.keep(slot, memory)
-            return
-        self._adapters.load(slot, memory, self._steps.slot_of)
+            return None
+        number = self._control_number()
+        self._adapters.load(number, slot, memory, self._steps.slot_of)
         self._send_adapters()
+        return number
 
     def drop_adapter(self, slot: int) -> None:
         self._adapters.drop(slot)
@@ -327,7 +329,7 @@ class AgentExecutor:
 
     def _send_adapters(self) -> None:
         assert self._group is not None
-        for message, memory in self._adapters.due(self._control_number, self._steps.slot_of):
+        for message, memory in self._adapters.due(self._steps.slot_of):
             self._group.load_adapter(message, memory)
 
     def _control_number(self) -> int:

@@ -82,7 +82,8 @@ class AgentProfiled:
 class AdapterAnswered:
     """Every agent replied to a ``load_adapter``."""
 
-    slot: int
+    number: int
+    """The number that ``load_adapter`` returned."""
     error: str = ""
     """The reason why the adapter could not be loaded. Empty on success."""
 
@@ -127,16 +128,19 @@ class Executor(Protocol):
         agents are not ready, returns False, and no event follows.
         """
 
-    def load_adapter(self, slot: int, memory: AdapterMemory) -> None:
+    def load_adapter(self, slot: int, memory: AdapterMemory) -> int | None:
         """Loads a LoRA adapter into an adapter slot of every agent, after the steps in flight.
 
-        ``poll`` reports ``AdapterAnswered`` when all agents have replied, unless they are not ready or are lost before.
-        Restarted agents load the adapter again, before their first step. They stop loading it when another adapter gets
-        the slot, or after ``drop_adapter``.
+        Returns the number of the load. ``poll`` reports ``AdapterAnswered`` with this number when all agents have
+        replied, unless they are lost or the adapter is dropped before. Returns None if the agents are not ready. They
+        then load the adapter before their first step, and no event follows. Restarted agents load the adapter again.
+        They stop loading it when another adapter gets the slot, or after ``drop_adapter``.
         """
 
     def drop_adapter(self, slot: int) -> None:
-        """Forgets the adapter of a slot, so that restarted agents do not load it."""
+        """Forgets the adapter of a slot, so that restarted agents do not load it. If it is being loaded, no
+        ``AdapterAnswered`` follows.
+        """
 
     def host_pools(self) -> Sequence[HostPoolMemory]:
         """Returns the host blocks of each ready agent, in order of rank. Empty without KV tiers."""

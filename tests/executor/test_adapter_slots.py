@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -24,19 +25,19 @@ def sent(messages: list[Any]) -> list[tuple[int, str]]:
     return [(message.adapter_slot, message.shm_name) for message, _ in messages]
 
 
-def reply(slot: int, error: str = "") -> AdapterLoaded:
-    return AdapterLoaded(seq=1, adapter_slot=slot, error=error)
+def reply(slot: int, error: str = "", seq: int = 1) -> AdapterLoaded:
+    return AdapterLoaded(seq=seq, adapter_slot=slot, error=error)
 
 
 def test_an_adapter_waits_for_the_steps_in_flight() -> None:
     slots = AdapterSlots(2)
-    slots.load(1, Memory("a"), [5, 6])  # type: ignore[arg-type]
-    assert slots.due(lambda: 1, {5: 0, 6: 1, 7: 2}) == []
-    assert slots.due(lambda: 1, {6: 1, 7: 2}) == []
-    assert sent(slots.due(lambda: 1, {7: 2, 8: 0})) == [(1, "a")]
-    assert slots.due(lambda: 1, {}) == []
-    assert slots.take(reply(1)) is None
-    assert slots.take(reply(1)) == AdapterAnswered(1)
+    slots.load(9, 1, Memory("a"), [5, 6])  # type: ignore[arg-type]
+    assert slots.due({5: 0, 6: 1, 7: 2}) == []
+    assert slots.due({6: 1, 7: 2}) == []
+    assert sent(slots.due({7: 2, 8: 0})) == [(1, "a")]
+    assert slots.due({}) == []
+    assert slots.take(reply(1, seq=9)) is None
+    assert slots.take(reply(1, seq=9)) == AdapterAnswered(9)
     assert not slots.is_loading
 
 
@@ -44,7 +45,7 @@ def test_new_agents_load_all_adapters_again() -> None:
     slots = AdapterSlots(1)
     slots.keep(2, Memory("c"))  # type: ignore[arg-type]
     slots.keep(0, Memory("a"))  # type: ignore[arg-type]
-    slots.load(1, Memory("b"), [3])  # type: ignore[arg-type]
+    slots.load(9, 1, Memory("b"), [3])  # type: ignore[arg-type]
     slots.lose()
     assert sent(slots.again(lambda: 1)) == [(0, "a"), (1, "b"), (2, "c")]
     slots.drop(1)
@@ -68,10 +69,10 @@ def test_new_agents_also_load_an_adapter_that_comes_while_they_load_the_others()
 
 def test_an_adapter_that_cannot_be_loaded_is_forgotten() -> None:
     slots = AdapterSlots(2)
-    slots.load(0, Memory("a"), [])  # type: ignore[arg-type]
-    assert sent(slots.due(lambda: 1, {})) == [(0, "a")]
-    assert slots.take(reply(0, "no memory")) is None
-    assert slots.take(reply(0)) == AdapterAnswered(0, "no memory")
+    slots.load(9, 0, Memory("a"), [])  # type: ignore[arg-type]
+    assert sent(slots.due({})) == [(0, "a")]
+    assert slots.take(reply(0, "no memory", seq=9)) is None
+    assert slots.take(reply(0, seq=9)) == AdapterAnswered(9, "no memory")
     assert slots.again(lambda: 1) == []
 
 
@@ -81,3 +82,51 @@ def test_new_agents_that_cannot_load_an_adapter_are_lost() -> None:
     slots.again(lambda: 1)
     with pytest.raises(AgentLostError, match="no memory"):
         slots.take(reply(0, "no memory"))
+
+
+@pytest.mark.parametrize("error", ["", "no memory"])
+def test_late_replies_for_an_adapter_that_was_given_up_do_not_count_for_the_next_one(error: str) -> None:
+    slots = AdapterSlots(2)
+    slots.load(4, 1, Memory("a"), [])  # type: ignore[arg-type]
+    assert sent(slots.due({})) == [(1, "a")]
+    assert slots.take(reply(1, seq=4)) is None
+    slots.drop(1)
+    slots.load(5, 1, Memory("b"), [])  # type: ignore[arg-type]
+    assert slots.due({}) == [], "agents load one adapter at a time"
+    assert slots.take(reply(1, error, seq=4)) is None
+    assert sent(slots.due({})) == [(1, "b")]
+    assert slots.take(reply(1, seq=5)) is None
+    assert slots.take(reply(1, seq=5)) == AdapterAnswered(5)
+
+
+def test_an_adapter_that_is_given_up_before_it_was_sent_is_not_sent() -> None:
+    slots = AdapterSlots(1)
+    slots.load(4, 1, Memory("a"), [7])  # type: ignore[arg-type]
+    slots.drop(1)
+    assert not slots.is_loading
+    assert slots.due({}) == []
+
+
+def test_new_agents_that_cannot_load_a_dropped_adapter_stay() -> None:
+    slots = AdapterSlots(1)
+    slots.keep(0, Memory("a"))  # type: ignore[arg-type]
+    assert sent(slots.again(lambda: 1)) == [(0, "a")]
+    slots.drop(0)
+    slots.keep(0, Memory("b"))  # type: ignore[arg-type]
+    assert slots.take(reply(0, "no such file")) is None
+    assert sent(slots.again(lambda: 1)) == [(0, "b")]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_the_memory_of_an_unloaded_adapter_is_freed_while_the_agents_live(is_replaced: bool) -> None:
+    slots, memory = AdapterSlots(1), Memory("a")
+    is_alive = weakref.ref(memory)
+    slots.keep(0, memory)  # type: ignore[arg-type]
+    del memory
+    assert sent(slots.again(lambda: 1)) == [(0, "a")]
+    assert slots.take(reply(0)) is None
+    if is_replaced:
+        slots.load(2, 0, Memory("b"), [])  # type: ignore[arg-type]
+    else:
+        slots.drop(0)
+    assert is_alive() is None

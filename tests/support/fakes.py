@@ -83,6 +83,7 @@ class FakeExecutor:
         self.adapters: dict[int, str] = {}
         """The name of the shared memory of the adapter in each slot."""
         self.adapter_error = ""
+        self._num_loads = 0
         self.releases = 0
         """Number of calls of ``release``."""
         self.polls = 0
@@ -121,9 +122,11 @@ class FakeExecutor:
     def publish_masks(self, seq: int, masks: Sequence[Any]) -> None:
         self.masks[seq] = list(masks)
 
-    def load_adapter(self, slot: int, memory: AdapterMemory) -> None:
+    def load_adapter(self, slot: int, memory: AdapterMemory) -> int:
         self.adapters[slot] = memory.name
-        self.push(AdapterAnswered(slot, self.adapter_error))
+        self._num_loads += 1
+        self.push(AdapterAnswered(self._num_loads, self.adapter_error))
+        return self._num_loads
 
     def drop_adapter(self, slot: int) -> None:
         del self.adapters[slot]
