@@ -120,14 +120,16 @@ class _Launcher:
         self._open_access(log, metrics, owned)
         tracing, batches = self._open_tracing(metrics, owned), self._open_batches(log, owned)
         observe = self._open_events(metrics, log, owned)
+        _freeze_objects()
         engine = make_engine(with_fingerprint(config), tokenizer, executors, log, metrics, observe=observe)
         engine.start()
         app = create_app(engine, log, metrics, config, self._access, tracing, batches)
         models = open_models(app.state, self._models, config.models_config, agents)
+        del engine, executors, tokenizer  # the registry frees them when a reload has replaced this version
         stop_http = asyncio.Event()
         http = self._start_http(app, sockets, stop_http)
         try:
-            started = await wait_ready(engine, lambda: self._stop.is_set() or http.done())
+            started = await wait_ready(models.main.engine, lambda: self._stop.is_set() or http.done())
             if started:
                 self._begin_service(models, log, metrics, sockets, owned)
                 if app.state.shadow is not None:
@@ -278,7 +280,6 @@ class _Launcher:
         self, models: ModelRegistry[ServerState], log: EventLog, metrics: Metrics, sockets: Sockets, owned: ExitStack
     ) -> None:
         """Starts the tasks that run only while the agents are ready, and reports that the server is ready."""
-        _freeze_objects()
         models.begin()
         self._report_energy(metrics, log, owned)
         self._say_ready(sockets, log)
@@ -360,10 +361,11 @@ def _url(scheme: str, listener: socket.socket) -> str:
 
 
 def _freeze_objects() -> None:
-    """Excludes the objects that exist after the start from garbage collection, because most of them live as long as the
-    server.
+    """Excludes the objects that exist now from garbage collection: mostly modules, functions and classes, which live as
+    long as the server.
 
-    Without this, each full collection would traverse these objects and delay all requests by 50 to 150 ms.
+    Without this, each full collection would traverse these objects and delay all requests by 50 to 150 ms. The first
+    engine is made later. Its objects form reference cycles, and a reload of the model must free them.
     """
     gc.collect()
     gc.freeze()

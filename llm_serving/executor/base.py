@@ -192,8 +192,7 @@ def poll_all(executors: Sequence[Executor]) -> Poll:
 class _SeveralExecutors:
     """Waits with an epoll object, which is closed when this object is freed.
 
-    A selector of the standard library is part of a reference cycle. The launcher excludes the first engine from garbage
-    collection, so its selector would never be closed.
+    A selector of the standard library is part of a reference cycle, so it would stay open until a garbage collection.
     """
 
     def __init__(self, executors: Sequence[Executor]) -> None:

@@ -47,17 +47,19 @@ class ModelRegistry(Generic[V]):
         max_wait_s: float = 120.0,
         idle_unload_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        note_main: Callable[[V], None] = lambda view: None,
     ) -> None:
         """``main`` is the running version of the first model. ``max_wait_s``: maximum seconds that a request waits for
         its model.
 
         ``idle_unload_s``: seconds without requests after which a model that is not pinned is unloaded. None: never.
+        ``note_main`` is called with the view of each new version of the main model.
         """
         self.models = [ServedModel[V](model, is_main=not index) for index, model in enumerate(models)]
         self._max_wait_s = max_wait_s
         self._idle_unload_s = idle_unload_s
         self._clock = clock
-        self._transitions = Transitions(self.models, starter, arbiter, log, clock)
+        self._transitions = Transitions(self.models, starter, arbiter, log, clock, note_main)
         self.models[0].take_number()
         self._transitions.put(self.models[0], main)
 

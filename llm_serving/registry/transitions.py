@@ -30,6 +30,7 @@ class Transitions(Generic[V]):
         arbiter: Arbiter,
         log: EventLog,
         clock: Callable[[], float] = time.monotonic,
+        note_main: Callable[[V], None] = lambda view: None,
     ) -> None:
         self.models = models
         self.starter = starter
@@ -44,6 +45,7 @@ class Transitions(Generic[V]):
         self.starting: dict[str, Need] = {}
         """Memory of the versions that are being started, by the model's name."""
         self._arbiter = arbiter
+        self._note_main = note_main
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, model: ServedModel[V]) -> asyncio.Task[None]:
@@ -92,6 +94,8 @@ class Transitions(Generic[V]):
         for observer in version.engine.observers:
             observer.enter_service()
         version.on_idle = lambda: self._note_idle(model)
+        if model.is_main:
+            self._note_main(version.view)
         self.keep(self._watch(model, version))
 
     async def load(self, model: ServedModel[V], before: ModelState) -> None:

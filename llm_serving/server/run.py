@@ -84,18 +84,20 @@ async def serve(
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=math.ceil(CLOSE_S + 0.5),  # then uvicorn ends the connections that are left
     )
-    state.loop_watch.start(lambda: len(state.active) > 0, state.log)
+    active, loop_watch = state.active, state.loop_watch
+    loop_watch.start(lambda: len(active) > 0, state.log)
     for watch in watches:
         watch.start()
     batches = None if state.batches is None else BatchRunner(app, state.batches, BATCH_ENDPOINTS)
     context = tls.context if tls else None
+    del state  # it belongs to the first version of the main model, which a reload must free
     try:
         await _Server(config, app, rules, listeners, context, stop, drain_s, batches).serve()
     finally:
         if batches is not None:
             await batches.stop()
             batches.store.close()
-        state.loop_watch.stop()
+        loop_watch.stop()
         for watch in watches:
             watch.stop()
 
@@ -114,7 +116,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._batches = batches
-        self._state = app.state
+        self._app = app
         self._rules = rules
         self._listeners = listeners
         self._tls = tls
@@ -159,8 +161,8 @@ class _Server(uvicorn.Server):
         if self._batches is not None:
             await self._batches.stop()  # the stop does not wait for batches, which continue after the next start
         # The socket still listens. So new clients get a 503 with a reason instead of a refused connection.
-        drain_s = 0.0 if self._state.has_ended else self._drain_s
-        await self._tick_until(asyncio.ensure_future(self._state.active.drain(drain_s)))
+        drain_s = 0.0 if self._app.state.has_ended else self._drain_s
+        await self._tick_until(asyncio.ensure_future(self._app.state.active.drain(drain_s)))
 
     async def _tick_until(self, done: asyncio.Future[Any]) -> None:
         while not done.done():

@@ -244,6 +244,14 @@ class ServerState:
         """Whether the server has stopped serving for good. During a reload, requests wait and this is False."""
         return self.engine.state == "stopped" and (self.models is None or self.models.ended.is_set())
 
+    def follow(self, view: ServerState) -> None:
+        """Takes over the version of ``view``, which now gets the new requests of the main model.
+
+        So the server's own state keeps no version that has ended.
+        """
+        self.engine, self.log, self.settings, self.grammars = view.engine, view.log, view.settings, view.grammars
+        self.renders_inline, self._format = view.renders_inline, view._format
+
     @property
     def output_format(self) -> OutputFormat:
         """The formats in which the model writes reasoning and tool calls."""

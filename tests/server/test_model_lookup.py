@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import time
+import weakref
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from starlette.requests import Request
 
 from llm_serving.access.control import VISIT
+from llm_serving.config.models_section import ModelsConfig
 from llm_serving.errors import ModelNotFoundError, ModelUnavailableError, NotPermittedError, QueueFullError
+from llm_serving.registry.arbiter import Arbiter
+from llm_serving.registry.planned import PlannedModel
+from llm_serving.registry.planned_models import PlannedModels
+from llm_serving.registry.version import RunningVersion
+from llm_serving.server.app import ServerApp
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http.protocol import RECEIVED_AT
-from llm_serving.server.models.lookup import main_model, present, release_lease, served
+from llm_serving.server.models.lookup import main_model, open_models, present, release_lease, served
 from llm_serving.server.operations.admin import is_ready
-from llm_serving.server.state import ServerState
-from support.fake_models import Models
+from llm_serving.server.state import ServerSettings, ServerState
+from support.fake_models import FakeEngine, FakeLog, Models
 from support.model_scripts import play
+from support.small_configs import small_config
 
 
 class Visit:
@@ -177,3 +190,32 @@ def test_the_queue_of_the_requested_model_counts(tmp_path: Path) -> None:
         assert models["main"].status().requests == 0
 
     play(script, tmp_path, {"a": 3})
+
+
+def test_the_server_keeps_no_version_that_a_reload_has_replaced(tmp_path: Path) -> None:
+    async def script() -> None:
+        config, log = small_config(tmp_path), FakeLog()
+        first: Any = FakeEngine(config)
+        first.observe = None
+        need = {"host": 1}
+        state = ServerState(first, log, Mock(), ServerSettings.from_config(config), ())  # type: ignore[arg-type]
+        app = ServerApp(state)
+        models = PlannedModels((PlannedModel(config, need, True, Mock()),), Arbiter({"host": 10}))
+        registry = open_models(state, models, ModelsConfig(), ExitStack())
+        old = registry.main
+        assert app.state is old.view
+        assert app.state.engine is first
+        second: Any = FakeEngine(config)
+        version = RunningVersion(1, second, replace(state, engine=second), need, ExitStack())
+        registry._transitions.put(registry.models[0], version)
+        assert app.state.engine is state.engine is second
+        assert old.view.engine is first, "requests that began before the reload use the old version"
+        await old.stop()
+        await asyncio.sleep(0)
+        freed = weakref.ref(first)
+        del first, old
+        gc.collect()
+        assert freed() is None
+        await registry.close()
+
+    asyncio.run(script())

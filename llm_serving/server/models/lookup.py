@@ -40,19 +40,22 @@ def open_models(
     state: ServerState, models: PlannedModels, settings: ModelsConfig, agents: ExitStack
 ) -> ModelRegistry[ServerState]:
     """Returns the registry of a server. ``state`` serves the main model, and closing ``agents`` ends its agents."""
-    main = RunningVersion(0, state.engine, state, models.models[0].need, agents)
+    # The first version has a view of its own, because ``state`` follows the main model to its later versions.
+    view = replace(state)
+    main = RunningVersion(0, state.engine, view, models.models[0].need, agents)
     make_view = partial(view_of, state)
     starter = VersionStarter(state.log, state.metrics, make_view, state.engine.observe)
     registry = ModelRegistry(
         *(models.models, main, starter, models.arbiter, state.log),
         max_wait_s=settings.max_wait_s,
         idle_unload_s=settings.idle_unload_s,
+        note_main=state.follow,
     )
-    state.models = registry
+    state.models = view.models = registry
     state.metrics.bind(lambda: registry.main.engine.status())
     shadow = state.engine.config.shadow_config
     if shadow.model is not None:
-        state.shadow = ShadowRunner(registry, shadow, state.log)
+        state.shadow = view.shadow = ShadowRunner(registry, shadow, state.log)
         state.metrics.registry.register(ShadowCollector(state.shadow.as_json))
     if registry.has_several:
         state.metrics.registry.register(ModelCollector(registry.statuses, [each.value for each in ModelState]))
