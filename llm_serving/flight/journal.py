@@ -29,6 +29,8 @@ WRITE_INTERVAL_S = 0.5
 """Maximum time in seconds between writes while steps are in flight."""
 _NOW = -math.inf
 _MAX_ITERATIONS = 1024
+_MAX_ENDED = 32
+"""About the maximum number of ended requests that the journal knows. More of them would only take memory."""
 _MAX_PENDING = 256
 """If this number of records waits to be written, the journal writes them before ``WRITE_INTERVAL_S`` has passed."""
 _RESULT = attrgetter(
@@ -151,7 +153,7 @@ class Journal:
         """
         self._stop_log()
         num_requests = sum(self._scheduler.counts()[:2])
-        if not refused and len(self._requests) > 2 * num_requests + _MAX_PENDING:
+        if not refused and len(self._requests) > 2 * num_requests + _MAX_ENDED:
             self._requests.forget_ended()
         return self._requests.add(request, refused=refused)
 

@@ -20,8 +20,8 @@ _WEBP_HEADER_BYTES = 30
 _PIXEL_BYTES = {"L": 1, "P": 1, "I;16": 2, "LA": 4, "RGB": 4, "RGBA": 4, "CMYK": 4}
 """Number of bytes of a pixel in Pillow's memory, by the mode of an image."""
 MAX_WEBP_PIXELS = 4 * 1024 * 1024
-"""Maximum width x height of a WebP. Pillow copies all pixels of a WebP in one call that blocks all other threads. A
-WebP of 8 million pixels takes 17 ms.
+"""Maximum width x height of a WebP. Pillow copies all pixels of a WebP in one call that blocks all other threads. For
+this size, the call takes 10 to 14 ms of its thread's processor time (two cores of an AMD EPYC, Zen 4, under load).
 """
 
 

@@ -8,7 +8,7 @@ import gc
 
 LARGE_BYTES = 1 << 20
 """Minimum size of a block that comes directly from the operating system, and returns to it as soon as it is free."""
-MAX_FREE_BYTES = 4 << 20
+MAX_FREE_BYTES = 1 << 20
 """Maximum free memory at the end of a heap of the C library. A larger rest returns to the operating system."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers of the parameters of ``mallopt`` in glibc's malloc.h."""
@@ -17,8 +17,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def limit_free_memory() -> None:
     """Lets the C library keep little free memory in this process. Call this function at the start of a server.
 
-    By default, glibc raises its limits when large blocks are freed: up to 32 MiB for blocks, and 64 MiB at the end of
-    each heap, see mallopt(3). Then the server would keep the memory of the largest bodies that it has received.
+    By default, glibc raises its limits when large blocks are freed, see mallopt(3). They grow up to 32 MiB for blocks
+    and 64 MiB at the end of each heap. Then the server would keep the memory of the largest bodies that it received.
     """
     with contextlib.suppress(OSError, AttributeError):  # only the C library of GNU has this function
         library = ctypes.CDLL(None)

@@ -119,6 +119,13 @@ def test_memory_that_grows_is_a_leak_and_noise_is_none():
     assert "memory: 17.9 MiB more" in watch.leak()
 
 
+def test_memory_counts_after_the_first_round_of_faults():
+    samples = [(float(second), 200.0 + 0.1 * min(second, 600)) for second in range(1000)]
+    assert MemoryWatch(samples).leak() != ""
+    assert MemoryWatch(samples, first_round_end=600.0).leak() == ""
+    assert MemoryWatch(samples, first_round_end=100.0).counted()[0][0] == 400.0, "the warm-up is at least 40 %"
+
+
 def test_an_agent_that_grows_is_a_leak_and_a_larger_successor_is_none():
     steady = {pid: [(600.0 * pid + second, 400.0 + 50.0 * pid) for second in range(300)] for pid in range(3)}
     assert MemoryWatch(agents=steady).leak() == ""

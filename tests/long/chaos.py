@@ -75,11 +75,14 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
     with load:
         rig = FaultRig(server, orders, load)
         rig.send_large_bodies()
+        rig.fill_receipts()
         time.sleep(WARM_UP_S)
         before = holdings(server, load)
         with watching(watch, server):
             outcomes = inject_faults(rig, load, minutes, schedule(seed, 4, kinds))
         after = holdings(server, load)
+    if len(outcomes) >= len(kinds):
+        watch.first_round_end = outcomes[len(kinds) - 1].ended
     ledger = Ledger(load, outcomes)
     leaks = [*before.leaks(after), *filter(None, [watch.leak()])]
     print(HEADINGS)

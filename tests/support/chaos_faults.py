@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from llm_serving.engine.receipts import RECENT_RECEIPTS
 from support.chaos_load import REQUESTS, Answer, ChaosLoad, ask
 from support.fault_module.sitecustomize import DEADLY
 from support.server_process import ServerProcess
@@ -36,6 +37,7 @@ _POLL_S = 0.02
 _HELD_S = 2.0
 """Time for which a limit or a flood lasts."""
 _FLOOD_CLIENTS = 60
+_MANY_CHOICES = 16
 _STREAM = b'{"prompt": "Once", "max_tokens": 400, "ignore_eos": true, "stream": true}'
 
 
@@ -249,6 +251,14 @@ class FaultRig:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 5) as client:
                 client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
                 client.recv(4096)
+
+    def fill_receipts(self) -> None:
+        """Sends as many requests as the server keeps receipts of. Later receipts then take the memory of earlier ones.
+        """
+        body = {"prompt": "a", "max_tokens": 1, "n": _MANY_CHOICES}
+        for _ in range(RECENT_RECEIPTS // _MANY_CHOICES):
+            answer = self._server.post("/v1/completions", body)
+            assert "choices" in answer, f"a request got {answer!r:.200}"
 
     def _disk(self, injection: Injection) -> None:
         """Prevents the server's files from growing, as on a full disk."""

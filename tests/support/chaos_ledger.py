@@ -20,7 +20,7 @@ MAX_SLOPE_MIB = 1.0
 NOISE_MIB = 3.0
 """Growth of memory that a short run may show, because an allocator keeps the memory of bursts of requests."""
 WARM_UP = 0.4
-"""Part of the run after which memory counts."""
+"""Part of the run after which memory counts, if the first round of faults has ended before."""
 AGENT_WARM_UP_S = 30.0
 AGENT_LOADED = 0.9
 """An agent's memory counts ``AGENT_WARM_UP_S`` after it has reached this part of its last size. On a busy machine, an
@@ -69,6 +69,11 @@ class MemoryWatch:
     samples: Samples = field(default_factory=list)
     agents: dict[int, Samples] = field(default_factory=dict)
     """The samples of each agent, by process id. A restarted agent is another one."""
+    first_round_end: float = 0.0
+    """The time at which each kind of fault had happened once. The server then has the memory that they need.
+
+    0.0 if the run ended before.
+    """
 
     def add(self, server: ServerProcess) -> None:
         """Takes a sample of the memory of each process that runs now."""
@@ -80,7 +85,8 @@ class MemoryWatch:
 
     def counted(self) -> Samples:
         """Returns the samples of the server's memory after the warm-up."""
-        return self.samples[int(len(self.samples) * WARM_UP) :]
+        late = self.samples[int(len(self.samples) * WARM_UP) :]
+        return [each for each in late if each[0] >= self.first_round_end]
 
     def slope_mib(self) -> float:
         """Returns the growth of the server's memory in MiB in 10 minutes, after the warm-up."""
