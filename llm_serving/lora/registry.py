@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from llm_serving.errors import AdapterError, ModelNotFoundError, RequestError
+from llm_serving.errors import AdapterError, ModelNotFoundError, ModelStateError, RequestError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +59,9 @@ class AdapterRegistry:
     _named: dict[str, Adapter] = field(default_factory=dict)
     _uses: dict[int, _Use] = field(default_factory=dict)
     """The adapter in each occupied slot. A removed adapter stays here until its last request has ended."""
+    _reserved: set[int] = field(default_factory=set)
+    """The slots from ``take_slot`` whose adapter is being loaded."""
+    _is_frozen: bool = False
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -78,17 +81,38 @@ class AdapterRegistry:
                 code="adapter_loaded",
             )
 
+    def freeze(self) -> list[Adapter]:
+        """Refuses new and removed adapters until ``thaw``, and returns the adapters. A new version of the model then
+        gets exactly these adapters.
+
+        Raises ModelStateError if an adapter is being loaded.
+        """
+        if self._reserved:
+            raise ModelStateError("A LoRA adapter of the model is being loaded; send the command again later.")
+        self._is_frozen = True
+        return self.adapters
+
+    def thaw(self) -> None:
+        """Permits new and removed adapters again, because no other version replaces this one."""
+        self._is_frozen = False
+
+    def _check_not_frozen(self) -> None:
+        if self._is_frozen:
+            raise ModelStateError(
+                "The model is being reloaded, so its LoRA adapters cannot change; send the command again later."
+            )
+
     def take_slot(self) -> int:
         """Reserves a slot for a new adapter: a free slot, or that of the least recently used adapter without open
         requests.
 
         The caller must call ``add`` or ``give_back`` next. Raises AdaptersInUseError if all adapters have open
-        requests.
+        requests, and ModelStateError while the adapters are frozen.
         """
+        self._check_not_frozen()
         free = next((slot for slot in range(self.max_adapters) if slot not in self._uses), None)
         if free is not None:
-            self._uses[free] = _Use(Adapter("", "", b"", free))
-            return free
+            return self._reserve(free)
         idle = next((each for each in self._named.values() if not self._uses[each.slot].num_requests), None)
         if idle is None:
             raise AdaptersInUseError(
@@ -97,23 +121,30 @@ class AdapterRegistry:
                 param="lora_name",
             )
         del self._named[idle.name]
-        self._uses[idle.slot] = _Use(Adapter("", "", b"", idle.slot))
-        return idle.slot
+        return self._reserve(idle.slot)
+
+    def _reserve(self, slot: int) -> int:
+        self._uses[slot] = _Use(Adapter("", "", b"", slot))
+        self._reserved.add(slot)
+        return slot
 
     def add(self, adapter: Adapter) -> None:
         """Makes an adapter available for requests. The agents must have loaded it into a slot from ``take_slot``."""
+        self._reserved.remove(adapter.slot)
         self._uses[adapter.slot] = _Use(adapter)
         self._named[adapter.name] = adapter
 
     def give_back(self, slot: int) -> None:
         """Frees a slot from ``take_slot``, because its adapter could not be loaded."""
+        self._reserved.remove(slot)
         del self._uses[slot]
 
     def remove(self, name: str) -> Adapter:
         """Removes an adapter and refuses new requests for it. Its slot becomes free when its open requests have ended.
 
-        Raises ModelNotFoundError if no adapter has this name.
+        Raises ModelNotFoundError if no adapter has this name, and ModelStateError while the adapters are frozen.
         """
+        self._check_not_frozen()
         adapter = self._named.pop(name, None)
         if adapter is None:
             raise ModelNotFoundError(f"No adapter with the name {name!r} is loaded.", param="lora_name")

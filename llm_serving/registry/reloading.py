@@ -15,6 +15,7 @@ from llm_serving.errors import (
     ModelMemoryError,
     ModelStateError,
 )
+from llm_serving.lora.registry import Adapter
 from llm_serving.registry.arbiter import Need
 from llm_serving.registry.freeing import return_free_memory
 from llm_serving.registry.served_model import ServedModel
@@ -43,8 +44,8 @@ async def reload(
     completes its requests and ends first; new requests wait. If the model is not in memory, only its config changes,
     for the next start.
 
-    Raises ModelStateError if the memory is too small, or if the new version does not start. The old version then
-    continues to serve, unless it had to end first.
+    Raises ModelStateError if the memory is too small, if the new version does not start, or if a LoRA adapter is being
+    loaded. The old version then continues to serve, unless it had to end first.
     """
     _check(model)
     model.is_reloading = True
@@ -55,10 +56,15 @@ async def reload(
             model.config, model.need, model.tokenizer = following.config, following.need, None
             return
         work = _Reload(transitions, model, old, following)
-        if (victims := work.victims(drain_first=drain_first)) is None:
-            await work.exchange()
-        else:
-            await work.switch(victims)
+        victims, adapters = work.victims(drain_first=drain_first), old.engine.adapters.freeze()
+        try:
+            if victims is None:
+                await work.exchange()
+            else:
+                await work.switch(victims, adapters)
+        finally:
+            if model.version is old:
+                old.engine.adapters.thaw()
     finally:
         model.is_reloading = False
         transitions.room.set()
@@ -116,8 +122,10 @@ class _Reload(Generic[V]):
                 problem = error
         raise ModelStateError(f"The model is not reloaded: {problem}.{hint}", code="model_memory")
 
-    async def switch(self, victims: list[ServedModel[V]]) -> None:
-        """Starts the new version while the old version serves. New requests then go to the new version."""
+    async def switch(self, victims: list[ServedModel[V]], adapters: list[Adapter]) -> None:
+        """Starts the new version, with the ``adapters`` of the old version, while the old version serves. New requests
+        then go to the new version.
+        """
         transitions, model = self._transitions, self._model
         transitions.starting[model.name] = self._next.need
         ends = [transitions.end_for_other(victim) for victim in victims]
@@ -126,7 +134,7 @@ class _Reload(Generic[V]):
                 await asyncio.wait(ends)
             version = await transitions.starter.start(
                 *(self._next.config, model.take_number(), self._next.need),
-                adapters_of=self._old.engine,
+                adapters=adapters,
                 is_main=model.is_main,
             )
         except (LLMServingError, OSError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import AgentStartError
 from llm_serving.lora.loading import read_into_memory
+from llm_serving.lora.registry import Adapter
 from llm_serving.model.source_files import files_fingerprint
 from llm_serving.registry.arbiter import Need
 from llm_serving.registry.model_log import ModelLog
@@ -53,22 +54,21 @@ class VersionStarter(Generic[V]):
         need: Need,
         *,
         tokenizer: Tokenizer | None = None,
-        adapters_of: AsyncEngine | None = None,
+        adapters: Sequence[Adapter] = (),
         is_main: bool = False,
     ) -> RunningVersion[V]:
         """Starts version ``number`` of a model, and returns the version when its agents are ready.
 
-        ``tokenizer``: the model's tokenizer, if it is in memory. ``adapters_of``: an engine whose LoRA adapters the new
-        version must also have. Raises LLMServingError or OSError if the version does not start. All its processes have
-        then ended.
+        ``tokenizer``: the model's tokenizer, if it is in memory. ``adapters``: the LoRA adapters of the version before,
+        which the new version must also have. Raises LLMServingError or OSError if the version does not start. All its
+        processes have then ended.
         """
         log = self._log if is_main else ModelLog(self._log, config.model_name)
         owned, engine, is_started = ExitStack(), None, False
         try:
             observe, config = self._observe if is_main else None, with_log_folder(config, number)
             engine = await asyncio.to_thread(self._make_engine, config, tokenizer, log, owned, observe)
-            if adapters_of is not None:
-                await asyncio.to_thread(_copy_adapters, adapters_of, engine)
+            await asyncio.to_thread(_copy_adapters, adapters, engine)
             view = await asyncio.to_thread(self._make_view, engine, log)
             engine.start()
             is_started = True
@@ -121,9 +121,9 @@ def with_fingerprint(config: Config) -> Config:
     return replace(config, files_fingerprint=fingerprint)
 
 
-def _copy_adapters(source: AsyncEngine, engine: AsyncEngine) -> None:
-    """Gives ``engine`` the adapters of ``source`` that it lacks. These were loaded over HTTP. Raises AdapterError."""
-    for adapter in source.adapters.adapters:
+def _copy_adapters(adapters: Sequence[Adapter], engine: AsyncEngine) -> None:
+    """Gives ``engine`` the ``adapters`` that it lacks. These were loaded over HTTP. Raises AdapterError."""
+    for adapter in adapters:
         if engine.adapters.find(adapter.name) is None:
             digest, memory = read_into_memory(Path(adapter.path), engine.config)
             engine.adapters.keep(adapter.name, adapter.path, digest, memory)

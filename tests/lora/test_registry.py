@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_serving.errors import AdapterError, ModelNotFoundError
+from llm_serving.errors import AdapterError, ModelNotFoundError, ModelStateError
 from llm_serving.lora.registry import Adapter, AdapterRegistry, AdaptersInUseError
 
 
@@ -73,3 +73,30 @@ def test_a_slot_that_could_not_be_loaded_is_free_again() -> None:
     registry = AdapterRegistry(1)
     registry.give_back(registry.take_slot())
     assert load(registry, "a").slot == 0
+
+
+def test_frozen_adapters_serve_requests_but_do_not_change() -> None:
+    registry = AdapterRegistry(2)
+    adapter = load(registry, "a")
+    assert registry.freeze() == [adapter]
+    for change in (registry.take_slot, lambda: registry.remove("a")):
+        with pytest.raises(ModelStateError, match="is being reloaded") as refused:
+            change()
+        assert refused.value.status == 409
+    registry.acquire(adapter)
+    registry.release(adapter)
+    registry.thaw()
+    assert registry.remove("a") is adapter
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_adapters_are_not_frozen_while_one_is_loaded(is_loaded: bool) -> None:
+    registry = AdapterRegistry(1)
+    slot = registry.take_slot()
+    with pytest.raises(ModelStateError, match="is being loaded"):
+        registry.freeze()
+    if is_loaded:
+        registry.add(Adapter("a", "/adapters/a", b"a", slot))
+    else:
+        registry.give_back(slot)
+    assert [adapter.name for adapter in registry.freeze()] == ["a"] * is_loaded

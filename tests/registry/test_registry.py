@@ -11,7 +11,7 @@ import pytest
 from llm_serving.errors import ModelStateError, ModelUnavailableError
 from llm_serving.registry.registry import RETRY_FAILED_S
 from llm_serving.registry.states import ModelState, StartCosts
-from support.fake_models import Models
+from support.fake_models import Models, add_adapter
 from support.model_scripts import play
 
 
@@ -375,3 +375,38 @@ def test_costs_of_both_kinds_of_starts() -> None:
     costs.note(ModelState.FAILED, 4.0)
     assert costs.expected_s(ModelState.SLEEPING) == 3.0
     assert costs.expected_s(ModelState.COLD) == 6.0
+
+
+def test_adapters_do_not_change_while_a_reload_copies_them(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        old = models.registry.main.engine
+        add_adapter(old, "a")
+        models.starter.gate.clear()
+        reload = asyncio.ensure_future(models.registry.reload(models["main"], None, drain_first=False))
+        await until(lambda: models.starter.started == ["main"])
+        for change in (lambda: add_adapter(old, "b"), lambda: old.adapters.remove("a")):
+            with pytest.raises(ModelStateError, match="is being reloaded"):
+                change()
+        models.starter.gate.set()
+        await reload
+        assert [each.name for each in models.registry.main.engine.adapters.adapters] == ["a"]
+        models.registry.main.engine.adapters.remove("a")
+        with pytest.raises(ModelStateError, match="is being reloaded"):
+            old.adapters.remove("a")  # a command that began before the reload
+
+    play(script, tmp_path, {})
+
+
+def test_adapters_can_change_after_a_reload_that_failed(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        adapters = models.registry.main.engine.adapters
+        slot = adapters.take_slot()
+        with pytest.raises(ModelStateError, match="adapter of the model is being loaded"):
+            await models.registry.reload(models["main"], None, drain_first=False)
+        adapters.give_back(slot)
+        models.starter.fails = True
+        with pytest.raises(ModelStateError, match="old one serves on"):
+            await models.registry.reload(models["main"], None, drain_first=False)
+        add_adapter(models.registry.main.engine, "a")
+
+    play(script, tmp_path, {})

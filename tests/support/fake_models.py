@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest.mock import Mock
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError, ModelUnavailableError, QueueFullError
+from llm_serving.lora.registry import Adapter, AdapterRegistry
 from llm_serving.registry.arbiter import Arbiter
 from llm_serving.registry.planned import PlannedModel
 from llm_serving.registry.registry import ModelRegistry
@@ -32,7 +34,7 @@ class FakeEngine:
         self.ended = asyncio.Event()
         self.stop_reason = "the agents were lost too often"
         self.standby = None
-        self.adapters = SimpleNamespace(find=lambda name: None, adapters=[])
+        self.adapters = AdapterRegistry(2)
         self.is_stopped = False
         self.observers = [Mock(spec=["enter_service"])]
 
@@ -76,8 +78,16 @@ class FakeStarter:
         """Time of a start on the clock of the registry."""
 
     async def start(
-        self, config: Config, number: int, need: Any, *, tokenizer: Any = None, **others: Any
+        self,
+        config: Config,
+        number: int,
+        need: Any,
+        *,
+        tokenizer: Any = None,
+        adapters: Sequence[Adapter] = (),
+        **others: Any,
     ) -> RunningVersion[Any]:
+        names = [adapter.name for adapter in adapters]
         self.started.append(config.model_name)
         self.with_tokenizer.append(tokenizer is not None)
         await self.gate.wait()
@@ -86,10 +96,17 @@ class FakeStarter:
             raise ValueError("a tokenizer with a hole")
         if self.fails or self.is_closing:
             raise AgentStartError("no memory left for the agent")
-        return version(config, number, need)
+        started = version(config, number, need)
+        for name in names:
+            add_adapter(started.engine, name)
+        return started
 
     def begin_checks(self, version: RunningVersion[Any]) -> None:
         pass
+
+
+def add_adapter(engine: Any, name: str) -> None:
+    engine.adapters.add(Adapter(name, f"/adapters/{name}", name.encode(), engine.adapters.take_slot()))
 
 
 def version(config: Config, number: int, need: Any) -> RunningVersion[Any]:
