@@ -11,7 +11,7 @@ from llm_serving.config.mindformers_unused import find_unused
 from llm_serving.config.source import UnusedSetting
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import read_yaml_mapping
-from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.formats.typed_fields import TypedFields, short_repr
 from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
 from llm_serving.model.shape import (
     MAX_HEADS,
@@ -91,6 +91,8 @@ class MindSporeContext:
 class MindFormersFile:
     """The content of a MindFormers YAML that the server uses."""
 
+    file: str
+    """Path of the YAML."""
     context: MindSporeContext
     shape: ModelShape | None
     """Sizes of the model. None if the file has no ``model.model_config``, or one without sizes."""
@@ -99,6 +101,14 @@ class MindFormersFile:
     """Value of the key ``pretrained_model_dir``."""
     unused: tuple[UnusedSetting, ...] = ()
 
+    def unused_on(self, device: str) -> tuple[UnusedSetting, ...]:
+        """Returns the settings that have no effect on this device, ``CPU`` or ``Ascend``."""
+        flags = self.context.graph_kernel_flags
+        if device != "CPU" or not flags:
+            return self.unused
+        reason = "flags of MindSpore's fusion on an Ascend; a CPU fuses fixed chains of operators"
+        return (*self.unused, UnusedSetting(self.file, "context.graph_kernel_flags", short_repr(flags), reason))
+
 
 def read_mindformers_yaml(path: Path) -> MindFormersFile:
     """Reads a MindFormers YAML. Raises ConfigError with file, key and value if a key has a wrong type or value."""
@@ -106,6 +116,7 @@ def read_mindformers_yaml(path: Path) -> MindFormersFile:
     model = document.mapping("model")
     sizes = model.mapping("model_config") if "model_config" in model else None
     return MindFormersFile(
+        str(path),
         _context(document.mapping("context")),
         None if sizes is None else _shape(sizes, model.mapping("arch")),
         sizes.text("compute_dtype", "", ("", *_DTYPES)) or None if sizes is not None else None,

@@ -168,7 +168,7 @@ class Resolver:
             auto_length=self._sections["pa_config"].decode_seq_length == AUTO_SIZE,
             auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
             notes=(*self._notes, *notes),
-            unused=(*self._unused, *(mindformers.unused if mindformers else ())),
+            unused=(*self._unused, *(mindformers.unused_on(device) if mindformers else ())),
         )
         for check in _CHECKS:
             check(self._raw, config)

@@ -85,6 +85,14 @@ def test_every_documented_key_is_read_and_checked(tmp_path: Path) -> None:
             read_mindformers_yaml(file)
 
 
+def test_flags_of_an_ascend_have_no_effect_on_a_cpu(tmp_path: Path) -> None:
+    file = write(tmp_path, "context: {enable_graph_kernel: True, graph_kernel_flags: '--opt_level=2'}\n")
+    read = read_mindformers_yaml(file)
+    assert (read.unused, read.unused_on("Ascend")) == ((), ())
+    [flags] = read.unused_on("CPU")
+    assert (flags.file, flags.key, flags.value) == (str(file), "context.graph_kernel_flags", "'--opt_level=2'")
+
+
 def test_keys_without_effect_are_listed_with_the_reason(tmp_path: Path) -> None:
     text = (
         "run_mode: predict\nseed: 7\nload_checkpoint: ''\nlayer_decay: 0.65\n"
