@@ -1,4 +1,4 @@
-"""The operator's logits processors: Python code that changes the logits of each token before it is sampled.
+"""Runs logits processors: Python code of the server's operator that changes the logits before each token is sampled.
 
 The config names the classes (``model_config.logits_processors``). A request cannot name or load a processor. A
 processor gets the tokens and the logits of one sequence at a time, so that no sequence depends on another.

@@ -188,7 +188,9 @@ class ModelRunner:
         self._seconds["warm_up"] = time.perf_counter() - start
 
     def _is_proved(self, model: LoadedModel) -> bool:
-        """Runs the proof of stored launches (``ModelStart.is_proved``). If they fail it, compiles the graph."""
+        """Runs the proof of stored launches (``ModelStart.is_proved``). If the launches fail the proof, compiles the
+        graph.
+        """
         self._report("warm up", 0, 1)
         is_proved = self._start.is_proved(model, partial(self.run_step, is_decode=False))
         if not is_proved:

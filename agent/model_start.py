@@ -35,7 +35,8 @@ class ModelStart:
         self._weights: WeightCache | None = None
         self._program: StoredStart | None = None
         self.is_stored = False
-        """True if the launches of the graph come from a file, or will come from it."""
+        """True if the launches of the graph were read, or will be read, from a file that an earlier start has stored.
+        """
         if keeps_files:
             self._weights = WeightCache(config, rank)
             self._weights.begin_load()

@@ -330,8 +330,8 @@ def _report_allowed(scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
 
 
 def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
-    """Makes the device find the candidates of a step if at least one sequence needs them. Returns whether this is the
-    case.
+    """Starts the search for candidates on the device if at least one sequence of the step needs candidates. Returns
+    True in this case.
 
     A sequence needs no candidates if it is greedy, has no penalties and no mask, and reports no log-probabilities. If
     agents share the vocabulary, all of them must call this function, because they find the candidates together.

@@ -29,7 +29,9 @@ STATES_PER_ROW = 2
 SAVES_PER_RUN = 2
 """Maximum number of snapshots that a run saves (``kDeltaSaves`` of ``agent/kernels/ops/gated_delta.h``)."""
 _SAVES, _REPLAYED, _SETTLED = 4, 4 + 2 * SAVES_PER_RUN, 5 + 2 * SAVES_PER_RUN
-"""Columns of a run: the snapshots that it saves, the drafts that it replays, and its tokens before the first draft."""
+"""Columns of ``SequenceStates.runs``: the snapshots that a run saves, the drafts that it replays, and its tokens before
+the first draft.
+"""
 RUN_WIDTH = 6 + 2 * SAVES_PER_RUN
 _NONE = -1
 _Ints = npt.NDArray[np.int64]
@@ -61,7 +63,9 @@ class SequenceStates:
         """
         self._ends: _Ints = np.full((num_rows, STATES_PER_ROW), _NONE, np.int64)
         self._nexts: _Ints = np.full((num_rows, STATES_PER_ROW, 2), _NONE, np.int64)
-        """The first and the last position at which a step may begin that reads the state."""
+        """For each batch row and state: the first and the last position at which a step that reads this state may
+        begin.
+        """
         self._snapshot_ends: _Ints = np.full(num_snapshots, _NONE, np.int64)
         self._is_warm_up = True
 
@@ -148,15 +152,15 @@ class _Runs:
 
     rows: _Ints
     lens: _Ints
-    """Numbers of tokens."""
+    """The number of tokens of each run."""
     begins: _Ints
-    """First positions."""
+    """The position of each run's first token in its sequence."""
     firsts: _Ints
-    """First tokens of the step."""
+    """The index of each run's first token among the tokens of the step."""
     settled: _Ints
-    """Numbers of tokens before the first draft that is logged."""
+    """The number of tokens of each run before its first logged draft."""
     entry_lens: _Ints
-    """Numbers of tokens of the entries."""
+    """The number of tokens of each entry."""
     run_of: _Ints
     """The run of each entry."""
     place: _Ints
@@ -201,7 +205,7 @@ def _runs_of(inputs: StepInputs, max_logged: int) -> _Runs:
     if (begins[1:] != begins[:-1] + lens[:-1])[joins].any():
         raise ProtocolError("entries of a step with the same batch row are not consecutive positions")
     totals = np.add.reduceat(lens, starts)
-    # All entries of a run but its first one are drafts.
+    # Every entry of a run except the first is a draft.
     settled = np.maximum(lens[starts], totals - max_logged)
     return _Runs(rows[starts], totals, begins[starts], firsts[starts], settled, lens, run_of, place)
 

@@ -1,6 +1,6 @@
 """Controls a headless Chromium over the W3C WebDriver protocol, for tests and pictures of the web pages.
 
-It needs Debian's packages ``chromium`` and ``chromium-driver``.
+Needs Debian's packages ``chromium`` and ``chromium-driver``.
 """
 
 from __future__ import annotations

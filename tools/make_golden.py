@@ -1,6 +1,6 @@
 """Writes tests/golden/*.json: greedy tokens of the test models, computed by Hugging Face transformers in float32.
 
-It needs torch and transformers, which the project does not use. They go into a separate environment:
+The program needs torch and transformers, which the project does not use. Install both in a separate environment:
 
     python -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch==2.13.0
     /tmp/oracle/bin/pip install transformers safetensors "numpy<2"

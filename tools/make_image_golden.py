@@ -1,7 +1,7 @@
 """Writes tests/golden/images.json: tiles, encoder rows and greedy tokens of a small SmolVLM, from transformers.
 
-It needs the environment of ``tools/make_golden.py``, and the Pillow of ``pyproject.toml``, because other versions round
-some pixels of a resized image differently:
+The program needs the environment of ``tools/make_golden.py``. It also needs the version of Pillow in
+``pyproject.toml``, because other versions round some pixels of a resized image differently:
 
     /tmp/oracle/bin/pip install pillow==12.3.0 peft
     /tmp/oracle/bin/python tools/make_image_golden.py

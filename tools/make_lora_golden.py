@@ -1,6 +1,6 @@
 """Writes tests/golden/lora: log-probabilities of seeded models with a LoRA adapter, computed by PEFT.
 
-It needs torch, transformers and peft, which the project does not use. They go into a separate environment, as for
+The program needs torch, transformers and peft, which the project does not use. Add peft to the environment of
 ``tools/make_golden.py``:
 
     /tmp/oracle/bin/pip install peft

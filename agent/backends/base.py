@@ -15,8 +15,8 @@ If ``OpTable.num_adapter_groups`` is not 0, the last entry is ``adapter_rows``, 
 with q queries and a context of c tokens is at position c - q + i.
 
 An operator adds the numbers for a token in an order that depends only on the layer's number of inputs and the token's
-context. Therefore a token's result does not depend on the other tokens of the step. It is the same in a prompt, a chunk
-and a decode step.
+context. Therefore a token's result does not depend on the other tokens of the step. The result is also the same in a
+prompt, a chunk and a decode step.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class OpTable(ABC):
         token ids.
         """
         self.rows: Array | None = None
-        """[tokens, hidden_size]: the memory of this first input, if the graph reads fixed memory. Otherwise None."""
+        """[tokens, hidden_size]: the array that the graph reads as its first input, if ``takes_rows`` and the array is
+        fixed. Otherwise None.
+        """
         self.rotary_rows: tuple[Array, Array] | None = None
         """[tokens, rotary width] each: the cosines and sines of a step's tokens, if the agent gathers them itself.
         Otherwise None.

@@ -20,7 +20,7 @@ class DeviceTraits:
     """Facts about a device that decide how graphs are built and how weights are loaded."""
 
     op_table: str
-    """The name in ``model_config.op_table``."""
+    """The name of the op table, one of the values of the setting ``model_config.op_table``."""
     packs_weights: bool = False
     """True: a linear weight is one packed blob (``agent.kernels.packing``) that includes its bias, and a tied output
     weight is a parameter of its own. False: weights are [out, in] as in checkpoints."""

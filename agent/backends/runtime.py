@@ -23,7 +23,7 @@ from llm_serving.errors import AgentStartError
 
 _PLUGIN_PATH = "MS_OP_PLUGIN_PATH"
 _cpu_set_up: list[str] = []
-"""The op table that this process was set up for. The list is empty until then."""
+"""The op table for which this process was set up, as the only entry. Empty before the set-up."""
 
 
 def start_runtime(config: Config, rank: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Lists the files that an agent needs, with its rights: those that it may read, and those that it may write."""
+"""Lists the files that an agent may access, and whether it may read, write or create each of them."""
 
 from __future__ import annotations
 

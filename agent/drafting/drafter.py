@@ -28,8 +28,7 @@ logger = logging.getLogger("agent.drafting")
 Int32Array = npt.NDArray[np.int32]
 
 _MAX_PLAIN = 64
-"""Maximum number of plain decode steps (without drafts) whose tokens wait. Then the tokens of all these steps are
-stored together.
+"""Maximum number of plain decode steps (without drafts) whose tokens are buffered. A full buffer is stored at once.
 """
 
 
@@ -38,7 +37,7 @@ class Line:
     """A sequence that the draft model continues after a step."""
 
     index: int
-    """Index of the sequence's last entry in the step that was not rejected."""
+    """Index, among the entries of the step, of the sequence's last entry that was not rejected."""
     row: int
     start: int
     """The first position that the next pass of the draft model computes."""
@@ -212,7 +211,8 @@ class Drafter:
                 slot.draft_ids[line.index * width : line.index * width + len(drafts)] = drafts
 
     def _guarded(self, run: Callable[[], None]) -> bool:
-        """Runs passes of the draft model. Returns False if it failed, and then makes no more drafts."""
+        """Calls ``run``, which runs passes of the draft model. If ``run`` fails, turns drafting off and returns False.
+        """
         try:
             run()
         except RuntimeError:

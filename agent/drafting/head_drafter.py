@@ -9,8 +9,8 @@ At position p, a head takes the hidden state at p and the token at p + 1. Theref
 next chunk, which has the next token.
 
 A sequence may start behind a cached prefix. The key at the last position of the prefix depends on the next token, but
-the hash of a block does not cover this token. So the key may belong to another next token. This can only make drafts
-worse.
+the hash of a block does not cover this token. So the key may belong to another next token. Such a key makes drafts
+worse, but no text changes, because the model verifies every draft.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from llm_serving.ipc.shm import StepSlot
 logger = logging.getLogger("agent.drafting")
 
 _MAX_WAITING = 64
-"""From this number of waiting tokens on, the head computes them even if the step wants no drafts."""
+"""Maximum number of tokens that wait for the head. At this number, the head computes them even if the step wants no
+drafts.
+"""
 _NOBODY = -1
 
 

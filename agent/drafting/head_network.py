@@ -87,7 +87,8 @@ class HeadNetwork(DraftNetwork):
     def states_of(self, tapped: Sequence[Array]) -> Array:
         """Returns the hidden states that the head takes, [tokens, places x hidden_size], as a copy.
 
-        ``tapped`` are the model's residual streams [tokens, hidden_size] after ``DraftModel.tapped_layers``.
+        ``tapped`` are the model's residual streams [tokens, hidden_size] after ``DraftModel.tapped_layers``. ``places``
+        is the number of these streams.
         """
         if self._model_norm is not None:
             return self._normed(tapped[0], self._model_norm)

@@ -21,8 +21,9 @@ Int32Array = npt.NDArray[np.int32]
 class SharedLastTokens:
     """Replaces LAST_TOKEN by the batch row's last sampled token.
 
-    For each batch row, records the number of the step that sampled most recently. After this step has been sampled, the
-    exchange has its token. All agents of a group record the same steps, so all of them refuse the same wrong inputs.
+    Records, for each batch row, the number of the latest step that samples this row. The exchange has the token as soon
+    as this step has been sampled. All agents of a group record the same steps, so all of them refuse the same wrong
+    inputs.
     """
 
     def __init__(self, exchange: Exchange, part: ModelPart, table: RowTable) -> None:

@@ -24,13 +24,13 @@ class ModelPart:
     shard: Shard
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
-    """The parts that several agents would have. A single agent with ``parallel_config.sum_parts`` adds in the same
-    order as these agents.
+    """The parts of several imagined agents, in whose order a single agent adds (``parallel_config.sum_parts``). Empty
+    for all other agents.
     """
 
     pools: bool = False
-    """True if this agent pools the residual stream after the last layer. Then ``shard`` is not the last stage, because
-    the pooler takes the residual stream in the same way as a next stage.
+    """True if this agent pools the residual stream after the last layer. Then ``shard`` counts as a stage before the
+    last, so that the graph returns the residual stream instead of logits.
     """
 
     @classmethod

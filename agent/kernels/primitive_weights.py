@@ -57,8 +57,8 @@ class PrimitiveWeight:
     float_products: bool = False
     """True if the integers multiply float activations (WeightQuantBatchMatmul)."""
     sum_offsets: Array | None = None
-    """int32 [out], which is added to the sums of an int8 weight if QuantV2 quantises its inputs. None with
-    DynamicQuantExt.
+    """int32 [out]: added to the integer sums of an int8 weight if the primitive QuantV2 quantises the inputs. None if
+    DynamicQuantExt does.
     """
 
 
@@ -117,7 +117,8 @@ class KeptWeights:
         for start, size in self._released:
             _protect(start, size, _PROT_READ_WRITE)
         self._released.clear()
-        # This must be the last statement: it frees arrays, whose memory must be writable again.
+        # Frees the arrays. This is the last statement, because the memory of the arrays must be writable before it is
+        # freed.
         self._kept.clear()
 
     def _release(self, values: Array) -> None:

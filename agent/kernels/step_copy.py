@@ -121,7 +121,7 @@ class StepCopy:
             self._max_seqs = min(self._max_seqs, arrays.adapters.size)
         self._table_size = _smallest(arrays, buffers, "block_tables")
         self.whole_prompts = False
-        """Whether every sequence of the copied step starts at position 0. False for a decode."""
+        """Whether every sequence of the copied step starts at position 0. False for a decode step."""
         self._args = args = _Args(**asdict(bounds))
         for field in fields(arrays):
             array = getattr(arrays, field.name)

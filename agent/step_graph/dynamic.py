@@ -159,7 +159,8 @@ class DynamicStepGraph(StepGraph):
         return as_array(self._results(inputs, entry)[0])
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the graph of this step can insert token ids of ``num_ids`` ids that are still on the device.
+        """Returns whether the graph of this step can insert sampled token ids that are still on the device, in an array
+        of ``num_ids`` ids.
 
         If MindSpore captures decode steps, a decode step can do so only if ``num_ids`` is the number of sequences of
         the padded step.

@@ -73,7 +73,8 @@ class StepGraph(ABC):
         """
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the graph of this step can insert token ids of ``num_ids`` ids that are still on the device.
+        """Returns whether the graph of this step can insert sampled token ids that are still on the device, in an array
+        of ``num_ids`` ids.
         """
         del inputs, num_ids
         return False

@@ -50,11 +50,12 @@ class RotaryPositions(ABC):
 
     @abstractmethod
     def _take_text(self, inputs: StepInputs, positions: Int32Array) -> None:
-        """Takes ``positions`` [tokens]: the rotary positions that all tokens would have if they were text."""
+        """Gives the graph ``positions`` [tokens]: the rotary positions that all tokens would have if they were text."""
 
     @abstractmethod
     def _take_tile(self, inputs: StepInputs, token: int, positions: Int32Array) -> None:
-        """Takes ``positions`` [rows of a tile, 3] for the tokens from index ``token`` on."""
+        """Gives the graph ``positions`` [rows of a tile, 3] for the tokens of a tile, which begin at index ``token``.
+        """
 
     def _shifted(self, slot: StepSlot, inputs: StepInputs) -> Int32Array:
         """Returns the rotary positions that all tokens would have if they were text.

@@ -98,7 +98,7 @@ def _cut_of(rows: RowsOf, shape: tuple[int, ...], cut: TensorCut | None) -> Tens
     """
     own, columns = (Span(0, shape[0]), None) if cut is None else (cut.rows, cut.columns)
     if rows.stored_head:
-        # All stored rows of the heads are read, because the selected ones do not follow each other.
+        # All stored rows of the heads are read, because the selected rows are not adjacent.
         heads, rest = zip(*(divmod(row, len(rows.head_order)) for row in (own.start, own.stop)), strict=True)
         assert not any(rest), "a cut has whole heads"
         own = Span(heads[0] * rows.stored_head, heads[1] * rows.stored_head)

@@ -76,7 +76,9 @@ class ArtificialDevice:
     launch_s: float = 0.0
     """Minimum seconds that the host needs for a launch."""
     captures: bool = False
-    """Whether all launches whose results have equal shapes write them to the same memory, as captured launches do."""
+    """Whether launches whose results have equal shapes share the memory of their results, like launches that MindSpore
+    has captured.
+    """
     periods: list[Busy] = field(default_factory=list)
     """The periods in which the device was busy, one for each launch."""
 

@@ -48,7 +48,8 @@ def main() -> int:
 
 
 def measure(dtype: str) -> dict[str, Any]:
-    """Starts two processes that add arrays, and returns the times. The time of an all-reduce is the slower process'."""
+    """Starts two processes that add arrays, and returns the times. An all-reduce takes the time of the slower process.
+    """
     memory = ExchangeMemory.create(LAYOUT)
     agents = []
     try:

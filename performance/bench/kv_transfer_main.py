@@ -252,7 +252,7 @@ def _accepted(listener: socket.socket, key: ClusterKey | None) -> socket.socket:
 
 
 class _BareSocket:
-    """A connection whose other end receives into one buffer, and replies with a byte when it is full."""
+    """A connection whose other end receives into one buffer, and replies with one byte when the buffer is full."""
 
     def __init__(self, num_bytes: int, key: ClusterKey | None) -> None:
         self._listener, self._key = socket.create_server(("127.0.0.1", 0)), key

@@ -146,7 +146,7 @@ def random_schema(rng: random.Random, depth: int) -> dict[str, Any]:
 def throughput(endpoint: Endpoint, clients: int, rounds: int) -> dict[str, float]:
     """Returns tokens per second and processor time for a token, with and without a grammar.
 
-    All are medians over alternating rounds.
+    Each value is the median over alternating rounds.
     """
     common = {"prompt": "A list of things:", "max_tokens": 64, "temperature": 1}
     free = common | {"ignore_eos": True}

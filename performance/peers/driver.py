@@ -51,7 +51,8 @@ def main(make_generate: MakeGenerate) -> None:
 
 @contextlib.contextmanager
 def _locked(path: str | None, kind: int) -> Iterator[None]:
-    """Holds the file lock at ``path``, or no lock for None. Programs use it so that they do not disturb a measurement.
+    """Holds the file lock at ``path``, so that no other program disturbs a measurement. Does nothing if ``path`` is
+    None.
 
     A driver takes the exclusive lock while it measures, and the shared lock while it loads the model.
     """

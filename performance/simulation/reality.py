@@ -212,7 +212,9 @@ class _Study:
         return with_delivery(fit, self._recordings, records)
 
     def _probed(self, load: Load, runs: list[LoadRun], fit: StepFit) -> Probe:
-        """Returns a completed probe with the machine's speed, from the steps in the server's flight recording."""
+        """Returns the probe that consists of ``runs``. The machine's speed comes from the steps in the server's flight
+        recording.
+        """
         from performance.simulation.recording import slowdown_within
 
         return Probe(runs, slowdown_within(fit, self._recording_of(load), [_span(run) for run in runs]))

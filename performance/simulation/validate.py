@@ -30,7 +30,7 @@ class Compared:
     deviation: float = 0.0
     """Standard deviation of single simulated runs, if ``simulated`` is the mean of several; otherwise 0.
 
-    It shows how much the figure varies by chance alone in a load of this length, in a real run as well.
+    The deviation shows how much chance alone changes the figure, in simulated and in real runs of this length.
     """
 
     @property

@@ -42,7 +42,7 @@ _ROUTING = {"active_num": 0, "expert_capacity": 0, "drop_pad_mode": 0, "expert_t
 """Required settings of the routing primitive: it drops and pads no row, and counts the rows of each expert."""
 
 Found = tuple[str, str, int]
-"""Origin of an operand: the primitive that computes it or another kind of value; its name; the index of the result."""
+"""The origin of an operand as a tuple: primitive or other kind of value, name, and index of the result."""
 
 
 class ExpertRules:

@@ -25,7 +25,7 @@ class GemmaRules:
         }
 
     def counts(self, *, is_last: bool) -> dict[str, int]:
-        """Returns how often each primitive must be in the graph, instead of the numbers of a Llama.
+        """Returns how often each primitive must be in the graph. These numbers replace the numbers of a Llama.
 
         Each layer has norms before attention and MLP, of query and key heads, and of both results.
         """
@@ -55,7 +55,7 @@ class GemmaRules:
             yield f"the gate is result {half} of SplitWithSize; it must be the first half"
 
     def _norm_problems(self, node: Node) -> Iterator[str]:
-        """Yields an error unless the norm of a result reads this result."""
+        """Yields an error unless each norm after attention or MLP reads the result of this attention or MLP."""
         x, gamma = self._wiring.operands(node)[:2]
         name = self._wiring.source(gamma)[0].name
         of_result = {"attention_result_norm": "attention.output.weight", "mlp_result_norm": "mlp.down.weight"}
@@ -64,7 +64,7 @@ class GemmaRules:
                 yield f"{name} normalises {self._weight_of(x)}; it must normalise the product with {weight}"
 
     def _weight_of(self, operand: Operand) -> str | None:
-        """Returns the name of the weight whose product an operand is, also if agents have added it up."""
+        """Returns the name of the weight whose product is ``operand``. The product may be summed over agents."""
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive == "AllReduce":
             node = self._wiring.node_of(self._wiring.operands(node)[0])

@@ -37,7 +37,7 @@ class SectionRules:
             yield f"the mask reads row {row} of positions; positions in sequences are row 0"
 
     def _section(self, operand: Operand) -> tuple[int, int | None]:
-        """Returns the width of a part of cos or sin, and the row of positions that it is gathered by."""
+        """Returns the width of a part of cos or sin, and the row of ``positions`` whose numbers select this part."""
         gather = self._wiring.node_of(operand)
         if gather is None or gather.primitive != "Gather":
             return 0, None

@@ -13,7 +13,7 @@ FOLDERS = ("llm_serving", "agent", "performance", "tools", "deploy", "helm")
 """The folders whose files are listed."""
 SUFFIXES = (".py", ".cc", ".h", ".js", ".css", ".yaml")
 MIN_CHARS, MAX_CHARS = 60, 240
-"""Minimum and maximum length of a task, in characters."""
+"""Minimum and maximum length of a file's description in the page, in characters."""
 MAX_NAMES = 6
 """Maximum number of names that the page shows of a file."""
 INTRODUCTION = """\

@@ -246,7 +246,9 @@ class _Replayer:
         self._compare("add_request", "refusal", event.refusal, refusal)
 
     def _offer(self, event: Offered) -> None:
-        """Offers as many drafts as were recorded. The recorded results contain the tokens, so any drafts will do."""
+        """Offers as many drafts as were recorded. The drafts may have any tokens, because the results come from the
+        recording.
+        """
         known = [(self._requests[number].request_id, size) for number, size in event.offers if number in self._requests]
         self._scheduler.offer_drafts([(request_id, [PLAIN_TOKEN] * size) for request_id, size in known])
 

@@ -110,7 +110,9 @@ class Trainer:
         self.recent: list[float] = []
 
     def run(self) -> History:
-        """Trains to the end of the plan and exports the weights. Ctrl-C ends it early, also with an export."""
+        """Trains to the end of the plan and exports the weights. Ctrl-C ends the training early; the weights are
+        exported, too.
+        """
         tokens_per_step = self.plan.batch * self.plan.length
         start = exported = time.monotonic()
         done = 0

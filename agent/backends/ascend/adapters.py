@@ -25,7 +25,7 @@ class DeviceMatrices:
     def __init__(self, parameters: Mapping[str, Any], *, creates: bool = True) -> None:
         """Allocates the ``parameters`` on the device, filled with zeros.
 
-        Tests on a CPU set ``creates=False``, if the parameters have their memory already.
+        ``creates=False`` skips the allocation. Tests on a CPU use it, because their parameters already have memory.
         """
         self._parameters = parameters
         for parameter in parameters.values() if creates else ():

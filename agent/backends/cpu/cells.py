@@ -33,7 +33,7 @@ class Embedding(nn.Cell):
 
 
 class ShardedEmbedding(nn.Cell):
-    """The ``Embedding`` of a table whose rows are divided among agents. The operator also sums over the agents."""
+    """Looks up token ids in an embedding table whose rows are divided among agents, and sums the agents' results."""
 
     def __init__(self, embed: Operator, vocabulary: tuple[int, ...]) -> None:
         super().__init__()
@@ -80,9 +80,9 @@ class Linear(nn.Cell):
 
 
 class NormLinear(nn.Cell):
-    """A norm and a linear layer, at the beginning of a stage. There is no residual yet, so it adds nothing.
+    """Applies the norm and a linear layer at the beginning of a stage, where no residual exists yet.
 
-    Both arguments ``hidden`` and ``residual`` are the input of the stage.
+    The model passes the input of the stage as ``hidden`` and also as ``residual``.
     """
 
     def __init__(self, norm_linear: Operator, epsilon: float) -> None:

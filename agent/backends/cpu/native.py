@@ -1,5 +1,5 @@
-"""The native op table on a CPU. Its operators are MindSpore's primitives. The project's kernels compute them from
-packed copies of the weights.
+"""The native op table on a CPU. Its operators are MindSpore's primitives. The project's kernels compute these
+primitives from packed weights.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Attention(nn.Cell):
     """Splits qkv, normalises and rotates queries and keys, writes keys and values to the cache, and attends.
 
     With ``int8_cache``, all queries attend to the keys and values as the cache rounds them, even within a prompt. So a
-    prompt gets the same bits as its chunks.
+    whole prompt gives the same bits as the same prompt in chunks.
     """
 
     def __init__(self, form: AttentionForm, dtype: str, causal_mask: Tensor, *, int8_cache: bool = False) -> None:

@@ -23,7 +23,7 @@ class AddThenNorm(nn.Cell):
 
 
 class ResultNorm(nn.Cell):
-    """``OpTable.result_norm``."""
+    """Applies RMSNorm to the result of attention or of the MLP (``OpTable.result_norm``)."""
 
     def __init__(self, epsilon: float) -> None:
         super().__init__()

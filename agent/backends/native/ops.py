@@ -205,7 +205,7 @@ class NativeOps(OpTable):
 
 
 def _of_adapters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the Parameters that are matrices of adapters."""
+    """Selects the Parameters that are matrices of adapters, by name."""
     ends = (f".{A_NAME}", f".{B_NAME}")
     return {name: parameter for name, parameter in parameters.items() if name.endswith(ends)}
 

@@ -127,8 +127,8 @@ class FusedReplays:
         return number
 
     def _graph_result(self) -> tuple[Results, tuple[int, ...]]:
-        """Runs the graph. Returns the outputs of the graph and their addresses. An output has no result: it is only the
-        step's number.
+        """Runs the graph. Returns its outputs and their addresses. Each output is only the step's number, because the
+        graph writes its results to fixed arrays.
         """
         found = self._run_graph()
         tensors = found if isinstance(found, tuple) else (found,)

@@ -91,7 +91,7 @@ class NativeReplays:
         """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
         self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
-        """Maximum size of a step that ``run`` takes."""
+        """Maximum number of tokens of a step that ``run`` accepts."""
         self._max_seqs = min(limits.max_seqs, max_prompts or limits.max_seqs)
         self._table_width = limits.max_blocks_per_seq
         self._entry: Array = np.zeros(0)

@@ -25,7 +25,9 @@ _CORRECTION = ".e_score_correction_bias"
 """End of Hugging Face's name of the correction of DeepSeek's router."""
 _HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 _BOTH_HALVES = "ffn_gate_up_exps.weight"
-"""Names of the gates and ups of all experts in a block: of two tensors, and of one tensor that has both."""
+"""Names of the tensors with the gates and ups of all experts of a layer. ``_HALVES`` has two tensors, ``_BOTH_HALVES``
+is one tensor with both.
+"""
 _JOINED = (
     ("attn_q", "attn_q_a", "attn_k", "attn_v", "attn_kv_a_mqa"),
     ("attn_qkv", "attn_gate", "ssm_in", "ssm_ba", "ssm_beta", "ssm_alpha"),
