@@ -6,14 +6,13 @@ import contextlib
 import os
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from llm_serving.agent_host.settings import NodeSettings, check_node, config_of_node
-from llm_serving.agent_host.tiles import NodeTiles
+from llm_serving.agent_host.preparation import Preparation, RunMemory
+from llm_serving.agent_host.settings import NodeSettings, config_of_node
 from llm_serving.cluster import messages as link
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.key import ClusterKey
@@ -33,6 +32,7 @@ from llm_serving.planning.machine import Machine
 if TYPE_CHECKING:
     from llm_serving.agent_host.adapters import NodeAdapters
     from llm_serving.agent_host.handed_blocks import HandedBlocks
+    from llm_serving.agent_host.tiles import NodeTiles
 
 FLUSH_TIMEOUT_S = 1.0
 """Maximum seconds to send the last frame of a link."""
@@ -77,7 +77,8 @@ class Session:
         self._events = channel.events
         self._selector.register(channel, self._events, self._receive)
         self._config: Config | None = None
-        self._check: _Check | None = None
+        self._preparation: Preparation | None = None
+        self._memory: RunMemory | None = None
         self._group: AgentGroup | None = None
         self._contents: list[SlotContents] = []
         self._in_flight: dict[int, int] = {}
@@ -151,41 +152,43 @@ class Session:
         self._watch()
 
     def _begin(self, start: link.Start) -> None:
-        """Starts a check of the model in another thread, because the check may take long. After the check, ``_start``
-        starts the agents.
-        """
-        if self._check is not None:
+        """Starts to prepare the agents' start in another thread. Then ``_start`` starts the agents."""
+        if self._preparation is not None:
             raise ProtocolError("the server started the agents twice")
         try:
             self._config = config_of_node(Config.from_json(start.config_json), self._settings)
         except ConfigError as error:
             self._refuse(str(error))
-        assert self._config is not None
-        self._check = _Check(partial(check_node, self._config, start.model))
-        self._selector.register(self._check.descriptor, selectors.EVENT_READ, self._start)
+        self._preparation = Preparation(self._config, start.model, self._key)
+        self._selector.register(self._preparation.descriptor, selectors.EVENT_READ, self._start)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> NoReturn:
         self._send_last(link.Refused(reason[: 60 * 1024]))
         raise LinkEndedError(f"the server's model is refused: {reason}")
 
     def _start(self) -> None:
-        """Starts the agents after the check of the model. Raises AgentError."""
-        assert self._check is not None
+        """Starts the agents with the memory that the preparation has reserved. Raises AgentError."""
+        assert self._preparation is not None
         assert self._config is not None
-        self._selector.unregister(self._check.descriptor)
-        if (problem := self._check.result()) is not None:
-            self._refuse(problem)
-        config, settings = self._config, self._settings
+        self._selector.unregister(self._preparation.descriptor)
+        memory = self._preparation.result()
+        if isinstance(memory, str):
+            self._refuse(memory)
+        config, settings, self._memory = self._config, self._settings, memory
+        self.handed_blocks, self._tiles = memory.handed_blocks, memory.tiles
         try:
             with contextlib.ExitStack() as owned:
                 listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.group_size)]
-                names = self._make_pools(config)
-                self._tiles = NodeTiles.of(config)
+                names = self._watch_pools()
                 tiles_name = "" if self._tiles is None else self._tiles.memory.name
                 local = (config, 0, listeners, settings.log_folder, self._report, AgentProgram(settings.agent_module))
                 # Agents may sleep until masks arrive. If the server pauses, masks may be NODE_PATIENCE_S late.
                 self._group = AgentGroup(
-                    *local, tiles_name=tiles_name, hand_over_names=names, min_sleep_s=NODE_PATIENCE_S
+                    *local,
+                    tiles_name=tiles_name,
+                    hand_over_names=names,
+                    min_sleep_s=NODE_PATIENCE_S,
+                    memory=memory.group,
                 )
         except OSError as error:
             raise AgentStartError(f"the agents could not be started: {error}") from error
@@ -195,14 +198,11 @@ class Session:
         self._note(f"starts {len(self._group.links)} agents of {config.model_name}")
         self._channel.allow(SlotLayout.of(config.slot_limits()).slot_bytes + MAX_FRAME_BYTES)
 
-    def _make_pools(self, config: Config) -> list[str]:
-        """Creates the hand-over pools, and returns their names. Raises OSError if /dev/shm is too small."""
-        if not config.num_hand_over_blocks:
+    def _watch_pools(self) -> list[str]:
+        """Watches the transfers of the hand-over pools, if there are pools, and returns the names of the pools."""
+        blocks = self.handed_blocks
+        if blocks is None:
             return []
-        from llm_serving.agent_host.handed_blocks import HandedBlocks
-
-        blocks = self.handed_blocks = HandedBlocks.of(config, self._key)
-        assert blocks is not None, "replicas have roles"
         self._selector.register(blocks.descriptor, selectors.EVENT_READ, self._report_sent)
         return blocks.names
 
@@ -363,11 +363,11 @@ class Session:
         self._channel.close()
         if self._group is not None:
             self._group.close()
-        for memory in (self.handed_blocks, self._adapters, self._tiles):
-            if memory is not None:
-                memory.close()
-        if self._check is not None:
-            self._check.close()
+        for owned in (self._adapters, self._memory):
+            if owned is not None:
+                owned.close()
+        if self._preparation is not None:
+            self._preparation.close()
         self._selector.close()
 
 
@@ -390,32 +390,6 @@ def greet(channel: SecureChannel, host: str, *, is_busy: bool) -> bool:
     memory = machine.available_bytes, machine.available_from, machine.num_cores
     channel.send(link.control(link.Welcome(own_program(), host, os.getpid(), *memory)))
     return True
-
-
-class _Check:
-    """Runs a function in a thread. ``descriptor`` becomes readable when the function has returned."""
-
-    def __init__(self, check: Callable[[], str | None]) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
-        self._check = check
-        self._problem: str | None = "the check has not ended"
-        self._thread = threading.Thread(target=self._run, name="check of the model", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._problem = self._check()
-        except Exception as error:
-            self._problem = f"the check of the model failed: {error!r}"
-        os.eventfd_write(self.descriptor, 1)
-
-    def result(self) -> str | None:
-        self._thread.join()
-        return self._problem
-
-    def close(self) -> None:
-        self._thread.join()
-        os.close(self.descriptor)
 
 
 def _loopback() -> socket.socket:

@@ -44,10 +44,12 @@ class AgentGroup:
         tiles_name: str = "",
         hand_over_names: Sequence[str] = (),
         min_sleep_s: float = 0.0,
+        memory: GroupMemory | None = None,
     ) -> None:
         """``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. Empty without roles.
 
-        ``min_sleep_s`` is the minimum patience with agents that sleep in a step, in seconds.
+        ``min_sleep_s`` is the minimum patience with agents that sleep in a step, in seconds. ``memory`` is the group's
+        shared memory. If it is None, it is created here, which takes seconds for each GiB of host blocks.
         """
         ranks = group_ranks(replica, config.parallel_config)
         self.links: list[AgentLink] = []
@@ -61,7 +63,7 @@ class AgentGroup:
         self._min_sleep_s = min_sleep_s
         self._first_rank, self._may_sleep = ranks.start, config.device != "CPU"
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
-        self.memory = GroupMemory.create(config, ranks)
+        self.memory = memory or GroupMemory.create(config, ranks)
         self._cluster: HcclCluster | None = None
         try:
             self._cluster = HcclCluster.of(config, log_folder / f"cluster_{replica}.log")

@@ -1,0 +1,108 @@
+"""Prepares the start of agents on a node in a thread: checks the model, and reserves the shared memory of the agents.
+
+The thread of the link sends signs of life meanwhile. Both jobs may take long: large host blocks need seconds for each
+GiB, and the server drops a node that is silent for ``SERVER_PATIENCE_S``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llm_serving.agent_host.settings import check_node
+from llm_serving.agent_host.tiles import NodeTiles
+from llm_serving.cluster.key import ClusterKey
+from llm_serving.config import Config
+from llm_serving.errors import AgentError, AgentStartError
+from llm_serving.executor.agent_link import GroupMemory
+from llm_serving.model.parallel import group_ranks
+
+if TYPE_CHECKING:
+    from llm_serving.agent_host.handed_blocks import HandedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """The shared memory of one run of the agents on a node."""
+
+    group: GroupMemory
+    handed_blocks: HandedBlocks | None
+    """The hand-over pools. None if replicas have no roles."""
+    tiles: NodeTiles | None
+    """The tiles of images. None if the model reads no images."""
+
+    @classmethod
+    def create(cls, config: Config, key: ClusterKey) -> RunMemory:
+        """Reserves all pages. Raises AgentStartError if /dev/shm is too small."""
+        try:
+            with ExitStack() as made:
+                blocks = _hand_over_pools(config, key)
+                if blocks is not None:
+                    made.callback(blocks.close)
+                tiles = NodeTiles.of(config)
+                if tiles is not None:
+                    made.callback(tiles.close)
+                group = GroupMemory.create(config, group_ranks(0, config.parallel_config))
+                made.pop_all()
+                return cls(group, blocks, tiles)
+        except OSError as error:
+            raise AgentStartError(f"the agents could not be started: {error}") from error
+
+    def close(self) -> None:
+        """Removes the memory. The agents must have ended."""
+        self.group.close()
+        for memory in (self.handed_blocks, self.tiles):
+            if memory is not None:
+                memory.close()
+
+
+def _hand_over_pools(config: Config, key: ClusterKey) -> HandedBlocks | None:
+    if not config.num_hand_over_blocks:
+        return None
+    from llm_serving.agent_host.handed_blocks import HandedBlocks
+
+    return HandedBlocks.of(config, key)
+
+
+class Preparation:
+    """Prepares the start of agents in a thread. ``descriptor`` becomes readable when ``result`` may be called.
+
+    ``files`` describes the model's files on the server, see ``check_node``.
+    """
+
+    def __init__(self, config: Config, files: dict[str, str], key: ClusterKey) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
+        self._result: RunMemory | str | AgentError = "the preparation has not ended"
+        self._thread = threading.Thread(target=self._run, args=(config, files, key), name="preparation", daemon=True)
+        self._thread.start()
+
+    def result(self) -> RunMemory | str:
+        """Returns the memory, which the caller must close, or the reason why this machine cannot serve the model.
+
+        Raises AgentStartError if the memory cannot be reserved.
+        """
+        self._thread.join()
+        # The memory stays mapped as long as an object refers to it, so this object keeps no reference.
+        result, self._result = self._result, "the memory was taken"
+        if isinstance(result, AgentError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Waits until the thread has ended. Removes the memory if nobody has taken it."""
+        self._thread.join()
+        if isinstance(self._result, RunMemory):
+            self._result.close()
+        os.close(self.descriptor)
+
+    def _run(self, config: Config, files: dict[str, str], key: ClusterKey) -> None:
+        try:
+            self._result = check_node(config, files) or RunMemory.create(config, key)
+        except AgentError as error:
+            self._result = error
+        except Exception as error:
+            self._result = f"the check of the model failed: {error!r}"
+        os.eventfd_write(self.descriptor, 1)

@@ -1,0 +1,135 @@
+"""Tests a node that prepares the start of its agents: it sends signs of life, and frees memory that nobody uses."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from llm_serving.agent_host import preparation
+from llm_serving.agent_host.preparation import RunMemory
+from llm_serving.agent_host.session import Session
+from llm_serving.agent_host.settings import NodeSettings
+from llm_serving.cluster import messages as link
+from llm_serving.errors import AgentStartError
+from support.small_configs import small_config
+from support.time_limits import time_limit
+
+TEXT = "/dev/shm has no room"
+
+
+class Channel:
+    """The link of a node. The server has sent ``frames`` and, if ``has_ended``, closed the link then."""
+
+    events = selectors.EVENT_READ
+
+    def __init__(self, *frames):
+        self.frames, self.has_ended, self.sent = list(frames), False, []
+        self.changed = threading.Condition()
+        self.is_closed = threading.Event()
+        self.pair = socket.socketpair()
+        self.pair[1].send(b"x")
+
+    def fileno(self):
+        return self.pair[0].fileno()
+
+    @property
+    def last_received(self):
+        return time.monotonic()
+
+    def flush(self):
+        pass
+
+    def receive_available(self):
+        self.pair[0].recv(1)
+        frames, self.frames = self.frames, []
+        return None if self.has_ended else frames
+
+    def end(self):
+        self.has_ended = True
+        self.pair[1].send(b"x")
+
+    def send(self, payload):
+        with self.changed:
+            self.sent.append(payload)
+            self.changed.notify_all()
+
+    def has_sent(self, payload, count):
+        """Waits until ``payload`` was sent ``count`` times."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.sent.count(payload) >= count, time_limit(10.0))
+
+    def close(self):
+        for each in self.pair:
+            each.close()
+        self.is_closed.set()
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """A link whose server has asked for agents. The test sets how the memory is created."""
+    monkeypatch.setattr(preparation, "check_node", lambda config, files: None)
+    channel = Channel(link.control(link.Start(small_config(tmp_path).to_json(), {})))
+    notes = []
+    settings = NodeSettings(tmp_path, tmp_path / "adapters")
+    found = SimpleNamespace(channel=channel, notes=notes, it=Session(channel, settings, notes.append, None))
+    found.stop = socket.socketpair()
+    yield found
+    for each in found.stop:
+        each.close()
+
+
+def test_a_node_sends_signs_of_life_while_it_reserves_memory(session, monkeypatch):
+    has_beaten = []
+
+    def create(config, key):
+        count = session.channel.sent.count(link.BEAT)
+        has_beaten.append(session.channel.has_sent(link.BEAT, count + 2))
+        raise AgentStartError(TEXT)
+
+    monkeypatch.setattr(RunMemory, "create", create)
+    session.it.run(session.stop[0].fileno())
+    assert has_beaten == [True]
+    assert link.control(link.GroupLost(TEXT)) in session.channel.sent
+    assert session.notes == [f"the agents are lost: {TEXT}"]
+
+
+def test_memory_that_is_ready_after_the_end_of_the_link_is_removed(session, monkeypatch):
+    closed, has_begun, may_end = [], threading.Event(), threading.Event()
+    part = SimpleNamespace(close=lambda: closed.append(1))
+
+    def create(config, key):
+        has_begun.set()
+        assert may_end.wait(time_limit(10.0))
+        return RunMemory(part, part, None)
+
+    monkeypatch.setattr(RunMemory, "create", create)
+    thread = threading.Thread(target=session.it.run, args=(session.stop[0].fileno(),), daemon=True)
+    thread.start()
+    assert has_begun.wait(time_limit(10.0))
+    session.channel.end()
+    assert session.channel.is_closed.wait(time_limit(10.0))
+    may_end.set()
+    thread.join(time_limit(10.0))
+    assert not thread.is_alive()
+    assert closed == [1, 1]
+    assert session.notes == ["the link has ended: the server closed the link"]
+
+
+def test_memory_that_was_made_before_an_error_is_removed(tmp_path, monkeypatch):
+    """The memory for tiles exists, and there is no room for the step slots."""
+    closed = []
+    tiles = SimpleNamespace(close=lambda: closed.append("tiles"))
+
+    def refuse(config, ranks):
+        raise AgentStartError(TEXT)
+
+    monkeypatch.setattr(preparation, "NodeTiles", SimpleNamespace(of=lambda config: tiles))
+    monkeypatch.setattr(preparation, "GroupMemory", SimpleNamespace(create=refuse))
+    with pytest.raises(AgentStartError, match=TEXT):
+        RunMemory.create(small_config(tmp_path), None)
+    assert closed == ["tiles"]
