@@ -172,7 +172,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("processes") > 1:
         config.pluginmanager.register(ParallelRun(config.getoption("processes")))
-    gc.disable()  # until all tests are collected: they are a million objects, and no garbage
+    gc.disable()  # until all tests are collected, because they are a million objects without garbage
 
 
 def pytest_collection_finish() -> None:

@@ -27,7 +27,7 @@ openai = LazyModule("openai")
 ROUTES = sorted({(one.method, re.sub(r"{[^}]*}", "fake-llama", one.path)) for one in ENDPOINTS})
 LIVE = ("GET", "/health/live")
 OPEN = {LIVE, ("GET", "/"), ("GET", "/operator"), ("GET", "/static/fake-llama")}
-"""The routes that need no key. The files of the web pages are public; a name that no file has gives status 404."""
+"""The routes that need no key. Files of the web pages are public, so the last route gives status 404 and not 401."""
 KEY = secret_of("alice")
 WITHOUT_KEY = {
     "no key": (),

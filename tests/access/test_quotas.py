@@ -34,8 +34,7 @@ def test_an_allowance_refills_evenly_up_to_a_minute():
 def test_an_allowance_never_gives_more_than_it_has(per_minute, attempts):
     """The amount used in any T minutes is at most the allowance of T + 1 minutes.
 
-    If the allowance is used up, it states the pause until the wanted amount is available. After this pause, the amount
-    may be used.
+    If an attempt is refused, the allowance returns the time to wait. After this time, the same attempt succeeds.
     """
     allowance, now, used = Allowance(per_minute, 0.0), 0.0, 0
     for pause, amount in attempts:

@@ -131,7 +131,8 @@ def test_with_paged_blocks_only_the_last_block_has_empty_positions() -> None:
 
 
 def test_any_thread_may_read_the_figures_while_sequences_start_and_end() -> None:
-    """The trace function acts as the engine thread, which may run between any two lines of Python code."""
+    """While this thread reads the figures, a trace function adds a sequence at every line, as the engine thread could.
+    """
     simulation = Simulation(make_limits(prefill_batch_size=4))
     simulation.add(make_request("a", 5, 8), make_request("b", 8, 8))
     simulation.schedule()

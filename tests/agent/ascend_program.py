@@ -83,8 +83,8 @@ def run_moves() -> dict[str, bool]:
 def run_refusals() -> dict[str, Any]:
     """Runs invalid block moves, each after a valid move in the same step. Returns their errors by name.
 
-    The error "lost" is that of a device that loses the copies to its last cache. Also returns whether the invalid steps
-    left the caches unchanged, and the number of copies.
+    For the error "lost", the device does not execute the copies to its last cache. Also returns whether the invalid
+    steps left the caches unchanged, and the number of copies.
     """
     from agent.backends.ascend import blocks
 

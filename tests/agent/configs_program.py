@@ -32,7 +32,8 @@ SAMPLING: tuple[dict[str, float], ...] = (
     {"temperature": 0.05, "top_k": 30, "seed": 11},
     {"temperature": 0.05, "top_k": 100, "seed": 12},
 )
-"""Greedy, sampled from the candidates of the device, and sampled from whole logits (``top_k`` above 64).
+"""Sampling parameters: greedy, random among the candidates of the device, and random among whole logits (``top_k``
+above 64).
 
 The temperatures fit logits with a standard deviation of about 0.3.
 """

@@ -46,7 +46,8 @@ class Heads:
     ) -> dict[str, Any]:
         """Runs the golden text on a batch row. The first ``start`` tokens of the prompt are in the cache.
 
-        The first ``late`` steps want no drafts. With a ``chunk``, a step of this number of tokens comes first.
+        The first ``late`` steps want no drafts. If ``chunk`` is given, an additional step first computes this number of
+        tokens of the prompt.
         """
         known, drafts, output = self.prompt, {}, []
         if chunk:
@@ -81,7 +82,8 @@ def main(method: str, dtype: str, op_table: str, folder: str) -> dict[str, Any]:
     found["late"] = runs.generate(1, second, 0, LATE)
     found["in chunks"] = runs.generate(2, third, 0, 1, CHUNK)
     found["behind a prefix"] = runs.generate(3, [first[0], *fourth], BLOCK_SIZE, 0)
-    # The sequence starts in the middle of a block, of which it has a copy. The state of its chunk waits over the copy.
+    # The sequence starts in the middle of a block, of which it has a copy. A chunk runs first, so the head also keeps
+    # its state between two steps.
     copy = ((MoveKind.COPY, first[0], 70),)
     found["behind a copy"] = runs.generate(4, [70, *range(71, 76)], 5, 2, CHUNK, copy)
     if dtype == "float32":

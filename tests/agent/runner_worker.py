@@ -65,7 +65,9 @@ def generate(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -
 
 
 def run_invariance(driver: StepDriver, golden: dict[str, Any]) -> dict[str, list[str]]:
-    """Computes one sequence in different batches and chunks. Returns the digests of its positions for each way."""
+    """Computes one sequence in different batches and chunks. Returns the digests of its positions, by the name of the
+    division.
+    """
     case = golden["cases"][-1]
     prompt, forced = case["prompt"], case["tokens"][:FORCED_STEPS]
     return {

@@ -1,4 +1,4 @@
-"""Computes one sequence of a model with linear attention in ways that matter for its states only."""
+"""Computes one sequence of a model with linear attention in several ways that use its recurrent states differently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 6
 
 
 def run_states(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
-    """Returns the digests of some output positions for each way, and the text of the error for a missing state."""
+    """Returns the digests of some output positions, by the name of the way, and the error text for a missing state."""
     case = golden["cases"][-1]
     prompt, forced = case["prompt"], case["tokens"][:STEPS]
     return {

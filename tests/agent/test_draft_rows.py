@@ -1,4 +1,6 @@
-"""Which keys and values of the draft model are up to date: after new tokens, wrong drafts, reused and moved blocks."""
+"""Tests which keys and values of the draft model are up to date: after new tokens, wrong drafts, reused and moved
+blocks.
+"""
 
 from __future__ import annotations
 

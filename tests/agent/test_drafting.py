@@ -1,4 +1,4 @@
-"""The drafts of an agent whose draft model is the model itself: each draft must be the model's own next token."""
+"""Tests the drafts of an agent whose draft model is the model itself: each draft must be the model's own next token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sampler with drafts: it samples each entry as without drafts, and rejects the entries after a wrong draft."""
+"""Tests the sampler with drafts. It samples each entry as without drafts, and rejects the entries after a wrong draft.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def run(sampler: Sampler, output: list[int], draft: list[int], **sampling: Any) 
 
 
 def generate(sizes: list[int], errors: list[int], length: int, **sampling: Any) -> tuple[list[int], list[bytes]]:
-    """Generates tokens with drafts of the given sizes, in turn. ``errors`` are the places of wrong drafts.
+    """Generates tokens. The steps have numbers of drafts from ``sizes``, repeated in order. ``errors`` are the places
+    of wrong drafts.
 
     Returns the tokens, and the bits of their log-probabilities. The right drafts come from a run without drafts.
     """

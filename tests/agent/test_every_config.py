@@ -1,9 +1,9 @@
 """Runs small versions of all configs with native operators on the CPU, and compares the executed graphs with Ascend's.
 
 The graph that runs must be the stored listing of the config (``tools/ascend_graph/golden``) apart from sizes. ``make
-test`` runs as many configs as have every primitive of every config, with its types. ``make test-sweeps`` runs the other
-ones. The tokens must be those of fused operators, which other tests compare with transformers. A new config or variant
-is a new case.
+test`` runs a subset of the configs that contains every primitive of every config, with its types. ``make test-sweeps``
+runs the others. The tokens must be those of fused operators, which other tests compare with transformers. A new config
+or variant is a new case.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PROGRAM = Path(__file__).with_name("configs_program.py")
 CONFIGS = (*deployments(), *VARIANTS)
 TIMEOUT_S = 400
 CHOSEN_EXPERTS = ("deepseek",)
-"""Beginnings of configs whose router may choose other experts after a rounding. Then any token may differ."""
+"""Beginnings of the names of configs whose router may choose other experts after a rounding. Then any token may differ.
+"""
 Results = dict[str, Any]
 
 
@@ -61,7 +62,7 @@ def without_sizes(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 class _SectionCounter:
-    """Returns the number of the section that a line belongs to. The first line of a section is not indented."""
+    """A callable that returns the number of the section of a line. The first line of a section is not indented."""
 
     def __init__(self) -> None:
         self._number = 0

@@ -48,9 +48,9 @@ NATIVE_ELSEWHERE = {
     "Qwen3MoeForCausalLM": "test_native_experts.py and test_native_replays.py",
     "DeepseekV2ForCausalLM": "test_expert_parallel.py",
 }
-"""Architectures of which only ``make test-sweeps`` runs a model here with native operators.
+"""Architectures whose models run here with native operators only in ``make test-sweeps``.
 
-The text says what covers the architecture in ``make test``.
+The value names the tests that cover the architecture in ``make test``.
 """
 HALF_MODELS = ("llama_dynamic", "mistral_full", "mixtral", "phi3", "gemma3", "gpt_oss", "qwen2_tied", "qwen3_window",
                "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v2", "deepseek_v3")  # fmt: skip
@@ -58,11 +58,11 @@ HALF_MODELS = ("llama_dynamic", "mistral_full", "mixtral", "phi3", "gemma3", "gp
 REFUSED_BY_NATIVE = ("gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models that the native operators refuse."""
 STATE_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""Models with linear attention. In int4, these small random models lose their text."""
+"""Models with linear attention. int4 rounding changes the text of these small random models, so int4 is not tested."""
 MXFP4 = ("gpt_oss_mxfp4",)
 """Models whose experts are stored as 4-bit floats. They become int8 or floats, and never int4."""
 LATENT_MODELS = tuple(model for model in MODELS if "kv_lora_rank" in FAMILY_VARIANTS[model].config)
-"""Models with latent attention. In int4, these small random models lose their text."""
+"""Models with latent attention. int4 rounding changes the text of these small random models, so int4 is not tested."""
 FUSED_ONLY = ("deepseek_v2",)
 """Models whose router has no native primitive: groups of experts that are ranked by a float32 softmax."""
 DISCONTINUOUS = (
@@ -81,8 +81,9 @@ MOST_TIES = 0.08
 float16 checkpoints lose bits when they become bfloat16, so the bound is higher than for Llama.
 """
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
-"""Minimum fraction of tokens among the oracle's best four, of at least 300 tokens. Random weights suffer most from
-rounding."""
+"""Minimum fraction of at least 300 tokens that are among the oracle's best four. Rounding changes random weights'
+tokens most.
+"""
 
 Setup = tuple[str, str, str, str]
 """Type, op table, format of the weights, format of the KV cache."""
@@ -109,7 +110,7 @@ def is_swept(setup: Setup, model: str) -> bool:
 
 
 def of_models(setups: Iterable[Setup]) -> list[Any]:
-    """Returns each pair of setup and model, except the pairs that are not supported or lose the text."""
+    """Returns each pair of setup and model, except unsupported pairs and pairs whose rounding changes the text."""
     pairs = [(setup, model) for setup in setups for model in MODELS if has_setup(setup, model)]
     return with_sweeps(pairs, is_swept)
 
@@ -119,7 +120,7 @@ def has_setup(setup: Setup, model: str) -> bool:
     if model in (*REFUSED_BY_NATIVE, *FUSED_ONLY) and setup[1] == "native":
         return False
     if model == "gpt_oss" and setup in QUANTISED_SETUPS:
-        return False  # its text is lost; gpt_oss_mxfp4 is the same network with weights that int8 represents exactly
+        return False  # rounding changes its text; int8 holds the weights of gpt_oss_mxfp4, the same network, exactly
     return model not in (*LATENT_MODELS, *MXFP4, *STATE_MODELS) or setup[2] != "int4"
 
 

@@ -1,4 +1,4 @@
-"""Tensors that a GGUF file stores in another form: parts of them, their integers, and files with wrong sizes."""
+"""Tests tensors that a GGUF file stores in another form: parts of them, their integers, and files with wrong sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def floats_of(source: GGUFFile, part: WeightPart, cut: TensorCut | None = None) 
 
 @pytest.mark.parametrize("family", ["deepseek2", "qwen3next", "qwen35", "qwen35moe"])
 def test_integers_and_parts_are_those_of_the_floats(tmp_path: Path, family: str) -> None:
-    """Q8_0 is kept without rounding, so integers with their scales equal the floats, wherever a recipe moves them."""
+    """Q8_0 is read without rounding, so integers times scales equal the floats, also in tensors whose rows a recipe
+    moves.
+    """
     _, file = write_pair(family, "Q8_0", tmp_path)
     source = GGUFFile(file)
     moved = [part for part in parts_of(file) if source._place(part.name).recipe is not None]

@@ -1,4 +1,4 @@
-"""Every GGUF type with every architecture: weights and tokens equal those of the float32 values that the file stores.
+"""Tests every GGUF type with every architecture: weights and tokens equal those of the float32 values in the file.
 
 The oracle is a Hugging Face folder with the values that the ``gguf`` library reads from the file. Tests of the families
 compare folders of the same families with transformers (test_families.py).
@@ -32,8 +32,9 @@ CELLS = tuple(itertools.product(WIDE_FAMILIES, TYPES))
 NEAR = 0.95
 """Minimum fraction of the tokens in the served format among the oracle's best four."""
 MOST = 0.95
-"""Minimum fraction of the elements of a file's matrices that have the type of the cell. The others are routers, and
-rows that are no whole blocks."""
+"""Minimum fraction of the elements of a file's matrices that have the type of the cell. The other elements are in
+routers, or in rows that are not a whole number of blocks.
+"""
 TOKEN_CELLS = {("llama", "Q4_K"), ("qwen3moe", "Q6_K"), ("gpt-oss", "MXFP4"), ("deepseek2", "Q5_K")}
 """The cells whose tokens ``make test`` computes."""
 
@@ -74,7 +75,9 @@ Run = Callable[[str, str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Returns a function that runs the models of a cell. One process runs all cells that are swept, or not."""
+    """Returns a function that runs the models of a cell. One process runs all cells of ``make test``, another the
+    others.
+    """
 
     @cache
     def printed(cells: tuple[tuple[str, str], ...]) -> dict[str, Any]:
@@ -96,7 +99,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ("family", "kind"), with_sweeps(CELLS, lambda family, kind: (family, kind) not in TOKEN_CELLS)
 )
 def test_tokens_are_those_of_the_stored_values(results: Run, family: str, kind: str) -> None:
-    """In float32, the tokens and the bits of the logits equal the oracle's. In the served format, most tokens are near.
+    """In float32, tokens and logits equal the oracle's. In the served format, most tokens are among the oracle's best
+    four.
     """
     result = results(family, kind)
     assert len(set(itertools.chain.from_iterable(result["oracle"]))) >= 5, "a constant text would test little"

@@ -61,7 +61,7 @@ Two agents cannot share them, so the config refuses them.
 
 
 LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARIANTS[name].config)
-"""Models with latent attention. An int8 cache refuses them, and in int4 they lose their text.
+"""Models with latent attention. An int8 cache refuses them, and int4 rounding changes their text.
 
 ``test_families.py`` tests bfloat16 and native operators, and ``test_expert_parallel.py`` the division of their experts.
 """
@@ -70,7 +70,8 @@ LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARI
 UNTESTED = ("gpt_oss_mxfp4",)
 """``gpt_oss`` is the same network with weights of floats."""
 STATE_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""Models with linear attention. The config refuses stages of a pipeline for them. In int4, they lose their text."""
+"""Models with linear attention. The config refuses stages of a pipeline for them, and int4 rounding changes their text.
+"""
 
 
 def models_of(setup: Setup) -> tuple[str, ...]:

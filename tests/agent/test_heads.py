@@ -1,4 +1,4 @@
-"""The drafts of heads, compared with the guesses of torch in float32 (tests/golden/heads)."""
+"""Compares the drafts of heads with the guesses of torch in float32 (tests/golden/heads)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def equal_start(first: list[int], second: list[int]) -> int:
 
 
 def check_counting(run: dict[str, Any]) -> None:
-    """Checks that the head of a counting model is always right."""
+    """Checks that each draft is right if model and head only count up."""
     output = run["output"]
     assert output == list(range(output[0], output[0] + STEP * len(output), STEP))
     assert len(run["drafts"]) == len(output)

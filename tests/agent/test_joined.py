@@ -30,7 +30,9 @@ SCHEME = Scheme("int8", 3)
 
 
 class OneTensor:
-    """A WeightSource with the tensor ``whole``. As a quantised tensor, its values and scales also name their places."""
+    """A WeightSource with the tensor ``whole``, as floats and quantised. Each value and each scale shows its place in
+    it.
+    """
 
     def scheme(self, part: WeightPart) -> Scheme | None:
         assert (part.name, part.shape) == ("whole", (12, 6))
@@ -100,7 +102,7 @@ def test_a_tensor_may_have_some_rows_of_each_head() -> None:
 
 
 def test_weights_for_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
-    """Qwen3-Next's folders have one more layer, with full attention, under names of their own."""
+    """Qwen3-Next's folders have one more layer, with full attention, whose tensors have other names."""
     write_model(FAMILY_VARIANTS["qwen3_next"], tmp_path)
     shape = ModelShape.from_hf_folder(tmp_path)
     specs, ignorable = weight_specs(shape), ignorable_suffixes(shape)

@@ -26,7 +26,9 @@ REPEATED = (
     ("bfloat16", "fused", "auto", "2", "latent"),
     ("float32", "fused", "int8", "1", "latent"),
 )
-"""Only ``make test-sweeps`` runs these, because native setups have experts and latent attention, too."""
+"""Only ``make test-sweeps`` runs these setups, because the native setups of ``make test`` cover experts and latent
+attention.
+"""
 LOOSEST = 4
 """Maximum ratio of plan to real memory. The plan assumes the instruction set and the step that need most."""
 

@@ -58,7 +58,7 @@ FUSED_PARTNERS = {
     ("bfloat16", "native", "int8", "auto"): ("bfloat16", "fused", "int8", "auto"),
     ("float16", "native", "int8_weight_only", "auto"): ("float16", "fused", "int8_weight_only", "auto"),
 }
-"""Native setups and fused setups with the same products, but with different rounding between the operators."""
+"""Maps a native setup to the fused setup with the same products. Both round differently between the operators."""
 WEIGHT_ONLY = ("float16", "native", "int8_weight_only", "auto")
 ROUNDED_SETUPS = (
     *HALF_SETUPS,

@@ -180,7 +180,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, folder: Path, name: str, ch
 
 
 def test_blocks_of_a_gguf_file_have_the_same_values() -> None:
-    """A block has the scale and 16 bytes. The low halves of the bytes are the first 16 values."""
+    """A block has a scale and 16 bytes. The low four bits of the bytes are the first 16 values."""
     random = np.random.default_rng(1)
     blocks = random.integers(0, 256, (3, 2, 17), np.uint8)
     blocks[:, :, 0] = random.integers(0, 255, (3, 2))

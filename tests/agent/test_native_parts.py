@@ -1,7 +1,7 @@
 """Divides the quantised weights of native primitives among agents.
 
-If no scale covers the parts of two agents, an agent's integers, scales and zero points equal those of the whole weight.
-An agent reads only its own part of the file.
+An agent's integers, scales and zero points equal those of the whole weight, unless one scale covers the parts of two
+agents. An agent reads only its own part of the file.
 """
 
 from __future__ import annotations

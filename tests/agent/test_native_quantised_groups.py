@@ -159,9 +159,10 @@ def check_ties(found: Results, wanted: Results, model: str, *, margin: float, mo
 WEIGHTS_ALONE = ("int8_weight_only", "int8 stored", "int4 stored")
 MARGIN = {"int8": 0.25, "int4": 0.1, "int8 cache": 0.1} | dict.fromkeys(WEIGHTS_ALONE, 0.06)
 MOST_TIES = {"int8": 0.13, "int4": 0.06, "int8 cache": 0.06} | dict.fromkeys(WEIGHTS_ALONE, 0.05)
-"""Bounds for the comparison with one agent. In int8, each agent rounds its own part of a row of weights and
-activations. In the other formats, only the order and the rounding of the sum differ, in bfloat16 or float16. An int8
-cache rounds these differences to integers once more."""
+"""Maximum fraction of tokens that differ from those of one agent. In int8, each agent rounds its own part of a row of
+weights and activations. In the other formats, only the order and the rounding of the sum differ, in bfloat16 or
+float16. An int8 cache rounds these differences to integers once more.
+"""
 
 LEAST_AGREEMENT = 0.55
 """Minimum fraction of int4 tokens that are among the oracle's best."""

@@ -81,7 +81,7 @@ def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str)
 @pytest.mark.parametrize("plant", REASONS)
 @pytest.mark.parametrize(("name", "model"), params("2 share layers", "2 share layers, int8"))
 def test_if_one_agent_cannot_replay_no_agent_does(results: Any, name: str, model: str, plant: str) -> None:
-    """Each step still gives the same bits as the graph, because the graph runs again after a wrong replay."""
+    """All steps still give the graph's bits, because the agents run the graph again after a wrong replay."""
     first, second = results(name, model)
     for agent, reason in zip((first, second), REASONS[plant], strict=True):
         assert reason in agent["planted"][plant]["problem"]

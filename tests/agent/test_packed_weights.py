@@ -81,7 +81,7 @@ def test_int8_may_keep_activations_as_floats(tmp_path: Path) -> None:
 
 
 def test_int4_may_keep_activations_as_floats(tmp_path: Path) -> None:
-    """The packed weight has exactly the integers, scales and zero points of the folder."""
+    """If activations stay floats, the packed weight has exactly the integers, scales and zero points of the folder."""
     case = CASES["gptq4 asymmetric"]
     weights = load(write_case(tmp_path, case), Packing("int4_weight_only"))
     values = np.concatenate([case.plain(part).value() for part in NAMES["qkv"]])

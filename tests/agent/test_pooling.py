@@ -22,7 +22,9 @@ WEIGHT = RANDOM.standard_normal((WIDTH, HIDDEN)).astype(np.float32)
 BIAS = RANDOM.standard_normal(WIDTH).astype(np.float32)
 STREAMS = [RANDOM.standard_normal((length, HIDDEN)).astype(np.float32) for length in (1, 7, 30)]
 Part = tuple[int, npt.NDArray[np.float32], int, bool]
-"""A sequence in a step: its row, its part of the stream, the position of its first token, and if it is complete."""
+"""A sequence in a step: its row, its hidden states, the position of their first token, and whether the prompt is
+complete.
+"""
 
 
 def pooler_of(method: str) -> Pooler:

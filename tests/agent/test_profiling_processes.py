@@ -23,7 +23,9 @@ time.sleep(600)
 
 
 def test_forked_processes_end_with_the_killed_agent() -> None:
-    """Without this, a process of 0.4 GB with the agent's connection and shared memory would be left."""
+    """If an agent is killed, the processes that it forked also end. Each would keep 0.4 GB, the agent's connection and
+    its shared memory.
+    """
     with subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, cwd=REPOSITORY) as agent:
         assert agent.stdout is not None
         forked = [psutil.Process(int(pid)) for pid in agent.stdout.readline().split()]

@@ -1,4 +1,4 @@
-"""The vision encoder of Qwen2.5-VL computes the rows of transformers, and rotary rows follow three dimensions."""
+"""Tests the vision encoder of Qwen2.5-VL against transformers, and rotary positions in three dimensions."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_shifts_that_are_not_valid_are_refused(config: Config, shift: int, phras
     rotary, _ = rotary_of(config)
     with pytest.raises(ProtocolError, match=phrase):
         rotary.fill(slot, inputs)
-    # All agents of a group have accepted the step. In a later stage of a pipeline, the error must end the agent.
+    # In a later stage of a pipeline, the other agents have already accepted the step. So the error must end this agent.
     later: Any = StepEntry.__new__(StepEntry)
     later._is_first_stage, later._exchange, later._last_tokens, later._rotary = False, object(), object(), rotary
     with pytest.raises(RuntimeError, match=phrase):

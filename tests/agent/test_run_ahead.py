@@ -49,7 +49,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def launched_ahead(events: list[str]) -> list[int]:
     """Returns the steps that were launched before the previous step had its tokens.
 
-    In an agent of a group that does not sample, before the device had computed the previous step.
+    A step is done when its tokens are known. In an agent that does not sample, it is done when the device has computed
+    it.
     """
     number = sum(event.startswith("done") for event in events)
     order = {event: index for index, event in enumerate(events)}
@@ -150,7 +151,7 @@ def test_the_agents_of_a_group_wait_for_tokens_that_the_host_chooses(group: list
 
 
 def test_the_agents_of_a_group_launch_captured_decodes_ahead_and_change_no_bit(group: list[dict[str, Any]]) -> None:
-    """Decodes are padded, and all launches write to the same memory. Other decodes have neither."""
+    """Captured decodes are padded to fixed sizes, and all their launches write to the same memory."""
     first, other = group
     for part in ("greedy", "alternating"):
         assert bits(first["ahead"]["captured"][part]) == bits(first["plain"][part])
@@ -187,7 +188,8 @@ def test_a_step_that_fails_ends_all_agents_of_a_group(group: list[dict[str, Any]
 
 
 def test_stages_of_a_pipeline_and_agents_that_pool_do_not_run_ahead() -> None:
-    """Activations of a stage pass through the memory of the host, and an agent that pools samples no tokens."""
+    """Neither can run ahead: the host copies the activations between stages, and an agent that pools samples no tokens.
+    """
     alone = ModelPart.of(make_config(TINY_LLAMA, "bfloat16", "native"))
     assert alone.may_run_ahead
     assert not replace(alone, pools=True).may_run_ahead

@@ -16,7 +16,8 @@ def frozen(tmp_path, monkeypatch):
     """Lets ``import mindspore`` run ``tmp_path / "mindspore.py"``, and collects the calls of ``gc.freeze``."""
     calls: list[bool] = []
     monkeypatch.syspath_prepend(tmp_path)
-    # After the test, a set item that had no value is deleted. Deletion alone would leave the test's module there.
+    # This entry lets ``monkeypatch`` remove the test's module after the test, also if no ``mindspore`` was imported
+    # before.
     monkeypatch.setitem(sys.modules, "mindspore", ModuleType("mindspore"))
     monkeypatch.delitem(sys.modules, "mindspore")
     monkeypatch.setattr(gc, "freeze", lambda: calls.append(True))

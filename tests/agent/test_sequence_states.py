@@ -73,7 +73,8 @@ def test_a_new_sequence_never_finds_the_state_of_an_old_one() -> None:
 
 
 def test_entries_of_one_batch_row_are_one_run() -> None:
-    """Without a log, all drafts must be right: those of a prompt that is scored."""
+    """Entries of one batch row form one run. There is no log here, so all drafts must be right, as in a scored prompt.
+    """
     states = made()
     runs(states, (1, 0, 4), (3, 0, 2))
     assert runs(states, (1, 4, 1), (1, 5, 1), (1, 6, 1), (3, 2, 1)) == [[0, 3, 2, 3], [3, 1, 6, 7]]

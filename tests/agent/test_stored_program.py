@@ -1,4 +1,4 @@
-"""A later start of an agent takes the launches of its graph from a file, without MindSpore and with the same bits.
+"""Tests agents that read the launches of their graph from a file. They need no MindSpore and compute the same bits.
 
 If the file is damaged or belongs to other settings, the agent ignores it and compiles the graph again.
 """

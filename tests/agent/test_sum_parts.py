@@ -1,4 +1,6 @@
-"""With ``parallel_config.sum_parts``, one agent gives the same bits as a group of agents that share the layers."""
+"""Tests that ``parallel_config.sum_parts`` makes one agent give the same bits as a group of agents that share the
+layers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The vision encoder computes the rows of transformers, and an agent refuses steps whose tiles are not valid."""
+"""Tests that the vision encoder computes the rows of transformers, and that an agent refuses steps with invalid tiles.
+"""
 
 from __future__ import annotations
 

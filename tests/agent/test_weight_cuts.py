@@ -1,4 +1,6 @@
-"""Reads parts of tensors. The values equal a slice of the whole tensor, and only the bytes of the part are read."""
+"""Tests reading parts of tensors. The values equal a slice of the whole tensor, and only the bytes of the part are
+read.
+"""
 
 from __future__ import annotations
 

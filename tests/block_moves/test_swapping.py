@@ -190,7 +190,9 @@ def test_a_sequence_that_is_swapped_between_its_chunks_continues_after_them() ->
 
 
 def test_a_sequence_that_is_swapped_during_recompute_continues_it() -> None:
-    """The sequence has output tokens, but recompute has not reached them, so the sequence cannot decode yet."""
+    """The sequence is swapped while it recomputes its prompt and output. After the swap, it must first complete the
+    recompute.
+    """
     simulation = swapping(
         num_blocks=13, max_num_batched_tokens=2, policy=Policy.FCFS, prefill_batch_size=1, decode_steps_ahead=0
     )

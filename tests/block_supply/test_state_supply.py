@@ -12,7 +12,7 @@ from support.fakes import expected_tokens, make_limits, make_request
 from support.simulation import Simulation
 
 SYSTEM_PROMPT = [2 + (5 * place) % 50 for place in range(16)]
-"""Four blocks."""
+"""Token ids that fill four blocks."""
 
 
 def hybrid(num_state_snapshots: int = 8, **changes: object) -> Simulation:
@@ -94,7 +94,7 @@ def test_a_preempted_sequence_resumes_from_its_last_state() -> None:
 def drafted(simulation: Simulation, draft_at_end: int | None = None) -> tuple[Request, ScheduledStep]:
     """Runs a request with a prompt of 6 tokens until a step verifies two drafts. Block 2 ends with the first draft.
 
-    ``draft_at_end`` is a wrong draft in its place. Returns the request and the step, which has completed.
+    ``draft_at_end`` replaces the first draft by a wrong one. Returns the request and the completed step.
     """
     request = make_request("a", 6, 12)
     simulation.add(request)

@@ -127,7 +127,7 @@ def test_pods_have_few_rights_and_enough_time_to_drain(rendered):
 
 
 def test_the_server_knows_when_kubernetes_kills_it(rendered):
-    """The server then refuses a drain time that is too long."""
+    """The pod tells the server its grace period, so the server can refuse a drain time that is longer."""
     pods = [one["spec"]["template"]["spec"] for one in rendered if one["kind"] == "StatefulSet"]
     port = "--set=serving_config.server_port=8835"
     [(pod, server)] = [(pod, each) for pod in pods for each in pod["containers"] if port in each.get("args", ())]

@@ -45,7 +45,7 @@ class Pair:
         self.num_blocks = layout.num_blocks
 
     def begin(self, pairs):
-        """Begins a transfer. Returns a list that gets its error."""
+        """Begins a transfer. Returns an empty list, to which the end of the transfer appends its error."""
         ended = []
         self.pools.transport(0, 1).transfer(pairs, ended.append)
         return ended
@@ -106,7 +106,9 @@ def test_wrong_transfers_are_refused(pair):
 
 
 def test_the_last_agent_may_report_a_damaged_block(pair):
-    """The agent with the results replies first. Its reply must not carry the results of the step alone."""
+    """The agent with the results replies first. The step must wait for the second agent, which reports the damaged
+    block.
+    """
     moves = [BlockMove(MoveKind.HAND_IN, block, 1) for block in (3, BAD_BLOCK)]
     pair.executors[1].submit(ScheduledStep(0, StepKind.MOVE, moves=moves, headers=[bytes(HEADER_BYTES)] * 2))
     [result] = results(pair.executors[1], 1)

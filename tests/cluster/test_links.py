@@ -51,7 +51,7 @@ def test_a_link_needs_the_same_cluster_key(make_node, key, tmp_path):
 
 
 def test_a_server_without_a_certificate_gets_nothing(make_node):
-    """The client checks nothing, so only the node refuses."""
+    """This client has no certificate and does not check the node's, so only the node can refuse the connection."""
     node = make_node()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -45,7 +45,7 @@ def make_memory():
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The first byte of each piece that was sent to a node."""
+    """Records the first byte of each piece of an adapter that was sent to a node."""
     begins, send_piece = [], AdapterSender.send_piece
 
     def note(sender, wanted):

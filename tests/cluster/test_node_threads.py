@@ -1,4 +1,5 @@
-"""Tests who owns the link of a node: the node's thread, or the replica that has taken the node."""
+"""Tests which thread uses the link of a node: the node's own thread, or the thread of the replica that uses the node.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from support.small_configs import small_config
 from support.time_limits import time_limit
 
 FIRST_HIGH_DESCRIPTOR = 1024
-"""``select.select`` refuses descriptors from here on."""
+"""``select.select`` refuses this descriptor and all higher ones."""
 
 
 class FakeChannel:
@@ -74,7 +75,7 @@ def held(pool):
 
 @pytest.fixture
 def high_descriptors():
-    """Makes every new descriptor larger than ``select.select`` takes."""
+    """Makes every new file descriptor too large for ``select.select``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2 * FIRST_HIGH_DESCRIPTOR:
         pytest.skip(f"a process may have only {hard} descriptors")

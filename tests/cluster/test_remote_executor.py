@@ -73,7 +73,7 @@ def test_order_aborts_refusals_and_moves_are_those_of_local_agents(linked):
 
 
 def test_masks_of_a_step_that_the_agent_has_dropped_change_nothing(linked):
-    """The masks arrive when the slot is free, and again when the slot has another step."""
+    """Masks of a dropped step arrive while its slot is free, and again when the slot has another step."""
     executor, _ = linked
     executor.submit(prefill(0, SLOW))
     executor.submit(prefill(1, 5))
@@ -213,7 +213,7 @@ def test_requests_of_a_drained_node_move_after_the_time_limit(linked, pool):
 
 
 def test_the_agents_end_when_the_server_says_nothing_more(make_node, make_executor, pool):
-    """The proxy holds the link, so the node must notice the silence itself."""
+    """A proxy keeps the connection open but forwards nothing, so the node must notice the silence itself."""
     node = make_node()
     proxy = LinkProxy(node.port)
     try:

@@ -1,4 +1,4 @@
-"""Tests when a server uses its nodes, what it learns about starts, and how it finds nodes by a DNS name."""
+"""Tests when a server wants nodes, how it learns their start time, and the search for nodes by a DNS name."""
 
 from __future__ import annotations
 

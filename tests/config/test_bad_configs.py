@@ -54,7 +54,7 @@ def test_fused_operators_on_an_ascend(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if "the native operators have no" in case.message])
 def test_an_ascend_refuses_what_the_native_operators_lack_and_names_the_cpu(case: Case, tmp_path: Path) -> None:
-    """The CPU's remedy is another op table. An Ascend has only one, so the remedy is the CPU."""
+    """On a CPU, the error proposes another op table. An Ascend has only one, so there the error proposes a CPU."""
     folder = write_model_folder(tmp_path / "model", **case.folder)  # type: ignore[arg-type]
     file = tmp_path / "broken.yaml"
     file.write_text(case.text.replace("<model>", str(folder)), encoding="utf-8")

@@ -1,4 +1,6 @@
-"""The draft model in the config and in the memory plan: sizes, the cache with the model's blocks, and refusals."""
+"""Tests the draft model in the config and in the memory plan: its sizes, its cache with the model's blocks, and
+refusals.
+"""
 
 from __future__ import annotations
 

@@ -176,7 +176,9 @@ def test_a_deepseek_file_of_another_kind_is_refused(tmp_path: Path, case: str) -
 
 
 def test_a_hybrid_may_state_the_kind_of_each_layer(tmp_path: Path) -> None:
-    """Converters state an interval. The other key of llama.cpp names the layers one by one."""
+    """Usually a GGUF file states an interval of layers with full attention. Another key of llama.cpp lists each layer's
+    kind.
+    """
     file = tmp_path / "a.gguf"
     writer = gguf.GGUFWriter(str(file), "qwen35")
     sizes = {key.replace("llama.", "qwen35."): value for key, value in SIZES.items()} | {"qwen35.block_count": 4}

@@ -1,4 +1,5 @@
-"""Heads in the config and in the memory plan: their sizes, the layers whose hidden states they take, and refusals."""
+"""Tests heads in the config and in the memory plan: sizes, the layers whose hidden states the head reads, and refusals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models that read images: their sizes, how their images are prepared, and settings that they do not work with."""
+"""Tests configs of models that read images: their sizes, how their images are prepared, and settings that they refuse.
+"""
 
 from __future__ import annotations
 

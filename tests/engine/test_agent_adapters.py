@@ -20,7 +20,7 @@ class Memory:
 
 
 class Executor:
-    """An executor that numbers the loads if its agents are ready, and never replies."""
+    """An executor that never replies. If its agents are ready, it returns a number for each load."""
 
     def __init__(self, *, is_ready: bool = True) -> None:
         self.is_ready = is_ready
@@ -34,7 +34,9 @@ class Executor:
 
 
 def adapters_of(*executors: Executor, is_ready: bool = True) -> AgentAdapters:
-    """``is_ready`` is True if the engine has processed ``AgentReady`` of the replicas."""
+    """Returns the adapters of replicas with these executors. ``is_ready``: the engine has processed their
+    ``AgentReady``.
+    """
     replicas: list[Any] = [
         SimpleNamespace(index=index, executor=executor, is_ready=is_ready) for index, executor in enumerate(executors)
     ]

@@ -32,7 +32,7 @@ async def soon(question: Awaitable[T]) -> T:
 
 
 def without_replies(serving: Served) -> list[str | None]:
-    """Lets the agents reply to no question. Returns the list of the folders of profiles that they receive."""
+    """Makes the agents reply to no question. Returns a list, to which each profile command appends its folder."""
     folders: list[str | None] = []
 
     def profile(folder: str | None) -> bool:
@@ -112,7 +112,9 @@ def test_an_answer_after_the_time_limit_is_not_that_of_the_next_command() -> Non
 
 @pytest.mark.parametrize("is_profile", [False, True])
 def test_a_slow_agent_is_not_a_dead_one(is_profile: bool) -> None:
-    """The agent computes, as this process does, so it may still reply. An agent without a process may not."""
+    """The agent's process still computes, so the question waits for it. If the agent has no process, the question
+    fails.
+    """
 
     async def run() -> None:
         async with served() as serving:

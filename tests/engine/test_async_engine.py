@@ -43,8 +43,8 @@ def test_losses_and_departures_do_not_change_the_others() -> None:
             tasks = [asyncio.create_task(serving.whole(request)) for request in requests]
             for index, task in enumerate(tasks):
                 await asyncio.sleep(0.002)
-                # A failed check counts against no request. With any other loss, a request that loses its agent twice
-                # would end.
+                # A failed self-check is no fault of a request. After two other losses of its agent, a request would end
+                # with an error.
                 if index % 4 == 0:
                     serving.executor.lose_agent(loss=AgentLost("wrong bits", failed_check="row"))
                 if index % 3 == 0:

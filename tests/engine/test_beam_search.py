@@ -131,7 +131,9 @@ def test_a_beam_carries_what_its_tokens_were_worth() -> None:
 
 
 def test_it_ends_as_soon_as_nothing_can_change() -> None:
-    """The end token is nearly certain after two tokens, so the search ends before its limit of a hundred steps."""
+    """The end token is nearly certain after two tokens. No other beam can become better, so the search ends before 100
+    steps.
+    """
 
     class Ending(Model):
         def logits(self, output: Sequence[int]) -> list[float]:

@@ -311,7 +311,7 @@ def test_a_drained_replica_completes_its_requests_and_gets_no_others() -> None:
 
 
 def test_a_drained_replica_keeps_its_agents_while_the_router_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks may be on their way to another machine, although the replica has no requests."""
+    """A drained replica without requests must stay while its blocks are being sent to another machine."""
     engine = ReplicatedEngine(2)
     engine.step(2)
     monkeypatch.setattr(engine.router, "is_drained", lambda index: False)
@@ -324,7 +324,7 @@ def test_a_drained_replica_keeps_its_agents_while_the_router_needs_them(monkeypa
 
 
 def test_waiting_requests_of_a_drained_replica_move_to_another_one() -> None:
-    """The drained replica has only one batch row, so its second request of a group waits there."""
+    """The drained replica has only one batch row, so one request of a group of two waits there until it moves."""
     engine = ReplicatedEngine(2, max_num_seqs=1)
     for name in ("first", "second"):
         engine.request(name, [3, 4], 30, group="samples", ignore_eos=True)
@@ -342,7 +342,9 @@ def test_waiting_requests_of_a_drained_replica_move_to_another_one() -> None:
 
 
 def test_an_ended_engine_closes_its_epoll_without_garbage_collection():
-    """The objects of a server's first engine are never collected, but a reload of the model ends this engine."""
+    """A server freezes the objects of its first engine, so they are never collected. A reload of the model ends this
+    engine.
+    """
     engine = ReplicatedEngine(2)
     events = [os.eventfd(0) for _ in range(2)]
     idle = [SimpleNamespace(fileno=partial(int, event), next_due=lambda: None) for event in events]

@@ -1,4 +1,4 @@
-"""A draft model must have the tokens of the model. The error names the first difference."""
+"""Tests that a draft model with other tokens than the model is refused. The error names the first difference."""
 
 from __future__ import annotations
 

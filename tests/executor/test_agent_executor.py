@@ -104,7 +104,7 @@ def test_a_waiting_step_can_be_aborted(make_executor):
 
 
 def test_only_the_newest_command_for_profiles_is_answered(make_executor, tmp_path):
-    """A start whose reply came too late must not be the answer to the stop."""
+    """The late reply to a start of a profile must not count as the reply to the stop."""
     executor = make_executor()
     assert not executor.profile(None), "the agents are not ready, so no event follows"
     events_until(executor, AgentReady)
@@ -214,7 +214,7 @@ def look_often(monkeypatch, grace_s):
 
 
 def run_familiar_steps(executor):
-    """Runs as many steps as a prediction needs. The next step has number 8."""
+    """Runs enough steps for a prediction of step times. The next step has number 8."""
     events_until(executor, AgentReady)
     for seq in range(8):
         executor.submit(prefill(seq, 5))
@@ -267,7 +267,7 @@ def test_a_step_with_the_operators_code_may_compute_for_any_time(make_executor, 
 
 
 def test_an_agent_that_sleeps_for_a_profile_is_not_lost(make_executor, monkeypatch):
-    """MindSpore analyses a profile in another process. Steps wait, and all threads of the agent sleep."""
+    """While MindSpore analyses a profile in another process, steps wait and all threads of the agent sleep."""
     look_often(monkeypatch, grace_s=0.1)
     executor = make_executor()
     events_until(executor, AgentReady)

@@ -84,7 +84,9 @@ def prompt_s(tokens: int, end: int) -> float:
 @pytest.mark.parametrize("late_every", [30, 2], ids=["few late chunks", "many late chunks"])
 @pytest.mark.parametrize("end", range(CHUNK, 16 * CHUNK + 1, CHUNK))
 def test_the_patience_is_long_enough_for_each_chunk_of_a_long_prompt(end: int, late_every: int) -> None:
-    """Few late chunks are familiar sizes, but short prompts set the coefficient of the cost model."""
+    """Few of the learnt steps are chunks late in a prompt, so short prompts determine the coefficients of the cost
+    model.
+    """
     forecast = StepForecast()
     for number in range(LEARNT_AT_FIRST):
         decoding = [100] * (number % 4)

@@ -18,7 +18,7 @@ from llm_serving.scheduler.output import ScheduledStep
 
 
 class PipeExecutor:
-    """An executor with one result after each ``wake``. It must also be polled at the time ``due``, if this is given."""
+    """An executor that has one result after each ``wake``. If ``due`` is given, it must also be polled at this time."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""The pseudonyms of a recording reveal only which prefixes of prompts are equal."""
+"""Tests that the pseudonyms of a recording reveal only which prefixes of prompts are equal."""
 
 from __future__ import annotations
 

@@ -34,8 +34,9 @@ UNRECORDED_METHODS = frozenset(
         *("sequences", "snapshot", "steps_in_flight", "fresh_blocks", "take_released", "take_wanted", "observe_cache"),
     )
 )
-"""Methods of the scheduler that change nothing. Also ``restore``, because a recorded scheduler is never restored, and
-``observe_cache``, because no decision depends on an observer."""
+"""Methods that need no record, because they change nothing. ``restore`` is never called on a recorded scheduler, and no
+decision depends on ``observe_cache``.
+"""
 
 
 def public(kind, predicate):

@@ -44,7 +44,7 @@ def test_the_threshold_is_where_a_hand_over_takes_as_long_as_the_prefill() -> No
     assert threshold.tokens(None, None) == FIRST_TOKENS
     for num_blocks in (10, 100):
         threshold.note(0.050 + 2 * num_blocks * 0.0002, num_blocks)
-    # 0.001 s per token of prefill, 2 * 0.0002 / 16 s per token of transfer, 0.050 s in any case
+    # Prefill costs 0.001 s per token. A transfer costs 2 * 0.0002 / 16 s per token, and 0.050 s for any length.
     learned = threshold.tokens(0.001, 0.0002)
     assert learned == int(0.050 / (0.001 - 0.0004 / 16)) + 1
     assert (threshold.pays(learned, 0.001, 0.0002), threshold.pays(learned - 1, 0.001, 0.0002)) == (True, False)

@@ -205,7 +205,7 @@ def test_an_idle_sender_ends_and_a_later_transfer_arrives(rig: Rig, monkeypatch:
 def test_a_sender_that_ends_takes_a_transfer_that_comes_meanwhile(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transfers come when the thread is about to end. Each of them must arrive."""
+    """Each transfer begins when the idle sending thread is about to end. Every transfer must arrive."""
     monkeypatch.setattr("llm_serving.handover.transport.IDLE_S", 0.0)
     source = SomePool(seed=2, block_bytes=100)
     rig.pools[0] = rig.pool = SomePool(seed=1, block_bytes=100)

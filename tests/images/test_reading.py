@@ -76,7 +76,7 @@ def test_the_size_of_a_file_is_checked_before_it_is_decoded_from_base64() -> Non
 
 
 def test_base64_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other thread runs while a piece is decoded, so a whole file would stop the event loop."""
+    """Decoding holds the interpreter lock. A whole file in one piece would block the event loop."""
     lengths: list[int] = []
     decode_piece = base64.b64decode
 
@@ -126,7 +126,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.path == "/slow-body.png":
             self._drip(b"", b"")
-        with contextlib.suppress(OSError):  # a reader may not wait
+        with contextlib.suppress(OSError):  # a reader may close its connection early
             self.wfile.write(sample_png(0))
 
     def _drip(self, begin: bytes, end: bytes) -> None:
@@ -169,7 +169,7 @@ def test_hosts_are_read_only_if_they_are_allowed(host: str) -> None:
 
 
 def test_the_host_of_the_request_that_is_sent_must_be_allowed(host: str) -> None:
-    """Other readers of the URL find the allowed host in it, and the request would reach the host before it."""
+    """The URL is ambiguous: some parsers find the allowed host in it, but a request would go to the host before it."""
     settings = replace(SETTINGS, allowed_hosts=("localhost",))
     urls = [f"http://{host}{mark}@localhost/a.png" for mark in ("\\", "/\\", "\t", " ", "\x00", "\u2028")]
     for url in (*urls, f"http://{host}\\@localhost:{host.partition(':')[2]}/a.png", f"http://user@{host}/a.png"):
@@ -206,7 +206,8 @@ def test_pixels_are_counted_from_the_header(data: bytes) -> None:
 
 
 def test_a_webp_has_a_limit_of_its_own() -> None:
-    """The decoder copies all pixels at once, and the event loop does not run meanwhile."""
+    """The WebP decoder copies all pixels in one call, which blocks the event loop. So WebP has a lower limit than PNG.
+    """
     with pytest.raises(ImageError, match="a WebP of 2048 x 2049 = 4196352 pixels; the maximum of a WebP is 4194304"):
         decode(webp_header(2048, 2049), SETTINGS, "field")
     with pytest.raises(ImageError, match="damaged"):
@@ -254,7 +255,9 @@ MODES = [*(("PNG", mode) for mode in ("L", "LA", "P", "RGB", "RGBA", "I;16")),
 
 @pytest.mark.parametrize(("kind", "mode"), MODES)
 def test_pillow_never_fills_the_memory_of_an_image(monkeypatch: pytest.MonkeyPatch, kind: str, mode: str) -> None:
-    """Pillow would block the event loop meanwhile. The pixels are those that Pillow decodes into its own memory."""
+    """If Pillow filled new memory with zeros, it would block the event loop. The pixels still equal those of usual
+    memory.
+    """
     made = Image.fromarray(np.random.default_rng(3).integers(0, 255, (57, 91, 3), np.uint8))
     made = Image.fromarray(np.array(made)[:, :, 0].astype(np.uint16) * 257) if mode == "I;16" else made.convert(mode)
     data = png_of(made, kind)

@@ -1,4 +1,4 @@
-"""Tiles of images: their pixels, their tokens and their places."""
+"""Tests tiles of images: their pixels, their tokens and their places in the pool."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def forked_llm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def shallow_model() -> Path:
-    """The tiny model with two of its five layers, for tests of which the texts may have no meaning.
+    """The tiny model with two of its five layers. It serves tests that do not need meaningful text.
 
     The folder is the same in all test processes. So a server starts with the program that another process has stored.
     """

@@ -118,7 +118,7 @@ def test_texts_are_those_of_local_agents(
         answers = list(pool.map(lambda prompt: cluster.server.post("/v1/completions", body(prompt)), PROMPTS))
     assert [ids_of(answer) for answer in answers] == expected[60]
     assert {event["replica"] for event in cluster.server.events("request_end")} == {0, 1}
-    # masks, a logit bias and log-probabilities take other ways through the link
+    # Masks, a logit bias and log-probabilities are sent to the node separately from the other inputs and results.
     wanted = {"structured_outputs": {"choice": ["yes", "no"]}, "logprobs": 2, "logit_bias": {"5": 1.0}}
     answers = [
         each.post("/v1/completions", {"prompt": "yes or no?", "max_tokens": 8, "seed": 3, **wanted})

@@ -31,14 +31,14 @@ COSINE = 0.99999
 FLOAT32 = "model_config.model_dtype=float32"
 _RANDOM = np.random.default_rng(27)
 TEXTS = [_RANDOM.integers(3, 700, size).tolist() for size in (1, 2, 15, 16, 17, 33, 90, 200, 5, 61, 120, 31)]
-"""Token ids of texts of many lengths, also of whole blocks and chunks."""
+"""Token ids of texts of many lengths. Some lengths are multiples of a block or of a chunk."""
 PRESSED = [
     "scheduler_config.max_num_batched_tokens=24",
     "scheduler_config.policy=chunked",
     "pa_config.num_blocks=40",
     "scheduler_config.prefix_cache=True",
 ]
-"""Small chunks, few blocks and a prefix cache."""
+"""Settings with small chunks, few blocks and a prefix cache."""
 
 
 def embeddings(server: ServerProcess, inputs: object, **fields: Any) -> list[npt.NDArray[np.float32]]:

@@ -19,13 +19,15 @@ PROMPTS = [[5 + (7 * i + 3 * j) % 400 for j in range(3 + 11 * i % 60)] for i in 
 GREEDY = {"max_tokens": 50, "temperature": 0, "ignore_eos": True, "logprobs": 2}
 SAMPLED = {"max_tokens": 20, "temperature": 1.0, "seed": 3, "n": 2, "ignore_eos": True}
 THREE_TOKENS = {"temperature": 1.0, "seed": 7, "logit_bias": {"20": 100, "21": 100, "22": 100}}
-"""A text of three tokens repeats itself, so there are right and wrong drafts."""
+"""Sampling parameters that allow only three tokens. Such a text repeats itself, so some drafts are right and some
+wrong.
+"""
 SCORED = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 2}
 
 
 @contextmanager
 def served(folder: Path, **settings: dict[str, Any]) -> Iterator[llm_serving.LLM]:
-    """Serves the model with settings that ask for everything that its states do not permit."""
+    """Serves the model. By default, the settings ask for the prefix cache, for swapping and for drafts."""
     asked = {"prefix_cache": True, "preemption": "swap", **settings.pop("scheduler_config", {})}
     sizes = {"max_generate_length": 160, **settings.pop("model_config", {})}
     drafts = {"method": "suffix", **settings.pop("speculative_config", {})}

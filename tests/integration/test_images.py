@@ -1,5 +1,5 @@
-"""Real servers of a small SmolVLM and of a small Qwen2.5-VL: tokens as in transformers, and the same bits however their
-images are computed.
+"""Tests real servers of a small SmolVLM and of a small Qwen2.5-VL. Tokens equal those of transformers, and bits do not
+depend on how the images are computed.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def test_replicas_with_roles_have_the_bits_of_one_replica(
 
 
 def test_groups_of_agents_have_the_bits_of_one_agent(tmp_path: Path) -> None:
-    """Agents that share layers equal a single agent that adds in their order, which two stages of a pipeline do here.
+    """Two agents that share layers give the bits of two pipeline stages with ``sum_parts=2``, which add in the same
+    order.
 
     Each agent of the first stage encodes the images. The agents of all stages need their rotary positions.
     """

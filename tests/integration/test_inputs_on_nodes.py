@@ -126,7 +126,7 @@ def test_a_configured_adapter_and_images_have_the_bits_of_a_local_agent(cluster:
     expected = all_answers(local, None, "first")
     assert len({tuple(tokens) for tokens, _ in expected}) == len(expected), "adapters and images change the text"
     assert all_answers(cluster.server, None, "first") == expected
-    for numbers in ([4], [5], [4, 5]):  # the same places get other tiles
+    for numbers in ([4], [5], [4, 5]):  # other images then use the same places
         assert answered(cluster.server, numbers) == answered(local, numbers)
 
 

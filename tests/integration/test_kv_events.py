@@ -49,7 +49,9 @@ def test_blocks_of_a_prompt_are_published_with_a_namespace_for_each_salt(publish
 
 
 def test_a_reload_clears_the_blocks_and_its_engine_publishes_on(published):
-    """A request begins before the reload and completes on the old engine. None of its later blocks is announced."""
+    """A request begins before the reload and completes on the old engine. The server publishes no events of its later
+    blocks.
+    """
     server, subscriber = published
     body = {"prompt": [7, *PROMPT], "max_tokens": 1000, "ignore_eos": True}
     subscriber.catch_up()

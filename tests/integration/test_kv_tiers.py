@@ -1,4 +1,6 @@
-"""KV tiers of a real server: blocks on the SSD survive kill -9, and other weights find none of them."""
+"""Tests KV tiers of a real server. Blocks on the SSD survive kill -9, and a server with other weights does not use
+them.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def test_blocks_survive_kill_9_and_other_weights_find_none(tmp_path, settings):
     weights = tmp_path / "model" / "model.safetensors"
     found = weights.stat()
     data = bytearray(weights.read_bytes())
-    data[-1] ^= 1  # the lowest bits of a number: same size, and the time of the last change is set back
+    data[-1] ^= 1  # flips the lowest bit of a weight and keeps the size; the next lines restore the time
     weights.write_bytes(data)
     os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
     with running_server(tmp_path / "third", settings) as third:

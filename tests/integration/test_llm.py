@@ -94,7 +94,7 @@ def test_chats_have_structured_output_and_tools(llm):
 def test_sampling_params_are_a_complete_description(llm):
     params = llm_serving.SamplingParams(max_tokens=7, temperature=1.0, seed=9, stop=("zzz",), logprobs=True)
     [given] = llm.generate("Once upon a time", params)
-    # Without these, the recommended values of the model's generation_config.json would apply.
+    # These values replace the recommended values of the model's generation_config.json.
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     same = {**neutral, "max_tokens": 7, "temperature": 1.0, "seed": 9, "logprobs": 0}
     assert given.choices == llm.generate("Once upon a time", same)[0].choices

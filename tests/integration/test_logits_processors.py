@@ -61,7 +61,9 @@ def server(
 
 
 def expected(prompt: list[int], length: int) -> list[int]:
-    """Returns the output that the processors leave: always the second token."""
+    """Returns the output that the processors force. Each token depends on the prompt and on all output tokens before
+    it.
+    """
     output: list[int] = []
     for _ in range(length):
         output.append(301 + (7 * sum(prompt) + 31 * len(output) + sum(output)) % 500)

@@ -149,7 +149,9 @@ def new_prompt(name: str) -> str:
 
 @contextmanager
 def held_before_loading(split: Split, prompt: str) -> Iterator[concurrent.futures.Future[Any]]:
-    """Asks for an answer. In the body, its blocks are in the pool of the decode node, and its agent is stopped."""
+    """Asks for an answer. Inside the ``with`` block, the answer's blocks are in the pool of the decode node, whose
+    agent is stopped.
+    """
     [agent] = split.node_of(1).agents()
     before = split.engine()["replicas"][1]["placed"]["handed"]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -187,7 +189,9 @@ def test_a_flipped_bit_is_a_miss(split: Split, shallow_server: ServerProcess, la
 def test_blocks_of_an_earlier_hand_over_are_a_miss(
     split: Split, shallow_server: ServerProcess, layout: HandOverLayout
 ) -> None:
-    """The blocks have the right numbers and good checksums, and their generation is old."""
+    """The blocks in the pool have the right numbers and checksums, but an old generation. The decode node must refuse
+    them.
+    """
     [pool] = pool_memories(split.node_of(1).pid, layout)
     earlier, prompt = pool.read(), new_prompt("brown")
     with held_before_loading(split, prompt) as answer:

@@ -84,7 +84,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def test_a_damaged_pool_is_a_miss(separate: ServerProcess) -> None:
-    """Writes zeros over the pool while the decode agent is stopped and its blocks wait there."""
+    """Overwrites the hand-over pool with zeros while blocks wait in it for the stopped decode agent."""
     [name] = shm_entries(separate.pid)
     prompt = "A grey owl sat in a tree and looked at the moon. " * 12
     decode_agent, before = agent_of(separate, 1), engine_of(separate)["replicas"][1]["placed"]["handed"]

@@ -1,4 +1,6 @@
-"""Sessions between real servers: a conversation goes on elsewhere from the same bits, or the answer says why not."""
+"""Tests sessions between real servers. A conversation continues on another server with the same bits, or the answer
+states why not.
+"""
 
 from __future__ import annotations
 

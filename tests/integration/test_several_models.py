@@ -112,7 +112,7 @@ class Load:
 def test_the_second_model_starts_for_the_first_request_while_the_main_one_serves(
     both: ServerProcess, server: ServerProcess
 ) -> None:
-    """Both give the tokens that they give alone, also mixed."""
+    """Both models give the same tokens alone and while requests for both run."""
     expected = [story(server, prompt) for prompt in PROMPTS]
     assert state(both, "second")["state"] == "cold"
     with Load(lambda number: story(both, PROMPTS[number % len(PROMPTS)])) as load:
@@ -182,7 +182,9 @@ def test_the_loss_of_one_agent_leaves_the_other_model_alone(both: ServerProcess)
 
 
 def test_reload_under_load_fails_no_request_and_uses_the_new_weights(both: ServerProcess, second: Path) -> None:
-    """The same folder gets other weights, then the first ones again. No cached prefix of other weights is used."""
+    """The test replaces the weights in the folder, and later restores them. No request uses a cached prefix of other
+    weights.
+    """
     main = agent_of(both, "llama_tiny").pid
     case = GOLDEN[0]
     write_model(replace(FAMILY_VARIANTS[SECOND], seed=77), second)
@@ -216,7 +218,7 @@ def test_the_main_model_is_reloaded_under_load(both: ServerProcess, server: Serv
 
 
 def test_models_that_do_not_fit_together_take_turns(second: Path, tmp_path: Path) -> None:
-    """The limit permits the main model and one more. A request for the other one puts the idle one to sleep."""
+    """The limit permits the main model and one other model. A request for a third model puts the idle one to sleep."""
     models = entry(second).removesuffix("]") + f", {{name: third, config: llama_tiny_cpu.yaml, set: {SETTINGS}}}]"
     with running_server(tmp_path, [models, f"models_config.memory_limit={1400 * 2**20}"]) as server:
         assert golden_holds(server)

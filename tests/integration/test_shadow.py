@@ -1,4 +1,4 @@
-"""Shadow serving with real agents: a candidate with the same weights agrees in every token and every bit."""
+"""Tests shadow serving with real agents. A candidate with the same weights agrees in every token and every bit."""
 
 from __future__ import annotations
 

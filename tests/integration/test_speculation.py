@@ -182,7 +182,8 @@ def test_drafts_of_a_draft_model_change_no_response(
 def head_settings(folder: Path, method: str, *, counting: bool) -> list[str]:
     """Returns the settings for a small model with a head that always makes drafts.
 
-    An EAGLE-3 head that is not ``counting`` is one for the tiny model. It repeats its token, so it is seldom right.
+    Without ``counting``, an EAGLE-3 head is made for the tiny model. It repeats its input token, so its drafts are
+    seldom right.
     """
     if method == "eagle" and not counting:
         embedding = tiny_llama_embedding()

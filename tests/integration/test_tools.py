@@ -1,4 +1,4 @@
-"""Tools with a real server: the grammar makes small models call functions, whatever they would like to say."""
+"""Tests tools with a real server. The grammar forces small models to call functions, whatever their logits are."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ class BestOfThree(nn.Cell):
 
 @pytest.mark.parametrize("kind", FLOATS)
 def test_the_best_of_agents_shows_the_nan_of_any_agent(kind: str) -> None:
-    """If one agent has a NaN or an infinity, the best logit is this value. Other sequences keep their tokens.
+    """If one agent's logits have a NaN or an infinity, the best logit is this value. Other sequences keep their tokens.
 
     An agent whose logits are all -infinity does not spoil the tokens of other agents.
     """

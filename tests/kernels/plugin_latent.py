@@ -87,7 +87,9 @@ def test_batch_matmul(dtype: str, seed: int, x_first: bool, y_first: bool, sizes
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_kept_weights_of_heads(dtype: str) -> None:
-    """A row of a product by kept weights has the same bits with any other rows, and the kept weights are used."""
+    """A row of a product with packed (kept) weights has the same bits among any other rows. The test also shows that
+    the packed weights are used.
+    """
     rng = np.random.default_rng(3)
     (x, of_x), (_, of_y) = values(rng, 3, 300, 24, dtype=dtype), values(rng, 3, 24, 40, dtype=dtype)
     weight = from_float32(of_y.astype(np.float32), dtype)

@@ -21,7 +21,7 @@ KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS, EPSILON = 2, 4, 16, 80, 4, 1e-
 KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM
 CHANNELS = 2 * KEYS + VALUES
 LOGGED = 20
-"""Number of drafts in the log of a state: more than a piece of the operator."""
+"""Number of drafts in the log of a state. It is more than the tokens that the operator computes in one piece."""
 FORM = (KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS, LOGGED)
 STATE = VALUE_HEADS * KEY_DIM * VALUE_DIM + (TAPS - 1 + LOGGED) * CHANNELS + 2 * LOGGED * VALUE_HEADS
 SETTLED = VALUE_HEADS * KEY_DIM * VALUE_DIM + (TAPS - 1) * CHANNELS
@@ -155,7 +155,7 @@ def test_a_run_leaves_the_state_that_it_reads() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_saves_the_states_that_shorter_runs_would_write(dtype: str) -> None:
-    """Saves after tokens in the middle of a piece, at its end, and fewer than the taps of the convolution."""
+    """Saves states in the middle of a piece, at its end, and after fewer tokens than the convolution has taps."""
     layer = Layer(dtype)
     _, whole = layer.run(list(range(40)), [(0, 40, -1, 0)])
     final = layer.states[0, :SETTLED].copy()
@@ -221,7 +221,7 @@ def test_a_draft_may_end_with_a_saved_state() -> None:
 
 
 def test_a_prompt_may_end_with_drafts() -> None:
-    """The log of a long run has its last tokens only, and more of them than the convolution reads."""
+    """The log of a long run has only its last tokens. These are more tokens than the convolution reads."""
     layer = Layer("float32")
     _, whole = layer.run(list(range(40)), [(0, 40, -1, 0)])
     status, out = layer.run(list(range(38)), [(0, 38, -1, 1, 0, 0, 0, 0, 0, 18)])

@@ -112,7 +112,8 @@ def test_other_headers_are_refused() -> None:
 @pytest.mark.parametrize("part_bytes", [1, 64, 101, 1024, 1030, 8192, 20_000])
 def test_the_checksum_equals_a_simple_computation(part_bytes: int) -> None:
     data = np.random.default_rng(3).integers(0, 256, (3, part_bytes), np.uint8)
-    # parts of more than 8 KiB are added in pieces, which are whole stripes, so pieces change nothing
+    # The kernel adds parts of more than 8 KiB in pieces. Each piece is a whole number of stripes, so the checksum is
+    # the same.
     assert block_checksum(data.ravel(), 3) == reference_checksum([part.tobytes() for part in data])
 
 

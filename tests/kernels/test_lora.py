@@ -37,7 +37,7 @@ class Case:
     packed: list[PackedAdapter]
 
     def delta(self, x: Array, slots: Sequence[int]) -> Array:
-        """Returns what the adapters add to the output of each row, in float64."""
+        """Returns the numbers that the adapters add to the output of each row, in float64."""
         out = np.zeros((len(x), self.spec.shape[0]))
         for row, slot in enumerate(slots):
             for each in self.modules.get(slot, []):

@@ -15,8 +15,6 @@ from performance.kernels.calls import Array, load
 from support.attention_steps import FORMATS, Sequences, Shape, check_against_float64
 from support.kernel_threads import check_threads_change_no_bit
 
-"""Absolute, for values of standard deviation 1; with an int8 cache, of what the float32 weights of 15 bits give."""
-
 CASES = [
     # each case: shape (heads, kv_heads, dim, block_size), and (begin, end) of each sequence in the step
     (Shape(1, 1, 2, 1), [(0, 1)]),
