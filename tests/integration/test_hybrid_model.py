@@ -19,8 +19,7 @@ PROMPTS = [[5 + (7 * i + 3 * j) % 400 for j in range(3 + 11 * i % 60)] for i in 
 GREEDY = {"max_tokens": 50, "temperature": 0, "ignore_eos": True, "logprobs": 2}
 SAMPLED = {"max_tokens": 20, "temperature": 1.0, "seed": 3, "n": 2, "ignore_eos": True}
 THREE_TOKENS = {"temperature": 1.0, "seed": 7, "logit_bias": {"20": 100, "21": 100, "22": 100}}
-"""Sampling parameters that allow only three tokens. Such a text repeats itself, so some drafts are right and some
-wrong.
+"""Sampling parameters that allow only three tokens. The text then repeats itself, which gives right and wrong drafts.
 """
 SCORED = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 2}
 

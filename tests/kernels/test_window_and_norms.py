@@ -53,7 +53,9 @@ def test_norms_in_float32_equal_float64(formats: tuple[str, str]) -> None:
 
 
 def test_a_sink_takes_its_share_of_the_softmax() -> None:
-    """A sink as large as the only score halves the result, and a very low sink changes no bit."""
+    """A sink adds a term to the softmax's sum. If it equals the only score, the result halves. A very low sink changes
+    no bit.
+    """
     made = Sequences(Shape(2, 1, 16, 16), [1], ("float32", "float32"), window=0, sinks=True)
     plain = Sequences(Shape(2, 1, 16, 16), [1], ("float32", "float32"), window=0).whole()[0]
     heads = made.qkv[0].reshape(4, 16).astype(np.float64)

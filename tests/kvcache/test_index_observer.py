@@ -12,7 +12,7 @@ from support.kv_cache_model import KVCacheModel, Outcome, random_operation
 
 
 class Mirror:
-    """Has the blocks that the calls of an observer describe."""
+    """An observer that keeps a copy of the index, made from its calls alone."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[bytes, bytes, Parent]] = {}

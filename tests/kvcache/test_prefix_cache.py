@@ -138,7 +138,7 @@ def test_without_copies_of_tails_only_a_free_block_with_the_same_tokens_is_conti
     manager.free(table, chain)
     table, chain, adoption = start(manager, [*PROMPT, 1, 2])
     assert (table, adoption) == ([1, 2, 3], Adoption(10, []))
-    other, _, adoption = start(manager, [*PROMPT, 3])  # the last block is now held, so it would have to be copied
+    other, _, adoption = start(manager, [*PROMPT, 3])  # two sequences share the last block, so a write would copy it
     assert (other[:2], adoption) == ([1, 2], Adoption(8, []))
     manager.check_integrity([table, other])
 

@@ -9,7 +9,7 @@ from llm_serving.kvcache.state_snapshots import MAX_COMPARED, StateSnapshots
 
 
 def made(num_snapshots: int, num_blocks: int = 8) -> StateSnapshots:
-    """Block ``b`` has the index entry ``10 * b``."""
+    """Returns snapshots over an index in which block ``b`` has the entry ``10 * b``."""
     index = PrefixIndex(num_blocks)
     index.entries = [10 * block for block in range(num_blocks)]
     return StateSnapshots(num_snapshots, index)

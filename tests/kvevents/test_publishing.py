@@ -63,7 +63,7 @@ def serving(publisher: EventPublisher, replica: int = 0) -> ReplicaObserver:
 
 
 def block(number: int, before: int | None = None, salt: bytes = b"") -> tuple[bytes, bytes, bytes | None, bytes]:
-    """Returns a stored block of two tokens."""
+    """Returns hash, content, hash of the block before, and salt of a block of two tokens."""
     content, name = struct.pack("<2i", number, number + 1), (lambda each: each.to_bytes(16, "big"))
     return name(number), content, None if before is None else name(before), salt
 
@@ -159,7 +159,7 @@ def test_a_replay_has_the_last_batches_only() -> None:
         observer = serving(publisher)
         for number in range(8):
             sent = publisher._sequence
-            observer.removed(number)  # nothing that was published
+            observer.removed(number)  # this block was never published
             observer.stored(number, block(number)[0], block(number)[1], b"")
             wait_for(lambda sent=sent: publisher._sequence > sent)
         last = publisher._sequence - 1
@@ -177,7 +177,7 @@ def test_a_later_engine_takes_over_a_replica_when_it_enters_service() -> None:
         old.stored(1, block(1)[0], block(1)[1], b"")
         subscriber.catch_up()
         subscriber.follow(lambda: 1 in subscriber.blocks.get(0, {}))
-        publisher.observer(0).stored(1, block(7)[0], block(7)[1], b"")  # of an engine that does not start
+        publisher.observer(0).stored(1, block(7)[0], block(7)[1], b"")  # its engine never starts
         new = publisher.observer(0)
         new.stored(1, block(8)[0], block(8)[1], b"")
         old.stored(2, block(2)[0], block(2)[1], b"")

@@ -1,4 +1,4 @@
-"""The namespace of blocks on disk."""
+"""Tests the namespace of blocks on disk, which depends on the weights and the settings."""
 
 from __future__ import annotations
 

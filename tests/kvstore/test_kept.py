@@ -1,4 +1,6 @@
-"""Blocks that requests asked to keep: limits of owners, the end of their time, and which host block is reused."""
+"""Tests blocks that requests asked to keep: limits of owners, the end of the keeping time, and which host block is
+reused.
+"""
 
 from __future__ import annotations
 

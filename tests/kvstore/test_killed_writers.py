@@ -1,4 +1,5 @@
-"""Writers of tier files that are killed: each later hit has the right bits. The whole run is in ``tests/long``."""
+"""Tests that each hit has the right bits after writers of tier files were killed. The whole run is in ``tests/long``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread of the SSD tier."""
+"""Tests the thread of the SSD tier, which reads and writes its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SSD tier without a scheduler: records, segments, quota, torn and damaged files, a full disk."""
+"""Tests the SSD tier without a scheduler: records, segments, quota, torn and damaged files, and a full disk."""
 
 from __future__ import annotations
 
@@ -230,7 +230,8 @@ def test_a_full_disk_stops_writes_but_not_reads(tmp_path, monkeypatch):
 
 
 def test_a_block_of_agents_that_have_ended_is_not_written_for_others(tmp_path):
-    """The block waits for the disk while the agents end. New agents may have other kernels, so another namespace."""
+    """The block waits for the disk while its agents end. New agents may have other kernels, and then another namespace.
+    """
     tier, mover = disk_tier(tmp_path)
     tier.write(key(0), Pool(), 0, lambda: None)
     tier.open(lambda: b"n" * 32)

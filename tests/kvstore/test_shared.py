@@ -1,4 +1,4 @@
-"""A folder that several machines share: files of others, deletions by others, damage, limits, and two tiers as one."""
+"""Tests a folder that several machines share: files and deletions by others, damage, limits, and two tiers together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers of a replica against a scripted scheduler: when blocks are read, and when a request stops waiting."""
+"""Tests the tiers of a replica with a scripted scheduler: when blocks are read, and when a request stops waiting."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Pool:
 
 
 class Source:
-    """A scheduler with scripted offers and questions, which completes each move immediately."""
+    """A scheduler whose offers of blocks and questions for hits come from a script. It completes each move immediately.
+    """
 
     def __init__(self) -> None:
         self.offers: list[BlockKey | None] = []
@@ -202,7 +203,7 @@ def test_tiers_are_off_by_default():
 
 
 def test_an_exchange_without_work_makes_few_calls():
-    """The engine thread exchanges twice for each step, so tiers without hits must cost next to nothing."""
+    """The engine thread exchanges data with the tiers twice for each step. Without hits, this must cost few calls."""
     limits = make_limits(num_blocks=100, prefix_cache=True, has_tiers=True)
     scheduler, store = Scheduler(limits), BlockStore(0, 100, None, lambda: None)
     store.open(DevicePool(FakeDevice(limits)))

@@ -1,4 +1,4 @@
-"""KV tiers with the scheduler and the fake device, whose next token is a hash of the blocks that it reads.
+"""Tests KV tiers with the scheduler and the fake device, whose next token is a hash of the blocks that it reads.
 
 A block that was loaded from a wrong place, too early, or with another content therefore changes a text.
 """
@@ -36,7 +36,7 @@ def run_alone(simulation, name, prompt):
 
 
 def fill_with_others(simulation, name):
-    """Evicts all cached blocks of earlier requests: a request of its own takes all blocks of the device."""
+    """Evicts all cached blocks of earlier requests, by a request that needs all blocks of the device."""
     run_alone(simulation, name, [50 - place % 49 for place in range(48)])
     run_alone(simulation, name + "2", [3 + place % 41 for place in range(48)])
 

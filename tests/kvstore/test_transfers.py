@@ -1,4 +1,4 @@
-"""Copies of blocks between the tiers and the event loop, with losses of agents at every point of a copy."""
+"""Tests copies of blocks between the tiers and the event loop, with losses of agents at every point of a copy."""
 
 from __future__ import annotations
 

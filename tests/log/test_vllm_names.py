@@ -1,4 +1,4 @@
-"""The metrics under the names of vLLM: which names exist, and that their values are those of the server's metrics."""
+"""Tests the metrics under the names of vLLM: which names exist, and that their values equal the server's metrics."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families

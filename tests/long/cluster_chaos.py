@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def role_settings(num_nodes: int) -> list[str]:
-    """Returns the settings of a prefill replica and decode replicas. Prompts from 4 tokens are handed over."""
+    """Returns the settings of a prefill replica and decode replicas. Prompts of at least 4 tokens are handed over."""
     roles = ["prefill", *["decode"] * (num_nodes - 1)]
     return [f"parallel_config.roles=[{', '.join(roles)}]", "parallel_config.prefill_threshold=4"]
 
@@ -87,7 +87,8 @@ def run(server: ServerProcess, rig: OwnNodes | RayRig, arguments: argparse.Names
             pids |= {node["pid"] for node in server.get("/v1/cluster")["nodes"] if "pid" in node}
             if noticed_s is not None and noticed_s > DETECTION_S:
                 late.append(kind)
-            # A request of two losses ends with an error, by design. So no request lives through two faults.
+            # A request that loses its agent twice ends with an error, by design. So all requests end before the next
+            # fault.
             assert load.pause(RECOVERY_S), "a client waits for its response without end"
             load.resume()
     errors = [answer.error for answer in load.answers if answer.error]

@@ -3,8 +3,8 @@
     python tests/long/kill_tier_writers.py --rounds 100
 
 In each round, one process (SSD) or three (shared folder) write blocks of two namespaces, as servers with other weights
-at the same path do. Some of them meet a full disk: the system cuts their writes off. They are killed at a random time.
-Then each block of each namespace is read: it must be a miss, or have the right bits.
+at the same path do. Some processes have a file size limit, which acts like a full disk. All are killed at a random
+time. Then each block of each namespace is read: it must be a miss, or have the right bits.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python tests/long/structured_answers.py [--schemas 200] [--seed 0] [--clients 8]
 
-The model samples at temperature 1. Prints one JSON line. An answer is ``cut`` if ``max_tokens`` ended it; these count
-apart. The exit code is 1 if another answer is no JSON or does not fit its schema, or if a schema was refused.
+The model samples at temperature 1. Prints one JSON line. An answer is ``cut`` if ``max_tokens`` ended it. Cut answers
+are counted separately. The exit code is 1 if another answer is no JSON or does not fit its schema, or if a schema was
+refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of a StepDriver whose sequences have a LoRA adapter."""
+"""Runs steps of a StepDriver whose sequences have a LoRA adapter."""
 
 from __future__ import annotations
 

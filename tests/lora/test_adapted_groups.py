@@ -1,4 +1,4 @@
-"""Agents that share a model add each its part of a LoRA adapter.
+"""Tests agents that share a model. Each agent adds its part of a LoRA adapter.
 
 The oracle is one agent whose weights have the adapter merged in: weight + scale x B x A.
 """

@@ -1,4 +1,4 @@
-"""LoRA adapters with native operators: bounds of the rounding errors, bits in any batch, and loads while graphs run."""
+"""Tests LoRA adapters with native operators: rounding errors, equal bits in any batch, and loads while graphs run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_an_adapted_layer_differs_from_numpy_by_its_roundings(results: dict[str, Any], dtype: str) -> None:
-    """Each of the products with A and B and the sum is rounded by at most half of the distance to the next number.
+    """Three results are rounded: the products with A and B, and the sum. Each error is at most half a distance between
+    numbers.
 
-    The error is in distances, relative to the sum of the absolute terms.
+    The measured error is in units of this distance, relative to the sum of the absolute terms.
     """
     found = results[f"cell {dtype}"]
     assert 0 < found["error"] <= 1.5

@@ -243,7 +243,7 @@ def test_an_adapter_of_a_model_that_reads_images_has_the_names_of_transformers(t
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
 def test_an_adapter_of_qwen3_5_may_name_the_text_model_or_the_whole_model(tmp_path: Path, prefix: str) -> None:
-    """The adapter is for linear attention. The names of its settings are those of its tensors."""
+    """The adapter is for layers of linear attention. Its settings and its tensors use the same layer names."""
     (tmp_path / "config.json").write_text(json.dumps(FAMILY_VARIANTS["qwen3_5"].config_json()), encoding="utf-8")
     shape = replace(ModelShape.from_hf_folder(tmp_path), beside_encoder=True)
     assert shape.delta is not None

@@ -1,4 +1,5 @@
-"""Adapters of the library PEFT, with rsLoRA and patterns of ranks and alphas, give PEFT's log-probabilities.
+"""Tests that adapters of the library PEFT give PEFT's log-probabilities, also with rsLoRA and patterns of ranks and
+alphas.
 
 ``tools/make_lora_golden.py`` wrote the golden files.
 """

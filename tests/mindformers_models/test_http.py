@@ -29,7 +29,7 @@ PRESSED = [
     "scheduler_config.prefix_cache=True",
     "scheduler_config.decode_steps_ahead=2",
 ]
-"""Settings with which blocks run out, prompts are computed in chunks, and beginnings are shared."""
+"""Settings with few blocks, chunked prompts and a prefix cache."""
 
 
 def bodies() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The format of a model follows from its chat template, unless the config names another one."""
+"""Tests that a model's tool format is detected from its chat template, unless the config names another format."""
 
 from __future__ import annotations
 

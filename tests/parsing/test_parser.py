@@ -1,4 +1,4 @@
-"""The parser of answers finds the same parts, however the text is split into pieces."""
+"""Tests that the parser of answers finds the same parts, however the text is split into pieces."""
 
 from __future__ import annotations
 

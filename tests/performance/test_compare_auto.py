@@ -1,4 +1,6 @@
-"""Tests the comparison that sets itself up: ratios, table, picture, failures of a peer, and the environments."""
+"""Tests the comparison with peers that installs them itself: ratios, table, picture, failures of a peer, and
+environments.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_a_ratio_compares_runs_of_one_round_and_one_precision() -> None:
 
 
 def test_a_round_without_the_fastest_peer_does_not_count() -> None:
-    """In the second round, only the slow peer has a rate. The ratio of 3 would look better than the server is."""
+    """In the second round, only the slow peer has a rate. A ratio of 3 to it would look too good, so the round does not
+    count.
+    """
     rounds = [{"ours int8": {"batch 1": 30.0}, "slow": {"batch 1": 10.0}, "fast": {"batch 1": 20.0}},
               {"ours int8": {"batch 1": 30.0}, "slow": {"batch 1": 10.0}}]  # fmt: skip
     assert ratios_to_fastest(rounds, [OURS, SLOW, FAST], OURS, "batch 1") == [1.5]

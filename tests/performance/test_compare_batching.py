@@ -40,8 +40,8 @@ def stand_in(folder: Path, differ: bool = False) -> Path:
 
 
 def test_the_number_of_running_requests_is_the_number_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("performance.load.client.fetch_metrics", lambda *_: {})  # it has connections of its own
-    monkeypatch.setattr("performance.load.http_client.MAX_IDLE_S", 60.0)  # a slow machine must not open one again
+    monkeypatch.setattr("performance.load.client.fetch_metrics", lambda *_: {})  # it would open more connections
+    monkeypatch.setattr("performance.load.http_client.MAX_IDLE_S", 60.0)  # keeps idle connections on a slow machine
     under_way: list[int] = []
 
     def script(number: int, body: dict[str, object]) -> Reply:

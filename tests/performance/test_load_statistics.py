@@ -1,4 +1,4 @@
-"""Tests the exact figures of load tests with made-up times."""
+"""Tests the figures that load tests compute, exactly, from made-up times."""
 
 from array import array
 from pathlib import Path

@@ -85,7 +85,9 @@ def test_a_lost_node_costs_no_request() -> None:
 
 
 def test_blocks_come_back_from_the_tier_in_host_memory() -> None:
-    """Several prompts come again and again, and each is evicted before it comes again."""
+    """Several prompts are sent repeatedly. The device cache evicts each prompt before its next request, so the tier has
+    the hits.
+    """
     tight = {"num_blocks": 14, "block_size": 4, "max_num_seqs": 1, "prefix_cache": True}
     common = {"count": 24, "every_s": 0.3, "prompts": 6}
     without = simulated(ClusterModel(1, 2), **common, **tight)

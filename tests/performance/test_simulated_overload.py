@@ -14,7 +14,7 @@ from performance.simulation.workload import OpenLoop
 
 SECONDS = 30.0
 CAPACITY = 10.9
-"""Requests a second of the published load that the preset serves when it is never idle."""
+"""Requests per second of the published load that the simulated device can serve if it is never idle."""
 
 
 def good_per_s(rate: float) -> float:

@@ -80,7 +80,9 @@ def test_single_extremes_do_not_hide_the_lasting_part() -> None:
 
 
 def test_steps_of_different_runs_are_not_compared() -> None:
-    """A slow run of a server and a fast one follow each other. The difference does not count as a slow period."""
+    """A slow run of a server is followed by a fast run. The difference between the runs does not count as a slow
+    period.
+    """
     generator = random.Random(4)
     ratios = [generator.gauss(1.0, 0.02) for _ in range(4000)]
     begins = [STEP_S * number for number in range(2000)] + [9000.0 + STEP_S * number for number in range(2000)]

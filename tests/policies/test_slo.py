@@ -171,7 +171,7 @@ def row_and_long_prompt(simulation: TimedSimulation, steps_ahead: int = 3) -> tu
 
 
 def test_only_requests_that_keep_their_pace_start() -> None:
-    """Only as many sequences decode together as can keep the objective of 6.4 ms between tokens, with a margin of 0.64
+    """A request starts only if all sequences then keep the objective of 6.4 ms between tokens, with a margin of 0.64
     ms.
 
     A step takes 4 ms, plus 0.1 ms for each sequence. So about 17 sequences fit.

@@ -32,7 +32,7 @@ def test_the_model_that_was_not_used_for_the_longest_time_ends() -> None:
 
 
 def test_no_more_models_end_than_necessary() -> None:
-    """The small model was used longest ago, but without the large one there is memory for both others."""
+    """The small model was used longest ago. If only the large model ends, the small one and the new one both fit."""
     assert chosen(Arbiter({"host": 10}), {"host": 8}, claim("small", 1, 1.0), claim("large", 9, 2.0)) == ["large"]
 
 
@@ -61,7 +61,9 @@ def test_a_pool_without_a_limit_is_never_full() -> None:
 
 
 def test_random_claims_against_all_subsets() -> None:
-    """The choice frees enough, and no smaller part of it would. A refusal means that no choice frees enough."""
+    """The chosen models free enough memory, and a part of them would not. If the arbiter refuses, no choice frees
+    enough.
+    """
     draw = random.Random(5)
     for _ in range(300):
         limit = draw.randint(5, 30)

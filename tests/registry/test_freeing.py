@@ -1,4 +1,6 @@
-"""Tests how much free memory a process keeps. Each case needs a new process, because the limits are the process's."""
+"""Tests how much free memory a process keeps. Each case needs a new process, because the limits apply to a whole
+process.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def test_a_further_model_gets_its_own_settings_and_the_servers_log(tmp_path: Pat
 
 
 def test_a_model_read_again_keeps_its_sizes(tmp_path: Path) -> None:
-    """The sizes would be others, because a model of ``model`` alone gets the longest context that fits."""
+    """Without the kept sizes, the model would get other ones: a config with only ``model`` gets the longest context
+    that fits.
+    """
     folder = write_model_folder(tmp_path / "long", max_position_embeddings=100_000)
     shorter = write_model_folder(tmp_path / "short", max_position_embeddings=100_000, hidden_size=128)
     _, model = launch([{"name": "b", "model": str(folder)}]).models.models

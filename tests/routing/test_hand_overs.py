@@ -177,7 +177,9 @@ def test_prompts_wait_for_blocks_of_the_pool_in_order() -> None:
 
 
 def test_a_preempted_arrival_keeps_its_blocks_in_the_pool() -> None:
-    """A decoding sequence takes the last block while the blocks of another one arrive. These are copied again later."""
+    """A decoding sequence takes the last block while the blocks of another sequence arrive. The arriving sequence is
+    preempted, and its blocks are copied again later.
+    """
     simulation = split_simulation(
         Role.PREFILL, Role.DECODE, num_blocks=14, num_host_blocks=40, preemption="swap", max_model_len=48
     )
@@ -190,7 +192,7 @@ def test_a_preempted_arrival_keeps_its_blocks_in_the_pool() -> None:
     for _ in range(60):
         simulation.run(decode)
         if len(decode.answers) == 1 and not decode.answers[0].sampled_ids:
-            continue  # the copy has run, and its result does not arrive yet
+            continue  # the copy has run, but the scheduler has not received its result
         simulation.update(decode, decode.answers.pop())
         simulation.schedule()
         if simulation.requests["long"].num_preemptions:
@@ -284,7 +286,9 @@ def test_a_failed_transfer_places_its_request_without_an_event_of_a_replica() ->
 
 
 def test_a_request_that_another_call_put_back_is_placed() -> None:
-    """The call of ``schedule`` processes the end of the transfer after it has placed the requests of the queue."""
+    """``schedule`` first places the requests of the queue, and then processes the end of a transfer, which puts a
+    request back.
+    """
     simulation, pools = travelling(Role.PREFILL, Role.DECODE)
     place = simulation.router._placer.place
     simulation.router._placer.place = lambda now: pools.end(error=TransferError("a test"))  # type: ignore
@@ -333,7 +337,7 @@ def test_if_the_target_is_lost_during_the_transfer_another_one_gets_the_blocks()
     pools.end(1)
     simulation.schedule()
     assert simulation.requests["long"].replica == 2
-    pools.end(0)  # it has arrived in the memory of a dead agent
+    pools.end(0)  # the blocks have arrived in the memory of a dead agent
     simulation.schedule()
     assert simulation.requests["long"].replica == 2
     simulation.finish()

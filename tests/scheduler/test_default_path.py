@@ -1,4 +1,4 @@
-"""With the default settings, ``Scheduler.schedule`` does not run code of optional features.
+"""Tests that ``Scheduler.schedule`` runs no code of optional features with the default settings.
 
 A reader of ``schedule`` needs the files of ``PACKAGES`` whose functions it calls, with the prefix cache on, and the
 files of their base classes. Their number and their lines are limited. All lines of a file count: code, comments and

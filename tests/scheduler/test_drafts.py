@@ -1,4 +1,4 @@
-"""Drafts in the scheduler: they never change a token, whatever else happens to their requests."""
+"""Tests drafts in the scheduler. Drafts never change a token, whatever else happens to their requests."""
 
 from __future__ import annotations
 

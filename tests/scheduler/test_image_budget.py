@@ -1,4 +1,6 @@
-"""The work of encoding tiles is part of a step's budget of tokens, and places of tiles end with their request."""
+"""Tests that encoding a tile counts in a step's token budget, and that the places of tiles are freed with their
+request.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def test_a_chunk_ends_before_a_tile_that_does_not_fit_the_step() -> None:
     simulation = Simulation(make_limits(max_num_batched_tokens=24))
     request, hold = with_tiles("a", 40, 3, 9, 20, cost=10)
     simulation.add(request)
-    # 24 tokens: 3 before the tile, 10 for it, and 6 more up to the next tile, of which the first 4 are the tile's.
+    # The budget is 24 tokens. The first chunk has 9 tokens: 3 before the tile, 4 of the tile, and 2 up to the next
+    # tile. Encoding the tile counts as 10 tokens.
     assert chunks(simulation) == [
         ([9], [(0, 3, 0, 4)]),
         ([11], [(1, 0, 0, 4)]),

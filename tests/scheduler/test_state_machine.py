@@ -1,4 +1,4 @@
-"""The scheduler with arrivals, steps, results, aborts, failures and losses in random order.
+"""Tests the scheduler with arrivals, steps, results, aborts, failures and losses in random order.
 
 After every event, ``Simulation`` checks the integrity of blocks and batch rows. No block of a step in flight is free,
 and the device is not idle while requests can run. The oldest sequence is never preempted, and the order of starts is

@@ -187,7 +187,7 @@ def test_a_restart_computes_only_lines_without_a_result(tokenizer, tmp_path):
                 and path.stat().st_size]  # fmt: skip
     before = output.read_bytes()
     assert 0 < before.count(b"\n") < 60
-    output.write_bytes(before + b'{"id":"batch_req_0_59","cus')  # as a server leaves it that was killed in a write
+    output.write_bytes(before + b'{"id":"batch_req_0_59","cus')  # as after a server was killed during a write
     with batch_server(tokenizer, tmp_path, max_parallel=4) as server:
         client = client_of(server)
         done = ended(client, batch)

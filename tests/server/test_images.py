@@ -1,4 +1,6 @@
-"""Chats with images over HTTP: which images are refused, with which field and limit, and what the engine receives."""
+"""Tests chats with images over HTTP: which images are refused, with which field and limit, and what the engine
+receives.
+"""
 
 from __future__ import annotations
 
@@ -107,14 +109,16 @@ def test_an_image_that_is_not_served_is_refused_with_field_and_limit(
 
 
 def test_slow_hosts_do_not_hold_the_images_of_other_requests(server: HttpServer) -> None:
-    """As many hosts are silent as threads decode."""
+    """Each decoding thread has one request for an image whose host never answers. Other requests still get their
+    images.
+    """
     with socket.create_server(("127.0.0.1", 0)) as host, ThreadPoolExecutor(DECODING_THREADS) as clients:
         slow = chat(TEXT, image_part(f"http://127.0.0.1:{host.getsockname()[1]}/a.png"))
         answers = [clients.submit(server.post, CHAT, slow) for _ in range(DECODING_THREADS)]
         connections = [host.accept()[0] for _ in answers]
         assert server.post(CHAT, chat(TEXT, image_part(BLANK, detail="low"))).status_code == 200
         assert not any(each.done() for each in answers)
-        del server.engine.submitted[-1].images  # gives the places of its tiles back
+        del server.engine.submitted[-1].images  # frees the places of its tiles
         for each in connections:
             each.close()
         assert [each.result().status_code for each in answers] == [400] * DECODING_THREADS
@@ -174,7 +178,7 @@ def input_image(url: str = SMALL, **fields: Any) -> dict[str, Any]:
 
 
 def last_prompt(server: HttpServer) -> tuple[list[int], list[tuple[int, bytes]]]:
-    """Returns the newest prompt with the positions and digests of its tiles, and gives their places back."""
+    """Returns the newest prompt with the positions and digests of its tiles, and frees the places of the tiles."""
     submitted = server.engine.submitted[-1]
     assert submitted.images is not None
     found = list(submitted.prompt_token_ids), [(tile.begin, tile.digest) for tile in submitted.images.tiles]
@@ -219,7 +223,7 @@ def test_neighbouring_messages_with_images_become_one(server: HttpServer) -> Non
 
 
 def test_results_of_tools_have_images(server: HttpServer) -> None:
-    """The template knows no tools, so two results are one message of the user."""
+    """This chat template has no tools, so the server renders two tool results as one user message."""
     call = {"id": CALL_ID, "type": "function", "function": {"name": "see", "arguments": "{}"}}
     ask = {"role": "user", "content": "t1"}
     results = [{"role": "tool", "tool_call_id": CALL_ID, "content": content} for content in ("t2", [sample_part(1)])]

@@ -1,4 +1,4 @@
-"""1000 random answers in random pieces: the joined events of the stream equal the whole message."""
+"""Tests that the joined events of a stream equal the whole message, for 1000 random answers in random pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Anthropic's API with Anthropic's own client: answers, streams, tools, reasoning, counts and refused requests."""
+"""Tests Anthropic's API with Anthropic's own client: answers, streams, tools, reasoning, counts and refused requests.
+"""
 
 from __future__ import annotations
 
@@ -296,7 +297,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 
 def test_claude_code_may_ask_to_keep_all_reasoning(server: HttpServer) -> None:
-    """Claude Code sends this field with every request. The server keeps the reasoning of earlier answers anyway."""
+    """Claude Code sends this field with every request. The server accepts the field, because it always keeps earlier
+    reasoning.
+    """
     kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     assert server.post("/v1/messages", body_of(context_management=kept)).status_code == 200
 

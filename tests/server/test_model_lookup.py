@@ -122,7 +122,7 @@ def test_the_deadline_of_a_request_limits_its_wait(tmp_path: Path) -> None:
 
 
 def test_a_command_to_the_main_model_holds_its_present_version(tmp_path: Path) -> None:
-    """A reload must not end the agents that start a profile."""
+    """The command holds the present version, so a reload does not end the agents that start a profile."""
 
     async def script(models: Models) -> None:
         one = request()
@@ -137,7 +137,9 @@ def test_a_command_to_the_main_model_holds_its_present_version(tmp_path: Path) -
 
 
 def test_a_probe_of_a_replaced_version_asks_the_new_version(tmp_path: Path) -> None:
-    """A reload ends the engine of the old version while its agents are asked. The model is ready all the time."""
+    """A reload ends the old engine while its agents are probed. The probe must then ask the new version, which is
+    ready.
+    """
 
     def view(*, is_replaced: bool) -> Any:
         async def probe(timeout_s: float) -> bool:
@@ -162,7 +164,9 @@ def test_a_probe_of_a_replaced_version_asks_the_new_version(tmp_path: Path) -> N
 
 
 def test_a_server_has_ended_only_if_its_main_model_has(tmp_path: Path) -> None:
-    """A reload that drains first ends the old engine. Health checks and batches must not take this for the end."""
+    """A reload with draining ends the old engine before the new one starts. Health checks and batches must not treat
+    this as the server's end.
+    """
 
     async def script(models: Models) -> None:
         engine: Any = SimpleNamespace(state="stopped")
@@ -180,7 +184,9 @@ def test_a_server_has_ended_only_if_its_main_model_has(tmp_path: Path) -> None:
 
 
 def test_the_queue_of_the_requested_model_counts(tmp_path: Path) -> None:
-    """The request is refused, and its lease is given back with the response, as every lease."""
+    """The queue of the requested model is full, so the request is refused. The response ends the request's lease on the
+    model.
+    """
 
     async def script(models: Models) -> None:
         one = request(Visit("full"))

@@ -1,4 +1,4 @@
-"""Sampling parameters of the model are the defaults only of OpenAI's endpoints."""
+"""Tests that the model's recommended sampling parameters are the defaults of OpenAI's endpoints only."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_a_profile_stops_by_itself(server, calls):
 
 
 def test_a_new_profile_forgets_the_last_one(server, calls):
-    """The result of a profile that stopped by itself is not the answer to the stop of a later profile."""
+    """A profile has stopped at its time limit. Its result must not answer the stop of a later profile."""
     server.app.state.profile.last = {"folder": "an old one", "agents": [AGENT]}
     folder = server.http.post("/profile/start").json()["folder"]
     assert server.http.post("/profile/stop").json()["folder"] == folder
@@ -83,7 +83,9 @@ def test_the_timer_of_an_ended_profile_does_not_stop_the_next(server, calls, mon
 
 
 def test_a_start_without_a_reply_is_stopped(server, engine, calls, monkeypatch):
-    """The agents may start the profile after the time limit. Then no later profile could start."""
+    """The agents may start the profile after the time limit. Without a stop, it would run on and no later profile could
+    start.
+    """
     told = []
 
     async def profile(folder, timeout):

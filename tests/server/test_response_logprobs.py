@@ -1,4 +1,4 @@
-"""Log-probabilities of ``/v1/responses``, with OpenAI's own client: only the tokens of the message have them."""
+"""Tests log-probabilities of ``/v1/responses`` with OpenAI's own client. Only the tokens of the message have them."""
 
 from __future__ import annotations
 

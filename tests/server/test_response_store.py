@@ -1,4 +1,4 @@
-"""The store of responses is bounded for each tenant and together; 1000 random answers in pieces equal the whole."""
+"""Tests the bounds of the response store, and that 1000 random answers in pieces equal the whole responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``/v1/responses`` with OpenAI's own client: answers, streams, tools, reasoning, the store and refused requests."""
+"""Tests ``/v1/responses`` with OpenAI's own client: answers, streams, tools, reasoning, the store and refused requests.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def stream(client: openai.OpenAI, **more: Any) -> tuple[list[Any], Any]:
 
 
 def plain(response: Any) -> list[dict[str, Any]]:
-    """Returns the output items without ids and without what the client has added."""
+    """Returns the output items without ids and without the fields that the client has added."""
     dropped = ("id", "call_id", "parsed", "parsed_arguments")
     found = []
     for item in response.to_dict()["output"]:

@@ -1,4 +1,4 @@
-"""Tools in chats: what the model sees, how calls are returned and streamed, and which requests are refused.
+"""Tests tools in chats: what the model sees, how calls are returned and streamed, and which requests are refused.
 
 The fake engine checks that the script's tokens fit the grammar of the request.
 """

@@ -1,4 +1,6 @@
-"""Tests of sessions without an engine: which requests are sessions, and which chains of hashes are computed where."""
+"""Tests sessions without an engine: which requests belong to a session, and which thread computes a chain of block
+hashes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of session files: every piece size, and every damaged byte, cut or exchanged block."""
+"""Tests session files that are read in pieces of every size, damaged at every byte, cut, or have exchanged blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of shadow serving with models without agents: the share, idleness, interruptions, and versions."""
+"""Tests shadow serving with models without agents: the fraction of scored requests, idle times, interruptions, and
+versions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many drafts the draft model makes. The tests set all times, so no test depends on the machine."""
+"""Tests how many drafts the draft model makes. The tests set all times, so no test depends on the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def guess_of(place: int) -> int:
 
 
 class Serving:
-    """Requests whose draft model is right in a fraction of its drafts. A pass of it takes ``pass_ms``."""
+    """Requests with a draft model that is right in a fraction of its drafts. One pass of the draft model takes
+    ``pass_ms``.
+    """
 
     def __init__(self, pass_ms: float, right: float, count: int = 1, always: bool = False, entries: int = 32) -> None:
         self.pass_ms, self.right = pass_ms, right
@@ -73,7 +75,7 @@ class Serving:
 
     @property
     def gain(self) -> float:
-        """The tokens per second relative to plain steps."""
+        """The tokens per second, divided by those of steps without drafts."""
         plain_ms = STEP_MS + ENTRY_MS * (len(self.requests) - 1)
         return self.tokens / self.seconds / (len(self.requests) / (plain_ms / 1e3))
 

@@ -1,4 +1,4 @@
-"""Which drafts are offered. The tests set the times of steps, so no test depends on the machine."""
+"""Tests which drafts are offered. The tests set the times of steps, so no test depends on the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PERIOD = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
 
 class Grammar:
-    """A constraint that forces some tokens, but not one that scores a prompt."""
+    """A constraint that forces some tokens of the output. It does not score a prompt."""
 
     has_failed = False
 
@@ -43,7 +43,8 @@ class Decoding:
         max_drafts: int = 7,
         model: list[int] | None = None,
     ) -> None:
-        """``model`` has the drafts that the draft model makes after each step. None: there is no draft model."""
+        """``model`` has the drafts that the draft model makes after each step. None means that there is no draft model.
+        """
         self.times, self.model = times, model
         self.masks: dict[Request, list[Any]] = {}
         has_model = model is not None

@@ -1,4 +1,4 @@
-"""Drafts from a sequence's own tokens."""
+"""Tests drafts that are taken from a sequence's own earlier tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llm_serving.speculation.suffix_index import MAX_MATCH, MIN_MATCH, SuffixInd
 
 
 def brute_force(tokens: list[int], num_tokens: int, places: int = 6) -> tuple[list[int], int] | None:
-    """Returns the draft by comparing all places of the last pair."""
+    """Returns the draft, found by comparing all earlier places of the last two tokens."""
     found = []
     for end in range(len(tokens) - 1, MIN_MATCH - 1, -1):
         length = 0

@@ -1,4 +1,4 @@
-"""Tests what the mean times of tokens and moved blocks learn from a step."""
+"""Tests how a step changes the learnt mean times per token and per moved block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeded models with a LoRA adapter, and the same models with the adapter merged into their weights."""
+"""Writes seeded models with a LoRA adapter, and the same models with the adapter merged into their weights."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ class _Touches:
     writes: dict[tuple[int, int], int] = field(default_factory=dict)
     """The batch row of every token that the step writes, by its (block, offset)."""
     reads: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """By block: each (row, number of tokens) that the step reads and that earlier steps computed."""
+    """The blocks with tokens of earlier steps that the step reads. For each block: (batch row, number of these tokens).
+    """
     copied: dict[int, int] = field(default_factory=dict)
     """The blocks that a move reads, and how many of their tokens the destination needs."""
     moved_to: dict[int, int | None] = field(default_factory=dict)
@@ -164,7 +165,8 @@ def _check_tokens(new: _Touches, earlier: _Touches, when: str) -> None:
 
 
 def _check_states(new: _Touches, earlier: _Touches, when: str) -> None:
-    """Checks the snapshots of a new step against an earlier step in flight. Only a batch row may write its own again.
+    """Checks the snapshots of a new step against an earlier step in flight. Only the batch row that saves a snapshot
+    may save it again.
     """
     for snapshot, row in new.state_writes.items():
         assert earlier.state_writes.get(snapshot, row) == row, f"{when} snapshot {snapshot} is written by two rows"

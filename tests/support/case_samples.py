@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 COVER = 0
-"""The interval of a function of which only as many cases run as its parameters have values."""
+"""The interval of a function whose sample has each value of each parameter, in as few cases as possible."""
 
 
 def read_intervals(options: Sequence[str]) -> dict[str, int]:

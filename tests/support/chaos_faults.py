@@ -81,7 +81,8 @@ MAY_REFUSE = {
     "descriptors": (0, 503),
     "memory": (0, 500, 503),
 }
-"""HTTP statuses that each fault may cause. An error event in a stream counts as 503. Faults not named here: none."""
+"""HTTP statuses that each fault may cause. An error event in a stream counts as 503. Other faults may cause no error.
+"""
 _ORDERS = {
     "corrupt": ("flip", "truncate", "duplicate", "huge"),
     "delay": ("0.3", "0.8"),
@@ -151,8 +152,8 @@ class FaultRig:
         return time_limit(DETECTION_LIMIT_S.get(kind, 0.0) + DETECTION_STEPS * self._load.step_s)
 
     def _pause_s(self, num_before: int) -> float:
-        """Returns the seconds that a replica has paused before restarts, summed over its losses. The largest sum
-        counts.
+        """Returns the seconds that a replica has paused before restarts, summed over its losses. Returns the largest
+        sum of all replicas.
 
         The log states the pause of each loss. The first ``num_before`` losses do not count.
         """
@@ -285,7 +286,7 @@ class FaultRig:
         assert answer.get("error", {}).get("code") == "agent_lost_twice", f"the request got {answer!r:.200}"
 
     def _reload(self, injection: Injection) -> None:
-        """Reload the weights of the model, and wait until the agents of the old version have ended.
+        """Reloads the weights of the model, and waits until the agents of the old version have ended.
 
         With the order ``drain``, the old version ends before the new one starts.
         """
@@ -296,14 +297,14 @@ class FaultRig:
         self._wait(lambda: self._num_processes() == num_agents, RECOVERY_LIMIT_S, "the old agents did not end")
 
     def _num_processes(self) -> int:
-        """Return the number of agent processes, or -1 if one of them ends now."""
+        """Returns the number of agent processes, or -1 if one of them ends during the count."""
         try:
             return len(self._server.agents())
         except psutil.Error:
             return -1
 
     def _profile(self, injection: Injection) -> None:
-        """Make a profile of all agents under the load."""
+        """Makes a profile of all agents under the load."""
         answer = self._server.post("/profile/start", {"max_seconds": 600}, timeout_s=RECOVERY_LIMIT_S)
         assert "status" not in answer, f"the start of a profile got {answer!r:.200}"
         time.sleep(_HELD_S)

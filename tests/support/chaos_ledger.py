@@ -16,15 +16,17 @@ from support.chaos_load import Answer, ChaosLoad
 from support.server_process import ServerProcess, shm_entries
 
 MAX_SLOPE_MIB = 1.0
-"""Maximum growth of the server in 10 minutes after the warm-up."""
+"""Maximum growth of the server's memory in 10 minutes after the warm-up, in MiB."""
 NOISE_MIB = 3.0
 """Growth of memory that a short run may show, because an allocator keeps the memory of bursts of requests."""
 WARM_UP = 0.4
-"""Part of the run after which memory counts, if the first round of faults has ended before."""
+"""Fraction of the run that is its warm-up. The warm-up also lasts at least until the first round of faults has ended.
+"""
 AGENT_WARM_UP_S = 30.0
 AGENT_LOADED = 0.9
-"""An agent's memory counts ``AGENT_WARM_UP_S`` after it has reached this part of its last size. On a busy machine, an
-agent takes half a minute to load its model."""
+"""An agent's warm-up ends ``AGENT_WARM_UP_S`` seconds after its memory has reached this fraction of its last size. On a
+busy machine, an agent takes half a minute to load its model.
+"""
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """Maximum size of the event loop's pool. Its threads start when large bodies first need them."""
 AFTER_FAULT_S = 2.0
@@ -68,11 +70,12 @@ class MemoryWatch:
 
     samples: Samples = field(default_factory=list)
     agents: dict[int, Samples] = field(default_factory=dict)
-    """The samples of each agent, by process id. A restarted agent is another one."""
+    """The samples of each agent, by process id. A restarted agent has a new process id."""
     first_round_end: float = 0.0
-    """The time at which each kind of fault had happened once. The server then has the memory that they need.
+    """The time when each kind of fault had happened once. From then on, the server keeps the memory that all faults
+    need.
 
-    0.0 if the run ended before.
+    0.0 if the run ended earlier.
     """
 
     def add(self, server: ServerProcess) -> None:
@@ -152,7 +155,7 @@ class Row:
     detected_s: list[float] = field(default_factory=list)
     recovered_s: list[float] = field(default_factory=list)
     start_s: list[float] = field(default_factory=list)
-    """The recoveries without the growing pause before a restart."""
+    """The recovery times in seconds, without the growing pause before a restart."""
     answered: int = 0
     failed: int = 0
     wrong: int = 0

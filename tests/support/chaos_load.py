@@ -119,7 +119,9 @@ class ChaosLoad:
             (answer.ended - answer.began) / body["max_tokens"]
             for answer, (_, body) in zip(first, REQUESTS, strict=True)
         )
-        """Time of a step before the first fault, with all that the server and this machine add to it."""
+        """Time of a step in seconds, measured before the first fault. It includes the overhead of the server on this
+        machine.
+        """
         self._ended, self._running = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._waiting = 0

@@ -109,11 +109,11 @@ class LinkProxy:
         self._thread.start()
 
     def hold(self, *, held: bool) -> None:
-        """Passes no bytes on while ``held`` is true, as a network without packets does."""
+        """Forwards no bytes while ``held`` is true, as a network that drops all packets."""
         (self._holds.set if held else self._holds.clear)()
 
     def cut(self) -> None:
-        """Closes all connections. Later ones work."""
+        """Closes all connections. Connections that are opened later work."""
         self._cuts.set()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from support.ray_cluster import RayNode
 from support.server_process import ServerProcess
 
 Restore = Callable[[], None]
-"""Ends a fault after the server has noticed it."""
+"""A function that ends a fault. It is called after the server has noticed the fault."""
 
 
 class Rig(Protocol):
@@ -91,7 +91,9 @@ class OwnNodes:
         self._nodes[number] = NodeProcess(node.folder, self._key, listen=node.address)
 
     def _add(self, name: str, address: str) -> None:
-        """Adds a node that is drained or removed. While it drains, the server refuses that."""
+        """Adds a drained or removed node again. Repeats the request while the server refuses it because the node still
+        drains.
+        """
         assert self.server is not None
         while "status" in self.server.post("/v1/cluster/add", {"address": address}):
             pass
@@ -136,7 +138,7 @@ class RayRig:
             return lambda: None
         raylet = machine.raylet()
         if kind == "raylet stopped":
-            raylet.send_signal(signal.SIGSTOP)  # the node serves on; nothing is lost before Ray's own verdict
+            raylet.send_signal(signal.SIGSTOP)  # the node serves until Ray declares it dead
             return lambda: raylet.send_signal(signal.SIGCONT)
         raylet.kill()
         return lambda: self._replace(machine)

@@ -134,7 +134,9 @@ class FakeDevice:
         self.reset()
 
     def reset(self) -> None:
-        """Acts as a new agent. Queue and batch rows are empty, and cache and host memory contain random numbers."""
+        """Replaces the agent by a new one. Queue and batch rows become empty, and cache and host memory get random
+        numbers.
+        """
         self.cache = self._memory(self.limits.num_blocks)
         self.host = self._memory(self.limits.num_host_blocks + self.tier_hosts)
         self.rows: dict[int, _Row] = {}

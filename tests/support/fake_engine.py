@@ -168,7 +168,7 @@ class FakeEngine:
         self.submitted: list[Submitted] = []
         self.opened: list[FakeOpenRequest] = []
         self.asked_for: list[str] = []
-        """The tenant of each question whether the queue is full."""
+        """The tenant in each call of ``queue_full``."""
 
     @property
     def num_open(self) -> int:

@@ -69,7 +69,7 @@ class FakeStarter:
         self.is_closing = False
         self.gate = asyncio.Event()
         self.gate.set()
-        """Starts wait for this event."""
+        """Each start of a version waits for this event."""
         self.fails = self.is_broken = False
         self.started: list[str] = []
         self.with_tokenizer: list[bool] = []

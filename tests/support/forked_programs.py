@@ -28,7 +28,7 @@ class ForkedProgram:
         preload: str = "support.agent_preload",
         **variables: str | None,
     ) -> None:
-        """``variables`` change environment variables of the program. None removes a variable.
+        """Starts the program. ``variables`` change its environment variables, and None removes a variable.
 
         The process is forked from one that has imported the module ``preload``.
         """

@@ -36,7 +36,7 @@ SHARED_FOLDER = "LLM_TESTS_FORKS"
 """Environment variable with the folder of the fork servers that the processes of a test run share."""
 _MAX_DESCRIPTORS = 16
 _used: list[socket.socket] = []
-"""Connections that make this process a user of fork servers."""
+"""Connections to fork servers. A fork server ends when no process holds a connection to it."""
 _NAME = "agent-"
 """Beginning of the names of forked agents. The process id of their server follows. Linux keeps 15 characters."""
 
@@ -58,7 +58,7 @@ class ForkedProcess:
         name: str = "",
         folder: Path | None = None,
     ) -> None:
-        """``folder`` is the working directory of the new process. None stands for that of this process."""
+        """Starts the process. ``folder`` is its working directory; None means the working directory of this process."""
         self._code: int | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address)
@@ -83,7 +83,7 @@ class ForkedProcess:
                 self._code = self._received()
             except (TimeoutError, BlockingIOError) as error:
                 raise subprocess.TimeoutExpired("forked process", timeout or 0.0) from error
-            self._connection.close()  # only now, the fork server frees the process id
+            self._connection.close()  # the fork server frees the process id when this connection closes
         return self._code
 
     def poll(self) -> int | None:
@@ -198,9 +198,9 @@ class _ForkServer:
         self._listener, self._variables = listener, variables
         self._users: set[int | socket.socket] = {lifetime}
         self._connections: dict[int, socket.socket | None] = {}
-        """The connections by process id. None after the other side has closed the connection."""
+        """The connection to the user of each forked process, by process id. None if the user has closed it."""
         self._ended: set[int] = set()
-        """Processes that have ended, of which the connection is open."""
+        """The ids of processes that have ended and whose connection is still open."""
         self._wake, self._signals = socket.socketpair()
         self._wake.setblocking(False)
         self._signals.setblocking(False)
@@ -242,7 +242,7 @@ class _ForkServer:
         if pid == 0:
             if request["name"]:
                 Path("/proc/self/comm").write_text(request["name"], encoding="ascii")
-            _send(connection, os.getpid())  # after the name is set, so that the server's agents can be found at once
+            _send(connection, os.getpid())  # after the name is set, because the receiver may search for the name
             self._close(connection)
             _run(request, descriptors, self._variables)
         for descriptor in descriptors:
@@ -251,7 +251,7 @@ class _ForkServer:
         self._selector.register(connection, selectors.EVENT_READ, pid)
 
     def _close(self, connection: socket.socket) -> None:
-        """Closes, in a forked process, what belongs to the fork server."""
+        """Closes the sockets and signal handlers of the fork server in a forked process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for other in (connection, self._listener, self._wake, self._signals, *self._connections.values()):
