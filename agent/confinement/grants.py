@@ -90,8 +90,8 @@ def _package_targets(folder: Path) -> Iterator[Path]:
     for entry in _entries(folder):
         target = Path(entry.path)
         if entry.is_symlink():
-            target = target.resolve()
-            if is_installed or target.suffix in _CODE or (target / "__init__.py").exists():
+            target = _real(entry.path)
+            if is_installed or target.suffix in _CODE or os.path.exists(target / "__init__.py"):
                 yield target
         elif is_installed and entry.is_dir():
             yield from _linked_files(target)
@@ -103,11 +103,11 @@ def _linked_files(package: Path, depth: int = 1) -> Iterator[Path]:
     If a file is a link into a folder of the same name, this folder is yielded: it has the whole package.
     """
     entries = _entries(package)
-    links = [Path(entry.path).resolve() for entry in entries if entry.is_symlink()]
+    links = [_real(entry.path) for entry in entries if entry.is_symlink()]
     wholes = {link.parent for link in links if link.parent.name == package.name}
     yield from wholes
     yield from (link for link in links if link.parent not in wholes)
-    is_namespace = not any(entry.is_file() for entry in entries)
+    is_namespace = not any(os.path.isfile(entry.path) for entry in entries)
     if is_namespace and depth < _MAX_NAMESPACES:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -130,8 +130,16 @@ def _link_targets(folder: Path) -> list[Path]:
         if number + len(targets) > MAX_LINKS:
             break
         links = [Path(parent, name) for name in (*folders, *files)]
-        targets += [link.resolve() for link in links if link.is_symlink()]
+        targets += [_real(link) for link in links if os.path.islink(link)]
     return targets
+
+
+def _real(link: str | Path) -> Path:
+    """Returns the target of a symbolic link. Never fails: a link may form a loop, or name a folder of another user.
+
+    ``Path.resolve``, ``Path.exists`` and ``DirEntry.is_file`` raise an error for such a link, and then no agent starts.
+    """
+    return Path(os.path.realpath(link))
 
 
 def _writable_folders(config: Config, environment: Mapping[str, str]) -> list[Path]:

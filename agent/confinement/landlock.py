@@ -55,6 +55,7 @@ _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 _FIRST_ABI_OF_TCP, _FIRST_ABI_OF_SCOPES = 4, 6
 _NEWER_RIGHTS = ((2, Right.REFER), (3, Right.TRUNCATE), (5, Right.IOCTL_DEV))
 """Access rights that later ABIs of Landlock have added, each with the first ABI that has it."""
+_UNREACHABLE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def _add(ruleset: int, rule: Rule, restricted: Right, call: SystemCall) -> None:
         descriptor = os.open(rule.path, os.O_PATH | os.O_CLOEXEC)
     except OSError as error:
         # A path that does not exist or that this process cannot reach needs no rule.
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
+        if error.errno in _UNREACHABLE:
             return
         raise
     try:

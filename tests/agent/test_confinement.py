@@ -21,6 +21,7 @@ import pytest
 
 from agent.confinement import seccomp
 from agent.confinement.confine import confine
+from agent.confinement.grants import cpu_rules
 from agent.confinement.landlock import ADD_RULE, CREATE_RULESET, RESTRICT_SELF, Right, Rule, landlock_abi, restrict
 from llm_serving.errors import AgentStartError
 from support.small_configs import REPOSITORY, TINY_LLAMA, small_config
@@ -119,6 +120,22 @@ def test_auto_leaves_mindformers_unconfined(tmp_path):
     model = replace(config.model_config, model_type="mindformers")
     text = confine(replace(config, model_config=model), FakeKernel(7))
     assert text == "none (serving_config.confine_agents is auto, and the model is of MindFormers)"
+
+
+def test_a_link_without_a_target_stops_no_agent(tmp_path, monkeypatch):
+    """A loop of links, and a link that the system refuses to follow. Any user's folder may have them."""
+    folders = [tmp_path / name for name in ("code", "model", "venv/site-packages", "venv/site-packages/package")]
+    for folder in folders:
+        if folder.name == "model":
+            shutil.copytree(TINY_LLAMA, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "loop").symlink_to("loop")
+        (folder / "refused").symlink_to("n" * 300)
+    code, model, installed, _ = folders
+    monkeypatch.setattr(sys, "path", [str(code), str(installed)])
+    config, kernel = small_config(tmp_path, [f"model_config.model_path={model}"]), FakeKernel(7)
+    restrict(cpu_rules(config, {}), abi=7, isolates=True, call=kernel)
+    assert {str(code), str(model), str(installed)} <= set(kernel.rules)
 
 
 class FakeKernel:
