@@ -25,11 +25,10 @@ class _NoBatching(BatchingMode):
 
 
 class _StaticBatching(BatchingMode):
-    """The requests that wait while nothing runs form a batch. No request joins before all of them have ended.
+    """Static batching: the requests that wait when no request runs form a batch. No request joins until all have ended.
 
     A batch has at most ``batch_size`` requests, and fewer if too few batch rows or blocks are free. A finished request
-    returns its output immediately. Its batch row then stays empty and costs no computation. (Servers whose graphs
-    compute empty batch rows, too, are slower.)
+    returns its output immediately. Its batch row then stays empty and costs no computation.
     """
 
     STATE = ("_num_places", "_num_arrivals")

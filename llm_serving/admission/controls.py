@@ -42,8 +42,8 @@ WINDOW = 1024
 """Number of recent output lengths that the predictor keeps for requests with similar ``max_output_tokens``."""
 
 MIN_SAMPLES = 16
-"""Minimum number of recent outputs that became longer than the present output. With fewer, the prediction is the
-request's maximum output length."""
+"""A prediction needs this number of recent outputs that are longer than the present output. With fewer, the prediction
+is the request's maximum output length."""
 
 _AIMD_FACTOR = 4
 

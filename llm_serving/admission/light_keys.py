@@ -7,8 +7,8 @@ is light among keys with similar loads. With one key, or without keys, nothing c
 
 Order
     A request of a light key starts first, if the key has received at most ``LIGHT_CREDIT`` weighted tokens more than
-    any other waiting tenant. A key that comes back has the least counter, so this is the usual case. The bounds of
-    ``queue_order`` grow by this credit, and nobody starves. A light key never overtakes preempted requests, or requests
+    any other waiting tenant. A key that returns after a pause has the lowest counter of tokens, so it usually
+    qualifies. The credit is bounded, so no tenant starves. A light key never overtakes preempted requests, or requests
     of a higher priority.
 
 Reserve
@@ -17,8 +17,9 @@ Reserve
 
 Steps
     A policy with mixed steps gives the prompts of light keys a prefill step of their own. After ``MAX_LIGHT_STREAK`` of
-    these steps, the next step has other requests, too. Policy ``slo`` also sends the step that follows the running one
-    as late as possible for ``MEMORY_S`` seconds. A light key's prompt would wait for both steps.
+    these steps, the next step has other requests, too. For ``MEMORY_S`` seconds, policy ``slo`` also sends the next
+    step only shortly before the running step ends. If it sent the step earlier, a light key's prompt would wait for
+    both.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ MEMORY_S = 30.0
 
 RESERVED_ROWS_SHARE = 16
 RESERVED_BLOCKS_SHARE = 32
-"""The reserve is one of ``RESERVED_ROWS_SHARE`` batch rows, and one of ``RESERVED_BLOCKS_SHARE`` blocks."""
+"""The reserve is ``1 / RESERVED_ROWS_SHARE`` of the batch rows and ``1 / RESERVED_BLOCKS_SHARE`` of the blocks."""
 
 MAX_LIGHT_STREAK = 2
 """Maximum number of consecutive steps that have prompts of light keys only."""
 
 
 class LightKeys(Stateful):
-    """Knows which tenants are light keys, and what is reserved for them."""
+    """Determines which tenants are light keys, and how many batch rows and blocks stay free for them."""
 
     STATE = ("_last_seen",)
 
@@ -85,7 +86,8 @@ class LightKeys(Stateful):
         return 0 < self._counts[sequence.request.tenant] <= self._limit
 
     def first(self, now: float) -> Sequence | None:
-        """Returns the request of a light key that starts next. None if there is none, or if others go first.
+        """Returns the request of a light key that starts next. None if no light key waits, or if other requests go
+        first.
 
         Uses the counts of the last call of ``look``.
         """
@@ -103,7 +105,7 @@ class LightKeys(Stateful):
     def reserve(self, sequence: Sequence, now: float) -> tuple[int, int]:
         """Returns how many batch rows and how many blocks must stay free if ``sequence`` starts.
 
-        Nothing is reserved while no sequence runs, because no row would become free for a sequence that waits.
+        While no sequence runs, nothing is reserved: no running sequence could end and free a row for ``sequence``.
         """
         if not self.is_active(now) or self.is_light(sequence) or not len(self._state.running):
             return 0, 0

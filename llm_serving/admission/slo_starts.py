@@ -22,7 +22,8 @@ class SloStarts(Stateful):
     """Decides which requests start in a step, by objectives only. ``Starter`` checks batch rows, blocks and admission.
 
     Pace
-        At most ``max_starts`` requests start, so that every running sequence keeps its time between tokens.
+        At most ``max_starts`` requests start, so that running sequences keep their objective for the time between
+        tokens.
 
     Late requests
         Without a limit, late requests would use all free capacity whenever no request on time waits. They would soon
@@ -42,7 +43,9 @@ class SloStarts(Stateful):
         self._state = state
         self._order = order
         self._credit = 1.0
-        """Number of late requests that may start. Negative if more other requests started than requests ended."""
+        """Number of late requests that may start. Each start subtracts 1, also that of a request on time, so the number
+        can be negative.
+        """
         self._num_started = 0
         self._num_left: int | None = None
         self._holds_back = False

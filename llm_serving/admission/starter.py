@@ -21,8 +21,8 @@ from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
 
 _NOT_CAPACITY = (BlockReason.BATCH, BlockReason.PREFIX, BlockReason.LOAD)
-"""Reasons not to start although there is capacity. They can end with the next step. All other reasons limit how many
-requests may wait."""
+"""Reasons that delay a start although batch rows and blocks are free. They may no longer apply at the next step. After
+any other reason, the intake limits how many requests may wait."""
 
 
 class BatchingMode(Stateful):
@@ -100,7 +100,8 @@ class Starter:
         light_keys: LightKeys,
         must_load: Callable[[Sequence], bool] | None = None,
     ) -> None:
-        """``must_load`` returns True if a sequence must wait for blocks from KV tiers. None if there are no tiers."""
+        """``must_load`` is None without KV tiers. Otherwise, it returns True if a sequence must wait for their blocks.
+        """
         self._state = state
         self._must_load = must_load
         self._light_keys = light_keys

@@ -1,9 +1,9 @@
 """Hand-overs of computed prompts between replicas (separate prefill and decode).
 
 A prefill replica computes the prompt of a sequence and samples its first token. Then the sequence is LEAVING: it asks
-the router for blocks of the hand-over pool, and a MOVE step copies its blocks there. The decode replica gets the
-sequence as a swapped one. MOVE steps copy the blocks to its device, in pieces, so that decode steps run in between. The
-agent checks each block. After a bad block, the sequence is computed again from its tokens.
+the router for blocks of the hand-over pool, and a MOVE step copies its blocks there. The decode replica adds the
+sequence to its swapped sequences. MOVE steps copy the blocks to its device, in pieces, so that decode steps run in
+between. The agent checks each block. After a bad block, the sequence is computed again from its tokens.
 
 The router owns the hand-over pool. Its grants and placements are inputs of the scheduler, like the results of steps.
 (DistServe, Zhong et al., OSDI 2024, and Splitwise, Patel et al., ISCA 2024, separate prefill and decode.)
@@ -62,7 +62,7 @@ class HandOverChange:
 
 
 class HandOvers(BlockMover):
-    """Makes the MOVE steps to and from the hand-over pool, and knows the sequences that leave or arrive."""
+    """Composes the MOVE steps to and from the hand-over pool, and tracks the sequences that leave or arrive."""
 
     STATE = ("_asking", "_to_copy", "_arriving", "_prefill", "_move")
 
@@ -74,7 +74,7 @@ class HandOvers(BlockMover):
         self._to_copy: list[Sequence] = []
         """Leaving sequences whose blocks a step must still copy to the hand-over pool."""
         self._arriving: Sequence | None = None
-        """The sequence whose blocks come to the device now. There is one at a time."""
+        """The sequence whose blocks MOVE steps copy to the device now. None if no sequence arrives."""
         self._prefill = Rate()
         self._move = Rate()
         self._changes: list[HandOverChange] = []
@@ -215,7 +215,8 @@ class HandOvers(BlockMover):
         while waiting and len(moves) + len(waiting[0].handed_blocks) <= max_moves:
             sequence = waiting.pop(0)
             sequences.append(sequence)
-            # ``handed_blocks`` has no block for a last block without computed tokens, so that block is not copied.
+            # If the last block in ``block_table`` has no computed tokens, ``handed_blocks`` is shorter. The last block
+            # is then not copied.
             pairs = zip(sequence.block_table, sequence.handed_blocks, strict=False)
             moves += [BlockMove(MoveKind.HAND_OUT, block, host) for block, host in pairs]
         return self._send(moves, sequences, StepReason.HAND_OUT)
@@ -237,7 +238,7 @@ class HandOvers(BlockMover):
     def _next_arrival(self) -> Sequence | None:
         """Gives a batch row and blocks to the oldest swapped sequence if it arrives from another replica.
 
-        Returns None if there is none, or if the capacity does not suffice.
+        Returns None if that sequence does not arrive, or if no batch row or too few blocks are free.
         """
         state = self._state
         if not state.swapped or state.swapped[0].hand_over is not HandOverState.ARRIVING:

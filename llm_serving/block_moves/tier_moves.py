@@ -5,7 +5,7 @@ committed blocks and asks for the blocks of the first waiting sequence. The repl
 scheduler, like the results of steps. MOVE steps without sequences make the copies.
 
 A sequence whose blocks the tiers look for stays in the queue, with the reason ``LOAD``. Loaded blocks enter the prefix
-cache, where the sequence then finds them. So a load never changes a text: without it, the sequence is computed.
+cache, where the sequence then finds them. A load never changes a text. Without it, the agent computes the same blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class WantedBlocks:
     """The blocks, in order without a gap. The sequence can use a block only together with all blocks before it in this
     list."""
     max_block_s: float | None
-    """Seconds in which the agent computes a block. A load that takes longer is of no use. None if it is unknown."""
+    """Seconds that the load of a block saves. If the tiers need longer to find a block, computing the block is faster.
+    None if unknown.
+    """
 
 
 _Load = tuple[Sequence | None, int, list[int], list[int], list[int]]
@@ -60,7 +62,7 @@ blocks before them. All these blocks are held during the load."""
 
 
 class TierMoves(Stateful):
-    """Makes the MOVE steps between the device and the tiers, and knows which waiting sequences wait for loads."""
+    """Composes the MOVE steps between the device and the tiers, and tracks which waiting sequences wait for loads."""
 
     STATE = ("_to_store", "_to_load", "_storing", "_loading", "_prefill", "_move")
 
@@ -125,9 +127,10 @@ class TierMoves(Stateful):
         self._release(hosts)
 
     def take_released(self) -> list[tuple[int, bool]]:
-        """Returns the host blocks that no step needs any more, each with whether its content is known.
+        """Returns the host blocks that no step needs any more, as pairs (host block, whether its content is known).
 
-        After a copy to the host that failed, the content is unknown. Each host block is returned once per reply.
+        After a copy to the host that failed, the content is unknown. A host block is returned once for each reply that
+        named it.
         """
         released, self._released = self._released, []
         return released
@@ -267,5 +270,5 @@ class SchedulerTiers:
         self._tiers.load_blocks(request_id, first, list(hosts))
 
     def take_released(self) -> list[tuple[int, bool]]:
-        """Returns the tiers' host blocks that no step needs any more, each with whether its content is known."""
+        """Returns the host blocks that no step needs any more, as pairs (host block, whether its content is known)."""
         return [] if self._tiers is None else self._tiers.take_released()

@@ -16,8 +16,8 @@ class CachedPrefix:
     is_pending: bool
     """True if the sequence should wait for steps in flight that compute more of its tokens.
 
-    It should wait if they add at least a full block, or all its known tokens except the last. By a weaker rule, equal
-    prompts that end at the end of a block would wait for each other.
+    It should wait if these steps compute at least one more full block, or all its known tokens except the last. If
+    fewer tokens sufficed, equal prompts that end at the end of a block would wait for each other.
     """
 
 
@@ -25,7 +25,7 @@ _NOTHING_CACHED = CachedPrefix(0, False)
 
 
 class BlockSupply:
-    """Gives a starting sequence blocks for its known tokens (paged attention). Its subclasses have variants."""
+    """Gives a starting sequence empty blocks for its known tokens (paged attention)."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
@@ -60,4 +60,5 @@ class BlockSupply:
         self._kv_cache.free(sequence.block_table)
 
     def lose_all(self) -> None:
-        """Forgets all cached tokens, because the device's memory was lost. The caller still releases held blocks."""
+        """Forgets all cached tokens, because the device's memory was lost. The caller must still release each sequence.
+        """

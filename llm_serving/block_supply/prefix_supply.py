@@ -14,8 +14,8 @@ class PrefixSupply(BlockSupply):
 
     If only the first tokens of a cached block match, the block is copied. When a sequence starts, its prompt is
     announced to the prefix cache. A sequence with an equal prompt can then wait until the prompt is computed and share
-    its blocks. The output enters the prefix cache only when the sequence gives its blocks back, so that decode steps
-    need no work for the prefix cache.
+    its blocks. The output enters the prefix cache only when the sequence gives its blocks back, so decode steps do not
+    update the prefix cache.
     """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
@@ -50,7 +50,7 @@ class PrefixSupply(BlockSupply):
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         chain = sequence.prefix_chain
         if chain is None:
-            # The sequence never started here: its blocks come from another replica.
+            # The sequence did not start in this scheduler. Its blocks came from another replica.
             chain = self._prefixes.new_chain(sequence.known_tokens(0, num_tokens), sequence.request.cache_salt)
             sequence.prefix_chain = chain
         self._prefixes.commit(sequence.block_table, chain, num_tokens)

@@ -4,8 +4,8 @@ Layers with linear attention keep a state of each sequence instead of keys and v
 let a sequence skip tokens: it also needs the state after them. Steps save states in snapshots at the ends of blocks:
 
 * At the end of the last full block of a prompt. The same prompt and the next prompt of a chat resume from it.
-* Where the part of a prompt ends that the prefix cache knows, if no snapshot is there. Another prompt has the same
-  beginning, so a third one is likely.
+* At the end of the part of a prompt that the prefix cache has, if no snapshot exists there. Two prompts have this
+  beginning, so a third prompt is likely to have it.
 * While a sequence decodes, at the end of each block. The sequence has one snapshot for this, which each save
   overwrites. The next prompt of a chat, or the sequence itself after a preemption, resumes from it. With drafts, a step
   saves only the state at the first end of a block, which is the most likely one to be accepted.
@@ -27,7 +27,9 @@ from llm_serving.scheduler.snapshot import Sequences, Stateful
 
 
 class _Saves(Stateful):
-    """The snapshots of one sequence with blocks. Numbers of blocks count from the beginning of the sequence."""
+    """The snapshots that one sequence reads and saves. Number n stands for the state after the sequence's first n
+    blocks.
+    """
 
     STATE = ("resumed", "is_sent", "wanted", "awaited", "saved", "latest")
 
@@ -55,8 +57,8 @@ class StateSupply(PrefixSupply, Stateful):
         self._saves: dict[int, _Saves] = {}
         """By arrival index, for each sequence with blocks."""
         self._awaited: Counter[bytes] = Counter()
-        """Hashes of the blocks after which prompts in prefill will save the state. A snapshot of the scheduler has no
-        hashes, because a recording has pseudonyms instead of tokens.
+        """Hashes of the blocks after which prompts in prefill will save the state. ``snapshot`` leaves the hashes out,
+        because a flight recording has pseudonyms instead of tokens.
         """
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
@@ -146,14 +148,16 @@ class StateSupply(PrefixSupply, Stateful):
             raise AssertionError(f"{len(self._awaited)} states are awaited but no sequence computes them")
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        """Returns the part of the cached prefix after which a snapshot exists. It has no tail."""
+        """Returns the longest part of the cached prefix after which a snapshot exists. It consists of full blocks."""
         match = super()._match(sequence)
         blocks, _ = self._prefixes.current_part(match)
         number = self._snapshots.longest(match.entries[: len(blocks)])
         return PrefixMatch(blocks[:number], match.entries[:number], number * self._kv_cache.block_size, None, 0)
 
     def _last_awaited(self, sequence: Sequence) -> int:
-        """Returns the largest number of blocks of a waiting sequence after which a running one will save the state."""
+        """Returns the largest n for which a running sequence will save the state after the first n blocks of
+        ``sequence``.
+        """
         if not self._awaited:
             return 0
         chain, last = sequence.prefix_chain, (sequence.request.num_tokens - 1) // self._kv_cache.block_size
@@ -186,7 +190,7 @@ class StateSupply(PrefixSupply, Stateful):
 
 
 def _hashes(sequence: Sequence, numbers: list[int]) -> list[bytes]:
-    """Returns the hash of the last block of each number of first blocks of a sequence."""
+    """Returns for each n in ``numbers`` the hash of the sequence's n-th block and of all blocks before it."""
     chain = sequence.prefix_chain
     assert chain is not None, "looked up before"
     return [chain.hash_at(number - 1) for number in numbers]

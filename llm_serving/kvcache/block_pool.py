@@ -146,9 +146,9 @@ class BlockPool:
             observer.cleared()
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the reference counts, the free blocks that are not cached, and those that are.
+        """Returns the reference counts, the free blocks that are not cached, and the free blocks that are cached.
 
-        The snapshot of the prefix cache has the state of ``index``.
+        ``PrefixCache.snapshot`` saves the state of ``index``.
         """
         return {"ref_counts": self._ref_counts.copy(), "free": self._free.copy(), "cached": list(self._free_cached)}
 

@@ -151,9 +151,9 @@ class KVCacheManager:
     def free(self, block_table: list[int], chain: PrefixChain | None = None) -> None:
         """Removes one hold from all blocks of a block table.
 
-        Blocks that the prefix cache has committed (completely computed) stay cached. Withdraws the announcements of
-        ``chain``, but the chain stays valid for the sequence's next start. This method does not change ``block_table``,
-        which the caller must not use again.
+        Blocks that the prefix cache has committed (completely computed) stay cached. The method withdraws the
+        announcements of ``chain``, but the chain stays valid for the sequence's next start. It does not change
+        ``block_table``, and the caller must not use this list again.
         """
         (self._contiguous or self._pool).free(block_table)
         if chain is not None:
@@ -174,10 +174,10 @@ class KVCacheManager:
         """Starts a sequence. Fills its empty block table with the blocks of ``match`` and with new blocks, for
         ``num_tokens`` tokens in all.
 
-        Uses only the blocks of the match before the first one that was evicted since. A match may end with a tail, a
-        block of which only the first tokens match. The tail is copied, and its source block is held during the copy. If
-        too few blocks are free for this, the tail is not used. If too few blocks are free for the sequence, returns
-        None and changes nothing.
+        If a block of ``match`` was evicted since the lookup, uses only the blocks before it. A match may end with a
+        tail, a block of which only the first tokens match. The tail is copied, and its source block is held during the
+        copy. If too few blocks are free for the copy, the tail is not used. If too few blocks are free for the
+        sequence, returns None and changes nothing.
 
         On a CPU, copying a tail is always faster than computing its tokens. A copy moves some KB per token. The
         computation takes two operations per token for each weight of the model, which takes about a thousand times
@@ -232,7 +232,7 @@ class KVCacheManager:
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the state of the pools and of the prefix cache as plain data.
 
-        ``contents`` replaces the tokens of each block.
+        The data have ``contents[block]`` instead of the tokens of each block.
         """
         contiguous, prefix_cache = self._contiguous, self._prefix_cache
         return {
@@ -273,9 +273,9 @@ class KVCacheManager:
     def _adopt_tail(self, block_table: list[int], tail: TailMatch | None, spare: int) -> Adoption:
         """Appends the tail to a block table. The tail is a cached block of which only the first tokens match.
 
-        ``spare`` is the number of free blocks that the sequence does not need otherwise. If the tail's block is free, a
-        copy needs one spare block. A free block that has only the matching tokens needs no copy: the sequence continues
-        in this block. If tails are not copied, the sequence computes the tokens of any other tail.
+        ``spare`` is the number of free blocks that the sequence does not need otherwise. If the tail's block is free
+        and has only the matching tokens, the sequence continues in this block. Otherwise the block is copied. If the
+        tail's block is free, the copy needs one spare block. Without a copy, the sequence computes the tokens again.
         """
         num_tokens = len(block_table) * self.block_size
         if tail is None:

@@ -111,8 +111,8 @@ class PrefixCache:
         """Returns how many of the first blocks with these hashes are cached or announced, and how many of them count as
         held.
 
-        An announced block counts as held. The method compares only hashes, not tokens, which is accurate enough for the
-        router's forecast.
+        An announced block counts as held. The method compares hashes but not tokens, which suffices for the router's
+        forecast.
         """
         num_known = num_held = 0
         for block_hash in hashes:
@@ -171,8 +171,8 @@ class PrefixCache:
     def insert(self, chain: PrefixChain, first: int, blocks: list[int]) -> None:
         """Adds held full blocks, whose content was loaded from a KV tier, to the cache.
 
-        They are the blocks of the chain from index ``first`` on. Adds none if a block before them is no longer cached.
-        If the content of a block is cached already, the block is not added.
+        ``blocks`` are the blocks of the chain from index ``first`` on. If a block before them is no longer cached, adds
+        none. If another cached block has the same content, does not add the block.
         """
         self._refresh(chain)
         self._find_further(chain, first)
@@ -196,8 +196,8 @@ class PrefixCache:
     def begin(self, chain: PrefixChain, num_tokens: int) -> None:
         """Records that a sequence starts with ``num_tokens`` cached tokens, and allows commits of its chain.
 
-        Also counts the looked-up and the found tokens. A chain that started before the last ``drop_all`` cannot be
-        committed.
+        Also adds to ``num_query_tokens`` and ``num_hit_tokens``. A chain whose sequence started before the last
+        ``drop_all`` cannot be committed.
         """
         chain.epoch = self.epoch
         self.num_query_tokens += chain.num_tokens

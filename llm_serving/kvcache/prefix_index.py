@@ -4,8 +4,8 @@ An *entry* describes the content of a block: its tokens and its *parent*. The pa
 in the sequence. The first block of a sequence has the salt as its parent. Entries have numbers, and no number is used
 twice. So if a block still has the same entry number, it still has the same content.
 
-A lookup by hash finds a candidate block. It then compares the tokens and the parent of this block. It does this for
-each block from the first, so two different prefixes with the same hash are never confused.
+A lookup by hash finds a candidate block, and then compares its tokens and its parent. The prefix cache looks up each
+block of a sequence from the first. So two different prefixes with the same hash are never confused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Parent = int | bytes
 """Identifies the prefix before a block: the index entry of the preceding block, or the salt if there is none."""
 
 MAX_TAIL_CANDIDATES = 8
-"""Maximum number of blocks after one prefix that ``find_tail`` compares: those that were added last."""
+"""Maximum number of blocks with the same parent that ``find_tail`` compares. It compares the blocks added last."""
 
 
 class IndexObserver(Protocol):
@@ -135,8 +135,8 @@ class PrefixIndex:
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
         """Returns the entries as plain data. For each parent, the data have the blocks that follow it, in order.
 
-        The data have ``contents`` instead of the tokens of each block. They have no hashes, which ``restore`` computes
-        from the tokens, but state which blocks have one.
+        The data have ``contents[block]`` instead of the tokens of each block. For the hash of a block, the data only
+        state whether it exists. ``restore`` computes the hashes from the tokens.
         """
         return {
             "entries": self.entries.copy(),

@@ -1,4 +1,4 @@
-"""Decides which snapshot of the device has which state of linear attention.
+"""Assigns the device's snapshots of linear attention states to prefixes of token sequences.
 
 A snapshot has the state of a sequence after its first full blocks, so that another sequence with the same blocks can
 resume there. A snapshot belongs to the index entry of the last of these blocks: an entry identifies all tokens up to
@@ -40,7 +40,7 @@ class StateSnapshots:
         return len(self._free)
 
     def longest(self, entries: Sequence[int]) -> int:
-        """Returns after how many of its first blocks a sequence can resume. 0 if it must begin with its first token.
+        """Returns the largest number of first blocks after which a sequence can resume. 0 if it must begin at token 0.
 
         ``entries`` has the index entries of these blocks.
         """
@@ -64,8 +64,8 @@ class StateSnapshots:
     def take(self) -> int | None:
         """Returns a snapshot in which a step may save a state, or None if sequences need all snapshots.
 
-        If no snapshot is free, evicts the least recently used one. A snapshot whose block is no longer cached comes
-        first, because no lookup finds it. It is found if it is one of the ``MAX_COMPARED`` least recently used ones.
+        If no snapshot is free, evicts a published one. Prefers a snapshot whose block has left the prefix cache, among
+        the ``MAX_COMPARED`` least recently used snapshots. Otherwise evicts the least recently used snapshot.
         """
         if self._free:
             return self._free.pop()
@@ -78,7 +78,7 @@ class StateSnapshots:
         return self._published.pop(entry)[1]
 
     def give_back(self, snapshot: int) -> None:
-        """Frees a taken snapshot, whose state no sequence needs."""
+        """Frees a taken snapshot without publishing it."""
         self._free.append(snapshot)
 
     def publish(self, entry: int, block: int, snapshot: int) -> None:

@@ -63,8 +63,8 @@ class PromptsFirst(SchedulingPolicy):
 def prefill_streak_limit(max_num_seqs: int, prefill_batch_size: int) -> int:
     """Returns the maximum number of consecutive prefill steps that may delay decoding sequences.
 
-    This number of steps can fill each batch row. So a burst of requests starts quickly, but an endless stream of short
-    requests cannot stop the decoding sequences.
+    This number of prefill steps can start a request in every batch row. So a burst of requests starts quickly, but an
+    endless stream of short requests cannot stop the decoding sequences.
     """
     return -(-max_num_seqs // prefill_batch_size)
 
@@ -74,8 +74,8 @@ class PrefillFirst(PromptsFirst):
 
     The agent runs queued prefill steps before queued decode steps. While prefill steps are queued, decoding sequences
     wait. They decode in larger batches later, which increases the throughput. A decode step is composed only when at
-    most ``decode_steps_ahead`` steps are in flight. An earlier step would only wait in the agent's queue, and new
-    sequences could not be in it.
+    most ``decode_steps_ahead`` steps are in flight. A step composed earlier would only wait in the agent's queue,
+    without the sequences that become ready meanwhile.
     """
 
     def _is_decode_due(self) -> bool:

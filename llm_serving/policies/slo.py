@@ -20,7 +20,7 @@ Budget
 
     The time of large steps cannot be predicted from small steps: in a small step, the device mostly reads weights, and
     tokens cost almost nothing. So a step has at most twice the prompt tokens of the largest recent step, or of a step
-    of ``chunked``.
+    of ``chunked`` if that is more.
 
 Order
     Requests start in the order of ``SloOrder``. Unfinished prompts that are on time continue before new requests start,
@@ -138,7 +138,7 @@ class Slo(MixedPolicy):
         self._has_completed = False
 
     def _waits_for_light_keys(self, now: float) -> bool:
-        """Returns True if light keys are active and the next step would wait long at the agent. Then sets the wakeup.
+        """Returns True, and sets a wakeup, if light keys are active and it is too early to send the next step.
 
         A light key's prompt that arrives while the step waits would have to wait until the step has completed.
         """
@@ -168,7 +168,7 @@ class Slo(MixedPolicy):
         return self._model.seconds(int(num_decoding), int(num_context), int(num_prompt_tokens))
 
     def _light_tokens(self) -> int:
-        """Returns the tokens of a step that has prompts of light keys only: as many as fit ``LONGEST_STEP``."""
+        """Returns the token budget of a prefill step for light keys only: as many tokens as fit ``LONGEST_STEP``."""
         limits, model = self._state.limits, self._model
         if not model.is_known:
             return limits.mixed_step_tokens
@@ -231,9 +231,7 @@ class Slo(MixedPolicy):
         return self._model.seconds(pace.num_decoding, pace.num_context_tokens, budget) / budget
 
     def _is_late_at(self, token_s: float, now: float) -> bool:
-        """Returns True if prompts that take ``token_s`` seconds per token would make a prompt late that can still be on
-        time.
-        """
+        """Returns True if a prompt that can still be on time would be late at ``token_s`` seconds per prompt token."""
         state = self._state
         ahead = 0
         prompts = [*state.running.prefilling, *([state.intake.peek(now)] if state.intake else [])]

@@ -25,8 +25,8 @@ So the agent is never idle, and a decode step waits for few prefill steps.
 class StepComposer(Stateful):
     """Composes the steps that a policy asks for.
 
-    A decode step is composed only when all decoding sequences can be in it. A sequence joins the next decode step after
-    its prefill. Without this rule, the batch could split into groups that decode alternately for a long time.
+    A decode step is composed only when all decoding sequences can be in it. Otherwise the batch could split into groups
+    that decode alternately for a long time. A sequence joins the next decode step after its prefill.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("_held_since", "_num_choices")
@@ -156,7 +156,7 @@ class StepComposer(Stateful):
         """Returns the sequences that can decode, and the number of sequences that will be able to decode after their
         prefill.
 
-        Returns no sequences if a decoding sequence must wait because enough of its decode steps are in flight.
+        Returns no sequences if a decoding sequence must wait, because the maximum number of its steps is in flight.
         """
         ready, num_joining = [], 0
         ahead, waits_for_prefill = self._state.limits.decode_steps_ahead, self._waits_for_prefill
@@ -179,7 +179,7 @@ class StepComposer(Stateful):
         return ready, num_joining
 
     def _waits_for_more(self, num_ready: int, num_joining: int, now: float) -> bool:
-        """Returns True if the decode step has free places and should wait for more sequences. Then sets the wakeup."""
+        """Returns True, and sets a wakeup, if the decode step is not full and should wait for more sequences."""
         limits = self._state.limits
         expected = num_joining or self._state.wakeup is not None
         if limits.decode_batch_waiting_time <= 0.0 or not expected or num_ready >= limits.decode_batch_size:
@@ -193,7 +193,7 @@ class StepComposer(Stateful):
         return True
 
     def _choose(self, ready: list[Sequence]) -> list[Sequence]:
-        """Chooses the sequences of a decode step if too many are ready: those that were chosen least recently."""
+        """Returns the ``decode_batch_size`` sequences of ``ready`` that were chosen least recently."""
         chosen = sorted(ready, key=lambda sequence: sequence.last_chosen)[: self._state.limits.decode_batch_size]
         for sequence in chosen:
             self._num_choices += 1
@@ -204,8 +204,8 @@ class StepComposer(Stateful):
         """Gives each sequence a block for its next token if it needs one, the oldest sequence first. Returns the
         sequences that have a block.
 
-        If no block is free, this method preempts a running sequence (``RunningSet.victim``). If steps in flight will
-        free enough blocks, it preempts none and leaves the sequence out of this step.
+        If no block is free but steps in flight will free enough blocks, leaves the sequence out of this step. Otherwise
+        preempts running sequences (``RunningSet.victim``) until a block is free.
         """
         running = self._state.running
         in_need = running.in_need_of_block(ready)

@@ -44,8 +44,8 @@ def verify_drafts(state: SchedulerState, sequences: list[Sequence], reason: Step
 def build_verification(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledStep:
     """Builds a decode step that verifies the drafts of its sequences.
 
-    ``batch`` lists each sequence 1 + k times in a row: once for its last token, and once for each of the first k tokens
-    of its draft. All these tokens count as computed. A sequence with a draft must have no step in flight.
+    ``batch`` has 1 + k consecutive entries for each sequence. They are its last token and the first k tokens of its
+    draft. All these tokens count as computed. A sequence with a draft must have no step in flight.
     """
     step = build_decode(seq, reason, batch)
     before: Sequence | None = None

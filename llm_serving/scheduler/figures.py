@@ -23,7 +23,7 @@ class Figures:
     """
 
     running: int = 0
-    """Requests with a batch row and blocks, without finished and preempted ones that steps in flight still use."""
+    """Running requests: requests with a batch row and blocks that have not ended and were not preempted."""
     waiting: int = 0
     """Requests without blocks that wait to start: new and preempted requests, but not swapped ones."""
     swapped: int = 0
@@ -96,21 +96,21 @@ def _num_held_tokens(running: RunningSet, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A scheduler's capacity to start one more request, as a forecast for the router.
+    """A scheduler's free capacity and its waiting requests. The router forecasts from it whether a request can start.
 
     Even if there is capacity, batching mode, admission and policy can keep the request waiting.
     """
 
     num_waiting: int
-    """Waiting requests that never ran, without late ones, which start after the requests on time."""
+    """Number of waiting requests that never ran and are on time. They start before late requests."""
     num_late: int
-    """Waiting requests that never ran and are known to miss their objective."""
+    """Number of waiting requests that never ran and will miss their objective."""
     num_preempted: int
-    """Waiting requests that were preempted here or ran on another replica. They start before all others."""
+    """Number of waiting requests that were preempted here or ran on another replica. They start before all others."""
     num_free_rows: int
     num_startable: int
-    """Number of waiting requests that can start now. It is limited by free batch rows, free blocks, the admission rule
-    and the policy.
+    """Maximum number of requests that may start now: the free batch rows, or fewer if an admission control, the policy
+    or missing blocks limit starts.
     """
     num_free_blocks: int
     """Free blocks minus the number of blocks that must stay free when a sequence starts."""
@@ -120,7 +120,7 @@ class Capacity:
     """True if no new request can start yet. Either a preempted sequence must come back first, or the first waiting
     request lacked capacity, and no capacity has become free since then."""
     is_idle: bool
-    """No request runs or waits. So each request that can ever be served can start."""
+    """True if no request runs or waits. Then a request can start immediately, whatever its length."""
 
     @classmethod
     def of(cls, state: SchedulerState) -> Capacity:
@@ -244,7 +244,7 @@ class SchedulerFigures:
     def num_spare_rows(self) -> int:
         """Number of requests that could start in free batch rows, minus the waiting requests that never ran.
 
-        The result may be negative. The same as with ``capacity``, at a lower cost. A router reads it for each request.
+        The number may be negative. A router reads it for each request, because ``capacity`` costs more.
         """
         intake = self._state.intake
         return intake.num_startable(self._state.running.num_free_rows) - len(intake.order)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class RoutedScheduler:
     """Adds and removes requests that a router places, and exchanges messages about hand-overs with the router.
 
-    ``HandOvers`` describes the hand-overs. Without roles of replicas, there are none.
+    ``HandOvers`` describes the hand-overs. If replicas have no roles, there are no hand-overs.
     """
 
     _lifecycle: Lifecycle
@@ -37,8 +37,8 @@ class RoutedScheduler:
         its known tokens.
 
         ``arrival_index`` is the number of the request in the order of arrival at the router. The router has checked the
-        id and the admission limits. With ``hands_over``, the request leaves after its prompt, see ``block_moves``.
-        ``handed`` are blocks of the hand-over pool with all known tokens except the last one.
+        id and the admission limits. With ``hands_over``, the request leaves for a decode replica after its prompt.
+        ``handed`` has the blocks of the hand-over pool with the keys and values of all known tokens except the last.
         """
         self._lifecycle.place(request, arrival_index, now, hands_over=hands_over, handed=handed)
         self._may_have_suspects = self._may_have_suspects or request.is_suspect
@@ -49,11 +49,11 @@ class RoutedScheduler:
             self._lifecycle.release(request_id)
 
     def take_hand_overs(self) -> list[HandOverChange]:
-        """Returns what has changed about hand-overs since the last call."""
+        """Returns the reports about hand-overs since the last call. The router must act on each of them."""
         return [] if self._hand_overs is None else self._hand_overs.take_changes()
 
     def grant_hand_over(self, request_id: str, blocks: Iterable[int]) -> None:
-        """Receives the reply to WANTED: blocks of the hand-over pool. Without blocks, the request stays here."""
+        """Receives the router's reply to a WANTED report: blocks of the hand-over pool. If empty, the request stays."""
         assert self._hand_overs is not None, "only replicas that hand over ask for blocks"
         refused = self._hand_overs.grant(request_id, list(blocks))
         if refused is not None:

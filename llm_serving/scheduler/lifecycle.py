@@ -26,7 +26,8 @@ _ENDED_NORMALLY = (FinishReason.STOP, FinishReason.LENGTH)
 class Lifecycle:
     """Changes the state of sequences.
 
-    ``Starter`` starts sequences and ``Preemption`` preempts them; this class does the rest.
+    This class adds, restarts and ends sequences, and appends their tokens. ``Starter`` starts sequences, and
+    ``Preemption`` preempts them.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Lifecycle:
         self._preemption.settle(sequence)
 
     def restart(self, sequences: Iterable[Sequence], now: float) -> None:
-        """Makes sequences compute their prompt and output again, because the agent did not run a step of theirs.
+        """Makes sequences compute their prompt and output again, because the agent dropped one of their steps.
 
         Tokens from their steps that are still in flight are dropped.
         """
@@ -240,7 +241,7 @@ def void_steps(in_flight: InFlightSteps) -> list[int]:
 
 
 def _count_later(updates: list[RequestUpdate]) -> None:
-    """Sets ``num_later`` of each update. The updates of a request follow each other without a gap."""
+    """Sets ``num_later`` of each update. The updates of a request must be consecutive."""
     for update, after in zip(reversed(updates[:-1]), reversed(updates[1:]), strict=True):
         if after.request is update.request:
             update.num_later = after.num_later + 1
@@ -264,7 +265,7 @@ def _shape_error(step: ScheduledStep, result: StepResult) -> str | None:
 
 
 def _may_reject(step: ScheduledStep, sampled_ids: list[int]) -> bool:
-    """Returns True if the result rejects only drafts, and with a draft also the later drafts of its sequence."""
+    """Returns False if the result rejects a token that is no draft, or keeps a draft after a rejected one."""
     if min(sampled_ids, default=0) >= NOT_FINITE:
         return True
     rows = step.rows

@@ -45,7 +45,7 @@ class PreemptionKind(enum.Enum):
     SWAP = "swap"
     """The sequence's blocks move to host memory and come back. If the host pool is full, the sequence is recomputed."""
     AUTO = "auto"
-    """Recompute or swap, whichever takes less time at the rates that were measured until now."""
+    """Recompute or swap, whichever takes less time at the measured rates of prefill and block moves."""
 
 
 class AdmissionKind(enum.Enum):
@@ -96,10 +96,11 @@ class SchedulerLimits:
     hands_over: bool = False
     """True if replicas hand the blocks of computed prompts over to each other, see ``block_moves/hand_overs``."""
     page_attention: bool = True
-    """Sequences get blocks on demand. Otherwise a sequence reserves one range of blocks for its longest output."""
+    """True if sequences get blocks on demand. False if each sequence reserves one range for its longest output."""
     prefix_cache: bool = False
     copies_tails: bool = True
-    """Whether a sequence copies a cached block of which only the first tokens match. Otherwise it computes them."""
+    """True if a sequence copies a cached block of which only its first tokens match. False if it computes these tokens.
+    """
     num_state_snapshots: int = 0
     """Snapshots of the states of linear attention, which the prefix cache of these models needs. 0 for other models."""
     cache_namespace: bytes = b""
@@ -112,15 +113,15 @@ class SchedulerLimits:
     predict_output_length: bool = False
     """True if ``admission`` expects outputs as long as recent ones. False if it expects the maximum length."""
     fairness: bool = True
-    """The queue shares service equally between tenants."""
+    """True if the queue shares service equally between tenants."""
     splits_adapters: bool = False
-    """All running requests have the same LoRA adapter. A request with another one waits until they have ended."""
+    """True if all running requests have the same LoRA adapter. A request with another adapter waits until they end."""
     light_keys_first: bool = True
-    """Requests of tenants with few requests start before those of tenants with many, see ``light_keys``."""
+    """True if requests of tenants with few requests start before those of tenants with many, see ``light_keys``."""
     ttft_objective: float = 2.0
-    """Time from arrival to first token, for requests without an own objective."""
+    """Seconds from arrival to first token, for requests without an own objective."""
     tbt_objective: float = 0.2
-    """Time between two tokens, for requests without an own objective."""
+    """Seconds between two tokens, for requests without an own objective."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:

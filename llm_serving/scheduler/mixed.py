@@ -35,7 +35,7 @@ class MixedComposer(StepComposer):
     """Number of steps that decoding sequences filled while prompts waited, since the last prefill step for them."""
 
     _light_streak = 0
-    """Number of steps since the last one that was not only for prompts of light keys."""
+    """Number of consecutive steps that had only prompts of light keys."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class MixedComposer(StepComposer):
     def light_prefill(self, budget: int, now: float) -> ScheduledStep | None:
         """Returns a prefill step of at most ``budget`` tokens with prompts of light keys only.
 
-        Returns None if no prompt of a light key can start or continue, or after ``MAX_LIGHT_STREAK`` of these steps.
+        Returns None if no prompt of a light key can start or continue. After ``MAX_LIGHT_STREAK`` of these steps in
+        succession, also returns None until ``mixed`` is called.
         """
         state, light_keys = self._state, self.light_keys
         if self._light_streak >= MAX_LIGHT_STREAK or not light_keys.look(now):
@@ -118,8 +119,8 @@ def _build(seq: int, reason: StepReason, batch: DecodeBatch, plan: ChunkPlan) ->
     """Builds a mixed step: first one token of each decoding sequence, then the prompt chunks of the plan."""
     step = build_decode(seq, reason, batch)
     step.kind = StepKind.MIXED
-    # Consecutive decode steps of one batch share these lists. This method appends to the lists, so the mixed step needs
-    # copies.
+    # Consecutive decode steps of one batch share these lists. ``append_chunks`` appends to the lists, so the mixed step
+    # needs copies.
     step.requests = list(step.requests)
     step.rows = list(step.rows)
     step.query_lens = list(step.query_lens)

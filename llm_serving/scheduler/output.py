@@ -44,7 +44,7 @@ class StepKind(enum.Enum):
     DECODE = "decode"
     """Computes one token of each sequence."""
     MIXED = "mixed"
-    """Computes chunks of prompts and one token of each decoding sequence. It is announced as a prefill."""
+    """Computes chunks of prompts and one token of each decoding sequence. The agent receives it as a prefill step."""
     MOVE = "move"
     """Computes no tokens. It copies blocks to host memory or back."""
 
@@ -83,8 +83,8 @@ class StepReason(enum.Enum):
 class History:
     """The known tokens of a sequence with penalties, for the sampler.
 
-    The first step that samples for the sequence on its batch row sends them. ``index`` is the index of the sequence in
-    the step. The first ``num_prompt_tokens`` of ``token_ids`` are the prompt.
+    The first step that samples for the sequence on its batch row sends the history. ``index`` is the index of the
+    sequence in the step. The first ``num_prompt_tokens`` of ``token_ids`` are the prompt.
     """
 
     index: int
@@ -141,8 +141,8 @@ class ScheduledStep:
     num_wanted: int = 0
     """Number of drafts that the agent's draft model makes for each sequence after the step. The engine sets it."""
     state_moves: list[tuple[int, int, int]] = field(default_factory=list)
-    """States of linear attention that sequences resume from, and that the step saves, see ``block_supply``. Each has
-    the index of a sequence in the step, a number of its tokens, and a snapshot."""
+    """Loads and saves of states of linear attention: (index of a sequence in the step, n, snapshot). With n = 0, the
+    sequence resumes from the snapshot. Otherwise, the step saves the state after the sequence's first n tokens."""
     tiles: list[StepTile] = field(default_factory=list)
     """Tiles of images whose rows replace the embeddings of tokens of this step. Only chunks of prompts have tiles."""
     reason: StepReason = StepReason.PROMPT_READY
@@ -201,7 +201,7 @@ class StepResult:
     fetched_bytes: int = 0
     """Bytes that the agents copied from their devices to choose the tokens."""
     draft_us: int = 0
-    """The microseconds of ``sample_us`` in which the draft model made drafts."""
+    """Microseconds in which the draft model made drafts. They are a part of ``sample_us``."""
     drafts: list[list[int]] | None = None
     """[S] Drafts of the next tokens of each sequence, by the draft model. None if the step wanted none."""
 

@@ -45,7 +45,8 @@ class Preemption(Stateful):
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Frees the batch row and the blocks of a LEAVING sequence, which is then removed, waits again or is swapped.
+        """Frees the batch row and blocks of a LEAVING sequence. The sequence is then removed, waits again or is
+        swapped.
 
         Does nothing while steps in flight use them, or while a mover needs them.
         """
@@ -61,7 +62,7 @@ class Preemption(Stateful):
             self._wait_again(sequence)
 
     def end_swapped(self, sequence: Sequence) -> None:
-        """Frees the blocks in host memory of a swapped sequence that has ended."""
+        """Removes a swapped sequence that has ended, and frees its blocks in host memory."""
         self._state.swapped.remove(sequence)
         self._drop(sequence)
 

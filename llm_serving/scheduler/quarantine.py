@@ -25,7 +25,8 @@ from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
 LOSSES_TO_STAY_ALONE = 3
-"""After this number of losses, a request runs alone to its end. So a request that kills only some agents is found."""
+"""After this number of losses, a request runs alone to its end. This finds a request that kills agents only sometimes.
+"""
 
 
 class Quarantine(Stateful):

@@ -25,9 +25,10 @@ def limit_history(ready: list[Sequence], capacity: int) -> list[Sequence]:
 
 
 def restart_rows(step: ScheduledStep, sequences: list[Sequence], restarts: list[bool]) -> None:
-    """Marks the sequences of a decode step whose first step on their batch row it is, and adds their histories.
+    """Sets the ``restarts`` column of a decode step, and adds the histories of sequences with penalties.
 
-    ``restarts`` is the column of the batch, which later steps share. All its values become False.
+    ``restarts[i]`` is True if the step is the first step of sequence i on its batch row. Later steps of the batch share
+    this list, so the function sets all its values to False.
     """
     step.restarts = list(restarts)
     restarts[:] = [False] * len(restarts)

@@ -1,6 +1,6 @@
 """The sequences that have a batch row and blocks: running and leaving sequences.
 
-Steps are made for running sequences. A leaving sequence has ended or was preempted, but steps in flight still use its
+Only running sequences get new steps. A leaving sequence has ended or was preempted, but steps in flight still use its
 blocks.
 """
 
@@ -31,7 +31,7 @@ class RunningSet(Stateful):
         self._leaving: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}
         self.num_changes = 0
-        """Number of starts and stops of sequences since the start. While it stays the same, no batch row changes its
+        """Number of times that a sequence started or stopped. While the number stays the same, each batch row keeps its
         sequence.
         """
 
@@ -91,8 +91,8 @@ class RunningSet(Stateful):
 
     @property
     def victim(self) -> Sequence:
-        """The running sequence that will be preempted next. It is the latest arrival among the sequences with the least
-        important priority.
+        """The running sequence to preempt next: the latest arrival among the sequences with the least important
+        priority.
 
         The oldest running sequence is chosen only if no other sequence runs.
         """
@@ -134,7 +134,7 @@ class RunningSet(Stateful):
     def end_prefill(self, sequence: Sequence) -> None:
         """Marks a sequence as decoding: its known tokens are computed, or steps in flight compute them.
 
-        A sequence that another replica decodes only ends its prefill.
+        If another replica will decode the sequence, it only ends its prefill and does not decode here.
         """
         self._prefilling.pop(sequence.arrival_index, None)
         sequence.is_decoding = sequence.hand_over is not HandOverState.WANTED
@@ -170,5 +170,5 @@ class RunningSet(Stateful):
 
 
 def is_preempted(leaving: Sequence) -> bool:
-    """Returns True if a LEAVING sequence was preempted. Others have ended, or leave for another replica."""
+    """Returns True if a LEAVING sequence was preempted, False if it has ended or leaves for another replica."""
     return not leaving.request.is_finished and leaving.hand_over is not HandOverState.LEAVING

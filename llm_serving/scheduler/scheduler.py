@@ -150,7 +150,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
 
         The next decode step of a request verifies as many of its guesses as fit. Until then, no step of the request is
         sent ahead. An offer replaces an earlier one, and an empty offer withdraws it. An offer is void when the request
-        gets a token. Offers for other requests, and for requests whose guesses are in flight, have no effect. Guesses
+        gets a token. Offers for requests that do not decode, or whose guesses are in flight, have no effect. Guesses
         never change the tokens of a request.
         """
         for request_id, token_ids in offers:
@@ -183,13 +183,13 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
         movers = self._movers
         if not movers:
             return self._policy.next_step(now)
-        # The policy may preempt a sequence that no step in flight uses. The second move copies its blocks immediately.
+        # The policy may preempt a sequence that no step in flight uses. The second ``next_move`` then moves its blocks.
         return next_move(movers) or self._policy.next_step(now) or next_move(reversed(movers))
 
     def next_wakeup(self, now: float) -> float | None:
         """Returns the time at which ``schedule`` must be called even without an event, or None.
 
-        This is the next deadline, or the time at which a batch that collects more sequences must start.
+        This is the next deadline of a request, or the time until which the scheduler holds back a step or a start.
         """
         wakeup = self._state.wakeup
         return None if wakeup is None else max(wakeup, now)

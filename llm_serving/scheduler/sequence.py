@@ -28,7 +28,7 @@ class SequenceState(enum.Enum):
 
 
 class HandOverState(enum.IntEnum):
-    """How a sequence takes part in separate prefill and decode, see ``block_moves``."""
+    """The progress of a sequence's hand-over from a prefill replica to a decode replica, see ``block_moves``."""
 
     NONE = 0
     WANTED = 1
@@ -70,7 +70,9 @@ class Sequence:
     restarts: bool = False
     """True if the sequence's next step is its first step on its batch row."""
     notes_tokens: bool = False
-    """True if the sequence's next token changes its receipt."""
+    """True if the next token changes the times or the phase in the request's receipt, because it is the first one after
+    a start.
+    """
     num_inflight_steps: int = 0
     num_inflight_decodes: int = 0
     draft: list[int] = field(default_factory=list)
@@ -79,8 +81,8 @@ class Sequence:
     num_inflight_drafts: int = 0
     """Number of drafts in the sequence's decode step in flight."""
     drop_tokens: bool = False
-    """True after a step of this sequence never ran. The results of its steps in flight are then void, and the content
-    of its blocks is unknown."""
+    """True after a step of this sequence failed or was dropped. The results of its steps in flight are then void, and
+    the content of its blocks is unknown."""
     asked_from: int = -1
     """Number of the first full block for which the KV tiers were last asked. -1 if they were not."""
     waits_for_load: bool = False
@@ -91,8 +93,8 @@ class Sequence:
     num_handed: int = 0
     """Number of handed blocks that completed steps have copied."""
     last_chosen: int = 0
-    """When the sequence was last chosen for a decode step that could not take all decoding sequences: a number that
-    increases with each choice.
+    """The number of the last choice of this sequence for a decode step. ``StepComposer._choose`` numbers its choices if
+    a decode step cannot have all decoding sequences.
     """
 
     def __post_init__(self) -> None:

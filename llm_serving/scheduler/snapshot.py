@@ -25,7 +25,7 @@ Sequences = dict[int, Sequence]
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCE, _STEP, _TUPLE, _DICT = "sequence", "step", "tuple", "dict"
-"""Keys of the dicts that stand for other values in plain data: a sequence, a step in flight, a tuple, or a dict."""
+"""``save`` writes values that are not plain data as a dict with one of these keys, for example ``{"tuple": [...]}``."""
 _SEQUENCE_STATE = (
     *("arrival_index", "max_output_tokens", "on_host", "is_decoding", "restarts", "notes_tokens", "drop_tokens"),
     *("num_inflight_steps", "num_inflight_decodes", "num_inflight_drafts", "last_chosen", "block_table", "host_table"),
@@ -50,7 +50,7 @@ class RequestCodec(Protocol):
 
 
 class Stateful:
-    """A part of the scheduler that has state of its own, named in ``STATE``."""
+    """Base class of the scheduler's parts. It saves and restores the attributes that ``STATE`` names."""
 
     __slots__ = ()
 

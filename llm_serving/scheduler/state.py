@@ -32,11 +32,11 @@ class SchedulerState(Stateful):
     num_started: int = 0
     """Number of requests that have started and not ended, in any state."""
     no_capacity: tuple[int, int, int] | None = None
-    """The state when the first waiting request last found no capacity: number of changes of the running set, free batch
-    rows, free blocks."""
+    """The values at the last time when the first waiting request lacked capacity: ``RunningSet.num_changes``, free
+    batch rows, free blocks. None if it did not lack capacity, or if a request has ended since."""
     wakeup: float | None = None
-    """Time at which ``schedule`` must be called again: a request or batch that it held back has then waited long
-    enough."""
+    """Time in seconds at which ``schedule`` must be called again, because a request or step may not be held back
+    longer. None if nothing is held back."""
 
     @property
     def page_use(self) -> float:
@@ -49,7 +49,7 @@ class SchedulerState(Stateful):
         self.no_capacity = (self.running.num_changes, self.running.num_free_rows, self.kv_cache.num_free_blocks)
 
     def goes_after_preempted(self, sequence: Sequence) -> bool:
-        """Returns True if a waiting sequence must wait until a preempted one has started again or come back."""
+        """Returns True if a waiting sequence must not start before a preempted sequence has continued."""
         if self.running.has_preempted_leaving:
             return True
         is_new = sequence.request.first_scheduled_time is None

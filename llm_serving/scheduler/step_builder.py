@@ -43,7 +43,7 @@ class ChunkPlan:
         """Returns True if the step has space for at least one token of ``sequence``.
 
         ``num_uncomputed_tokens`` is the number of its known tokens that must be computed. If the step can compute them
-        all, it also samples. For a sequence with penalties, the token history must then fit, too.
+        all, it also samples the next token. The history of a sequence with penalties must then fit the step, too.
         """
         if self.is_full:
             return False
@@ -73,7 +73,7 @@ class ChunkPlan:
 class DecodeBatch:
     """The columns (lists with one entry per sequence) that consecutive decode steps of the same sequences share.
 
-    ``block_tables`` are not copies: when the block table of a sequence grows, the column shows it.
+    ``block_tables`` has the sequences' own lists, not copies. So the column is still valid when a block table grows.
     """
 
     sequences: list[Sequence]

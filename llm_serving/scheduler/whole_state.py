@@ -17,7 +17,7 @@ PARTS = (
     *("state", "preemption", "swapper", "tiers", "hand_overs", "admission", "light_keys", "batching", "composer"),
     *("policy", "quarantine", "states"),
 )
-"""The parts of a scheduler that have state. For example, ``state`` is the scheduler's attribute ``_state``."""
+"""The parts of a scheduler that a snapshot saves. The part ``state`` is the scheduler's attribute ``_state``."""
 
 
 class SavedScheduler:
@@ -33,7 +33,7 @@ class SavedScheduler:
         return self._state.intake.has_ended_updates
 
     def sequences(self) -> list[Sequence]:
-        """Returns all sequences that have not ended, and the ended ones whose blocks a step in flight still uses."""
+        """Returns all sequences that have not ended, and ended sequences whose blocks a step in flight still uses."""
         state = self._state
         by_index = {s.arrival_index: s for s in [*state.intake.sequences.values(), *state.running.leaving]}
         return list(by_index.values())

@@ -63,7 +63,7 @@ class StepCostModel(Stateful):
 
     @property
     def knows_all_steps(self) -> bool:
-        """True if the coefficients count all steps so far. They are only computed after every few steps."""
+        """True if the coefficients include all steps so far. They are computed only after ``_SOLVE_EVERY`` steps."""
         return self._num_new == 0
 
     def seconds(self, num_decoding: int, num_context_tokens: int, num_prompt_tokens: int) -> float:
