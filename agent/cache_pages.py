@@ -24,7 +24,8 @@ logger = logging.getLogger("agent.cache_pages")
 START_BYTES = 64 << 20
 """Size of the first part of the cache in bytes. The start waits until this part has pages."""
 _PIECE_BYTES = 2 << 20
-"""Pages are allocated in pieces of this size. A call for more bytes would delay the other threads of the process."""
+"""Number of bytes whose pages one call allocates. A call for more bytes would delay the other threads of the process.
+"""
 _LOWEST_PRIORITY = 19
 
 

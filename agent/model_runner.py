@@ -94,7 +94,9 @@ class ModelRunner:
             config, config.max_num_seqs, self._sampler.rows.last_token if exchange is None else None
         )
         self._readers = [self._reader]
-        """All step readers of this object. If steps are launched ahead, they have a reader of their own."""
+        """All step readers of this object. If steps are launched ahead, a second reader copies the steps that are
+        launched ahead.
+        """
         self._exchange: Exchange | None = None
         self._last_tokens: SharedLastTokens | None = None
         if exchange is not None:
@@ -410,8 +412,8 @@ class ModelRunner:
         """Runs the row check of a decode step: computes one of its sequences again, alone, and compares the logits.
 
         The second computation writes the sequence's keys and values to the same places of the KV cache. All agents of a
-        group do this for the same steps, and the agent that samples compares. Raises RowCheckError unless the logits
-        have the same bits.
+        group compute the same steps again. The agent that samples compares the logits. Raises RowCheckError unless the
+        logits have the same bits.
         """
         index = slot.checked_row - 1
         compares = self._part.returns_results and slot.sampled_ids[index] != NOT_FINITE

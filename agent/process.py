@@ -88,7 +88,7 @@ def _run_threads(
     """Runs the socket thread and the device thread until the agent ends, and returns the exit code.
 
     ``facts`` are added to the summary that the agent sends when it is ready. The imports in this function load NumPy,
-    which starts threads. They must come after ``confine``, because a thread that starts before ``confine`` is not
+    which starts threads. Therefore these imports must come after ``confine``: a thread that starts earlier is not
     confined.
     """
     from agent.server import AgentServer

@@ -112,8 +112,9 @@ class Sampler:
     ) -> None:
         """``wait_for_masks`` takes the number of a step, and returns when the step's slot has its token masks.
 
-        It returns the logit biases of the step by batch row. If it is None, a step with masks is refused.
-        ``processors`` are the operator's logits processors with their names. They need the history of every sequence.
+        The function returns the logit biases of the step by batch row. If ``wait_for_masks`` is None, a step with masks
+        is refused. ``processors`` are logits processors with their names (``agent.logits_processors``). Processors need
+        the history of every sequence.
         """
         self._vocab_size = vocab_size
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
@@ -348,7 +349,7 @@ def find_candidates(scores: DeviceScores, slot: StepSlot) -> bool:
 def decided_by_best(slot: StepSlot) -> npt.NDArray[np.bool_]:
     """Returns, for each sequence, whether it samples the token with the largest logit: bool [sequences].
 
-    This is so for greedy sequences without penalties and without a mask.
+    The result is True for greedy sequences without penalties and without a mask.
     """
     seqs = slot.num_seqs
     is_greedy = (slot.do_sample[:seqs] != 0) & (slot.arrays["temperature"][:seqs] == 0)

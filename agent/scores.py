@@ -1,4 +1,4 @@
-"""The scores of a step's sequences, from which the sampler chooses tokens. They are on the host, or still on a device.
+"""The scores (logits) of a step's sequences, from which the sampler chooses tokens: on the host, or still on a device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """All logits of a step, in the memory of the host. They are valid until the graph runs again."""
+    """All logits of a step, in the memory of the host. The logits are valid until the graph runs again."""
 
     values: Float32Array
     """[sequences, vocabulary]: the logits of each sequence's last token. If a sequence does not sample, its row is

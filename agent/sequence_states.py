@@ -2,8 +2,8 @@
 attention.
 
 In a layer, a batch row has two states. A step reads the state that ends where the step begins, and writes the other
-one. So a step can run twice with the same result, which the row check, the replays and the recovery from a failed graph
-need. A sequence begins with a state of zeros, so a batch row needs no reset for a new sequence.
+state. So a step can run twice with the same result. The row check, the replays and the recovery from a failed graph
+need this. A sequence begins with a state of zeros, so a batch row needs no reset for a new sequence.
 
 A step may verify drafts, of which the server may reject the last ones. The written state then ends before the drafts,
 and has a log of what the layer needs of each draft (``agent/kernels/ops/gated_delta.h``). The sequence's next step
@@ -49,7 +49,8 @@ class SequenceStates:
         follow.
 
         ``max_logged`` is the number of drafts in the log of a state. If a sequence has more drafts in a step, only the
-        last ones are logged, and all drafts before them must be right. This is so if the server scores a prompt.
+        last ones are logged, and all drafts before them must be right. The server sends this number of drafts only to
+        score a prompt, whose tokens are known.
         """
         self.max_logged = max_logged
         self.runs: Int32Array = np.zeros((num_rows + 1, RUN_WIDTH), np.int32)

@@ -63,8 +63,8 @@ class StepEntry:
         """Returns the first input of the graph for a step. In a later stage, waits for the previous stage.
 
         ``slot`` is None if the row check computes a step again. Then there are no tiles of images. If a tile is not
-        valid, raises ProtocolError. In a group, raises RuntimeError instead: the other agents already wait for this
-        agent's activations, so the step can no longer be refused.
+        valid, raises ProtocolError. In a group, raises RuntimeError instead of ProtocolError. The step cannot be
+        refused, because the other agents already wait for this agent's activations.
         """
         if self._exchange is None:
             return self._embedded(inputs, slot)

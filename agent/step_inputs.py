@@ -67,7 +67,10 @@ class StepInputs:
     whole_prompts: bool
     """Whether every sequence starts at position 0."""
     state_moves: Int32Array = field(default_factory=no_state_moves)
-    """[state moves, 3]: entry of the step, number of its tokens, snapshot. Empty for most steps. See ``ipc.shm``."""
+    """[state moves, 3]: snapshots of linear attention that the step saves or resumes from. A row has the entry of the
+    step, 0 to resume or the number of tokens to save after, and the snapshot (``llm_serving.ipc.shm``). Empty for most
+    steps.
+    """
     rotary_positions: Int32Array = field(default_factory=no_rotary_positions)
     """[tokens, 3]: time, row and column of each token. Empty unless the graph reads rotary positions
     (``OpTable.reads_rotary_positions``). ``agent.vision.rotary_rows`` fills them.

@@ -38,7 +38,7 @@ def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
 def captured_steps(config: Config) -> list[tuple[list[int], list[int]]]:
     """Returns the query lengths and context lengths of the decode steps that MindSpore captures, the largest first.
 
-    Each size comes twice, because MindSpore captures a step only if the previous step had the same shapes.
+    Each size occurs twice, because MindSpore captures a step only if the previous step had the same shapes.
     """
     sizes = reversed(config.captured_batch_sizes)
     return [([1] * size, [config.max_model_len] * size) for size in sizes for _ in range(2)]

@@ -4,9 +4,9 @@
     python tools/check_aarch64.py --all                                    # all cases
     python tools/check_aarch64.py --isa neon_dot tests/kernels/test_linear.py -k bias
 
-qemu is slow. By default, the tool therefore leaves out repetitions. Of the longest tests it runs a part of the cases
+qemu is slow. By default, the tool therefore leaves out repetitions. The longest tests run only some of their cases
 (``SAMPLED``), in which each value of each parameter occurs. Tests that do not depend on the instruction set run once
-(``ONCE``). Of all other tests it runs all cases. Further arguments go to pytest.
+(``ONCE``). All other tests run all cases. Further arguments go to pytest.
 
 The tool needs Linux on x86-64 with Debian 12 or a similar system, and its packages g++-aarch64-linux-gnu and
 qemu-user-static. The tool copies the sources to build/aarch64, where setup.py builds them. In the same folder it

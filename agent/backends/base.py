@@ -91,7 +91,8 @@ class LatentForm:
 
 
 class OpTable(ABC):
-    """Makes the operators of one device. Each call of a method makes a new operator, for one place in a model."""
+    """Makes the operators of one device. Each call of a method makes a new operator, which a model uses at one place.
+    """
 
     traits: ClassVar[DeviceTraits]
     states: SequenceStates | None = None
@@ -174,7 +175,7 @@ class OpTable(ABC):
 
     @abstractmethod
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> LinearParameters:
-        """Makes the Parameters of a linear layer. They get their memory when weights are bound to them.
+        """Makes the Parameters of a linear layer. The Parameters get their memory when the weights are bound.
 
         ``output`` is True for the output layer, which computes the logits.
         """

@@ -57,7 +57,7 @@ def cpu_rules(config: Config, environment: Mapping[str, str] = os.environ) -> li
 def ascend_rules(config: Config, environment: Mapping[str, str] = os.environ) -> list[Rule]:
     """Returns the rules for an agent on an Ascend. The agent may read everything.
 
-    It may write where CANN and MindSpore need to write. These places are the devices, the working directory (for
+    The agent may write where CANN and MindSpore write. These places are the devices, the working directory (for
     ``kernel_meta``), the folders of CANN's logs and caches, and /tmp.
     """
     home = Path.home()
@@ -72,7 +72,8 @@ def ascend_rules(config: Config, environment: Mapping[str, str] = os.environ) ->
 def _python_paths(environment: Mapping[str, str]) -> Iterator[str]:
     """Yields the folders from which Python imports modules.
 
-    Python adds the working directory to ``sys.path`` by itself. It is left out unless ``PYTHONPATH`` names it.
+    Python adds the working directory to ``sys.path`` by itself. The result contains the working directory only if
+    ``PYTHONPATH`` names it.
     """
     stated = environment.get("PYTHONPATH", "").split(os.pathsep)
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)

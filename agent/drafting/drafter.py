@@ -28,7 +28,8 @@ logger = logging.getLogger("agent.drafting")
 Int32Array = npt.NDArray[np.int32]
 
 _MAX_PLAIN = 64
-"""Maximum number of plain decode steps (without drafts) whose tokens are buffered. A full buffer is stored at once.
+"""Maximum number of plain decode steps (without drafts) whose tokens are buffered. If the buffer is full, all its
+tokens are stored together.
 """
 
 

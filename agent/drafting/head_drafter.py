@@ -9,7 +9,7 @@ At position p, a head takes the hidden state at p and the token at p + 1. Theref
 next chunk, which has the next token.
 
 A sequence may start behind a cached prefix. The key at the last position of the prefix depends on the next token, but
-the hash of a block does not cover this token. So the key may belong to another next token. Such a key makes drafts
+the hash of a block does not cover this token. So the key may belong to another next token. A wrong key makes drafts
 worse, but no text changes, because the model verifies every draft.
 """
 
@@ -43,7 +43,7 @@ _NOBODY = -1
 
 @dataclass(slots=True)
 class _Known:
-    """Tokens that the model has computed, with one entry for each token. They are in the order of their steps."""
+    """Tokens that the model has computed, in the order of their steps. Each array has one entry for each token."""
 
     rows: Int32Array
     positions: Int32Array

@@ -105,11 +105,11 @@ class HeadNetwork(DraftNetwork):
         *,
         own: bool,
     ) -> tuple[Int32Array, Array]:
-        """Computes tokens of several sequences. Returns the best next token of each sequence, and its state.
+        """Computes tokens of several sequences. Returns the best next token and the state of each sequence.
 
         The state is the head's hidden state of the sequence's last token, [sequences, width]. The next call with
-        ``own`` takes it as input. ``HeadGraph.run`` describes ``states``, and ``run`` describes the other arguments.
-        Raises RuntimeError if an operator fails.
+        ``own`` takes this state as input. ``HeadGraph.run`` describes ``states``, and ``run`` describes the other
+        arguments. Raises RuntimeError if an operator fails.
         """
         slot = self._filled(token_ids, query_lens, starts, tables)
         guesses, hidden = self._run_step(slot, token_ids.size == query_lens.size, states, own=own)

@@ -344,7 +344,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
                width, dtype, t.dtype(at.gamma)};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
-  // Runs the linear layer for several sequences together: for each run of consecutive sequences that sample.
+  // Runs the linear layer once for each run of consecutive sequences that sample.
   for (int64_t begin = 0, end; begin < seqs; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;

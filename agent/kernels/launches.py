@@ -23,8 +23,8 @@ Run = Callable[[], tuple[Results, tuple[int, ...]]]
 Memory = tuple[int, int]
 """Address and size in bytes."""
 AllAgree = Callable[[bool], bool]
-"""Votes: takes the vote of this agent, and returns whether all agents that run the graph voted True. All agents must
-call it the same number of times.
+"""Type of functions that hold a vote: take the vote of this agent, and return whether all agents that run the graph
+voted True. All agents must hold the same number of votes.
 """
 _ANOTHER_AGENT = "another agent cannot replay its launches"
 

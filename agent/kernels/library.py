@@ -125,8 +125,8 @@ def num_threads() -> int:
 
 
 def set_attentive(attentive: bool) -> None:
-    """Sets how long the kernels' idle threads stay awake. They wait longer while ``attentive``, which the caller sets
-    while a graph of many operators runs.
+    """Sets how long the kernels' idle threads stay awake. The caller sets ``attentive`` while a graph of many operators
+    runs; idle threads then stay awake longer.
     """
     load_library().llmk_set_attentive(attentive)
 

@@ -44,7 +44,8 @@ class StaticInputs:
     sum_offsets: npt.NDArray[np.int32]
     """An integer for each output column [out], which is added to the column's sum.
 
-    It subtracts the part of the sum that comes from the inputs' offsets. It can also add the layer's bias.
+    This integer subtracts the part of the sum that comes from the inputs' offsets. It can also include the layer's
+    bias.
     """
 
 

@@ -280,7 +280,7 @@ def _set_histories(
 ) -> list[Any]:
     """Writes the addresses of the token histories and their lengths to ``args``, the arguments of the C sampler.
 
-    Returns the objects that own this memory. They must stay alive during the call.
+    Returns the objects that own this memory. The caller must keep these objects alive during the call of the sampler.
     """
     if histories is None:
         if args.history is not None:

@@ -104,8 +104,9 @@ class StepCopy:
     ) -> None:
         """Checks the arrays and stores their addresses.
 
-        ``row_last_tokens`` [num_rows] has the last token of each batch row, or a negative number if there is none. It
-        replaces ``bounds.lowest_token`` in ``token_ids``. With None, ``bounds.lowest_token`` stays in ``token_ids``.
+        ``row_last_tokens`` [num_rows] has the last token of each batch row, or a negative number if there is none. In
+        the copied ``token_ids``, this token replaces ``bounds.lowest_token``. If ``row_last_tokens`` is None,
+        ``bounds.lowest_token`` stays.
 
         Raises ValueError if an array is not contiguous int32 or too short.
         """

@@ -38,8 +38,8 @@ class StackedSizes:
     num_slots: int
     max_rank: int
     joins_layers: bool
-    """True if the checkpoint has one tensor for q, k and v, and one for gate and up. Each of these tensors has a single
-    adapter.
+    """True if the checkpoint joins q, k and v to one tensor, and gate and up to one tensor. Each joined tensor then has
+    a single adapter.
     """
 
     @classmethod

@@ -129,7 +129,8 @@ def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def _loaded_shape(spec: WeightSpec) -> tuple[int, ...]:
-    """Returns the shape that ``load_weights`` gives to a parameter. It transposes the weights of experts."""
+    """Returns the shape that ``load_weights`` gives to a parameter. ``load_weights`` transposes the weights of experts.
+    """
     if not spec.experts:
         return spec.shape
     experts, rows, depth = spec.shape

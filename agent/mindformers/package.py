@@ -19,8 +19,8 @@ _LOG_FOLDER = "mindformers"
 def environment(log_folder: Path) -> dict[str, str]:
     """Returns the environment variables that MindFormers reads when it is imported.
 
-    They select inference, forbid network access, and put MindFormers' log files into a folder inside ``log_folder``.
-    MindFormers makes both folders private to the user.
+    The variables select inference, forbid network access, and put MindFormers' log files into a folder inside
+    ``log_folder``. MindFormers makes both folders private to the user.
     """
     folder = str(log_folder / _LOG_FOLDER)
     return {

@@ -121,7 +121,8 @@ class MtpHead(_Head):
 
 
 class EagleHead(_Head):
-    """An EAGLE-3 head. It fuses hidden states from three places in the model, and joins the result with the embedding.
+    """An EAGLE-3 head. The head fuses the hidden states after three layers of the model, and joins the result with the
+    embedding.
     """
 
     has_fusion = True

@@ -115,9 +115,9 @@ class Pooler:
         return normed
 
     def _result(self, pooled: Floats) -> Floats:
-        """Returns the result for a pooled hidden state. It is a score [1], the logits of classes, or an embedding.
+        """Returns the result for a pooled hidden state: a score [1], the logits of classes, or an embedding.
 
-        The embedding has passed all Dense layers. Truncation and normalisation come later.
+        All Dense layers have been applied to the embedding. The server truncates and normalises it later.
         """
         weights = self._weights
         # Uses the same memory every time, because the bits of a matrix product may depend on the alignment of its

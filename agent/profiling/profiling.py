@@ -129,7 +129,8 @@ def _start_mindspore_profile(device: str, folder: Path) -> Any:
 def end_children_with_this_process() -> None:
     """Lets the kernel kill the processes that this process forks from now on, when this process ends.
 
-    MindSpore analyses a profile in forked processes. One of them would wait for ever if the agent was killed meanwhile.
+    MindSpore analyses a profile in forked processes. If the agent was killed during the analysis, one of these
+    processes would wait for ever.
     """
     control, parent = ctypes.CDLL(None).prctl, 0
 

@@ -1,8 +1,8 @@
 """Launches steps, and samples each of them when the device has computed it.
 
 Only the device thread uses this module. At most ``MAX_UNSAMPLED`` steps are launched but not sampled yet: while the
-device computes one step, the next step is already queued. A step is launched immediately, except in these cases. Then
-the launch waits until earlier steps are sampled:
+device computes one step, the next step is already queued. A step is launched immediately, except in the following
+cases. In these cases, the launch waits until earlier steps are sampled:
 
 - The step needs a token that the host must still choose, because the sequence is not greedy or has penalties.
 - The step moves blocks, or brings the sampler the token histories of sequences with penalties.

@@ -16,8 +16,8 @@ from llm_serving.ipc.shm import NO_ADAPTER
 class AdapterOrder:
     """Orders sequences by adapter slot. Sequences without an adapter come last, as the group with the highest number.
 
-    Only the graph sees this order. ``last_tokens`` has the index of each sequence's last token in the order of the
-    step. So the results of the graph are in the order of the step.
+    Only the inputs of the graph have this order. The graph's results are in the order of the step, because
+    ``last_tokens`` lists the sequences in the order of the step.
     """
 
     def __init__(self, num_groups: int, *, orders_entry: bool) -> None:

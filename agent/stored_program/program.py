@@ -1,7 +1,7 @@
 """Recorded launches in a form that another process can run.
 
-An argument of a stored launch has no address. It has the name of its memory instead, or it refers to the output of
-another launch.
+An argument of a stored launch has no address, because addresses differ between processes. Instead it names its memory,
+or it refers to the output of another launch.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def _fingerprint(config: Config, rank: int) -> str:
 def _limits(config: Config) -> dict[str, object]:
     """Returns the settings that affect a graph but not the converted weights.
 
-    They are part of the file's name. So servers of one model with different limits do not overwrite each other's
-    programs.
+    These settings are part of the file's name. So servers of one model with different limits do not overwrite each
+    other's programs.
     """
     return {
         "slots": asdict(config.slot_limits()),

@@ -116,7 +116,7 @@ class ImageRows:
         return out
 
     def embedded(self, inputs: StepInputs) -> Array:
-        """Returns the embeddings of some tokens of the last step, [tokens, hidden size]. They belong to no image."""
+        """Returns the embeddings [tokens, hidden size] of some text tokens of the last step."""
         if self._rotary is not None:
             self._rotary.refresh(inputs)
         return self._embedded(inputs)

@@ -83,7 +83,9 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes read from the files. It includes unused parts if a tensor could only be read whole."""
+        """Number of bytes that were read from the files. If a tensor could only be read whole, its unused parts count
+        as well.
+        """
         return self._files.bytes_read
 
     def names(self) -> tuple[str, ...]:

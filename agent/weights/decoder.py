@@ -148,7 +148,9 @@ class Decoder(ABC):
     axes: ClassVar[dict[str, tuple[Axis, ...]]]
     """The axes of the stored tensors, by the last part of their names. Other tensors are read whole."""
     marker: str
-    """Last part of a tensor name that only quantised weights have. It shows that a weight is quantised."""
+    """Last part of a tensor's name. A weight is quantised if the checkpoint has a tensor of the weight with this
+    ending.
+    """
 
     def __init__(self, quantization: Quantization) -> None:
         self.quantization = quantization
@@ -213,7 +215,7 @@ class Decoder(ABC):
 
 
 def stem_of(name: str) -> str:
-    """Returns ``model.layers.0.mlp.up_proj`` for ``model.layers.0.mlp.up_proj.weight``."""
+    """Removes the ending ``.weight`` from a tensor's name."""
     return name.removesuffix(_WEIGHT)
 
 

@@ -132,8 +132,8 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
     read.
 
     The output layer keeps floats if its weight is the embedding. It also keeps floats if the vocabulary has more than
-    ``MAX_WEIGHT_ONLY_SIZE`` tokens, or if the weights are int4 and the vocabulary has an odd number of tokens. Raises
-    ConfigError if the primitives do not support a format.
+    ``MAX_WEIGHT_ONLY_SIZE`` tokens. The same applies to int4 weights if the number of tokens is odd. Raises ConfigError
+    if the primitives do not support a format.
     """
     if packing.weight_format == AUTO or packing.keeps_floats:
         return LinearForms()

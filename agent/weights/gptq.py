@@ -46,7 +46,7 @@ class GPTQDecoder(Decoder):
             StoredTensor(f"{stem}.qzeros", ("I32",), ((groups, self.words(part, rows)),)),
             StoredTensor(f"{stem}.scales", FLOAT_TYPES, ((groups, rows),)),
             StoredTensor(f"{stem}.g_idx", ("I32",), ((depth,),), optional=True),
-            # AutoGPTQ also writes a bias for layers without a bias. It is all zeros.
+            # For layers without a bias, AutoGPTQ writes a bias of zeros.
             StoredTensor(f"{stem}.bias", FLOAT_TYPES, ((rows,),), optional=True),
         )
 

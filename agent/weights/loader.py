@@ -26,7 +26,9 @@ from llm_serving.model.quantization import checkpoint_float8, checkpoint_quantiz
 
 _PIECE_ELEMENTS = 1 << 20
 MAX_THREADS = 4
-"""Maximum number of threads that read and convert. Each needs memory for the largest parameter of the model."""
+"""Maximum number of threads that read and convert weights. Each thread needs memory for the largest parameter of the
+model.
+"""
 
 
 def open_weights(

@@ -148,7 +148,7 @@ class ModelSlimDecoder(Decoder):
         return QuantizedTensor(scheme, values.view(np.uint8), scales, own)
 
     def _offsets(self, shape: tuple[int, int], tensors: StoredTensors) -> npt.NDArray[np.float32]:
-        """Returns the offsets of a weight's integers, [out, groups]. They are zeros if the folder has no offsets."""
+        """Returns the offsets of a weight's integers, [out, groups]. If the folder has no offsets, returns zeros."""
         stored = tensors.optional("weight_offset")
         if stored is None:
             return np.zeros(shape, np.float32)

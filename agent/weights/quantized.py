@@ -65,8 +65,8 @@ class QuantizedTensor:
     def check_describes_layer(self, name: str) -> None:
         """Raises CheckpointError if the layer cannot be computed with float inputs.
 
-        This is so if the norm before the layer has a bias. The checkpoint has merged the bias into the static
-        ``inputs``, and float inputs would not contain it.
+        Float inputs are wrong if the norm before the layer has a bias. The checkpoint has merged this bias into the
+        static ``inputs``, and float inputs would not contain the bias.
         """
         if self.has_norm_bias:
             raise CheckpointError(

@@ -115,7 +115,7 @@ def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
 
 
 def _end_of(parameter: str) -> str:
-    """Returns ``attention.qkv.weight`` for ``layers.3.attention.qkv.weight``."""
+    """Removes the layer from a parameter's name: ``layers.3.attention.qkv.weight`` becomes ``attention.qkv.weight``."""
     layer = _LAYER.fullmatch(parameter)
     return parameter if layer is None else layer[2]
 

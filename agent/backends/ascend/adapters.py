@@ -18,8 +18,9 @@ from llm_serving.errors import AgentError
 class DeviceMatrices:
     """Stacked matrices in the memory of the device (``agent.lora.stacked.StackedMatrices``).
 
-    ``swap_cache`` copies an entry of a tensor's first axis between host and device. It keeps the tensor's address, so
-    no graph is compiled again. It reports no errors, so each matrix is read back and compared.
+    ``swap_cache`` copies an entry of a tensor's first axis between host and device. The tensor keeps its address, so no
+    graph is compiled again. ``swap_cache`` reports no errors, so this class reads each matrix back and compares the
+    bytes.
     """
 
     def __init__(self, parameters: Mapping[str, Any], *, creates: bool = True) -> None:

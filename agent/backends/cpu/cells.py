@@ -236,8 +236,9 @@ class RoutedExpertMLP(nn.Cell):
 class LMHead(nn.Cell):
     """Writes the logits to ``logits`` and each sequence's best token to ``best_ids``. Returns the step's number.
 
-    ``FusedCpuOps`` describes both arrays. ``vocabulary`` is None unless agents share the vocabulary. It describes the
-    part of this agent (``FusedCpuOps._vocabulary``). Then the first agent's ``logits`` get the columns of all agents.
+    ``FusedCpuOps`` describes both arrays. If agents share the vocabulary, ``vocabulary`` describes the part of this
+    agent (``FusedCpuOps._vocabulary``), and the first agent's ``logits`` get the columns of all agents. Otherwise
+    ``vocabulary`` is None.
     """
 
     def __init__(

@@ -30,7 +30,8 @@ _LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight
 _LATENT_WEIGHTS = tuple(f"attention.{name}.weight" for name in ("joined", "query", "key_up", "value_up"))
 """Endings of the names of latent attention's linear weights."""
 _HEAD_WEIGHTS = _LATENT_WEIGHTS[2:]
-"""Endings of the names of weights that stay floats in every weight format. They have one matrix for each head."""
+"""Endings of the names of weights that have one matrix for each head. These weights stay floats in every weight format.
+"""
 
 
 class NativeCpuOps(NativeOps):

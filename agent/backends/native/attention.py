@@ -21,8 +21,8 @@ from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor
 from agent.weights.storage import Array, from_float32
 
 _ROTATE_HALVES = 2
-"""Value of ``cos_format`` of ApplyRotaryPosEmb. It rotates pairs of elements that are half a head apart, and takes a
-row of cos and sin for each token.
+"""Value of the argument ``cos_format`` of ApplyRotaryPosEmb. With this value, the primitive rotates pairs of elements
+that are half a head apart. It takes a row of cos and sin for each token.
 """
 _MASK_SIZE = 128
 _BAND_MASK_SIZE = 2048

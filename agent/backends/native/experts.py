@@ -42,7 +42,8 @@ the sum of its 2 best experts.
 
 
 def grouped_product(form: LinearForm) -> Operator:
-    """Returns an operator (rows, weight, counts) -> products. It multiplies each row by the weight of the row's expert.
+    """Returns an operator (rows, weight, counts) -> products, which multiplies each row by the weight of the row's
+    expert.
 
     ``rows`` [rows, in] are ordered by expert. ``weight`` has the weights of all experts (``OpTable.expert_weight``).
     ``counts`` int64 [experts] has the number of rows of each expert. The products are [rows, out].

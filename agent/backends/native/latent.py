@@ -18,8 +18,8 @@ from agent.backends.native.linear import matrix_product
 from agent.weights.forms import LinearForm
 
 _ROTATE_HALVES, _ROTATE_PAIRS = 2, 3
-"""Values of ``cos_format`` of ApplyRotaryPosEmb. The first one rotates pairs of elements that are half a head apart,
-the second one pairs of adjacent elements. Both take a row of cos and sin for each token.
+"""Values of the argument ``cos_format`` of ApplyRotaryPosEmb. _ROTATE_HALVES rotates pairs of elements that are half a
+head apart, and _ROTATE_PAIRS pairs of adjacent elements. Both take a row of cos and sin for each token.
 """
 _SWAPPED = (1, 0, 2)
 

@@ -95,8 +95,8 @@ static bool has_avx2() {
 }
 #endif
 
-// Divides `stripes` stripes at the ends of rounds. Calls function(begin, count) for each piece, and mixes the lanes at
-// the end of each round.
+// Divides `stripes` stripes into pieces, each of which belongs to one round. Calls function(begin, count) for each
+// piece, and mixes the lanes at the end of each round.
 template <class Function>
 static void for_rounds(Sum& sum, int64_t stripes, const Function& function) {
   for (int64_t begin = 0; begin < stripes;) {

@@ -90,8 +90,8 @@ class Finishing {
     sums_ = sums;
   }
 
-  // Applies the epilogue to the next `count` rows, or to fewer if fewer are left. Not inlined, because inlined code
-  // would use registers that the tile products around the call need.
+  // Applies the epilogue to the next `count` rows, or to all remaining rows if there are fewer. Not inlined, because
+  // inlined code would use registers that the tile products around the call need.
   __attribute__((noinline)) void some(int64_t count) {
     if (rows_ == 0) return;
     count = smaller(count, rows_);

@@ -201,8 +201,8 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
   return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
 }
 
-// Returns the number of heads that the kernel computes together. It computes kBlockRows query rows at a time. If a head
-// has fewer rows, it takes the rows of several heads.
+// Returns the number of heads that the kernel computes together. The kernel computes kBlockRows query rows at a time.
+// If a head has fewer rows, a block has the rows of several heads.
 static inline int64_t heads_together(const PagedTask& task) { return larger(1, kBlockRows / task.rows); }
 
 // Returns the number of cache blocks that are prefetched together. A task with few rows per head mostly waits for

@@ -120,7 +120,7 @@ class TileFetch {
   }
 
   // Adds `rows` ranges of memory, whose first addresses have the distance `stride`. If the distance is not a multiple
-  // of a line, a row may begin in the middle of a line, and then takes one more line.
+  // of a line, a row may begin in the middle of a line. Then the row occupies one more line.
   void add(uintptr_t first, int64_t bytes, int64_t rows = 1, int64_t stride = 0) {
     if (count_ == kPieces) return;
     const uintptr_t last = first + static_cast<uintptr_t>(bytes);

@@ -10,8 +10,8 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// Where the cache has the keys [begin, begin + count) of a sequence and their values. All entries are byte offsets from
-// the start of the cache, for kv head 0.
+// The places of the keys [begin, begin + count) of a sequence, and of their values, in the cache. All entries are byte
+// offsets from the start of the cache, for kv head 0.
 struct PagedTile {
   int64_t begin, count;
   int64_t values[kPartition];

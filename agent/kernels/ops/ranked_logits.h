@@ -53,8 +53,8 @@ class RankedRow {
 
   const ScratchVector<Ranked>& sorted(int bin);
 
-  // Walks through the ranking and returns the prefix that it took. Takes whole bins while keep_bin(prefix so far, bin)
-  // is true. Then takes single tokens of the next bin while keep_token(prefix so far, weight) is true.
+  // Returns a prefix of the ranking. Adds whole bins to the prefix while keep_bin(prefix so far, bin) is true. Then
+  // adds single tokens of the next bin while keep_token(prefix so far, weight) is true.
   template <class KeepBin, class KeepToken>
   Prefix walk(const KeepBin& keep_bin, const KeepToken& keep_token);
 

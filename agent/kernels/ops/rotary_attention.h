@@ -137,7 +137,7 @@ static inline int64_t value_element(const RotaryAttentionArgs& args, int64_t row
   return (row / per * args.dim + d) * per + row % per;
 }
 
-// Where a token's key or value is in the cache of kv head 0, as byte offsets. For head h, add h * chunk_bytes() to
+// The place of a token's key or value in the cache of kv head 0, as byte offsets. For head h, add h * chunk_bytes() to
 // both.
 struct CachePlace {
   // `values` is the offset of the row, or of the group of rows if the row is the first of a group. `scale` is the

@@ -51,8 +51,8 @@ _RECORDED_TOKENS = (2, 3)
 sequences. So tokens and sequences grow by different factors, 3/2 and 2.
 """
 _RECORDED_BLOCKS = (4, 5)
-"""Numbers of gathered blocks of the two recorded steps. They grow by the factor 5/4, which differs from the factors of
-tokens and sequences.
+"""Numbers of gathered blocks of the two recorded steps. Their ratio, 5/4, differs from the ratios of tokens and of
+sequences.
 """
 
 

@@ -33,7 +33,8 @@ MAGIC = b"LLSWGT02"
 ALIGNMENT = 4096
 CHUNK_BYTES = 16 << 20
 WRITE_BYTES = 16 << 20
-"""Bytes of each write. It is a multiple of the huge page size, so that the page cache keeps the file in huge pages."""
+"""Number of bytes of each write: a multiple of the huge page size, so that the page cache keeps the file in huge pages.
+"""
 MAX_HEADER_BYTES = 64 << 20
 _MAP_BYTES = 16 << 20
 """Number of bytes that a thread reads into memory with one call. It is a multiple of every page size."""

@@ -47,7 +47,8 @@ class GGUFFile:
         """Raises CheckpointError unless the file has exactly the ``expected`` tensors with their shapes."""
         tensors = self._header.tensors
         places = {part.name: self._place(part.name).names for part in expected}
-        # The experts of a layer have the same tensor in the file. It is listed once, with the first expert's name.
+        # All experts of a layer are in one tensor of the file. A missing tensor is listed once, with the first expert's
+        # name.
         missing: dict[str, str] = {}
         for theirs, names in places.items():
             for name in names:

@@ -17,7 +17,9 @@ from llm_serving.model.shape import MAX_LAYERS
 
 OUTPUT = "output.weight"
 IGNORED = frozenset((ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
-"""Tensors that are not read. They have factors of rotary scaling, which this project takes from the configuration."""
+"""Tensors with factors of rotary scaling. They are not read, because this project takes the factors from the
+configuration.
+"""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SINKS = ".sinks"
 """End of Hugging Face's name of attention sinks. In a GGUF file, their name ends in ``.weight``."""
