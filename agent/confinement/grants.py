@@ -31,6 +31,7 @@ read.
 _INSTALLED = ("site-packages", "dist-packages")
 """Names of the folders that installers of packages fill."""
 _CODE = (".py", ".pyc", ".so", ".pth")
+_PACKAGE_METADATA = (".dist-info", ".egg-info")
 _MAX_NAMESPACES = 3
 """Maximum depth of a package in namespace packages, as ``a/b/c``."""
 MAX_LINKS = 10_000
@@ -46,10 +47,10 @@ def cpu_rules(config: Config, environment: Mapping[str, str] = os.environ) -> li
     draft_path = None if config.draft is None else config.draft.path
     readable += [path for path in (model.model_path, model.model_cfg_path, draft_path) if path is not None]
     rules = [Rule(Path(path), READ) for path in readable]
-    rules += [Rule(target, READ) for path in python_paths for target in _package_targets(Path(path))]
-    for path in (model.model_path, draft_path):
-        if path is not None:
-            rules += [Rule(target, READ) for target in _link_targets(Path(path))]
+    linked = [target for path in python_paths for target in _package_targets(Path(path))]
+    linked += [target for path in (model.model_path, draft_path) if path for target in _link_targets(Path(path))]
+    kept_out = _home_and_parents()
+    rules += [Rule(target, READ) for target in linked if target not in kept_out]
     rules += [Rule(Path("/dev/null"), MAP), Rule(Path(SHM_DIRECTORY), MAP)]
     return rules + [Rule(folder, WRITE) for folder in _writable_folders(config, environment)]
 
@@ -84,32 +85,49 @@ def _package_targets(folder: Path) -> Iterator[Path]:
     """Yields the targets of packages and modules in a folder of the module path that are symbolic links.
 
     Landlock decides about the target of a link, not about the link. An installer may also make a package as a folder
-    of links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. In a folder that is not made by
-    installers, only links to Python code count, because the user may have made others.
+    of links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. Only links to Python code count,
+    because the user may have made others. Namespace packages count in the folders of installers only.
     """
     is_installed = folder.name in _INSTALLED
     for entry in _entries(folder):
-        target = Path(entry.path)
         if entry.is_symlink():
             target = _real(entry.path)
-            if is_installed or target.suffix in _CODE or os.path.exists(target / "__init__.py"):
+            is_metadata = is_installed and target.suffix in _PACKAGE_METADATA
+            if is_metadata or _is_code(target, _MAX_NAMESPACES if is_installed else 0):
                 yield target
         elif is_installed and entry.is_dir():
-            yield from _linked_files(target)
+            yield from _linked_files(Path(entry.path))
 
 
-def _linked_files(package: Path, depth: int = 1) -> Iterator[Path]:
+def _is_code(path: Path, namespaces: int) -> bool:
+    """Returns whether this path is a module, a library, a package, or a namespace package of at most this depth.
+
+    A folder with files of other kinds is not a namespace package, although it may have code, too.
+    """
+    if path.suffix in _CODE or ".so." in path.name or _is_package(path):
+        return True
+    entries = _entries(path) if namespaces else []
+    files = [Path(entry.path) for entry in entries if os.path.isfile(entry.path)]
+    if not all(_is_code(file, 0) for file in files):
+        return False
+    return any(_is_code(Path(entry.path), namespaces - 1) for entry in entries)
+
+
+def _is_package(folder: Path) -> bool:
+    return os.path.isfile(folder / "__init__.py")
+
+
+def _linked_files(folder: Path, depth: int = 1) -> Iterator[Path]:
     """Yields the targets of the links in the folder of a package, and of packages in a namespace package.
 
-    If a file is a link into a folder of the same name, this folder is yielded: it has the whole package.
+    If a file is a link into a package of the same name, this package is yielded: it has all files.
     """
-    entries = _entries(package)
+    entries = _entries(folder)
     links = [_real(entry.path) for entry in entries if entry.is_symlink()]
-    wholes = {link.parent for link in links if link.parent.name == package.name}
+    wholes = {link.parent for link in links if link.parent.name == folder.name and _is_package(link.parent)}
     yield from wholes
     yield from (link for link in links if link.parent not in wholes)
-    is_namespace = not any(os.path.isfile(entry.path) for entry in entries)
-    if is_namespace and depth < _MAX_NAMESPACES:
+    if depth < _MAX_NAMESPACES and not _is_package(folder):
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from _linked_files(Path(entry.path), depth + 1)
@@ -133,6 +151,12 @@ def _link_targets(folder: Path) -> list[Path]:
         links = [Path(parent, name) for name in (*folders, *files)]
         targets += [_real(link) for link in links if os.path.islink(link)]
     return targets
+
+
+def _home_and_parents() -> set[Path]:
+    """Returns the folders that no link may open to the agent. They hold the user's private files."""
+    home = _real(os.path.expanduser("~"))
+    return {home, *home.parents}
 
 
 def _real(link: str | Path) -> Path:

@@ -138,6 +138,28 @@ def test_a_link_without_a_target_stops_no_agent(tmp_path, monkeypatch):
     assert {str(code), str(model), str(installed)} <= set(kernel.rules)
 
 
+def test_links_of_packages_open_only_code(tmp_path, monkeypatch):
+    """A link to data is not a package. A package with a link to a file does not open a folder of the same name."""
+    installed, home, store = (tmp_path / name for name in ("venv/site-packages", "home/user", "store"))
+    code = ("package/__init__.py", "namespace/inner/module.py", "some.libs/some.so.1", "some-1.dist-info/METADATA")
+    data = ("data/notes.txt", "data/script.py", "tool/key", "tool/tables/table")
+    for file in (*(store / each for each in (*code, *data)), home / "__init__.py", installed / "tool/__init__.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    for name in ("package", "namespace", "some.libs", "some-1.dist-info", "data"):
+        (installed / name).symlink_to(store / name)
+    for name, target in (("home", home), ("parent", home.parent), ("root", Path("/"))):
+        (installed / name).symlink_to(target)
+        (installed / "tool" / name).symlink_to(target)
+    (installed / "tool/key").symlink_to(store / "tool/key")
+    monkeypatch.setattr(sys, "path", [str(installed)])
+    monkeypatch.setenv("HOME", str(home))
+    paths = {rule.path for rule in cpu_rules(small_config(tmp_path), {})}
+    expected = {store / Path(each).parts[0] for each in code} | {store / "tool/key"}
+    assert {path for path in paths if path.is_relative_to(store)} == expected
+    assert paths.isdisjoint({home, *home.parents})
+
+
 class FakeKernel:
     """A fake kernel that records the system calls of Landlock.
 
