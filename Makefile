@@ -38,10 +38,10 @@ serve: $(SERVING) $(LIBRARY) $(if $(findstring smollm2,$(CONFIG)),$(MODEL))  ## 
 setup: $(SERVING) $(TESTS) $(MODEL) $(KERNELS)  ## virtual environment with all packages for development, and compiled kernels
 
 test: setup lint  ## lint, type checks and tests; ARGS="-k scheduler" selects tests
-	@$(BIN)/python -m pytest --processes $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
 test-fast: setup  ## every fourth case of the tests without a device, in less than a minute
-	@$(BIN)/python -m pytest --processes $(WORKERS) -q --every 4 $(FAST_TESTS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -q --every 4 $(FAST_TESTS) $(ARGS)
 
 test-sweeps: setup  ## more combinations, which `make test` leaves out
 	@$(BIN)/python -m pytest -m sweep $(ARGS)

@@ -6,13 +6,15 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from support.case_samples import check_sample, read_intervals, select_cases
-from support.parallel_run import ParallelRun
 from support.time_limits import time_limit
 
 HEAVY = (
@@ -136,11 +138,12 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Agents keep files, for example converted weights, for their next start. In tests, these files are in a folder that is
-# removed after the run. A test that runs pytest gives it the folder.
-if "LLM_TESTS_FORKS" not in os.environ:
+# removed after the run.
+if "PYTEST_XDIST_WORKER" not in os.environ:
     _caches = tempfile.TemporaryDirectory(prefix="llm-serving-tests-")
     os.environ["XDG_CACHE_HOME"] = _caches.name
     os.environ["LLM_TESTS_FORKS"] = _caches.name  # SHARED_FOLDER of support.forks
+    os.environ["LLM_TESTS_COMPILED"] = str(int((Path(__file__).parent / "waiting" / "__pycache__").is_dir()))
     # Each HTTP client would read all authorities of the system, which takes 25 ms. Here it reads a folder with none.
     # Tests of TLS give the client their own authority.
     os.environ.pop("SSL_CERT_FILE", None)
@@ -153,7 +156,6 @@ settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--processes", type=int, default=1, metavar="N", help="run the tests in N processes")
     parser.addoption("--every", type=int, default=1, metavar="N", help="run only every N-th case of each test function")
     parser.addoption(
         "--every-of",
@@ -170,15 +172,34 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("processes") > 1:
-        config.pluginmanager.register(ParallelRun(config.getoption("processes")))
+    config.option.loadscopereorder = False  # otherwise xdist starts the files with the most tests first
     gc.disable()  # until all tests are collected, because they are a million objects without garbage
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """In a new clone, waits until the first process has collected all tests.
+
+    The collection compiles each test file, which takes twice as long as the rest of it. The other processes then find
+    the compiled files. Otherwise all processes would compile all files at the same time.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" or os.environ["LLM_TESTS_COMPILED"] == "1":
+        return
+    until = time.monotonic() + time_limit(60.0)
+    while not _collected().exists() and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def pytest_collection_finish() -> None:
     """Excludes the collected tests from garbage collection, because they live as long as this process."""
+    _collected().touch()
     gc.freeze()
     gc.enable()
+
+
+def _collected() -> Path:
+    """Returns a file that exists when one process has collected all tests."""
+    return Path(os.environ["XDG_CACHE_HOME"]) / "tests-collected"
 
 
 @pytest.hookimpl(trylast=True)
@@ -192,6 +213,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Assigns whole test files to processes, so that the fixtures of a file are set up only once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True, hookwrapper=True)
