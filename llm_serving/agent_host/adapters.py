@@ -1,6 +1,7 @@
 """Loads LoRA adapters into the agents of a node. Their bytes come from the cache of the node, or from the server.
 
-A thread reads and writes the files of the cache, so no step waits for a disk. One adapter is loaded at a time.
+One thread reads the files of the cache and another one writes them, so no step waits for a disk, and no load waits for
+a write. One adapter is loaded at a time.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +25,12 @@ from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.messages import AdapterLoad
 from llm_serving.lora.loading import largest_memory_bytes
 
+MAX_UNWRITTEN = 4
+"""Maximum number of adapters that wait to be written to the cache. Each of them holds its memory. If a slow disk falls
+behind, further adapters are not kept."""
+CLOSE_WAIT_S = 1.0
+"""Maximum seconds for which ``close`` waits for a job that runs in a thread."""
+
 
 @dataclass(slots=True)
 class _Adapter:
@@ -35,6 +43,34 @@ class _Adapter:
     num_received: int = 0
     hash: Any = field(default_factory=hashlib.sha256)
     """SHA-256 of the received bytes."""
+
+
+class _Worker:
+    """A thread that does jobs in order."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_stopped = False
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Approximate number of jobs that have not begun."""
+        return self._jobs.qsize()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Drops the jobs that have not begun. The job that runs continues to its end."""
+        self._is_stopped = True
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if not self._is_stopped:
+                job()
 
 
 class NodeAdapters:
@@ -63,10 +99,11 @@ class NodeAdapters:
         self._loading: dict[int, tuple[AdapterMemory, int]] = {}
         """The memory of each adapter that the agents load, and the number of missing replies, by message number."""
         self._prepared: deque[_Adapter] = deque()
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        """Held by a thread that uses ``descriptor`` or gives an adapter its memory. ``_is_closed`` changes with it."""
+        self._is_closed = False
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
-        self._thread.start()
+        self._reader, self._writer = _Worker("adapters: reader"), _Worker("adapters: writer")
 
     def begin(self, wanted: link.LoadAdapter) -> None:
         """Begins to load an adapter after those before it. Raises ProtocolError if it is too large for the model, or
@@ -102,8 +139,8 @@ class NodeAdapters:
         if end == adapter.memory.num_bytes:
             if adapter.hash.digest() != adapter.wanted.digest:
                 raise ProtocolError(f"the bytes of adapter message {part.seq} have another digest than announced")
-            self._jobs.put(partial(self._keep, adapter.memory, adapter.wanted.digest))
             self._load_first(adapter, adapter.memory)
+            self._keep_later(adapter.memory, adapter.wanted.digest)
         elif end % link.PIECE_BYTES == 0:
             self._ask_for_piece(adapter)
 
@@ -135,9 +172,17 @@ class NodeAdapters:
             memory.close()
 
     def close(self) -> None:
-        """Ends the thread and removes the memory of all adapters."""
-        self._jobs.put(None)
-        self._thread.join()
+        """Ends the threads and removes the memory of all adapters. Adapters that wait to be written are not kept.
+
+        A thread that still reads or writes a file after ``CLOSE_WAIT_S`` ends later, by itself.
+        """
+        with self._lock:
+            self._is_closed = True
+        for worker in (self._reader, self._writer):
+            worker.stop()
+        until = time.monotonic() + CLOSE_WAIT_S
+        for worker in (self._reader, self._writer):
+            worker.thread.join(max(0.0, until - time.monotonic()))
         os.close(self.descriptor)
         for adapter in self._waiting:
             if adapter.memory is not None:
@@ -147,7 +192,13 @@ class NodeAdapters:
 
     def _prepare_first(self) -> None:
         if self._waiting:
-            self._jobs.put(partial(self._look_up, self._waiting[0]))
+            self._reader.put(partial(self._look_up, self._waiting[0]))
+
+    def _keep_later(self, memory: AdapterMemory, digest: bytes) -> None:
+        if self._writer.num_waiting < MAX_UNWRITTEN:
+            self._writer.put(partial(self._keep, memory, digest))
+        else:
+            self._note(f"an adapter is not kept for later starts: {MAX_UNWRITTEN} others wait to be written")
 
     def _load_first(self, adapter: _Adapter, memory: AdapterMemory) -> None:
         """Lets the agents load the first adapter, and begins with the next one."""
@@ -163,22 +214,25 @@ class NodeAdapters:
         num_bytes = min(link.PIECE_BYTES, adapter.wanted.num_bytes - begin)
         self._ask(link.WantAdapter(adapter.wanted.seq, begin, num_bytes))
 
-    # The following methods run in the thread.
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+    # The following methods run in the threads.
 
     def _look_up(self, adapter: _Adapter) -> None:
         """Creates the memory of an adapter, and fills it from the cache if the cache has the adapter."""
         try:
-            adapter.memory = AdapterMemory.create_empty(adapter.wanted.num_bytes)
-            adapter.is_whole = self._cache.fill(adapter.memory, adapter.wanted.digest)
+            memory = AdapterMemory.create_empty(adapter.wanted.num_bytes)
+            with self._lock:
+                if self._is_closed:
+                    memory.close()
+                    return
+                adapter.memory = memory
+            adapter.is_whole = self._cache.fill(memory, adapter.wanted.digest)
         except OSError as error:
             adapter.error = f"/dev/shm of the node has no room for {adapter.wanted.num_bytes} bytes of an adapter: "
             adapter.error += str(error.strerror)
-        self._prepared.append(adapter)
-        os.eventfd_write(self.descriptor, 1)
+        with self._lock:
+            if not self._is_closed:
+                self._prepared.append(adapter)
+                os.eventfd_write(self.descriptor, 1)
 
     def _keep(self, memory: AdapterMemory, digest: bytes) -> None:
         try:
