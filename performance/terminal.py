@@ -17,7 +17,9 @@ from llm_serving.telemetry.statistics import Summary
 SUMMARY_COLUMNS = ("mean", "p50", "p90", "p99", "max")
 """Fields of ``Summary`` that every table of latencies shows. To add a column, add its name here."""
 MAX_WIDTH = 1000
-"""Width of the console for tables. It is large, so that lines are not wrapped, because programs also read tables."""
+"""Width of the console for tables, in characters. Large enough that no line is wrapped, because programs also read
+tables.
+"""
 
 
 def format_number(value: float | None) -> str:
@@ -58,7 +60,7 @@ def summary_cells(summary: Summary) -> list[str]:
 
 
 def progress_bar(stream: TextIO = sys.stderr) -> Progress:
-    """Returns a progress bar. It disappears at the end, and it shows nothing if ``stream`` is not a terminal.
+    """Returns a progress bar, which disappears at the end. The bar shows nothing if ``stream`` is not a terminal.
 
     The field ``note`` of a task is a text that is shown after the bar.
     """

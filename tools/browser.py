@@ -31,7 +31,7 @@ def missing_programs() -> list[str]:
 
 
 class Browser:
-    """One window of a headless Chromium. It stores its profile and its downloads in ``folder``."""
+    """One window of a headless Chromium. Chromium stores its profile and downloads in ``folder``."""
 
     def __init__(self, folder: Path, size: tuple[int, int] = (1100, 800)) -> None:
         with socket.socket() as free:

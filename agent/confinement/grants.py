@@ -162,7 +162,7 @@ def _home_and_parents() -> set[Path]:
 def _real(link: str | Path) -> Path:
     """Returns the target of a symbolic link. Never fails: a link may form a loop, or name a folder of another user.
 
-    ``Path.resolve``, ``Path.exists`` and ``DirEntry.is_file`` raise an error for such a link, and then no agent starts.
+    ``Path.resolve``, ``Path.exists`` and ``DirEntry.is_file`` raise an error for this link, and then no agent starts.
     """
     return Path(os.path.realpath(link))
 

@@ -227,8 +227,8 @@ class LinearPacker:
         if spec.float32:
             return _Plan("float32", 0, None)
         if spec.head_rows is not None:
-            # MLA (latent attention) multiplies these weights head by head. They stay floats, because they are small,
-            # and quantising them would cost much quality.
+            # MLA (latent attention) multiplies these weights head by head. These weights stay floats: they are small,
+            # and integers would cost much quality.
             return _Plan(self._dtype, 0, None)
         if self._packing.keeps_floats or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)

@@ -27,7 +27,7 @@ class Busy:
 
 
 class QueuedLaunch(Launch):
-    """A launch in the queue of an artificial device. Its results exist after the device's thread has run it."""
+    """A launch in the queue of an artificial device. The results exist after the device's thread has run the launch."""
 
     def __init__(self, fetched: slice) -> None:
         super().__init__((), fetched)

@@ -191,7 +191,7 @@ def _children_cpu_s() -> float:
 
 
 class _Recorder(Metrics):
-    """Stores the times of every step. It also updates a server's metrics, so that the engine does the work of a server.
+    """Stores the times of every step. Also updates the metrics, so that the engine does the same work as in a server.
     """
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ class _Recorder(Metrics):
 
 
 class _NoText:
-    """Replaces the detokenizer. It returns no text, because other engines are also measured without text."""
+    """Stands for the detokenizer, but returns no text, because other engines are also measured without text."""
 
     def append(self, token_ids: Sequence[int], /) -> tuple[str, str | None]:
         return "", None

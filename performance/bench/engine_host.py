@@ -46,7 +46,7 @@ RECORDING_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Host time in microseconds for one number of running sequences."""
+    """The measured host times, in microseconds, of steps with ``sequences`` running sequences."""
 
     sequences: int
     us_per_step: float

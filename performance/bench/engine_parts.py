@@ -45,7 +45,7 @@ class Stopwatch:
 
 
 class InstantExecutor:
-    """An executor without agents. It writes, encodes, decodes and reads steps as the server does, in private memory.
+    """An executor without agents, which writes, encodes, decodes and reads steps in private memory, as the server does.
 
     ``poll`` completes the oldest step in flight. ``device_seconds`` is the time of the simulated device.
     """

@@ -204,7 +204,7 @@ def _alternate(actions: dict[str, Callable[[], None]], rounds: int) -> dict[str,
 def _transfers(options: argparse.Namespace, part: str, key: ClusterKey | None) -> Results:
     """Compares a transfer between two pools over the loopback address with a bare socket.
 
-    Both use TLS with ``key``, or no TLS if it is None.
+    Both connections use TLS with ``key``, or no TLS if ``key`` is None.
     """
     count, block_bytes = options.blocks, options.arrays * options.part_bytes
     source, target = _Pool(count, block_bytes), _Pool(count, block_bytes)

@@ -112,7 +112,7 @@ def _measure(
 
 
 def _prompts(number: int, batch: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Returns the prompts of one round. They differ from those of other rounds, so that no cached prefix helps."""
+    """Returns the prompts of one round. Each round has other prompts, so that no cached prefix helps."""
     return [
         [3 + (number * 7919 + sequence * 104729 + place * 31) % (vocab_size - 3) for place in range(length)]
         for sequence in range(batch)

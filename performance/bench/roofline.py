@@ -159,7 +159,7 @@ def decode_seconds(
     """Returns the minimum time of ``steps`` decode steps, the first with a context of ``first`` tokens.
 
     The time of a step grows linearly with its context. Therefore the result is ``steps`` times the time of a step with
-    the mean context. It is only an approximation if an operator changes from memory bound to compute bound while the
+    the mean context. The result is an approximation if an operator changes from memory bound to compute bound while the
     context grows.
     """
     middle = first + (steps - 1) // 2

@@ -85,11 +85,12 @@ class AttentionStep:
     query_lens: Int32Array
     dtype: str
     window: int | None = None
-    """Number of positions of a sliding window. None leaves the argument out, and 0 states that there is no window. Both
-    must give the same result.
+    """Number of positions of a sliding window. With None, the call has no argument for the window. 0 states that there
+    is no window. None and 0 must give the same result.
     """
     gammas: tuple[Array, Array] | None = None
-    """Weights of the norms of queries and keys, [head_dim] each. They require that ``window`` is not None."""
+    """Weights of the norms of queries and keys, [head_dim] each. ``window`` must not be None if there are ``gammas``.
+    """
     epsilon: float = 1e-6
     gamma_dtype: str | None = None
     """Type of ``gammas``. None means ``dtype``."""

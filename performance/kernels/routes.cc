@@ -33,7 +33,7 @@ struct Routes {
 Routes routes;
 
 // The maximum number of experts that a row may choose. A call of plugin_top_k with a larger k is not recorded, because
-// it finds the best tokens for the sampler.
+// this call finds tokens for the sampler and not experts.
 constexpr int64_t kMaxChosen = 32;
 
 // Records the experts `ids` that a row chose. If an earlier run is followed and its set of experts for this row

@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def result_path(options: LoadOptions, suffix: str) -> Path:
-    """Returns the path of a result file. Its name contains the options of the load, so that another load does not
-    overwrite the file.
+    """Returns the path of a result file. The file's name contains the options of the load, so that another load does
+    not overwrite the file.
     """
     name = f"serving_performance_X{options.rate:g}_T{options.duration:g}_seed{options.seed}"
     return options.output_dir / f"{name}{suffix}"

@@ -80,7 +80,7 @@ LIGHT_SEED = 500_000
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The API keys of the measurement. They are in a key file, which the server reads again after each change."""
+    """The API keys of the measurement, in a key file that the server reads again after each change."""
 
     file: Path
     secrets: dict[str, str]

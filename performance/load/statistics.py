@@ -42,7 +42,7 @@ LATE_FRACTION = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RequestFigures:
-    """The latencies of a request. They are None if the request failed."""
+    """The latencies of a request. Every latency is None if the request failed."""
 
     record: RequestRecord
     lateness_ms: float

@@ -113,7 +113,7 @@ class StreamExchange:
         self._over(now)
 
     def cancel(self, kind: str, detail: str, now: float) -> None:
-        """Fails the request and closes the connection, so that the server notices."""
+        """Records the request as failed, and closes the connection, so that the server aborts the request."""
         if self._connection is not None and not self.is_over:
             self._connection.abandon()
         self.failed(kind, detail, now)

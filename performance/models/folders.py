@@ -26,8 +26,8 @@ from llm_serving.model.mxfp4 import MXFP4_GROUP
 from performance.models.variants import VARIANTS, Variant
 
 _RESULT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-"""Gemma's norms whose results are added to the residual stream. Their weights are large, as in trained models.
-Otherwise the large embeddings alone would decide the text.
+"""Gemma's norms whose results are added to the residual stream. The weights of these norms are large, as in trained
+models. With small weights, the large embeddings alone would decide the text.
 """
 _HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SPREAD_NORMS = ("q_norm.weight", "k_norm.weight", "q_a_layernorm.weight", "kv_a_layernorm.weight")

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Model:
-    """A model in llama.cpp. It makes a new context when the number or the length of the sequences changes."""
+    """A model in llama.cpp. Makes a new context of llama.cpp when the number or the length of the sequences changes."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request
@@ -43,7 +43,8 @@ class Model:
         return self._context
 
     def _decode(self, context: Any, rows: list[list[int]], position: int) -> list[int]:
-        """Runs the given tokens of each sequence. Their first position is ``position``. Returns the next greedy tokens.
+        """Computes the tokens ``rows`` of each sequence, which begin at ``position``. Returns the next greedy token of
+        each sequence.
         """
         batch = llama.llama_batch_init(sum(map(len, rows)), 0, 1)
         last = []

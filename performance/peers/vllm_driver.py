@@ -7,7 +7,7 @@ from typing import Any
 import driver
 
 MAX_SEQUENCES, MAX_TOKENS = 128, 2048
-"""Limits of the engine. They are the same in all cases, so that vLLM reuses the code that it has compiled."""
+"""Limits of the engine. All cases have the same limits, so that vLLM reuses the code that it has compiled."""
 
 
 def make_generate(request: dict[str, Any]) -> driver.Generate:

@@ -76,8 +76,8 @@ class VirtualAgent:
         self._noise_s = 0.0
         """Seconds by which random noise has lengthened all steps so far.
 
-        They are subtracted from the virtual time that the noise model gets. The noise model then has the clock of an
-        agent without noise, and a slow period contains as many steps as in the measurement.
+        The noise model gets the virtual time minus these seconds, which is the time of an agent without noise. Then a
+        slow period contains as many steps as in the measurement.
         """
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None
@@ -122,8 +122,8 @@ class VirtualAgent:
         step = self._running
         if step is not None and moment < self._free_at:
             self._free_at += seconds
-        # Otherwise the running step has already ended on the device, and only its result is still on the way. Then the
-        # next step is delayed.
+        # No step runs at this moment: the last step has ended on the device, and only its result is still on the way.
+        # The next step is delayed instead.
         else:
             start, step = self._next_start() if self._queue else (moment, None)
             if step is None or start > moment:

@@ -38,8 +38,8 @@ token, each sequence, and each entry of a block table.
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A node that stops at ``at_s`` virtual seconds. Its agents are ready again ``ClusterModel.restart_s`` after the
-    server has noticed the loss.
+    """The loss of a node, which stops at ``at_s`` virtual seconds. The node's agents are ready again
+    ``ClusterModel.restart_s`` seconds after the server has noticed the loss.
     """
 
     node: int

@@ -201,7 +201,8 @@ class _Study:
     def _fit(self, calibrations: Sequence[Sequence[LoadRun]]) -> StepFit:
         """Fits the simulator to the steps of all calibration servers.
 
-        All of them ran the same loads, so differences between them show changes of the machine's speed.
+        All calibration servers ran the same loads, so differences between the servers show changes of the machine's
+        speed.
         """
         from performance.simulation.recording import fit_recording, with_delivery
 

@@ -154,8 +154,8 @@ def _count_between(moments: Sequence[float], begin: float, end: float) -> int:
 def _agent_overhead(timed: Iterable[Sequence[TimedStep]]) -> float:
     """Returns the agent's overhead for a step, in seconds.
 
-    It is the median of the time between the results of two consecutive steps, minus the measured time of the second
-    step. Only steps that waited in the agent's queue for the previous step are used.
+    The overhead is the median of the time between the results of two consecutive steps, minus the measured time of the
+    second step. Only steps that waited in the agent's queue for the previous step are used.
     """
     gaps = []
     for run in timed:

@@ -38,7 +38,7 @@ def run_title(simulated: SimulatedRun) -> str:
 def run_text(simulated: SimulatedRun) -> str:
     """Returns the report of a simulated run.
 
-    It is the report of a load test, and also has counts that a real client cannot see, such as steps and preemptions.
+    The report is that of a load test, and also has counts that a real client cannot see, such as steps and preemptions.
     """
     figures, outcome = simulated.figures, simulated.outcome
     steps = ", ".join(f"{count} {kind}" for kind, count in outcome.steps.items())

@@ -137,7 +137,7 @@ def _traced(line: TraceLine, generator: random.Random, options: LoadOptions) -> 
 def of_load_test(content: dict[str, Any], options: LoadOptions) -> Arrivals:
     """Returns the successful requests of a load test's JSON, at the times at which they were really sent.
 
-    Their outputs have the measured lengths. Raises UsageError if no request succeeded.
+    The outputs of these requests have the measured lengths. Raises UsageError if no request succeeded.
     """
     generator = random.Random(f"prompts/{options.seed}")
     ttft, tbt = _objectives(options)

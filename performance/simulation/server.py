@@ -36,7 +36,7 @@ from performance.simulation.workload import SimulatedRequest, Source
 __all__ = ["Outcome", "VirtualServer"]
 
 TOKEN = 7
-"""The token id that the simulated device samples. It never ends a request."""
+"""The token id that the simulated device samples. This token never ends a request."""
 END_TOKEN = 2
 MAX_ITERATIONS = 1000
 """Maximum number of loop iterations at the same virtual time. After more iterations, ``run`` reports that the

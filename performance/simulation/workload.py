@@ -13,7 +13,9 @@ __all__ = ["ClosedLoop", "OpenLoop", "SimulatedRequest", "Source"]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A request to simulate. It ends after ``output_tokens`` tokens, or after ``max_tokens`` if that is None."""
+    """A request to simulate. The request ends after ``output_tokens`` tokens, or after ``max_tokens`` if
+    ``output_tokens`` is None.
+    """
 
     prompt_token_ids: Sequence[int]
     max_tokens: int

@@ -64,7 +64,7 @@ class IntegerCacheRules:
     def read_problems(self, node: Node) -> Iterator[str]:
         """Yields the errors in the keys and values that PagedAttention reads.
 
-        They must be blocks of the cache, gathered and dequantised.
+        Keys and values must be blocks of the cache, gathered and dequantised.
         """
         operands = self._wiring.operands(node)
         for place, name in ((_KEYS, "key_cache"), (_VALUES, "value_cache")):
@@ -97,7 +97,7 @@ class IntegerCacheRules:
     ) -> Iterator[str]:
         """Yields an error unless an operand of attention is dequantised correctly.
 
-        It must be the product of integers and scales in float32, converted to the model's type.
+        The operand must be the product of integers and scales in float32, converted to the model's type.
         """
         cast = self._behind(operand, "Reshape")
         product = None if cast is None or cast.primitive != "Cast" else self._wiring.node_of(cast.operands[0])

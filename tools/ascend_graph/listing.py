@@ -32,7 +32,8 @@ class Wiring:
     def calls(self) -> Iterator[Node]:
         """Yields the nodes that call a primitive.
 
-        ``Depend`` makes one value wait for another. It is only yielded if it waits for the call of a primitive.
+        ``Depend`` makes one value wait for another value. A ``Depend`` is yielded only if it waits for the call of a
+        primitive.
         """
         for node in self.graph.nodes:
             if node.primitive in ("Load", "UpdateState", "TupleGetItem", "MakeTuple"):

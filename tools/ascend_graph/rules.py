@@ -65,7 +65,8 @@ SHARING_PRIMITIVES = frozenset(
 )
 """Primitives that the graphs use only if several agents share the model (docs/parallel.md).
 
-They add and gather results, look up embeddings that are divided among agents, and choose among all agents' best tokens.
+These primitives add and gather results, look up embeddings that are divided among agents, and choose among all agents'
+best tokens.
 """
 
 _INPUTS = {

@@ -22,7 +22,7 @@ from tools.diagnosis.log_lines import Sighting
 from tools.diagnosis.log_reader import LogFile
 
 INCIDENT_GAP = timedelta(hours=1)
-"""If no error is logged for longer than this time, a new incident begins. It is twice HCCL_EXEC_TIMEOUT."""
+"""If no error is logged for longer than this time, a new incident begins. The time is twice HCCL_EXEC_TIMEOUT."""
 TOLERANCE = timedelta(seconds=60)
 """Maximum time by which an error that is a cause may be logged after the earliest error.
 

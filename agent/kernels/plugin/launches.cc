@@ -16,7 +16,8 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 
-// The memory that replayed launches write. All recordings share it, because only one recording is replayed at a time.
+// The memory that replayed launches write. All recordings share this memory, because only one recording is replayed at
+// a time.
 struct Arena {
   char* memory = nullptr;
   int64_t bytes = 0;

@@ -34,7 +34,9 @@ UNUSED = ("torchvision", "torchaudio", "torchcodec")
 
 _NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 BUILD = {"llama_cpp": {"CMAKE_ARGS": f"-DCMAKE_C_FLAGS='{_NO_AMX}' -DCMAKE_CXX_FLAGS='{_NO_AMX}'"}}
-"""Environment variables for pip, by peer. They build llama.cpp without AMX, because this version crashes with AMX."""
+"""Environment variables for pip, by peer. With these variables, pip builds llama.cpp without AMX, because this version
+crashes with AMX.
+"""
 
 STAMP = "packages.txt"
 

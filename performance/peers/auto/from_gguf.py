@@ -1,4 +1,5 @@
-"""Converts a GGUF file for other engines. It runs in the Python of OpenVINO's environment, which has transformers.
+"""Converts a GGUF file for other engines. The program runs in the Python of OpenVINO's environment, which has
+transformers.
 
     python from_gguf.py FILE.gguf FOLDER
 
@@ -32,7 +33,7 @@ def main(file: Path, folder: Path) -> None:
 
 
 def write_w8a8(plain: Path, quantised: Path) -> None:
-    """Copies a folder, with int8 matrices of the decoder layers. Each row has one scale."""
+    """Copies a model folder and quantises the matrices of the decoder layers to int8, with one scale for each row."""
     shutil.copytree(plain, quantised, dirs_exist_ok=True)
     tensors = {}
     for name, value in load_file(plain / "model.safetensors").items():

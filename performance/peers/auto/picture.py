@@ -40,7 +40,9 @@ def read_comparisons(text: str) -> dict[str, Comparison]:
 
 
 def draw(comparisons: Mapping[str, Comparison]) -> str:
-    """Returns the picture. It names the peers of each precision, and those that are missing from all or some bars."""
+    """Returns the picture as SVG. The picture names the peers of each precision, and the peers that are missing from
+    all or some bars.
+    """
     most = max([MIN_SCALE, *(span.largest for each in comparisons.values() for span in each.spans.values())])
     width = _LEFT + max([int((most + 0.55) * _UNIT), *map(_width, comparisons.values())])
     height = _TOP + sum(_height(each) for each in comparisons.values())
