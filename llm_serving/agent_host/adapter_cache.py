@@ -15,11 +15,11 @@ from pathlib import Path
 from llm_serving.ipc.adapters import AdapterMemory
 
 MAX_CACHE_BYTES = 4 << 30
-"""Maximum bytes of the files. If more would be kept, the files that were not used for the longest time are removed."""
+"""Maximum total bytes of the files. A new file that would exceed them replaces the least recently used files."""
 _SUFFIX = ".adapter"
 _UNFINISHED = ".part"
 _UNFINISHED_AGE_S = 3600.0
-"""Age after which the file of an unfinished write is removed, because its node was killed."""
+"""Age in seconds after which the file of an unfinished write is removed: the node that wrote it was probably killed."""
 
 
 class AdapterCache:

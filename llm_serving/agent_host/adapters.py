@@ -34,7 +34,7 @@ CLOSE_WAIT_S = 1.0
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter from the server's message until all agents have replied."""
+    """An adapter that the server wants the agents to load. It exists until all agents have replied."""
 
     wanted: link.LoadAdapter
     memory: AdapterMemory | None = None

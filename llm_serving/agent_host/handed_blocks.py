@@ -29,8 +29,8 @@ MAX_ERROR_CHARACTERS = 1000
 class HandedBlocks:
     """The pools of one run of the agents: one for each agent, in order of rank.
 
-    ``descriptor`` becomes readable when a transfer has ended, which ``take_sent`` then returns. Nodes that send blocks
-    here must know ``secret``. It belongs to this run, so a node cannot send blocks of an earlier run.
+    ``descriptor`` becomes readable when a transfer has ended. ``take_sent`` then returns the transfer. Nodes that send
+    blocks here must know ``secret``. Each run has a new secret, so a node cannot send blocks of an earlier run.
     """
 
     def __init__(self, layouts: Sequence[HandOverLayout], key: ClusterKey) -> None:
@@ -110,10 +110,10 @@ class HandedBlocks:
                 os.eventfd_write(self.descriptor, 1)
 
     def _transport(self, message: SendBlocks) -> TcpTransport:
-        """Returns the transport to the node of a message. If the node has new agents, its old transport ends: an
-        idle transport does not notice the end of its peer.
+        """Returns the transport to the node of a message. If the node has new agents, its old transport ends, because
+        an idle transport does not notice the end of its peer.
 
-        A new transport replaces all transports without a thread. So addresses that never come back do not add up.
+        A new transport also removes all idle transports. So transports to nodes that no longer exist do not accumulate.
         """
         place = (message.host, message.port)
         secret, transport = self._transports.get(place, (b"", None))

@@ -43,7 +43,7 @@ _NEEDED = {
     link.LoadAdapter: "the agents have no adapter slots, or are not ready",
     link.AdapterPart: "the agents have no adapter slots",
 }
-"""For each message with data: why this node may have no memory for it."""
+"""For each kind of message with data: the error text if this node has no memory for the data."""
 _FORWARDED = (
     *(messages.Prefill, messages.Decode, messages.Move, messages.Masks, messages.Bias, messages.Abort),
     *(messages.Status, messages.ProfileStart, messages.ProfileStop),
@@ -319,8 +319,8 @@ class Session:
     def _pass_on(self, member: int, message: AgentMessage) -> None:
         """Sends an agent's message to the server.
 
-        The results of a step go with the last agent's reply to the step. Every agent may write to the results that a
-        block was damaged, so they are complete only then.
+        The results of a step are sent with the last agent's reply to the step. Every agent may still mark a damaged
+        block in the results before its reply, so the results are complete only then.
         """
         contents = b""
         if isinstance(message, _ANSWERS):

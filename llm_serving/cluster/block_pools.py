@@ -1,4 +1,4 @@
-"""The hand-over pools of replicas on nodes. Blocks travel from node to node, and not through the server."""
+"""The hand-over pools of replicas on nodes. Nodes send blocks directly to each other, not through the server."""
 
 from __future__ import annotations
 

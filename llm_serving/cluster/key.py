@@ -18,7 +18,7 @@ from llm_serving.errors import ConfigError
 
 MAX_KEY_BYTES = 64 * 1024
 BLOCKS_PROTOCOL = "llm-serving-blocks"
-"""The protocol that a node names in the TLS handshake (ALPN) if it connects to send blocks. A server names none."""
+"""Protocol name (ALPN) in the TLS handshake of a node that connects to send blocks. A server sends no protocol name."""
 _VALID_DAYS = "36500"
 
 

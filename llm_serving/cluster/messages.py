@@ -47,7 +47,7 @@ SERVER_PATIENCE_S = 2.4
 NODE_PATIENCE_S = 5.0
 """Seconds of silence of the server after which a node ends its agents.
 
-This time is longer than ``SERVER_PATIENCE_S``, so that a short pause of the server does not cost a restart of the
+This time is longer than ``SERVER_PATIENCE_S``. Otherwise a short pause of the server would cause a restart of the
 agents.
 """
 HANDSHAKE_TIMEOUT_S = 5.0

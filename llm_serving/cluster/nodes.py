@@ -111,7 +111,7 @@ class NodePool:
         replaces the node.
         """
         self._arithmetic: tuple[str, str] | None = None
-        """Name of the first node that was ready, and the digest of its kernels (its arithmetic)."""
+        """The name of the first ready node, and the digest of its kernels. Other nodes must have the same digest."""
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Registers ``wake``, which is called whenever a node becomes free or must leave. ``wake`` must be quick, and
@@ -290,7 +290,8 @@ class NodePool:
                 self._sleep(node, REFUSED_RETRY_S)
                 continue
             except (OSError, ProtocolError, NodeBusyError) as error:
-                # A node may be busy at first because it still ends its old link. It is then not reported as down.
+                # A node is busy while it still ends its old link. The first attempt therefore does not report it as
+                # down.
                 if wait_s > RETRY_S or not isinstance(error, NodeBusyError):
                     self._note(node, NodeState.DOWN, str(error))
                 num_failures += 1
@@ -358,7 +359,7 @@ class NodePool:
         self._note(node, NodeState.DOWN, problem)
 
     def _note(self, node: Node, state: NodeState, reason: str) -> None:
-        """Sets the state of a node that cannot be used, and the reason. Logs a reason that repeats once."""
+        """Sets the state of a node that cannot be used, and the reason. Logs each reason once, even if it repeats."""
         with self._changed:
             if node.state not in (NodeState.CONNECTING, NodeState.DOWN, NodeState.REFUSED):
                 return

@@ -141,7 +141,7 @@ class RayNodes:
             self._forget(name)
 
     def _replace(self, name: str) -> None:
-        """Asks the driver to place another node instead of the node ``name``, whose link is lost."""
+        """Asks the driver to replace the node ``name``, whose link is lost, by another node."""
         with self._lock, contextlib.suppress(OSError):
             if self._channel is not None and name in self._names:
                 self._channel.send(ray_messages.encode(NodeLost(name)))

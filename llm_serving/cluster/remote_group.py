@@ -56,7 +56,7 @@ class RemoteMember:
 
 
 class RemoteGroup:
-    """A ``Group`` of agents on a node. Takes over the node's link, and returns the node to the pool at the end.
+    """A ``Group`` of agents on a node. It owns the node's link until its end, and then returns the node to the pool.
 
     ``model`` describes the files of the model, as ``program.model_files`` returns them. ``tiles`` is the server's
     memory with the tiles of images, or None.
@@ -91,7 +91,7 @@ class RemoteGroup:
         """The reason why the node does not serve this model, or an empty text."""
         self._problem = ""
         self._broken = ""
-        """The error because of which the selector cannot watch the link, or an empty text."""
+        """The error with which the selector refused to watch the link, or an empty text."""
         layout = SlotLayout.of(config.slot_limits())
         self.slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
         self._contents = [SlotContents(slot) for slot in self.slots]
@@ -116,7 +116,8 @@ class RemoteGroup:
 
     @property
     def summary(self) -> dict[str, object]:
-        """Facts for the log: those that the sampling agent reported, the name of the node, and the number of agents."""
+        """Facts for the log: the sampling agent's report, the name of the node, and with several agents their number.
+        """
         size = {"agents": len(self.members)} if len(self.members) > 1 else {}
         return {**self.members[self._answering].summary, **size, "node": self._node.name}
 
@@ -169,9 +170,9 @@ class RemoteGroup:
     def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
         """Sends a sign of life if one is due, and checks the node.
 
-        Raises NodeDrainedError if the time of a drain is over, and AgentLostError if the node has sent no sign of life
-        for ``SERVER_PATIENCE_S``. If the link broke, raises AgentLostError, or AgentStartError while the agents are not
-        ready.
+        Raises NodeDrainedError if the node is drained and its requests have not ended in time. Raises AgentLostError
+        if the node has sent no sign of life for ``SERVER_PATIENCE_S``. If the link broke, raises AgentLostError, or
+        AgentStartError while the agents are not ready.
         """
         if self._broken:
             raise self._lost(self._broken)

@@ -38,8 +38,8 @@ class _Shared:
 _SHARED: dict[tuple[object, ...], _Shared] = {}
 """The pools of this process, by the settings that name the nodes.
 
-Versions of a model share a pool. With a pool each, one version would keep links to free nodes, and the other version
-could not use these nodes.
+Versions of a model share a pool. If each version had its own pool, one version would keep links to free nodes. The
+other version could not use these nodes.
 """
 _SHARED_LOCK = threading.Lock()
 

@@ -14,8 +14,8 @@ def is_wanted(standby: Standby | None) -> bool:
 
 
 class Standby:
-    """Wants nodes from the first request until ``idle_s`` seconds after the last request. Learns how long a start of
-    the agents takes.
+    """Decides that nodes are used from the first request until ``idle_s`` seconds after the last request. Also learns
+    how long the agents take to start.
 
     The engine thread calls ``note`` and ``note_refused``. Any thread may read the attributes. Times are seconds of the
     engine's clock.
@@ -67,7 +67,7 @@ class Standby:
     def note_refused(self, now: float) -> None:
         """Records that a request was refused because no replica is ready. The caller must call ``note`` next.
 
-        The client is expected to send the request again when a replica should be ready. Nodes are wanted until
+        The client is expected to send the request again when a replica should be ready. The nodes stay in use until
         ``idle_s`` seconds after that time.
         """
         self._retry_at = now + (self.expected_s(now) or 0.0)
@@ -75,7 +75,7 @@ class Standby:
         self._want(True)
 
     def awaits_retry(self, now: float) -> bool:
-        """Returns True if nodes are wanted because the client of a refused request may send it again."""
+        """Returns True if nodes stay in use only because the client of a refused request may send it again."""
         return now < self._retry_at + (0.0 if self.is_ready else self._idle_s)
 
     def expected_s(self, now: float) -> float | None:

@@ -13,7 +13,7 @@ from llm_serving.ipc.tiles import read_tiles
 class TileSender:
     """Copies tiles from the server's memory of tiles to the same places on a node. ``send`` sends a frame to the node.
 
-    A tile is sent once, as long as its place has no other tile. The agents check the digest of the pixels that they
+    A tile is sent again only after its place had another tile. The agents check the digest of the pixels that they
     read.
     """
 

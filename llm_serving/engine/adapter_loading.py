@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine, for the event loop: which ones requests may name, and how agents load another one."""
+"""The LoRA adapters of an engine, for the event loop: lists the adapters that requests may name, and loads new ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EngineAdapters(AdapterRegistry):
         self._questions = questions
 
     def keep(self, name: str, path: str, digest: bytes, memory: AdapterMemory) -> None:
-        """Lets the agents load an adapter when they start. Call this method before the engine starts."""
+        """Registers an adapter that the agents load when they start. Call this method before the engine starts."""
         slot = self.take_slot()
         self._core.keep_adapter(slot, memory)
         self.add(Adapter(name, path, digest, slot))

@@ -47,7 +47,9 @@ class AgentAdapters:
         return self._finished()
 
     def lose(self, replica: int) -> list[AdapterAnswer]:
-        """Waits no longer for a replica that was lost. Its agents load all adapters when they start again."""
+        """Stops waiting for the reply of a replica that was lost. Its agents load all adapters when they start again.
+        If this was the last missing reply, returns the answer to the command.
+        """
         number = self._waiting.get(replica)
         return [] if number is None else self.answer(replica, number, "")
 

@@ -9,7 +9,9 @@ from llm_serving.engine.replica import Replica
 
 
 class AgentReplies:
-    """Asks the agents of several replicas. After the reply of the last replica, a method returns the answer."""
+    """Asks the agents of several replicas, and collects their replies. After the last reply, ``note_probe`` or
+    ``note_profile`` returns the answer for the event loop.
+    """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas

@@ -178,7 +178,7 @@ class AsyncEngine:
         """
         if self._thread.is_alive():
             self._core.submit(Stop())
-            # Wait on the event loop. A wait in another thread is impossible, because a closing interpreter starts no
+            # Waits on the event loop and not in a helper thread, because an interpreter that is closing starts no
             # threads.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.ended.wait(), timeout_s)
@@ -404,9 +404,9 @@ class AsyncEngine:
             opened.close()
 
     def _keep_recording(self, replica: int, reason: str) -> Path | None:
-        """Keeps the flight recording of a replica, so that it is not overwritten.
+        """Keeps the flight recording of a replica by hard links in a new folder, so that it is not overwritten.
 
-        Returns its new folder, or None without a recording.
+        Returns the folder, or None without a recording.
         """
         return keep_recording(recording_folder(self.config, replica), reason) if self._recorders else None
 

@@ -149,7 +149,9 @@ class BeamSearch:
         self.whole = whole
         first = None if constraint is None else BeamConstraint(constraint)
         self._constraints: dict[tuple[int, ...], BeamConstraint | None] = {(): first}
-        """Maps each output that was expanded last to its constraint. None means that every token may follow."""
+        """Maps each output of the last step to the constraint of its next token. None means that every token may
+        follow.
+        """
         self._open_step = open_step
         self._params = params
         self._scheduling = replace(scheduling, group=whole.request_id)

@@ -19,7 +19,7 @@ from llm_serving.engine.template_sandbox import TemplateEnvironment, TemplateRef
 from llm_serving.errors import CheckpointError, RequestError
 
 SHOWN_CHARS = 500
-"""Maximum number of characters that an error shows of a message from the template."""
+"""If a template raises an error, the server's error text shows at most this number of characters of its message."""
 
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
@@ -59,7 +59,7 @@ class Allowance:
 WHOLE = Allowance(steps=1_000_000, chars=16_000_000, steps_per_message=1000, chars_per_char=64)
 """Maximum budget of a rendering. Usual templates take 20 steps for each message."""
 SHORT = Allowance(steps=10_000, chars=1_000_000)
-"""Budget of a rendering that blocks other work, for example on an event loop. It lasts for a few milliseconds."""
+"""Budget of a rendering that blocks other work, for example on an event loop. It is used up in a few milliseconds."""
 
 
 class ChatTemplate:

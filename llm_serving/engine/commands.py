@@ -54,7 +54,7 @@ class Distrust:
 
 @dataclass(frozen=True, slots=True)
 class WakeNodes:
-    """Command to the engine thread: begin to use nodes, because a request was refused without ready agents."""
+    """Command to the engine thread: begin to use nodes, because a request was refused while no agents were ready."""
 
 
 @dataclass(frozen=True, slots=True)

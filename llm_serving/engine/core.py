@@ -219,11 +219,11 @@ class EngineCore:
         for index, event in events:
             self._take_event(self._replicas[index], event, now)
         if any(replica.has_steps for replica in self._replicas):
-            # deliver outputs before sending new steps: the device is still busy with a queued step
+            # Deliver outputs before new steps are sent, because the device is still busy with a queued step.
             self._hand_over()
         self._send_steps(replicas, now)
         if self._waits_for_agents and self._router is not None:
-            # Usually a request for a step ends expired requests. But while no agent is ready, no step is requested.
+            # Usually ``schedule`` ends expired requests. While no agent is ready, nothing calls ``schedule``.
             self._router.expire(now)
         self._outputs += self._texts.outputs(self._front.take_ended(), None, now)
         for replica in replicas:
@@ -236,10 +236,10 @@ class EngineCore:
     ) -> list[Replica]:
         """Returns the replicas that may be able to schedule a new step.
 
-        These are the replicas with an event or a due wakeup. If only requests were added, one replica with a free step
-        slot is added. When its next step is scheduled, the router places the requests. ``_send_steps`` then also calls
-        the replicas that got requests. After the loss or drain of a replica, and after other commands, all replicas are
-        returned, because each of them may receive requests.
+        These are the replicas with an event or a due wakeup. If the only commands were new requests, adds one replica
+        with a free step slot. The router places the requests when this replica's next step is scheduled.
+        ``_send_steps`` then also calls the replicas that got requests. After the loss or drain of a replica, and after
+        other commands, returns all replicas, because each of them may receive requests.
         """
         replicas = self._replicas
         is_any = has_only_added is False or any(isinstance(event, AgentLost | AgentLeaving) for _, event in events)
@@ -422,8 +422,8 @@ class EngineCore:
         The engine and the server end in two cases: no replica can be restarted, or the lost replica was never ready and
         is not restarted.
         """
-        # The requests in flight are not suspected as the cause in two cases. After a failed self-check, the agents are
-        # at fault. A drain of the machine is intended.
+        # Two kinds of loss make no request a suspect. After a failed self-check, the agents are the cause. A drain of
+        # the machine is intended.
         replica.lose(now, final=event.final, blameless=event.is_blameless, distrusted=bool(event.failed_check))
         waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)
@@ -483,5 +483,5 @@ class EngineCore:
 
 
 def _no_events(timeout_s: float | None) -> list[tuple[int, ExecutorEvent]]:
-    """Takes the place of the poll of the executors after the loop has ended."""
+    """Replaces the poll function of the executors after the loop has ended. Returns no events."""
     return []

@@ -20,8 +20,7 @@ class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
     @staticmethod
     def _buffer_decode(data: bytes, errors: str, final: bool) -> tuple[str, int]:  # type: ignore[override]
         text, used = codecs.utf_8_decode(data, errors, final)
-        # these two bytes begin a surrogate, which is invalid in UTF-8, but CPython's decoder would wait for a third
-        # byte
+        # The two bytes begin a surrogate, which is invalid in UTF-8. CPython's decoder would wait for a third byte.
         if _begins_surrogate(data[used:]):
             rest, _ = codecs.utf_8_decode(data[used:], errors, True)
             return text + rest, len(data)
@@ -135,7 +134,7 @@ class IncrementalDetokenizer:
         self._strip_spaces = tokenizer.table.rule.strip_spaces if at_start else 0
         self._strip_first_token = at_start and tokenizer.table.rule.strip_first_token
         self._is_plain = not self._strip_spaces and not self._strip_first_token
-        """True if no space must be stripped from further tokens, so that their text is found in the token table."""
+        """True if no space must be stripped from further tokens. Their text can then be read from the token table."""
         self.num_tokens = 0
         """Number of tokens processed. The tokens after a stop string are not counted."""
 

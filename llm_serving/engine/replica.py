@@ -62,7 +62,7 @@ class Replica:
         self.is_given_up = False
         """True if the agents are lost and are not restarted."""
         self.is_leaving = False
-        """True while the agents complete their requests because their machine is drained."""
+        """True while the agents complete their requests before they end, because their machine is drained."""
         self.wakeup: float | None = None
         """The time at which the scheduler must be called again even if no event arrives."""
         self.has_traces = False
@@ -70,7 +70,7 @@ class Replica:
         self.num_steps = 0
         """Number of steps that completed without an error since the start."""
         self.wants_canary = False
-        """True if the canary must run soon, because all logits of a step were not finite."""
+        """True if the canary must run soon, because all logits of a step were NaN or infinite."""
         self.last_result: float | None = None
         """The time at which the last step without an error completed."""
         self._texts = texts

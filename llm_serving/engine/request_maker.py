@@ -24,8 +24,8 @@ class RequestMaker:
         self._end_token_ids = frozenset(config.end_token_ids)
         has_processors = bool(config.model_config.logits_processors)
         self._free = TokenRules(config.shape.vocab_size) if has_processors else None
-        """Rules that allow every token. They exist only with logits processors. Then each request needs a constraint,
-        because the agents change only the logits of sequences with a mask."""
+        """Rules that allow every token. None without logits processors. With logits processors, each request needs a
+        constraint, because the agents change the logits only of sequences with a mask."""
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint for a request without its own. None if the model has no logits processors."""
@@ -39,7 +39,7 @@ class RequestMaker:
         arrival_time: float | None,
         scheduling: SchedulingParams,
     ) -> Request:
-        """Returns a new request, whose phase is the queue.
+        """Returns a new request. Its receipt begins in the phase ``queue``.
 
         Raises RequestError and DeadlineExceededError, see ``AsyncEngine.open``.
         """

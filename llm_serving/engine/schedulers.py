@@ -25,7 +25,7 @@ class ServingObserver(IndexObserver, Protocol):
     def enter_service(self) -> None:
         """The model registry calls this method when the replica begins to serve.
 
-        From then on, the replica's cache replaces that of an earlier engine.
+        From then on, observers see this replica's cache instead of the cache of an earlier engine.
         """
 
 

@@ -11,7 +11,7 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 
 
 class StateLine:
-    """Counts steps and tokens for the next ``engine_state`` line. No line is written while nothing changes."""
+    """Counts steps and tokens for the next ``engine_state`` line of the log. Without changes, no line is written."""
 
     def __init__(self, front: RequestFront, interval_s: float) -> None:
         self._front = front

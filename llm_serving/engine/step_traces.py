@@ -14,7 +14,8 @@ def trace_step(
 ) -> None:
     """Adds a step to the trace of each traced request in it. ``sent`` and ``now`` are times of the engine's clock.
 
-    ``updates`` are those of the result. A failed step is not added, and no step to a request that had ended before.
+    ``updates`` are the changes of requests by the result. A failed step is not added. A request that had ended
+    before the result gets no entry.
     """
     if result.error is not None:
         return

@@ -12,7 +12,7 @@ MAX_BITS = 256
 MAX_DEPTH = 64
 """Maximum nesting of a value that a template compares or writes."""
 MAX_WIDTH = 10_000
-"""Maximum of widths, numbers of columns and similar arguments that a template passes to a filter or method."""
+"""Maximum value of widths, numbers of columns and similar arguments that a template passes to a filter or method."""
 CHARS_PER_STEP = 256
 """Number of characters or bytes whose processing counts as one step."""
 ITEM_CHARS = 8

@@ -197,7 +197,9 @@ FILTERS: dict[str, Callable[..., int]] = {
     "indent": _indent_size, "batch": _columns_size, "slice": _columns_size, "round": _round_size, "sum": _sum_size,
     "format": _percent_filter_size,
 }  # fmt: skip
-"""The available filters, each with its charge in characters. To add a filter, state a charge that is never too low."""
+"""The available filters, each with a function that returns its charge in characters. The charge of a new filter must
+never be too low.
+"""
 
 _STR_METHODS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(

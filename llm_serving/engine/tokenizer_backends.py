@@ -39,7 +39,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Regular expression of the words of Qwen2's tokenizer: the words of GPT-4's, except that each digit is a word."""
+"""Regular expression by which Qwen2's tokenizer splits a text into words. Unlike in GPT-4's, each digit is a word."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:

@@ -16,9 +16,10 @@ Sent = tuple[messages.AdapterLoad, AdapterMemory]
 
 @dataclass(slots=True)
 class _Loading:
-    """An adapter that is being loaded. It is sent when ``steps``, the steps in flight at the call, have ended.
+    """An adapter that the agents are to load. Its message is sent after ``steps``, the steps in flight at the call.
 
-    ``seq`` is the number of its message. It tells the replies to this message from late replies to an earlier one.
+    ``seq`` is the number of the message. The replies repeat this number, so late replies to an earlier message are
+    recognised.
     """
 
     seq: int
@@ -45,7 +46,7 @@ class AdapterSlots:
 
     @property
     def is_loading(self) -> bool:
-        """Whether an adapter of ``load`` waits for steps in flight, or for replies of the agents."""
+        """True while the adapter of ``load`` waits for steps in flight or for replies of the agents."""
         return self._loading is not None
 
     @property
@@ -56,7 +57,7 @@ class AdapterSlots:
     def load(self, seq: int, slot: int, memory: AdapterMemory, steps: Iterable[int]) -> None:
         """Begins to load an adapter with message ``seq`` after ``steps``, the steps in flight.
 
-        One adapter is loaded at a time. If an earlier adapter was given up, its late replies are awaited first.
+        One adapter is loaded at a time. If ``drop`` gave an earlier adapter up, ``due`` first waits for its replies.
         """
         self.keep(slot, memory)
         self._loading = _Loading(seq, slot, memory, set(steps))
@@ -67,14 +68,15 @@ class AdapterSlots:
         self._restored.discard(slot)
 
     def drop(self, slot: int) -> None:
-        """Forgets the adapter of a slot, so that restarted agents do not load it. Gives up its load."""
+        """Forgets the adapter of a slot, so that restarted agents do not load it. If it is being loaded, gives it up.
+        """
         self._resident.pop(slot, None)
         self._restored.discard(slot)
         if self._loading is not None and self._loading.slot == slot:
             self._loading = None
 
     def due(self, in_flight: Iterable[int]) -> list[Sent]:
-        """Returns the message for the adapter that is being loaded, once all steps before it have ended."""
+        """Returns the message for the adapter of ``load`` when all steps before it have ended. Returns it once."""
         loading = self._loading
         if loading is None or self._unanswered:
             return []
@@ -87,8 +89,8 @@ class AdapterSlots:
     def again(self, number: Callable[[], int]) -> list[Sent]:
         """Returns the messages for agents that have become ready: one for each adapter that they do not have.
 
-        Call this method again after the last reply, because an adapter may have come meanwhile. If it returns nothing,
-        the agents have all adapters.
+        Call this method again after the last reply, because ``keep`` may have stored another adapter meanwhile. If the
+        result is empty, the agents have all adapters.
         """
         new = {slot: each for slot, each in sorted(self._resident.items()) if slot not in self._restored}
         self._restored |= new.keys()

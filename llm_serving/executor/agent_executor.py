@@ -78,14 +78,15 @@ class AgentExecutor:
         """True while the agents cannot start because no machine is free."""
         self._has_said_leaving = False
         self._has_said_ready = False
-        """True after ``AgentReady`` of the present group. Its agents then have all adapters."""
+        """True after ``poll`` has reported ``AgentReady`` for the present group, whose agents then have all adapters.
+        """
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._steps = self._new_slots(())
         self._pauses = PauseWatch()
         self._start_pause_s = 0.0
-        """Seconds for which this process was paused since the start of the agents."""
+        """Total seconds of the pauses of this process since the start of the agents."""
         self._control_seq = 0
         self._distrusted: SelfCheckError | None = None
         self._profile_seq = 0
@@ -265,7 +266,7 @@ class AgentExecutor:
             raise AgentStartError(f"{_agents(self._ranks)} could not be started: {error}") from error
 
     def _end_last_group(self) -> None:
-        """Waits for the processes of the killed group, so that its memory is free before the next group needs memory.
+        """Waits for the end of the killed group's processes, so that their memory is free for the next group.
         """
         if self._ending is not None:
             self._ending.close()
@@ -372,7 +373,7 @@ class AgentExecutor:
         """Returns the time of the next deadline, by ``time.monotonic``, and its kind, for example ``restart`` or
         ``step``.
 
-        The kind ``pause`` is only the time to look for a pause of this process. Returns None if there is no deadline.
+        The kind ``pause`` is the time at which ``PauseWatch`` must look again. Returns None if there is no deadline.
         """
         if self._restarts.due_at is not None:
             return self._restarts.due_at, "restart"
@@ -386,8 +387,8 @@ class AgentExecutor:
     def _own_deadline(self, group: Group) -> tuple[tuple[float, str] | None, float | None]:
         """Returns the next deadline of the start or of a step, and the time of the last result.
 
-        The time is None if the group is not expected to complete a step: while it starts, without steps, and after a
-        failure.
+        The second value is None while the group need not complete a step: during its start, without steps in flight,
+        and after a failure.
         """
         settings, steps = self._config.serving_config, self._steps
         if not self._has_said_ready:

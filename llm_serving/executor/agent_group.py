@@ -48,8 +48,9 @@ class AgentGroup:
     ) -> None:
         """``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. Empty without roles.
 
-        ``min_sleep_s`` is the minimum patience with agents that sleep in a step, in seconds. ``memory`` is the group's
-        shared memory. If it is None, it is created here, which takes seconds for each GiB of host blocks.
+        ``min_sleep_s``: agents that sleep during a step count as lost after this number of seconds at the earliest.
+        ``memory`` is the group's shared memory. If it is None, it is created here, which takes seconds for each GiB of
+        host blocks.
         """
         ranks = group_ranks(replica, config.parallel_config)
         self.links: list[AgentLink] = []
@@ -59,7 +60,8 @@ class AgentGroup:
         self._forecast = StepForecast()
         self._other_work = OtherWork(len(ranks))
         self._runs_operator_code = bool(config.model_config.logits_processors)
-        """True if steps call Python code of the operator. Its time cannot be predicted."""
+        """True if steps call logits processors, which are Python code of the operator with an unpredictable run time.
+        """
         self._min_sleep_s = min_sleep_s
         self._first_rank, self._may_sleep = ranks.start, config.device != "CPU"
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
@@ -109,12 +111,12 @@ class AgentGroup:
 
     @property
     def summary(self) -> dict[str, object]:
-        """Facts for the log, from the agent that samples. For several agents, their number is added."""
+        """Facts for the log, as the agent that samples has reported them. With several agents, also their number."""
         size = {"agents": len(self.links)} if len(self.links) > 1 else {}
         return {**self.links[self._answering].summary, **size}
 
     def note_progress(self) -> None:
-        """Updates ``is_ready`` while agents start. When every agent has mapped the shared memory, removes its name."""
+        """Updates ``is_ready`` while agents start. When all agents have mapped the shared memory, removes its names."""
         if all(link.is_connected for link in self.links):
             self.memory.unlink()
             self.is_ready = all(link.is_ready for link in self.links)
@@ -151,9 +153,9 @@ class AgentGroup:
         self.send(message)
 
     def describe_loss(self, noticed: AgentError) -> AgentError:
-        """Returns the error ``noticed``, extended by the other agents of the group that have also ended.
+        """Returns the error ``noticed``, extended by the names of the other agents of the group that have also ended.
 
-        The others are named because the first failed agent may not be the one that the server noticed first.
+        The server may notice the end of another agent before the end of the agent that failed first.
         """
         others = [
             f"agent {link.rank} ended too ({code})"

@@ -93,7 +93,7 @@ class GroupMemory:
 
 
 class AgentLink:
-    """The connection to one agent from its start to its end. Owns the process and the socket. The group owns the
+    """One agent, from its start to its end. This object owns the agent's process and socket. The group owns the shared
     memory.
 
     ``receive`` handles the messages about the agent's start, and returns the other messages for the engine. If the

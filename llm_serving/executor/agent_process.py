@@ -104,15 +104,15 @@ def launch_python(
         stdout=log,
         stderr=log,
         env=environment,
-        # Put the agent into another session, so that Ctrl-C reaches only the server, which then stops its agents in
-        # order.
+        # The agent gets its own session. So Ctrl-C in the terminal reaches only the server, which then stops its agents
+        # in order.
         start_new_session=True,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
-    """The program of an agent. Tests replace it by an agent that needs no device, or by one that starts faster."""
+    """The module that runs as an agent. Tests use a module that needs no device, or one that starts faster."""
 
     module: str = "agent"
     launch: Launch = launch_python

@@ -13,7 +13,7 @@ from llm_serving.model.parallel import group_ranks, place
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 60.0
 STABLE_AFTER_S = 60.0
-"""If the agents have been ready for this time, the number of consecutive restarts is set to 0."""
+"""If agents were ready for this number of seconds before their loss, the count of consecutive restarts begins at 0."""
 
 
 def backoff_after(restarts: int) -> float:
@@ -26,8 +26,9 @@ class Restarts:
     in a row, or None.
 
     Without a limit, a group that has been ready is restarted until the server ends. A group that has never been ready
-    is not restarted: the server stops, so that its supervisor can restart it. With ``from_the_start``, this group is
-    restarted, too, because another machine may start it. All times are seconds of the caller's clock.
+    is not restarted: the server stops, so that its supervisor can restart it. With ``from_the_start``, a group that has
+    never been ready is restarted, too, because another machine may be able to start it. All times are seconds of the
+    caller's clock.
     """
 
     def __init__(self, limit: int | None, *, from_the_start: bool = False) -> None:

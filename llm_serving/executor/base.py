@@ -133,8 +133,8 @@ class Executor(Protocol):
 
         Returns the number of the load. ``poll`` reports ``AdapterAnswered`` with this number when all agents have
         replied, unless they are lost or the adapter is dropped before. Returns None if the agents are not ready. They
-        then load the adapter before their first step, and no event follows. Restarted agents load the adapter again.
-        They stop loading it when another adapter gets the slot, or after ``drop_adapter``.
+        then load the adapter before their first step, and no event follows. Restarted agents load the adapter again,
+        until another adapter gets the slot or ``drop_adapter`` is called.
         """
 
     def drop_adapter(self, slot: int) -> None:

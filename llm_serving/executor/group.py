@@ -67,7 +67,7 @@ class Group(Protocol):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the agents will end as soon as their requests have ended, because their machine is drained."""
+        """True if the machine of the agents is drained. The agents end when their requests have ended."""
 
     @property
     def summary(self) -> dict[str, object]:
@@ -95,7 +95,8 @@ class Group(Protocol):
         """
 
     def load_adapter(self, message: AdapterLoad, memory: AdapterMemory) -> None:
-        """Lets every agent load the adapter in ``memory``, which ``message`` names. Each replies ``AdapterLoaded``."""
+        """Makes every agent load the adapter in ``memory``, as ``message`` says. Each agent replies ``AdapterLoaded``.
+        """
 
     def next_look(self, last_result: float | None) -> float | None:
         """Returns the time at which ``look`` must be called, by ``time.monotonic``. None means never.

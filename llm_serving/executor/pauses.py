@@ -1,20 +1,20 @@
-"""Takes the pauses of this process out of the time that it measures by the clock.
+"""Measures the pauses of this process, so that deadlines of the agents can be moved by them.
 
-SIGSTOP, a debugger, ``docker pause`` or a virtual machine can pause this process. The clock runs on. After
-the pause, each deadline of the agents would be over, although this process has not read their replies.
+SIGSTOP, a debugger, ``docker pause`` or a virtual machine can pause this process while the clock continues. Without a
+correction, all deadlines would be over after the pause, although this process has not read the agents' replies.
 """
 
 from __future__ import annotations
 
 COUNTED_S = 1.0
-"""Maximum seconds between two looks that count. A process that runs looks more often."""
+"""Maximum seconds between two calls of ``PauseWatch.look`` that count as running. Any further time is a pause."""
 
 
 class PauseWatch:
     """Finds the pauses of this process by the time between two calls of ``look``.
 
-    If the machine is so busy that a thread looks late, the time beyond ``COUNTED_S`` counts as a pause, too. The agents
-    may also have waited for a processor meanwhile.
+    If a busy machine delays a call, the time beyond ``COUNTED_S`` counts as a pause, too. The agents may also have
+    waited for a processor meanwhile.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class PauseWatch:
 
     @property
     def next_look(self) -> float | None:
-        """The latest time of the next ``look``, by the caller's clock. None while this object rests."""
+        """The latest time of the next ``look``, by the caller's clock. None after ``rest``, until the next ``look``."""
         return None if self._looked_at is None else self._looked_at + COUNTED_S / 2
 
     def look(self, now: float) -> float:
-        """Returns the seconds since the last call that do not count. 0.0 after a ``rest``."""
+        """Returns the seconds of pause since the last call. 0.0 in the first call after ``rest``."""
         before, self._looked_at = self._looked_at, now
         return 0.0 if before is None else max(0.0, now - before - COUNTED_S)
 

@@ -44,7 +44,7 @@ class ProcessLog:
         self._thread.start()
 
     def process_started(self) -> None:
-        """Closes the server's copy of the descriptor, so that the pipe reports its end when the process ends."""
+        """Closes the server's copy of ``descriptor``, so that the pipe reaches its end when the process ends."""
         os.close(self.descriptor)
 
     def tail(self) -> str:

@@ -18,8 +18,8 @@ FAMILIAR = 2.0
 """A step is familiar if each of its sizes is at most this multiple of the largest size among the learnt steps."""
 
 _Sizes = tuple[float, ...]
-"""Four numbers: decoding sequences, their context tokens, prompt tokens, and pairs of a prompt token and a token that
-it reads.
+"""The sizes of a step: numbers of decoding sequences, their context tokens, prompt tokens, and pairs. A pair is a
+prompt token and a token that its attention reads.
 """
 
 
@@ -28,9 +28,10 @@ class StepForecast:
 
     There is no prediction for a step of unusual size, and for steps that also move blocks or encode images.
 
-    The cost model gives each prompt token the same time, but a token late in a prompt reads more tokens and takes
-    longer. So the time of a prompt token is multiplied by the ratio of pairs that it and the learnt tokens have, if
-    the ratio is above 1. This is an upper bound, because the time cannot grow faster than the number of pairs.
+    The cost model gives each prompt token the same time, but a token late in a prompt reads more earlier tokens and
+    takes longer. So the time of a prompt token is multiplied by a ratio, if the ratio is above 1. The ratio is the
+    mean number of tokens that each prompt token of the step reads, divided by this mean in the learnt steps. The
+    result is an upper bound, because the time cannot grow faster than the number of read tokens.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class StepForecast:
         self._num_results = 0
         self._largest: _Sizes = (0.0, 0.0, 0.0, 0.0)
         self._new_largest: _Sizes = self._largest
-        """Like ``_largest``, but it also counts the steps that the coefficients of the model do not know yet."""
+        """Like ``_largest``, but includes the steps since the last computation of the model's coefficients."""
         self._reach = _LearntReach()
         self.longest_s = 0.0
         """Longest time of a step so far."""
@@ -92,7 +93,7 @@ class _LearntReach:
             self._weighted_pairs += weight * pairs / prompt_tokens
 
     def ratio(self, prompt_tokens: float, pairs: float) -> float:
-        """Returns the pairs of each prompt token of a step, as a multiple of the learnt mean, but at least 1."""
+        """Returns the mean number of pairs per prompt token of a step, divided by the learnt mean. At least 1."""
         if not prompt_tokens or not self._weighted_pairs:
             return 1.0
         return max(1.0, pairs / prompt_tokens * self._weights / self._weighted_pairs)

@@ -14,7 +14,7 @@ class StepJoin:
 
     The agents of a group run a step together. If all agents refuse a step, only this step has failed. If only some
     agents fail the step, the other agents may wait for them forever. Then the group must be restarted, and the step's
-    requests end with an error. In this case ``torn`` is set to the reason, at the latest at the time ``overdue_at``.
+    requests end with an error. In this case, ``torn`` has the reason, at the latest from the time ``overdue_at`` on.
     ``first_rank`` is the rank of the first agent, for messages.
     """
 
@@ -76,11 +76,13 @@ class StepJoin:
             self.torn = f"{failed} failed step {seq}, and no answer came from agents {waited} within {self.GRACE_S:g} s"
 
     def discount(self, pause_s: float) -> None:
-        """Takes a pause of this process out of the time for which replies to failed steps have been missing."""
+        """Moves the deadlines for the replies to failed steps by ``pause_s``, the seconds for which this process was
+        paused.
+        """
         self._failed = {seq: at + pause_s for seq, at in self._failed.items()}
 
     def take_failures(self) -> list[tuple[int, str]]:
-        """Returns the incomplete steps that at least one agent has failed: (step number, error text).
+        """Returns (step number, error text) of each incomplete step for which at least one agent has reported an error.
 
         Forgets all replies.
         """

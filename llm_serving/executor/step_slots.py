@@ -147,11 +147,12 @@ class StepSlots:
 
     @property
     def waits_since(self) -> float:
-        """The time from which the timeout of a step counts: ``last_result``, later by the pauses of this process."""
+        """The time at which the timeout of a step begins: ``last_result`` plus the pauses of this process since then.
+        """
         return self.last_result + self._pause_s
 
     def discount(self, pause_s: float) -> None:
-        """Takes a pause of this process out of the time for which the agents may run a step."""
+        """Moves the timeout of the running step by ``pause_s``, the seconds for which this process was paused."""
         self._pause_s += pause_s
         if self.join is not None:
             self.join.discount(pause_s)
@@ -207,7 +208,9 @@ class StepSlots:
             self._write_any(step, slot)
 
     def _write_any(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """Writes all inputs of a step of any kind. Afterwards, no slot counts as filled with the last decode batch."""
+        """Writes all inputs of a step of any kind. Forgets the last decode batch, so the next decode step writes
+        all of its columns again.
+        """
         self._batch = None
         num_seqs, num_tokens = step.num_seqs, step.num_tokens
         self._follow_rows(step)
@@ -273,9 +276,10 @@ class StepSlots:
         _write_sizes(step, slot, table_width=width, checked_row=checked_row, num_masks=batch.num_masks)
 
     def _next_checked_row(self, step: ScheduledStep) -> int:
-        """Returns the number of the sequence that the agents compute twice in this decode step, from 1. 0 means none.
+        """Returns the number of the sequence, from 1, that the agents compute twice in this decode step. 0 means none.
 
-        A model with states checks no step with drafts, because a draft needs the state after the entries before it.
+        Steps with drafts are not checked if the model has linear attention. A draft then needs the state after the
+        entries before it.
         """
         if step.num_drafts and self._limits.has_states:
             return 0

@@ -4,9 +4,9 @@ computes without end.
 An agent also works while one of its child processes does. MindSpore analyses a profile in child processes, and all
 threads of the agent sleep meanwhile.
 
-This module reads the states and the processor times of threads from the kernel. A limit of the time by the clock would
-not work: on a busy machine, a step takes many times its usual time. But then its thread is ready to run (state R) or
-waits for the disk (state D), and gets little processor time. So a slow agent is never mistaken for a hanging one.
+This module reads the states and the processor times of threads from the kernel. A timeout by the clock would not work,
+because a step can take many times its usual time on a busy machine. The step's thread is then ready to run
+(state R) or waits for the disk (state D), and gets little processor time. So a slow agent is never mistaken for a hanging one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ STOPPED_S = 1.5
 """Seconds for which one agent must be stopped (SIGSTOP) before the agents count as lost."""
 GRACE_S = 2.0
 GRACE_STEPS = 5.0
-"""Patience with a step: ``GRACE_S`` and ``GRACE_STEPS`` times its predicted time. Agents count as lost if all of them
-sleep for longer, or if one thread uses more processor time. Without a prediction, only sleep counts, and the longest
-step so far replaces the predicted time.
+"""The limit for a step is ``GRACE_S`` plus ``GRACE_STEPS`` times its predicted time, in seconds. Agents count as lost
+if all of them sleep for longer, or if one thread uses more processor time. Without a prediction, only the limit for
+sleep applies, and the time of the longest step so far replaces the predicted time.
 """
 
 ASLEEP_LOOKS = 4
-"""Agents do not reply to a probe if all threads of them and of their children sleep in this number of looks."""
+"""After this number of consecutive checks in which all threads of the agents and of their children sleep, no reply to a
+probe is expected.
+"""
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 """Seconds of the kernel's unit of processor time."""
 _WORKING = frozenset("RD")
@@ -102,7 +104,7 @@ class Vitals:
         )
 
     def _discount(self, pause_s: float) -> None:
-        """Takes a pause of this process out of the time for which the agents have slept or were stopped.
+        """Subtracts a pause of this process from the time for which the agents have slept or were stopped.
 
         Agents also sleep because they wait for this process, for example for the masks of a step.
         """
@@ -112,7 +114,8 @@ class Vitals:
             self._asleep_since += pause_s
 
     def _longest_computation(self, threads: Sequence[Mapping[int, tuple[str, float]]]) -> float:
-        """Returns the most processor time of one thread since it was first seen during the step."""
+        """Returns the maximum processor time, in seconds, that one thread has used since it was first seen in the step.
+        """
         longest = 0.0
         for each in threads:
             for thread, (_, seconds) in each.items():
@@ -130,8 +133,8 @@ class SilentAgents:
     def may_reply(self) -> bool:
         """Returns False if the agents will not reply: a process is stopped or has ended, or all of them sleep.
 
-        Only ``ASLEEP_LOOKS`` calls in a row decide that the agents sleep, because a reply may wait for this process. A
-        slow machine also makes the calls rarer. Returns False if there are no ``pids``.
+        The agents count as asleep after ``ASLEEP_LOOKS`` consecutive calls that find them asleep, because a reply may
+        wait for this process. On a slow machine, these calls take longer, too. Returns False if there are no ``pids``.
         """
         states = [_thread_states(pid) for pid in self._pids]
         if not states or any(not found or found <= {"T", "Z"} for found in states):

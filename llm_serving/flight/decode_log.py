@@ -56,8 +56,8 @@ class DecodeRun:
     pseudonyms.
     """
     irregular: list[tuple[int, int, int, bool]] = field(default_factory=list)
-    """Iterations that differ from the usual one result, one step and an end. Each is (index of the iteration, number of
-    results, number of steps, whether the iteration ended).
+    """The iterations that do not consist of exactly one result, one step and an end. Each entry is (index of the
+    iteration, number of results, number of steps, whether the iteration ended).
     """
 
 

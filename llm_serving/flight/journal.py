@@ -30,7 +30,7 @@ WRITE_INTERVAL_S = 0.5
 _NOW = -math.inf
 _MAX_ITERATIONS = 1024
 _MAX_ENDED = 32
-"""About the maximum number of ended requests that the journal knows. More of them would only take memory."""
+"""Approximate number of ended requests after which the journal forgets them, to limit its memory."""
 _MAX_PENDING = 256
 """If this number of records waits to be written, the journal writes them before ``WRITE_INTERVAL_S`` has passed."""
 _RESULT = attrgetter(

@@ -22,7 +22,7 @@ class Lease:
     blocks: list[int]
     headers: list[bytes]
     asked_at: float
-    """The time at which the replica asked for the blocks, after it had computed the prompt. In seconds."""
+    """The time, in seconds, at which the prefill replica asked for the blocks, after it had computed the prompt."""
     is_complete: bool = False
     """True if at least one pool got the content of all blocks."""
     holders: set[int] = field(default_factory=set)

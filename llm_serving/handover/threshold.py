@@ -7,10 +7,11 @@ from collections import deque
 FIRST_TOKENS = 256
 """The threshold in tokens while the times of prefills and hand-overs are unknown."""
 PROBE_INTERVAL = 64
-"""While hand-overs do not pay, one of every ``PROBE_INTERVAL`` long prompts is handed over, to measure the times again.
+"""If hand-overs are slower than prefills, one of ``PROBE_INTERVAL`` long prompts is still handed over, to measure the
+times again.
 """
 FAILURES = 3
-"""Number of consecutive transfers that must fail before hand-overs pay no more.
+"""After this number of consecutive failed transfers, ``tokens`` returns None: no prompt should be handed over.
 
 Failures because of lost agents do not count.
 """
@@ -39,7 +40,7 @@ class PromptThreshold:
         self._count = 0.0
         self._num_refused = 0
         self._failed: deque[tuple[int, int]] = deque(maxlen=FAILURES)
-        """The source and the target of each of the last transfers, if all of them have failed."""
+        """(source replica, target replica) of the failed transfers since the last success, at most ``FAILURES``."""
 
     def note(self, latency_s: float, num_blocks: int) -> None:
         """Learns from a completed hand-over: seconds from the end of the prefill to the arrival of all blocks."""
@@ -55,8 +56,7 @@ class PromptThreshold:
             self._failed.clear()
 
     def note_lost(self, index: int) -> None:
-        """Forgets the failed transfers from and to a replica whose agents are lost, because the link is not at fault.
-        """
+        """Forgets the failed transfers from and to a replica whose agents are lost. The loss may have caused them."""
         self._failed = deque((ends for ends in self._failed if index not in ends), FAILURES)
 
     def tokens(self, token_s: float | None, block_s: float | None, wire_s: float = 0.0) -> int | None:

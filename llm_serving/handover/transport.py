@@ -44,8 +44,8 @@ IDLE_S = 60.0
 _END_WAIT_S = 1.0
 """Seconds that ``TcpTransport.close`` waits for its thread, which may be in the middle of connecting."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""Checks of an idle connection: seconds before the first check, seconds between two, and checks without a reply after
-which the connection ends.
+"""TCP keep-alive: seconds until the first check of an idle connection, and seconds between two checks. The third number
+is the number of checks without a reply after which the connection ends.
 """
 _CHALLENGE = struct.Struct(f"<8s{NONCE_BYTES}s")
 _HELLO = struct.Struct("<8s32sI")
@@ -134,7 +134,7 @@ class TcpTransport:
 
     A transfer sends the same blocks of every pool. A transfer starts the thread of this object, which calls
     ``connect``. The returned socket may be a TLS socket. This object owns it. After ``IDLE_S`` seconds without a
-    transfer, the thread closes the socket and ends. So a receiver to which no more blocks go costs nothing.
+    transfer, the thread closes the socket and ends. So an unused receiver costs no thread and no connection.
     """
 
     def __init__(self, pools: Sequence[Pool], connect: Callable[[], socket.socket], secret: bytes) -> None:
@@ -219,7 +219,7 @@ class TcpTransport:
         self._fail_waiting(problem or TransferError("the transport is closed"))
 
     def _ends_idle(self) -> bool:
-        """Closes the connection and returns True, unless a transfer has just come. The next one starts a thread."""
+        """Closes the connection and returns True if no transfer waits. The next transfer then starts a new thread."""
         with self._lock:
             if not self._waiting.empty():
                 return False
@@ -370,10 +370,10 @@ def _shut_down(link: socket.socket) -> None:
 
 
 def _set_options(connection: socket.socket) -> None:
-    """Lets the system send small messages at once, and check an idle connection.
+    """Makes the system send small messages immediately, and check idle connections (TCP keep-alive).
 
-    A machine that lost its power or its network closes no connection. Without the checks of idle connections, the
-    thread of a receiver would wait for that machine for ever.
+    A machine that loses its power or its network does not close its connections. Without these checks, the thread of a
+    receiver would wait for that machine forever.
     """
     with contextlib.suppress(OSError):  # a socket pair has no TCP options
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

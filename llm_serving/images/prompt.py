@@ -61,10 +61,10 @@ def image_text(tiles: Tiles, vision: VisionShape) -> str:
 
 
 def expanded(text: str, images: Sequence[Tiles], vision: VisionShape) -> str:
-    """Replaces each image token in ``text`` by the tokens of an image. Raises RequestError if the numbers of image
-    tokens and images differ.
+    """Replaces each image token in ``text`` by the tokens of the next image.
 
-    The numbers differ if the text of a message contains an image token.
+    Raises RequestError if ``text`` does not have one image token per image. This happens if a client writes an image
+    token in the text of a message.
     """
     image_token = IMAGE if vision.windows is None else QWEN_IMAGE
     pieces = text.split(image_token)
@@ -104,8 +104,8 @@ def placed_tiles(
 ) -> tuple[PromptTile, ...]:
     """Returns the tiles of a prompt with their places. ``begins`` has the position of each tile's first token.
 
-    ``sizes`` has the height and the width of each tile in pixels. Encoding ``pixels_per_token`` pixels takes as long as
-    computing one token.
+    ``sizes`` has the height and the width of each tile in pixels. The cost of a tile in tokens is its number of pixels
+    divided by ``pixels_per_token``. Encoding this number of pixels takes as long as computing one token.
     """
     tiles, shift = [], 0
     for begin, (height, width), place, digest in zip(begins, sizes, hold.places, hold.digests, strict=True):

@@ -1,7 +1,8 @@
 """Cuts an image into tiles by the rules of Idefics3 and SmolVLM (``SmolVLMImageProcessorPil`` in transformers).
 
-The image is resized so that its longer edge is ``longest_edge``, and again so that both edges are multiples of a tile.
-Then it is cut into rows and columns of tiles. One more tile has the whole image. A small image has only this tile.
+The image is resized so that its longer edge is ``longest_edge``. It is resized again so that both edges are multiples
+of a tile's edge. Then it is cut into rows and columns of tiles. One more tile has the whole image, reduced to the size
+of a tile. A small image has only this tile.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class ExpertKeys:
     normalised: bool = False
     """If True, a token's expert weights always sum to 1, and every layer has experts. ``norm_topk_prob`` is ignored."""
     shared_size: str = ""
-    """Key of the intermediate size of the shared expert, which every token passes, with a gate. "": no shared
-    expert."""
+    """Key of the intermediate size of the shared expert. Every token passes this expert, and a gate multiplies its
+    output. "": no shared expert."""
 
 
 @dataclass(frozen=True, slots=True)

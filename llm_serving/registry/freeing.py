@@ -7,18 +7,20 @@ import ctypes
 import gc
 
 LARGE_BYTES = 1 << 20
-"""Minimum size of a block that comes directly from the operating system, and returns to it as soon as it is free."""
+"""Minimum bytes of an allocation that the C library maps separately, so that its memory is returned when it is freed.
+"""
 MAX_FREE_BYTES = 1 << 20
-"""Maximum free memory at the end of a heap of the C library. A larger rest returns to the operating system."""
+"""Maximum free bytes at the end of a heap of the C library. If more are free, they return to the operating system."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers of the parameters of ``mallopt`` in glibc's malloc.h."""
 
 
 def limit_free_memory() -> None:
-    """Lets the C library keep little free memory in this process. Call this function at the start of a server.
+    """Makes the C library keep little free memory in this process. Call this function at the start of a server.
 
-    By default, glibc raises its limits when large blocks are freed, see mallopt(3). They grow up to 32 MiB for blocks
-    and 64 MiB at the end of each heap. Then the server would keep the memory of the largest bodies that it received.
+    By default, glibc raises both limits when large allocations are freed, see mallopt(3). They grow up to 32 MiB for
+    an allocation and 64 MiB at the end of each heap. The server would then keep the memory of the largest request
+    bodies that it received.
     """
     with contextlib.suppress(OSError, AttributeError):  # only the C library of GNU has this function
         library = ctypes.CDLL(None)

@@ -15,8 +15,9 @@ from llm_serving.planning.memory_plan import SERVER_PROCESS_BYTES, estimate_memo
 from llm_serving.registry.arbiter import HOST, NODES, Arbiter, Claim, Need
 
 LoadConfig = Callable[[str | None, Config], tuple[Config, Need]]
-"""Reads a model's config again, and plans its memory. Arguments: a model folder, or None for the same folder; and the
-present config, whose sizes the new config keeps. Raises ConfigError, CheckpointError or MemoryPlanError.
+"""Type of a function that reads a model's config again and plans its memory. Arguments: a model folder, or None for the
+same folder, and the present config, whose block count and lengths the new config keeps. Raises ConfigError,
+CheckpointError or MemoryPlanError.
 """
 
 
@@ -78,7 +79,8 @@ def limits_of(models: Sequence[PlannedModel], machine: Machine, memory_limit: in
 
 
 def check_models(models: Sequence[PlannedModel], arbiter: Arbiter) -> None:
-    """Raises ConfigError unless each model fits into memory together with all pinned models, and each name is unique.
+    """Raises ConfigError if a model does not fit into memory together with all pinned models, or if two names are
+    equal.
     """
     names: set[str] = set()
     for model in models:

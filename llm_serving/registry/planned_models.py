@@ -16,8 +16,8 @@ from llm_serving.registry.arbiter import Arbiter, Need
 from llm_serving.registry.planned import PlannedModel, check_models, limits_of, need_of, size_overrides
 
 ReadConfig = Callable[[str | None, str | None, Sequence[str]], Config]
-"""Reads a config. Arguments: the YAML file and the model, each None for the default, and overrides
-``section.key=value``.
+"""Type of a function that reads a config. Arguments: the YAML file and the model, each None for the default, and
+overrides ``section.key=value``.
 """
 
 

@@ -105,8 +105,8 @@ class _Reload(Generic[V]):
     def victims(self, *, drain_first: bool) -> list[ServedModel[V]] | None:
         """Returns the other models that must end, so that a second version of this model fits into memory.
 
-        None means that the old version must end before the new one starts. Raises ModelStateError if the
-        memory is too small.
+        Returns None if the memory is too small for both versions and ``drain_first`` is True. The old version must then
+        end first. Raises ModelStateError if the memory is too small otherwise.
         """
         hint = ' Send {"drain_first": true} to end the old version before the new one starts.'
         try:

@@ -24,8 +24,8 @@ class ModelState(enum.Enum):
 
 
 class StartCosts:
-    """Estimates the time of a start from ``COLD`` and from ``SLEEPING``. In each mean, the latest start has half of the
-    weight.
+    """Estimates the seconds of a start from ``COLD`` and from ``SLEEPING``: weighted means, in which the latest start
+    has half of the weight.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 
 class Transitions(Generic[V]):
-    """Starts and ends models, and knows the memory of each model. Only the event loop's thread may use it."""
+    """Starts and ends models, and tracks the memory of each model. Only the event loop's thread may use this object."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Transitions(Generic[V]):
         self.log = log
         self.clock = clock
         self.room = asyncio.Event()
-        """An event that is set when a model has become idle, has started or has ended. A model that waits for memory
-        may fit then.
+        """An event that is set when a model has become idle, has started or has ended. A start that waits for memory
+        must then check again whether the memory suffices.
         """
         self.ended = asyncio.Event()
         """An event that is set when the engine of the main model has ended by itself."""
@@ -70,8 +70,8 @@ class Transitions(Generic[V]):
         return model.change
 
     def end_for_other(self, model: ServedModel[V]) -> asyncio.Task[None]:
-        """Puts an idle model to sleep, because another model needs its memory. From now on, this memory counts for the
-        other model.
+        """Puts an idle model to sleep, because another model needs its memory. From now on, ``_claims`` counts the
+        memory only for the other model.
         """
         model.is_victim = True
         return self.end(model, ModelState.SLEEPING)
