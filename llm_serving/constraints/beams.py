@@ -23,7 +23,7 @@ class BeamConstraint:
         """
         self.num_words = state.num_words
         self.error = ""
-        """The reason why the grammar rejects the tokens so far, or allows no next token. Empty if there is none."""
+        """The reason why the grammar rejects the tokens so far, or allows no next token. Empty without an error."""
         self._state = state
         self._before = before
         self._token_id = token_id

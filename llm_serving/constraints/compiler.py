@@ -99,7 +99,7 @@ class GrammarConstraint:
         self._end_token_ids = end_token_ids
         self._matcher = matcher
         self.error = ""
-        """The reason why the grammar rejects the tokens so far, or allows no next token. Empty if there is none."""
+        """The reason why the grammar rejects the tokens so far, or allows no next token. Empty without an error."""
         self.num_words = num_words
 
     def ends_with(self, token_id: int) -> bool:
@@ -252,8 +252,8 @@ def _refused(param: str, reason: str) -> RequestError:
 
 
 def _in_the_clients_words(reason: str) -> str:
-    """Rewrites an error text of llguidance for clients: without options that they cannot set, and with the wrong
-    keyword.
+    """Rewrites an error text of llguidance for clients. Leaves out options that clients cannot set, and names the
+    keyword that caused the error.
     """
     if reason.startswith("oneOf constraints are not supported"):
         return "Unimplemented keys: [\"oneOf\"], because its options may overlap; use anyOf"

@@ -1,4 +1,5 @@
-"""Forces a sequence to generate given tokens, so that the model returns their log-probabilities as for its own output.
+"""Forces a sequence to generate given tokens. The agents then return the log-probabilities of these tokens, as for any
+output.
 """
 
 from __future__ import annotations

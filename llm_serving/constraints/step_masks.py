@@ -62,7 +62,7 @@ class StepMasks:
         self._sampling: dict[int, list[Request]] = {}
         """For each step in flight: its constrained requests."""
         self._newest: dict[Request, int] = {}
-        """For each constrained request: the number of the newest step in flight that samples one of its tokens."""
+        """For each constrained request: the number of the latest step in flight that samples a token for it."""
         self._waiting: dict[int, list[tuple[_Pending, int, Request]]] = {}
         """The masks that wait for the result of a step, by the number of this step."""
 

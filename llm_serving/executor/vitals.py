@@ -6,7 +6,8 @@ threads of the agent sleep meanwhile.
 
 This module reads the states and the processor times of threads from the kernel. A timeout by the clock would not work,
 because a step can take many times its usual time on a busy machine. The step's thread is then ready to run
-(state R) or waits for the disk (state D), and gets little processor time. So a slow agent is never mistaken for a hanging one.
+(state R) or waits for the disk (state D), and gets little processor time. So a slow agent is never mistaken for a
+hanging one.
 """
 
 from __future__ import annotations

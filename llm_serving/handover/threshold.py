@@ -20,7 +20,7 @@ _KEEP = 1 - 1 / 16
 
 
 class PromptThreshold:
-    """Decides whether a hand-over pays for a prompt, from its number of uncached tokens.
+    """Decides whether a prompt should be handed over (the hand-over *pays*), from its number of uncached tokens.
 
     A hand-over delays the second token of a request by the latency of the hand-over. In return, the running sequences
     of the decode replica do not wait for the prefill. So a hand-over pays if its latency is below the time of the

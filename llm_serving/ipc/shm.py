@@ -113,8 +113,8 @@ class SlotLimits:
     num_snapshots: int = 0
     """Number of snapshots of the states of linear attention. 0: the steps have no state moves."""
     max_logged: int = 0
-    """Number of drafts in the log of a state. A sequence may have more drafts in a step only if all drafts but the last
-    ``max_logged`` must be right.
+    """Number of drafts in the log of a state. A sequence may have more drafts in a step only if all drafts except the
+    last ``max_logged`` are certain to be right.
     """
 
     @property

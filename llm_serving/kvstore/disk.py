@@ -113,7 +113,7 @@ class FileTier(ABC):
         self._on_problem = on_problem
         self._clock = clock
         self._records: Records | None = None
-        """The records that lookups use. None while the namespace of the agents' blocks is not known yet."""
+        """The records that lookups use. None until the mover has computed the namespace of the agents' blocks."""
         self._last: Records | None = None
         """The records that were opened last. They stay open until the mover knows the namespace of restarted agents."""
         self._namespace = b""

@@ -36,7 +36,7 @@ class KeptBlocks:
 
     @property
     def next_end(self) -> float:
-        """The earliest time at which the time of a kept block may be over. Infinity if no block is kept."""
+        """The earliest time at which a block may cease to be kept. Infinity if no block is kept."""
         return self._ends[0][0] if self._ends else float("inf")
 
     def keep(self, owner: str, hashes: Iterable[bytes], until: float) -> list[bytes]:

@@ -336,9 +336,9 @@ class BlockStore:
     def _look_up(self, source: TierSource, wanted: WantedBlocks, now: float) -> bool:
         """Finds the blocks that the scheduler wants. Returns True if this method has replied.
 
-        It replies at once with the leading blocks that it found, unless one of these must be read from the disk. Then
-        it starts the read and returns False. A block is not read if the read takes longer than computing the block, or
-        if no host block is free.
+        If none of the leading blocks that it found must be read from the disk, it replies immediately. Otherwise it
+        starts the read and returns False. A block is not read if the read takes longer than computing the block, or if
+        no host block is free.
         """
         hosts: list[int] = []
         transfer = Transfer([], [], [], [])
@@ -393,9 +393,7 @@ class BlockStore:
         return 10 * MIN_PATIENCE_S if block_s is None else max(MIN_PATIENCE_S, PATIENCE * block_s * len(transfer.keys))
 
     def _without_reads(self, hosts: list[int], transfer: Transfer) -> list[int]:
-        """Returns the leading host blocks whose contents are in memory. Releases the rest, from the first one that must
-        be read.
-        """
+        """Returns the host blocks before the first one that must be read from the disk. Releases all others."""
         end = hosts.index(transfer.hosts[0])
         for host in hosts[end:]:
             self._hosts.release(host)

@@ -379,7 +379,7 @@ def shape_of_fields(
 def _unused_size(experts: Experts | None) -> int | None:
     """Returns the default of ``intermediate_size``: the size of an expert if every layer has experts, else None.
 
-    No layer then has an MLP of this size, and the folders of Qwen3.5 with experts do not state it.
+    If every layer has experts, no layer has an MLP of this size. Qwen3.5 with experts does not state it.
     """
     return None if experts is None or experts.dense_layers else experts.intermediate_size
 

@@ -22,8 +22,8 @@ SPARE_FRACTION = {"CPU": 0.10, "Ascend": 0.05}
 
 
 SHORTEST = 256
-"""Minimum of the maximum sequence length, in tokens. If even this length does not fit, the memory plan reports the
-numbers.
+"""The least value, in tokens, that ``fit_length`` chooses for the maximum sequence length. If even this length does not
+fit, the memory plan reports the numbers.
 """
 
 

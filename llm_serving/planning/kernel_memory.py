@@ -12,18 +12,18 @@ The descriptions use these letters:
 
 Items of the scratch memory:
 
-    rows inputs of a linear layer in float32 (W x 4 bytes for each token), and results of the norm before the layer (h x
-                     max(b, 2) bytes for each token). Native operators: T tokens. Fused operators: 256 tokens for each
-                     thread, but 128 x N for the calling thread, or T if it is the only thread MLP fused operators: 256
-                     rows of I elements for each thread, and [T, h] results of the output layer products 256 rows of h
-                     float32 numbers, for each thread and each part of ``parallel_config.sum_parts`` panel for each
-                     thread, 64 columns of a weight (W bytes each) and the float32 sums of these columns attention for
-                     each thread, keys, values and query rows of one task: about 1024 x (D + 48) x 4 bytes split
-                     contexts partial results of query rows whose context several threads share: D + 16 float32 numbers
-                     for each row and each partition of 256 tokens. There are at most 8 x 192 rows for each thread laid
-                     out keys native operators, and latent attention: a prompt's keys and values in the layout that the
-                     kernel reads, at most 64 MiB sampler 60 x V bytes for each thread that samples: sorted and filtered
-                     logits
+    rows             inputs of a linear layer in float32 (W x 4 bytes for each token), and results of the norm before
+                     the layer (h x max(b, 2) bytes for each token). Native operators: T tokens. Fused operators: 256
+                     tokens for each thread. But the calling thread has 128 x N, or T if it is the only thread
+    MLP              fused operators: 256 rows of I elements for each thread, and [T, h] results of the output layer
+    products         256 rows of h float32 numbers, for each thread and each part of ``parallel_config.sum_parts``
+    panel            for each thread, 64 columns of a weight (W bytes each) and the float32 sums of these columns
+    attention        for each thread, keys, values and query rows of one task: about 1024 x (D + 48) x 4 bytes
+    split contexts   partial results of query rows whose context several threads share: D + 16 float32 numbers for each
+                     row and each partition of 256 tokens. There are at most 8 x 192 rows for each thread
+    laid out keys    native operators, and latent attention: a prompt's keys and values in the layout that the kernel
+                     reads, at most 64 MiB
+    sampler          60 x V bytes for each thread that samples: sorted and filtered logits
 
 Recorded launches with native operators: three graphs are recorded once (``agent/step_graph/replay/native.py``). They
 take about 16 KiB for each layer, or 32 KiB with experts. A replay also needs the activations and logits of the largest

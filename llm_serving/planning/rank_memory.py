@@ -267,8 +267,8 @@ def linear_bytes(config: Config, count: int) -> int:
 def _output_stays_float(config: Config, part: _Part) -> bool:
     """Returns True if the output layer stays float although the linear layers are integers.
 
-    This happens only with native operators. The output layer shares its weight with the embedding. Or the vocabulary is
-    too large for the weight-only primitive. Or the last byte of packed integers would not be full.
+    This happens only with native operators, in three cases. The output layer shares its weight with the embedding. The
+    vocabulary is too large for the weight-only primitive. The last byte of packed integers would not be full.
     """
     if config.op_table != "native":
         return False

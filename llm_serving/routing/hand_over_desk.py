@@ -1,4 +1,4 @@
-"""Follows the hand-overs of computed prompts between the replicas of a router.
+"""Manages the hand-overs of computed prompts between the replicas of a router.
 
 A prefill replica asks for blocks of the hand-over pool. Later it reports that these blocks have the content of the
 prompt's blocks. The request then moves to the least loaded decode replica. If this replica is on another machine, the
@@ -110,8 +110,8 @@ class HandOverDesk:
     def lose(self, replica: RoutedReplica, now: float) -> None:
         """Processes the changes of hand-overs after a replica has lost its agents.
 
-        If a request was about to load its blocks there, another pool may still have these blocks. The request keeps
-        them and loads them at another replica, unless the request may have killed the agents.
+        If a request had to load its blocks at this replica, another pool may still have these blocks. The request then
+        loads them at another replica, unless the request may have killed the agents.
         """
         if not self._split.pools.is_shared:
             for lease in self._leases:

@@ -1,12 +1,13 @@
 """Chooses the replica for the first request of the router's queue, by the rule of ``parallel_config.routing``.
 
-``prefix`` Chooses the replica whose prefix cache has the most tokens of the prompt, including tokens that steps in
-    flight compute. The load of a replica is the number of tokens that it must still compute. A load is out of balance
-    if it is more than ``BALANCE_FACTOR`` times the least load and exceeds the least load by more than a bound. Cached
-    tokens of a replica whose load is out of balance are ignored. If no cached tokens remain, the rule chooses the least
-    loaded replica. The rule is the cache-aware routing of SGLang (Zheng et al., NeurIPS 2024) with two differences:
-    SGLang estimates cached tokens from the requests that it sent, and counts load in requests. Preble (Srivatsa et al.
-    2024) and DLPM (Cao et al. 2025) are related methods.
+``prefix``
+    Chooses the replica whose prefix cache has the most tokens of the prompt, including tokens that steps in flight
+    compute. The load of a replica is the number of tokens that it must still compute. A load is out of balance if it is
+    more than ``BALANCE_FACTOR`` times the least load and exceeds the least load by more than a bound. Cached tokens of
+    a replica whose load is out of balance are ignored. If no cached tokens remain, the rule chooses the least loaded
+    replica. The rule is the cache-aware routing of SGLang (Zheng et al., NeurIPS 2024) with two differences: SGLang
+    estimates cached tokens from the requests that it sent, and counts load in requests. Preble (Srivatsa et al. 2024)
+    and DLPM (Cao et al. 2025) are related methods.
 
 ``least_loaded``
     Chooses the replica with the fewest tokens that must still be computed.

@@ -63,8 +63,8 @@ class Placer:
         self._with_new: set[int] = set()
         """Indices of the replicas that may have a waiting request that never ran."""
         self._blocked: tuple[Entry, bool, list[Capacity]] | None = None
-        """State of the last attempt in which no replica could start the first request. It has the request, whether the
-        request was late, and the capacities of the replicas.
+        """The last attempt in which no replica could start the first request: the request, whether the request was
+        late, and the capacities of the replicas. None before the first of these attempts.
         """
 
     def place(self, now: float) -> None:

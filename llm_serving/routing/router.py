@@ -56,9 +56,7 @@ class Router:
         self._desk = None if split is None else self._made_desk(split)
 
     def _made_desk(self, split: PrefillSplit) -> HandOverDesk:
-        """Creates the object that follows hand-overs. Imports its module here, because only servers with separate
-        prefill need it.
-        """
+        """Creates the ``HandOverDesk``. Imports its module here, because only servers with separate prefill need it."""
         from llm_serving.routing.hand_over_desk import HandOverDesk
 
         desk = HandOverDesk(split, self.replicas, self._entries, self._intake, self._placer)
@@ -71,8 +69,8 @@ class Router:
 
     @property
     def figures(self) -> Figures:
-        """The sums of the replicas' figures. The waiting requests include those in the router's queue, and those whose
-        blocks are on their way to another machine.
+        """The sums of the replicas' figures. The waiting requests include those in the router's queue, and those that
+        wait for a transfer of their blocks.
         """
         own = Figures(waiting=self.num_unplaced + (0 if self._desk is None else self._desk.num_travelling))
         return sum((replica.scheduler.figures for replica in self.replicas), own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FORCED = 9
-"""Used instead of a match length for drafts that a constraint forces. Real matches have at most 8 tokens."""
+"""Stands for a match length in the case of drafts that a constraint forces. Real matches have at most 8 tokens."""
 MODEL = 10
 """Used instead of a match length for drafts of the draft model."""
 _NEW = 0.2
@@ -19,8 +19,8 @@ _REFRESH_STEPS = 8
 _STALE_STEPS = 512
 """A measurement is forgotten after this number of steps without a new one."""
 _FIRST_CHANCE = {2: 0.05, 3: 0.15, 4: 0.3, 5: 0.45, 6: 0.6, 7: 0.7, 8: 0.8, FORCED: 0.9, MODEL: 0.6}
-"""Assumed probability that a draft is right before any draft was compared, by length of the match. Short matches often
-occur by coincidence, so their drafts must prove right in comparisons before a step verifies them.
+"""Assumed probability that a draft is right, by length of its match, before drafts were compared with sampled tokens.
+Short matches often occur by coincidence, so steps verify their drafts only after many of them were right.
 """
 _PRIOR_WEIGHT, _CLASS_DECAY, _OWN_DECAY = 4.0, 0.98, 0.85
 

@@ -21,7 +21,7 @@ from llm_serving.speculation.suffix_index import SuffixIndex
 MIN_GAIN = 1.05
 """Drafts are offered if they give at least this multiple of the tokens per second of steps without drafts."""
 PLAIN_STEP_INTERVAL = 64
-"""After this number of steps with drafts, a step without drafts runs, to measure the time of these steps again."""
+"""After this number of steps with drafts, a step without drafts runs, to measure the time of a plain step again."""
 
 
 @dataclass(frozen=True, slots=True)

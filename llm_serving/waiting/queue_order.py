@@ -39,8 +39,8 @@ OUTPUT_WEIGHT = 2
 """An output token costs about twice as much as a prompt token, as in the VTC paper."""
 
 MAX_IDLE_TENANTS = 1024
-"""Maximum number of counters of tenants without waiting requests. The least counters are dropped first, because most of
-them would be raised anyway when their tenant comes back.
+"""Maximum number of counters of tenants without waiting requests. The lowest counters are dropped first, because most
+of them would be raised anyway when their tenants have requests again.
 """
 
 LIGHT_CREDIT = 1024
@@ -55,7 +55,9 @@ _Item = TypeVar("_Item", bound=Hashable)
 _SLACK = 8
 
 MAX_IDLE_CLASSES = 64
-"""Maximum number of unused priorities whose counters are kept. The counters of the longest unused one are dropped."""
+"""Maximum number of priorities without waiting requests whose counters are kept. If there are more, the counters of the
+priority that was unused for the longest time are dropped.
+"""
 
 
 class QueueOrder(Stateful):
@@ -165,7 +167,9 @@ class QueueOrder(Stateful):
         self.restore_attributes(self.STATE[2:], state, sequences)
 
     def _update_oldest(self, priority: int, its_class: _PriorityClass) -> None:
-        """Orders the classes again if a class has another oldest sequence. A class without sequences is idle."""
+        """Updates the order of the classes after the oldest sequence of a class has changed. Moves a class without
+        sequences to the idle classes.
+        """
         oldest = its_class.by_arrival.first() if its_class.by_arrival else None
         if oldest is its_class.known_oldest:
             return

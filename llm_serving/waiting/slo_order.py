@@ -4,13 +4,15 @@ A request is due ``ttft_objective`` after its arrival. Its latest start is the d
 margin. The prefill time is ``overhead + seconds per token * tokens``. The policy learns both coefficients from its
 steps. The margin is a fraction of the objective, because the estimate is not exact.
 
-On time A request is on time until its latest start has passed. The request with the earliest due time comes first. One
+On time
+    A request is on time until its latest start has passed. The request with the earliest due time comes first. One
     level of priority shifts the due time by ``ageing`` seconds. With fairness, the tenant with the least virtual token
     counter comes first, and the due times order only this tenant's requests. (Jackson 1955: if any order of
     uninterrupted jobs meets all due times, the order by due time does. An order by least slack would start the longest
     prompts first, and short prompts behind them would be late.)
 
-Late Late requests come after the requests on time, in the order of ``QueueOrder``. If late requests came first under
+Late
+    Late requests come after the requests on time, in the order of ``QueueOrder``. If late requests came first under
     overload, each request would start shortly after its latest start, and all would be late. After ``LATE_SHARE - 1``
     starts of requests on time, the next start is that of a late request. So late requests do not starve, and requests
     on time are delayed little.
@@ -143,8 +145,8 @@ class SloOrder(QueueOrder):
     def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
         """Returns the next sequence on time of the light keys ``tenants``, by the rule of the base class.
 
-        Also returns None if no late request has started within the last ``2 * LATE_SHARE - 1`` starts, so that the next
-        start goes to a late one.
+        Also returns None if no late request has started within the last ``2 * LATE_SHARE - 1`` starts. A late request
+        must then start next.
         """
         self._move_late(now)
         if self.num_late and self._starts_before_late >= 2 * LATE_SHARE - 1:
@@ -174,9 +176,9 @@ class SloOrder(QueueOrder):
             super().add(sequence)
 
     def _sort_again(self) -> None:
-        """Computes all latest starts again with the new estimate, and moves all requests back to those on time.
+        """Computes all latest starts again with the new estimate, and counts all requests as on time.
 
-        The next call of ``first`` moves late requests to the late ones.
+        The next call of ``first`` finds the late requests again.
         """
         for sequence in self._latest_starts:
             self._latest_starts.set(sequence, self.latest_start(sequence))
