@@ -135,7 +135,7 @@ def test_only_the_ray_driver_imports_ray():
 
 
 def test_only_the_publisher_of_events_imports_zeromq():
-    """Nothing imports the publisher when a module is imported, so a server without events never imports ZeroMQ."""
+    """Other modules import the publisher only inside functions, so a server without events never imports ZeroMQ."""
     publisher = REPOSITORY / "llm_serving/kvevents/publisher.py"
     found = imports_inside("llm_serving", ("zmq",)) + imports_inside("agent", ("zmq",))
     assert {path for path, _ in found} == {"llm_serving/kvevents/publisher.py"}
@@ -184,7 +184,7 @@ USED_FILES = {
 
 @pytest.mark.parametrize("package", USED_FILES)
 def test_the_parts_of_the_scheduler_have_narrow_interfaces(package):
-    """The package ``waiting`` knows no running sequences, because the router has a waiting queue, too."""
+    """For example, the package ``waiting`` must not import running sequences, because the router also uses it."""
     allowed = {f"llm_serving.scheduler.{name}" for name in USED_FILES[package]}
     paths = python_files(f"llm_serving/{package}")
     assert len(paths) > 2
@@ -238,7 +238,7 @@ def test_no_file_imports_a_file_of_a_higher_layer():
 
 
 def test_the_digest_of_a_recording_covers_the_whole_scheduler():
-    """A replay compares this digest to know whether the code that decided is the same."""
+    """A replay compares this digest with that of the recording, to know whether the scheduler's code has changed."""
     graph, reached, waiting = import_graph(), set(), ["llm_serving/scheduler/scheduler.py"]
     while waiting:
         new = graph[waiting.pop()] - reached
@@ -251,7 +251,7 @@ def test_the_digest_of_a_recording_covers_the_whole_scheduler():
 
 
 def test_a_server_with_everything_imported_has_no_mindspore():
-    """The Ray driver is left out: it is a process of its own, and needs an optional package."""
+    """The Ray driver is not imported, because it runs in a separate process and needs an optional package."""
     program = (
         "import pkgutil, importlib, sys, llm_serving\n"
         "for module in pkgutil.walk_packages(llm_serving.__path__, 'llm_serving.'):\n"

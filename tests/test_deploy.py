@@ -71,7 +71,8 @@ def test_settings_that_the_chart_makes_are_refused_as_values():
     schema = json.loads((CHART / "values.schema.json").read_text())
     refused = set(schema["properties"]["settings"]["propertyNames"]["not"]["enum"])
     made = set(re.findall(r"--set=([a-z_]+\.[a-z_]+)=", (CHART / "templates" / "statefulset.yaml").read_text()))
-    # The values win, because they follow. With them, a pod may have several replicas, or a pool fewer at a time.
+    # Users may set these two settings in the chart's values, whose arguments follow and take precedence. The chart must
+    # refuse all others.
     assert made - {"telemetry_config.vllm_metric_names", "parallel_config.data_parallel"} <= refused
 
 

@@ -67,7 +67,7 @@ def test_a_killed_process_has_the_signal_as_its_code_and_is_listed_until_then(ad
             process.wait(0.0)
         process.kill()
         assert process.wait(time_limit(20)) == -signal.SIGKILL
-        process.kill()  # does not reach another process with the same number
+        process.kill()  # must not send a signal to another process with the same process id
     assert forked_agents(os.getpid()) == []
 
 

@@ -209,7 +209,7 @@ FLOAT16_PLACES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
-"""Positions in a block of its float16 factors, by type."""
+"""Byte positions of the float16 factors in a block, by type."""
 
 
 @pytest.mark.parametrize("number", ROUNDED, ids=lambda number: TENSOR_TYPES[number].name)

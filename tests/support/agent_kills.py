@@ -16,7 +16,9 @@ from support.time_limits import time_limit
 PROMPTS = ("Once upon a time", "The dog", "One day, a girl", "There was a bird")
 MAX_TOKENS = (40, 120, 200)
 REQUEST_TIMEOUT_S = 600.0
-"""Time limit of a request, which may survive many kills. Between two kills its group serves only for a short time."""
+"""Time limit of a request in seconds. It is long, because a request may survive many kills, and its group serves only
+briefly between kills.
+"""
 
 
 @dataclass

@@ -35,7 +35,7 @@ DETECTION_STEPS = 5
 RECOVERY_LIMIT_S = 180.0
 _POLL_S = 0.02
 _HELD_S = 2.0
-"""Time for which a limit or a flood lasts."""
+"""Time for which a resource limit or a flood of requests lasts, in seconds."""
 _FLOOD_CLIENTS = 60
 _MANY_CHOICES = 16
 _STREAM = b'{"prompt": "Once", "max_tokens": 400, "ignore_eos": true, "stream": true}'

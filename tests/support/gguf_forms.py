@@ -23,9 +23,10 @@ def has_larger_norm(name: str, tensor: str) -> bool:
 
 
 def other_form(name: str, config: dict[str, Any], tensor: str) -> Callable[[np.ndarray], Tensors] | None:
-    """Returns the function that makes the tensors of the file of a Hugging Face tensor, or None for the usual form.
+    """Returns the function that converts a Hugging Face tensor to the tensors of a GGUF file, or None for the usual
+    form.
 
-    The function only moves values. ``A_log`` is converted afterwards.
+    The function only changes the order of values. The caller converts the values of ``A_log`` afterwards.
     """
     layer = re.match(r"model\.layers\.(\d+)\.(self_attn|linear_attn)\.(.+)", tensor)
     if layer is None:
@@ -42,7 +43,9 @@ def other_form(name: str, config: dict[str, Any], tensor: str) -> Callable[[np.n
 
 
 def is_split(config: dict[str, Any]) -> bool:
-    """Returns whether the file has the keys and the values of latent attention apart, as newer converters write it."""
+    """Returns whether the file has separate tensors for the keys and the values of latent attention, as from newer
+    converters.
+    """
     return config["architectures"] == ["DeepseekV3ForCausalLM"]
 
 
@@ -77,7 +80,9 @@ _DELTA_NAMES = {
 
 
 def _tiled(values: np.ndarray, config: dict[str, Any], block: str, kind: str) -> Tensors:
-    """Returns a tensor of linear attention. In Qwen3.5, neighbouring value heads have different key heads."""
+    """Returns a tensor of linear attention in the file's order of heads. In Qwen3.5, neighbouring value heads have
+    different key heads.
+    """
     values = values.squeeze()
     if config["architectures"] != ["Qwen3NextForCausalLM"]:
         keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -97,7 +102,9 @@ def _reordered(values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
 
 
 def write_deepseek2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Writes the keys of DeepSeek. Older converters write no groups of experts, and the sizes of a head elsewhere."""
+    """Writes the metadata keys of DeepSeek. Older converters write no groups of experts, and use other keys for the
+    head sizes.
+    """
     rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
     key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
     is_v3 = is_split(config)
@@ -126,7 +133,7 @@ def write_deepseek2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def write_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Writes the keys of Gated DeltaNet and of Qwen's experts."""
+    """Writes the metadata keys of Gated DeltaNet and of Qwen's experts."""
     rotated = config.get("partial_rotary_factor", config.get("rope_parameters", {}).get("partial_rotary_factor"))
     writer.add_rope_dimension_count(int(config["head_dim"] * rotated))
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])

@@ -55,7 +55,9 @@ RANDOM_BLOCKS = {
     "IQ4_NL": {0: 1.0},
     "IQ4_XS": {0: 1.0},
 }
-"""Positions in a block of its float16 factors, by type. A block's second factor, of the minima, centres the values."""
+"""Byte positions of the float16 factors in a block, by type. The second factor scales the minima, which centre the
+values.
+"""
 
 
 def _with(variant: Variant, **changes: Any) -> Variant:
@@ -75,7 +77,7 @@ GGUF_FAMILIES = {
     "qwen3moe": _without("qwen3_moe", "mlp_only_layers"),
     "gemma3": _with(_without("gemma3", "layer_types"), query_pre_attn_scalar=32, num_hidden_layers=6),
     "gpt-oss": _with(_without("gpt_oss"), layer_types=None, num_hidden_layers=4),
-    "phi3": _without("phi4_mini"),  # its divisors are numbers of float32, as those of a GGUF file
+    "phi3": _without("phi4_mini"),  # its rotary divisors are float32 numbers, as in a GGUF file
     "deepseek2-lite": _without("deepseek_v2_lite"),
     "deepseek2": _without("deepseek_v3"),
     "qwen3next": _with(_without("qwen3_next", "mlp_only_layers"), **_ALTERNATE),
@@ -150,9 +152,11 @@ def write_gguf_model(folder: Path, path: Path, kind: str = "F32") -> dict[str, n
 def _write_other_form(
     writer: gguf.GGUFWriter, tensor: str, values: np.ndarray, form: Callable[[np.ndarray], Tensors], kind: str
 ) -> np.ndarray:
-    """Writes the tensors that a converter makes of one tensor. Returns the values that they store.
+    """Writes the tensors that a converter makes from the tensor ``values``. Returns the stored values, in the order of
+    ``values``.
 
-    The form of an array of places shows to which place each stored value belongs.
+    The converter's function ``form`` is also applied to an array of indexes. The result is the index of each stored
+    value.
     """
     places, stored_values = form(np.arange(values.size).reshape(values.shape)), np.empty(values.shape, np.float32)
     for name, moved in form(values).items():
@@ -237,7 +241,8 @@ def _write_metadata(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) 
 
 
 def _write_phi3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Writes the keys and the tensors of partial rotary embedding and of LongRoPE, as llama.cpp's converter does."""
+    """Writes the metadata keys and tensors of partial rotary embedding and of LongRoPE, as llama.cpp's converter does.
+    """
     scaling, trained = config["rope_scaling"], config["original_max_position_embeddings"]
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     writer.add_rope_dimension_count(int(head_dim * config["partial_rotary_factor"]))

@@ -1,4 +1,4 @@
-"""The hand-over pool of fake devices: token ids, headers and checksums, which a test can damage."""
+"""The hand-over pool of fake devices. It has token ids, headers and checksums, and a test can damage them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class HandedMemory:
     def __init__(
         self, num_blocks: int, block_size: int, seed: int = 0, salts: dict[int, bytes] | None = None
     ) -> None:
-        """``salts`` has the salt of the last write to each block. The pools of several replicas share it."""
+        """Makes a pool. ``salts`` has the salt of the last write to each block; the pools of several replicas share it.
+        """
         self.num_blocks = num_blocks
         self.salts = {} if salts is None else salts
         self._rng = random.Random(seed)
@@ -34,7 +35,7 @@ class HandedMemory:
         self._written: list[list[tuple[bytes, bytes]]] = [[] for _ in range(num_blocks)]
         """For each block: the stored headers and contents of the last writes."""
         self.num_bad = 0
-        """Number of reads that found a damaged or another block."""
+        """Number of reads that found a damaged block, or another block than the expected one."""
 
     def write(self, block: int, tokens: Sequence[int], header: bytes) -> None:
         assert len(header) == HEADER_BYTES

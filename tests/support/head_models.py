@@ -26,7 +26,7 @@ from support.small_configs import TINY_LLAMA, write_json
 Floats = npt.NDArray[np.float32]
 STEP = 7
 _SHARP = 100.0
-"""The size of queries and keys with which a token attends to itself alone."""
+"""The size of queries and keys. With this size, a token attends only to itself."""
 
 
 def write_heads(method: str, folder: Path, *, counting: bool = False) -> tuple[Path, Path | None]:

@@ -1,4 +1,4 @@
-"""Requests for fuzz tests of the HTTP server.
+"""Draws requests for fuzz tests of the HTTP server.
 
 They are drawn from the OpenAPI document, and some have changed bytes.
 """
@@ -17,7 +17,7 @@ from support.mutations import INTEGERS, TEXTS, mutate_bytes, mutate_value
 
 JSON = "application/json"
 BOUNDARY = "fuzz"
-"""Separates the parts of a form."""
+"""The boundary text between the parts of a multipart form."""
 _REF = "#/components/schemas/"
 MAX_TOKENS = 6
 """Output length of drawn requests, so that the run does not wait for texts."""

@@ -19,11 +19,13 @@ MAX_GROWTH_MIB = 24.0
 WARM_UP = 0.3
 """Fraction of the requests that are sent before the growth of memory is measured."""
 STALL_REPEATS = 2
-"""A batch that stalls the event loop is sent again. The stall of a request repeats, that of a busy machine does not."""
+"""Number of times that a batch is sent again if it stalls the event loop. A stall repeats if a request causes it, but
+not if a busy machine causes it.
+"""
 BATCH = 200
-"""Requests between two looks at the metrics."""
+"""Number of requests between two readings of the metrics."""
 MAX_BLOCKS = 5
-"""Maximum number of blocks of the event loop in the figures."""
+"""Maximum number of logged blocks of the event loop that the figures list."""
 _CHECK = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "return_token_ids": True}
 
 

@@ -193,7 +193,7 @@ class KVCacheModel:
                 self._settle(sequence)
 
     def prune(self, keep: int) -> None:
-        """Forgets all ended sequences except the latest ``keep`` ones."""
+        """Removes all ended sequences except the latest ``keep`` ones from the model."""
         for sequence in self.of_state(State.GONE)[:-keep]:
             self.sequences.remove(sequence)
 

@@ -15,7 +15,7 @@ from llm_serving.kvevents.wire import published_hash
 from support.time_limits import time_limit
 
 Block = tuple[int | None, tuple[int, ...], str | None]
-"""Hash of the block before it or None, the tokens, and the name of the salt if the block is the first one."""
+"""A block: the hash of the block before it or None, its tokens, and the name of the salt if it is the first block."""
 
 _END = b"\xff" * 8
 _FIELDS = {
@@ -43,7 +43,7 @@ class Subscriber:
         """Sequence number of the next batch."""
         self.num_replayed = 0
         self.lost: list[int] = []
-        """Sequence numbers that no replay had."""
+        """Sequence numbers of batches that were missing in a replay, too."""
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -62,13 +62,15 @@ class Subscriber:
             batches.append((int.from_bytes(sequence, "big"), payload))
 
     def catch_up(self) -> None:
-        """Takes all batches that the publisher still has, from the next expected one."""
+        """Applies all batches that the publisher still has, beginning with the next expected one."""
         for sequence, payload in self.replay(self.expected):
             self.num_replayed += 1
             self._take(sequence, payload)
 
     def receive(self, timeout_s: float) -> bool:
-        """Takes the next batch. If batches before it are missing, asks for them first. Returns False after the time."""
+        """Applies the next batch. If earlier batches are missing, asks for their replay first. Returns False if none
+        arrives in time.
+        """
         if not self._sub.poll(1000 * timeout_s):
             return False
         topic, raw, payload = self._sub.recv_multipart()

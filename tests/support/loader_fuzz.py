@@ -98,7 +98,7 @@ def _gguf_config(family: str) -> Format:
 
 
 def _gguf_model(family: str) -> Format:
-    """Returns a file of which also the weights are read, because some of its tensors have another form."""
+    """Returns the format of a GGUF file with converted tensors. A case also reads the weights of this file."""
 
     def use(folder: Path) -> None:
         shape = ModelShape.from_path(folder / "model.gguf")

@@ -1,4 +1,4 @@
-"""The golden files of LoRA adapters, which the library PEFT computed (``tools/make_lora_golden.py``)."""
+"""Reads the golden files of LoRA adapters, which the library PEFT computed (``tools/make_lora_golden.py``)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from support.llama_in_numpy import Floats, NumpyLlama
 
 
 class NumpyLora(NumpyLlama):
-    """The float32 model of a folder with an adapter, whose config has no patterns. None means no adapter."""
+    """The float32 model of a folder, with an adapter or without one (None). The adapter's config must have no patterns.
+    """
 
     def __init__(self, folder: Path, adapter: Path | None) -> None:
         super().__init__(folder, "float", "float32")

@@ -61,8 +61,9 @@ VARIANTS: dict[str, Variant] = {
 }
 """The tested models. They cover head norms, biases, tied and separate output weights, groups of two and three queries,
 shards, three types and experts. They also cover every rotary scaling, with a trained context shorter than the texts.
-MindFormers caches rotary tables per process, and its key ignores the factors of a scaling. Therefore any two scalings
-here differ in something else as well."""
+MindFormers caches rotary tables per process, and the cache key ignores the factors of a scaling. Therefore any two
+scalings here also differ in another value.
+"""
 
 needs_mindformers = pytest.mark.skipif(
     find_spec("mindformers") is None, reason="the package mindformers is not installed: make test-mindformers"

@@ -4,8 +4,8 @@
 
 There are two steps, in which the agent waits for this process. When the executor has seen the agent asleep, the program
 prints ``asleep``. The test must then pause this process. In the second step, the agent is stopped, too, as on a paused
-machine. Some looks after the pause, the program lets the agent continue. It prints ``result`` for a step that ends, and
-otherwise the reason of the loss.
+machine. After the pause, the executor checks its agent a few times. Then the program lets the agent continue. It prints
+``result`` for a step that ends, and otherwise the reason of the loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _look = Vitals.look
 
 
 class Steps:
-    """Watches the looks of the executor at its agent."""
+    """Runs steps, and counts how often the executor checks its agent (``Vitals.look``)."""
 
     def __init__(self, executor: AgentExecutor, awaited: Path) -> None:
         self._executor = executor
@@ -41,7 +41,7 @@ class Steps:
         self._pauses_agent = self._is_reported = False
         self._looked_at = 0.0
         self._num_looks = 0
-        """Number of looks since the pause. 0 before the pause."""
+        """Number of the executor's checks since the pause. 0 before the pause."""
 
     def run(self, number: int, *, pauses_agent: bool) -> bool:
         """Runs a step and prints its outcome. Returns False if the agent was lost."""
@@ -56,7 +56,7 @@ class Steps:
         return is_completed
 
     def look(self, watch: Vitals, now: float, last_result: float, forecast_s: float | None, longest_s: float) -> object:
-        """Takes the place of ``Vitals.look``."""
+        """Replaces ``Vitals.look``: calls it, counts the calls after the pause, and reports an agent that sleeps."""
         reason = _look(watch, now, last_result, forecast_s, longest_s)
         before, self._looked_at = self._looked_at, now
         if self._is_reported and (self._num_looks or now - before > GRACE_S):
@@ -72,7 +72,7 @@ class Steps:
 
     def _continue_agent(self) -> None:
         self._signal_agent(signal.SIGCONT)
-        with contextlib.suppress(OSError):  # the agent does not wait any more
+        with contextlib.suppress(OSError):  # the agent no longer waits for the pipe
             os.close(os.open(self._awaited, os.O_WRONLY | os.O_NONBLOCK))
 
     def _signal_agent(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The hand-over pools of a node, for tests that read and damage them."""
+"""Reads and damages the hand-over pools of a running node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ __all__ = ["PoolMemory", "pool_memories"]
 
 
 class PoolMemory:
-    """A hand-over pool that a node has mapped. The segment has no name any more."""
+    """A hand-over pool that a node has mapped. It is read through the node's process, because the segment has no name
+    any more.
+    """
 
     def __init__(self, pid: int, address: int, layout: HandOverLayout) -> None:
         self._file, self._address, self._layout = Path(f"/proc/{pid}/mem"), address, layout

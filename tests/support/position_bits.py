@@ -15,7 +15,9 @@ FORCED_STEPS = 20
 """Tokens that follow the prompt. With the prompt's last position, one position more than this is compared."""
 LEAST_PIECES = 4
 SHARED_TOKENS = 14
-"""Output tokens for each way to share blocks. The last of them are in a block that the sequence does not share."""
+"""Number of output tokens for each kind of block sharing. The last tokens are in a block that the sequence does not
+share.
+"""
 WAYS_TO_SHARE = 7
 
 

@@ -1,4 +1,4 @@
-"""Prints facts about its process as JSON, for the tests of ways to start a process."""
+"""Prints facts about its process as JSON. Tests compare the facts of processes that were started in different ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small model folders in every quantised format. The encoders follow the format descriptions, value by value."""
+"""Writes small model folders in every quantised format. The encoders follow the format descriptions, value by value."""
 
 from __future__ import annotations
 

@@ -21,14 +21,16 @@ class QueueWatch:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._waiting: dict[str, Request] = {}
-        """By arrival."""
+        """The waiting requests by id, in order of arrival."""
         self._started: set[str] = set()
         self._service: dict[int, Counter[str]] = {}
         """The service that each priority and tenant has received."""
         self._service_before: dict[str, Counter[str]] = {}
-        """By waiting request: the service that its class had received when the request arrived."""
+        """For each waiting request: the service that the tenants of its priority had received when the request arrived.
+        """
         self._starts_left: dict[str, int] = {}
-        """By waiting request that is late for its objective: how many others may still start before it."""
+        """For each waiting request that is late for its objective: how many other requests may still start before it.
+        """
         most_held = limits.max_num_seqs * limits.max_model_len
         self._fair_bound = 4 * max(INPUT_WEIGHT * limits.max_prompt_len, OUTPUT_WEIGHT * most_held)
 

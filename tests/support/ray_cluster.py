@@ -43,7 +43,7 @@ class RayNode:
             time.sleep(0.1)
 
     def family(self) -> set[psutil.Process]:
-        """Returns all processes of the node so far, with those of its actors."""
+        """Returns all processes that the node has had so far, including the processes of its actors."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._family.update(psutil.Process(self.process.pid).children(recursive=True))
         for process in list(self._family):

@@ -14,7 +14,7 @@ from support.simulation import Simulation, random_run
 
 RING_BYTES = 1 << 22
 SMALL_RING_BYTES = 1 << 18
-"""A ring of eight segments with some hundred steps each. A segment can hold the state of 30 requests."""
+"""Size of a ring of eight segments with some hundred steps each. A segment can hold the state of 30 requests."""
 
 
 def recorded_simulation(folder: Path, ring_bytes: int = RING_BYTES, **limits: Any) -> tuple[Simulation, FlightRecorder]:

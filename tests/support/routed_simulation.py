@@ -61,7 +61,7 @@ class RoutedSimulation(SimulatedClients):
         record: Callable[[Scheduler, int], Scheduler] | None = None,
         split: PrefillSplit | None = None,
     ) -> None:
-        """``split`` separates prefill and decode."""
+        """Makes the replicas and their router. If ``split`` is given, prefill and decode run on separate replicas."""
         self.split = split
         self.pools = split.pools if split is not None and isinstance(split.pools, TcpPools) else None
         """The pools of replicas on several machines. None if the replicas share a pool, or have no roles."""
@@ -84,11 +84,11 @@ class RoutedSimulation(SimulatedClients):
             self.router.agent_ready(index)
         self.rng = random.Random(seed)
         self.served_by: dict[str, set[int]] = {}
-        """By request, the replicas whose steps contained it."""
+        """For each request, the replicas whose steps contained the request."""
 
     @property
     def memories(self) -> list[HandedMemory]:
-        """The hand-over pools of the devices, each once."""
+        """The hand-over pools of the devices, without repetitions of a shared pool."""
         return list({id(replica.device.handed): replica.device.handed for replica in self.replicas}.values())
 
     def add(self, *requests: Request) -> None:

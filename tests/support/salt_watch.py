@@ -12,7 +12,7 @@ class SaltWatch:
     """
 
     def __init__(self, block_size: int, handed: dict[int, bytes] | None = None) -> None:
-        """``handed`` has the salts of the blocks in the hand-over pool, which several replicas share."""
+        """Makes a watch. ``handed`` has the salts of the blocks in the hand-over pool, which several replicas share."""
         self._block_size = block_size
         self._handed = {} if handed is None else handed
         self._cache: dict[int, bytes] = {}

@@ -169,7 +169,7 @@ def _can_be_served(limits: SchedulerLimits, prompt: int, max_tokens: int) -> boo
 def play(script: Script, drafts: int | None = None) -> Simulation:
     """Runs a script until all its requests have ended. Raises AssertionError if a check fails.
 
-    ``drafts`` is the seed of random drafts, which are offered all the time. None: no drafts are offered.
+    ``drafts`` is the seed of random drafts, which are offered before each step. If it is None, no drafts are offered.
     """
     player = Player(script.limits)
     player.simulation.drafts = None if drafts is None else random.Random(drafts)

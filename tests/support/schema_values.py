@@ -106,7 +106,9 @@ def _has_type(value: Any, name: str) -> bool:
 
 
 def _limits(value: Any) -> dict[str, float]:
-    """Returns what the limits of a schema compare: by keyword without ``min`` and ``max``."""
+    """Returns the numbers of a value that limits restrict. The key ``Length`` stands for ``minLength`` and
+    ``maxLength``, and so on.
+    """
     if isinstance(value, str):
         return {"Length": len(value)}
     if isinstance(value, list):

@@ -17,7 +17,7 @@ _FAMILIES = [[2 + (7 * place + 11 * family) % (VOCABULARY - 2) for place in rang
 
 
 def draw_limits(rng: random.Random) -> dict[str, Any]:
-    """Draws limits for the scheduler. Under about half of them, running requests compete for blocks."""
+    """Draws limits for the scheduler. In about half of the draws, running requests compete for blocks."""
     limits = _any_limits(rng)
     if rng.random() < 0.5:
         block_size, usable = rng.choice([1, 1, 2, 3, 4, 8]), rng.choice([39, 40, 40, 41, 44, 52])

@@ -68,7 +68,7 @@ class Served:
 async def served(*, standby: Standby | None = None, **limits: object) -> AsyncIterator[Served]:
     """Provides a running engine. Afterwards checks that it is idle and that its thread has ended.
 
-    With ``standby``, no agent is ready.
+    If ``standby`` is given, no agent is ready at the start.
     """
     sizes = make_limits(**limits)
     config: Any = SimpleNamespace(

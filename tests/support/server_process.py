@@ -54,12 +54,13 @@ class ServerProcess:
         forks: bool = True,
         faulty: Sequence[str] = (),
     ) -> None:
-        """``program`` are the arguments of Python before those of the server, for example the path of start_server.py.
+        """Starts the server. ``program`` are Python's arguments before those of the server, for example the path of
+        start_server.py.
 
         Without ``program``, server and agents are forked from processes that have imported their modules
         (``support.forks``), and an agent has one computing thread. With ``forks=False``, start_server.py starts the
-        server, which starts its agents itself, with a thread for each core.
-        ``faulty`` are the arguments PART and FILE of ``support.faulty_server``. The forked server is then that one.
+        server, which starts its agents itself, with a thread for each core. If ``faulty`` is given,
+        ``support.faulty_server`` runs with these arguments PART and FILE.
         """
         self.folder = folder
         self.log = folder / "server.log"

@@ -24,7 +24,7 @@ class SimulatedClients:
         self.streams: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
         self.cut: set[str] = set()
-        """Requests that ended before their own end, for example because their client ended them."""
+        """Requests that ended before their last token, for example because their client aborted them."""
         self.seen: Counter[str] = Counter()
         """Number of events by name, so that a test can check that every kind of event happened."""
 

@@ -33,7 +33,7 @@ class Simulation(SimulatedClients):
         self._unanswered: dict[int, frozenset[int]] = {}
         self._idle_until: float | None = None
         self.drafts: random.Random | None = None
-        """Draws the drafts that are offered before each call of ``schedule``. None: none are offered."""
+        """Draws the drafts that are offered before each call of ``schedule``. If it is None, no drafts are offered."""
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -59,7 +59,9 @@ class Simulation(SimulatedClients):
         return steps
 
     def _offer_drafts(self, rng: random.Random) -> None:
-        """Offers drafts for some requests: the tokens that follow in truth, often with an error among them."""
+        """Offers drafts for some requests. Drafts are the tokens that the model will generate, often with one wrong
+        token.
+        """
         offers = []
         for name, request in self.requests.items():
             if name in self.ended or rng.random() < 0.3:

@@ -27,9 +27,13 @@ class Stall:
     machine_s: float
     """The longest delay of a thread that only sleeps."""
     busy_s: float
-    """Most processor time of the server during a stall. The event loop's own work took at most that."""
+    """Largest processor time that the server used during a stall, in seconds. The event loop itself used at most this
+    time.
+    """
     waited_s: float
-    """Time for which the server's threads were ready and waited for a processor, together. For short periods only."""
+    """Sum over the server's threads of the seconds for which a thread was ready but waited for a processor. Valid for
+    short periods only.
+    """
 
     @property
     def own_s(self) -> float:

@@ -21,7 +21,7 @@ NORMS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
 }
-"""By linear layer, the norm before it."""
+"""The name of the norm before each linear layer."""
 
 
 class StaticLlama(NumpyLlama):

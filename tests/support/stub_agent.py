@@ -32,10 +32,10 @@ from llm_serving.model.parallel import answering_rank, group_ranks
 DIE, RAISE, REFUSE, HANG, SLOW, BUSY, SPIN, SPIN_CHILD, COMPILE, AWAIT = range(201, 211)
 """Token ids that make the agent misbehave.
 
-In this order: it is killed, raises an unforeseen error, refuses the step, never returns, or returns after 0.2 s. Then:
-it computes for 0.1 s of processor time, or without end. Then: it waits for a child process that computes without end,
-or reports that it compiles and computes for ``COMPILE_S`` of processor time. The last one: it sleeps until another
-process opens the pipe ``AWAITED`` in the folder of the log.
+DIE kills the agent, RAISE raises an unforeseen error, REFUSE refuses the step, HANG never returns, and SLOW returns
+after 0.2 s. BUSY computes for 0.1 s of processor time, and SPIN computes without end. SPIN_CHILD waits for a child
+process that computes without end. COMPILE reports that the agent compiles, and computes for ``COMPILE_S`` of processor
+time. AWAIT sleeps until another process opens the pipe ``AWAITED`` in the folder of the log.
 """
 COMPILE_S = 1.0
 AWAITED = "awaited"
@@ -44,7 +44,7 @@ AWAITED = "awaited"
 BAD_BLOCK = 77
 """A source block that the agents without results report as damaged, 0.2 s after the agent with results has replied."""
 ANALYSIS_S = 0.2
-"""Seconds of processor time of the process that analyses a profile."""
+"""Processor time that the analysis of a profile takes, in seconds."""
 
 
 BAD_ADAPTER = b"bad"

@@ -1,4 +1,6 @@
-"""Hand-over pools of fake replicas on several machines: a real transport over TCP connects them, and transfers fail."""
+"""Hand-over pools of fake replicas on several machines. A real transport over TCP connects them, and some transfers
+fail.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ __all__ = ["TcpPools"]
 
 SECRET = bytes(range(32))
 TRANSFER_BYTES = 12
-"""Bytes of a transfer before the destinations: its number and the number of blocks."""
+"""Size of the head of a transfer in bytes: the transfer's number and the number of blocks. The destinations follow."""
 
 
 @dataclass
@@ -88,8 +90,8 @@ class TcpPools:
     def lose(self, index: int) -> None:
         """Ends the machine of a replica. The transfers from it fail.
 
-        Some of them arrive later all the same, as those of a machine that was frozen. If there are none, its last one
-        may arrive a second time.
+        A failed transfer may still arrive later, as from a machine that was only frozen. If no transfer waited, the
+        machine's last transfer may arrive a second time.
         """
         old = self.memories[index]
         self._receivers[index].close()

@@ -1,6 +1,7 @@
 """A process that writes blocks to the files of a KV tier until it is killed, for ``tests/long/kill_tier_writers.py``.
 
-Every content follows from its namespace and its key, so another process knows which bits a hit must have.
+The content of a block is computed from its namespace and its number. So another process knows which bits a hit must
+have.
 """
 
 from __future__ import annotations

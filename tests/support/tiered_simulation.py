@@ -112,7 +112,7 @@ class TieredSimulation(Simulation):
         return step
 
     def _watch(self, step: ScheduledStep) -> None:
-        """Reports the salt of each host block that was read from the disk to the watch of salts."""
+        """Gives the salt watch the salt of each host block that was read from the disk."""
         keys = self.store._hosts.keys
         if step.reason is StepReason.LOAD:
             for move in step.moves:

@@ -44,7 +44,7 @@ SLOW_TEMPLATE = (
     "{% for i in range(9000) %}{% endfor %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
 )
-"""Takes nearly all steps that a template may take on the event loop."""
+"""A chat template that uses nearly all steps that a template may take on the event loop."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _texts() -> list[WorstRequest]:
 
 
 def _outputs(max_tokens: int) -> list[WorstRequest]:
-    """Requests whose outputs have as many choices, log-probabilities and stop strings as possible."""
+    """Returns requests whose outputs have as many choices, log-probabilities and stop strings as possible."""
     length = min(MAX_LOGPROB_ENTRIES // (MAX_LOGPROBS + 1) // MAX_CHOICES, max_tokens)
     tokens = {"prompt": "a", "n": MAX_CHOICES, "max_tokens": length, "ignore_eos": True, "temperature": 1.0, "seed": 1}
     logprobs = {**tokens, "logprobs": MAX_LOGPROBS}

@@ -193,7 +193,7 @@ class TurnedSections(native_sections.SectionedRotary):
 
 
 class ExactGelu(native_gemma.GatedGelu):
-    """Plants a mistake: the gate has GELU in its form with the error function."""
+    """Plants a mistake: the gate uses the GELU with the error function instead of tanh."""
 
     def construct(self, both: Any) -> Any:
         width = self.shape(both)[1] // 2
@@ -618,7 +618,7 @@ class HalfMask(native.ChunkMask):
 
 
 class UsualMask(native.ChunkMask):
-    """Plants a mistake: hides keys with the number that attention over keys and values takes."""
+    """Plants a mistake: in latent attention, hides keys with the mask value of attention over keys and values."""
 
     def __init__(self, max_positions: int, dtype: str, *, of_latent: bool) -> None:
         super().__init__(max_positions, dtype, of_latent=False)
@@ -1002,7 +1002,9 @@ ALONE = (CONFIG, MISTRAL, INT8, INT4, STATIC_QWEN2)
 SHARED = (PAIR, STAGES)
 EXPERTS = (INT4_MOE, DEEPSEEK_PAIR)
 SEPARATE = (SQUARE, QWEN2, QWEN3, STATIC, MOE, INT8_MOE, DEEPSEEK, INT8_WEIGHTS)
-"""Settings that a config above combines. Only ``make test-sweeps`` compiles them without a mistake."""
+"""Configs with single settings, which a config above combines. Only ``make test-sweeps`` compiles them without a
+mistake.
+"""
 COMBINED = (
     *(INT8_CACHE_PAIR, INT8_PAIR, INT4_PAIR, STATIC_PAIR, BFLOAT16_MOE),
     *(INT8_MOE_PAIR, INT4_MOE_PAIR, INT8_WEIGHTS_MOE, INT8_DEEPSEEK),

@@ -16,7 +16,8 @@ TEST = "tests/kernels/test_a.py::test_equals"
 
 
 def cases(**parameters: int) -> list[Any]:
-    """Returns the cases of a function with two parameters. The arguments are the numbers of values; the last is inner.
+    """Returns the test cases of a function with two parameters. Each argument is a parameter's number of values. The
+    last one varies fastest.
     """
     (outer, outers), (inner, inners) = parameters.items()
     return [

@@ -179,7 +179,7 @@ SWEPT_MISTAKES = (
     "adapters, other groups",
     "adapters, type of the rows",
 )
-"""These run in ``make test-sweeps`` only, because ``make test`` plants a mistake like each of them."""
+"""Only ``make test-sweeps`` plants these mistakes, because ``make test`` plants a similar mistake for each of them."""
 KINDS = ("prefill", "chunked", "decode")
 OTHER_CHECKS = ("names", "right", "fusions", "listing", "turned listing", *(f"devices, {kind}" for kind in KINDS))
 

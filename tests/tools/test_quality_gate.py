@@ -71,8 +71,8 @@ def test_general_texts_are_documentation_docstrings_and_code() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3moe", "qwen2", "phi3", "gpt-oss", "qwen3next", "qwen35moe"])
 def test_a_gguf_file_becomes_a_folder_of_the_values_that_it_stores(tmp_path: Path, family: str) -> None:
-    """Qwen2 has biases, and folders of Phi-3 have joined tensors. Those of gpt-oss and Qwen3.5 have tensors of all
-    experts. Query weights of the last two have the rows of gates.
+    """Each family has a special form. Qwen2 has biases, and folders of Phi-3 have joined tensors. In folders of gpt-oss
+    and Qwen3.5, one tensor has all experts. Query weights of the last two families also have the rows of gates.
     """
     oracle, file = write_pair(family, "Q4_1", tmp_path)
     write_float_folder(file, tmp_path / "floats", "float32")

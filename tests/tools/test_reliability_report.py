@@ -171,7 +171,9 @@ def test_the_page_has_a_row_for_every_check():
 
 
 def test_the_rows_of_the_page_are_about_the_present_checks():
-    """A figure for an earlier promise or limit must not stand for the present check."""
+    """Each row of the page must state the present promise and limit of its check. After a change, an old figure would
+    be wrong.
+    """
     text = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([A-F]\d+) \| (.+?) \| .+? \| (.+?) \| ", text, re.M)
     assert rows == [(check.id, check.promise, check.limit) for check in CHECKS]

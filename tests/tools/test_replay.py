@@ -35,7 +35,9 @@ def assert_identical(stretch, least_steps=1):
 
 
 def preemption_of(policy):
-    """Returns the kind of preemption that ``make test`` combines with a policy. Every kind has a policy."""
+    """Returns the kind of preemption that ``make test`` combines with a policy. Each kind is combined with at least one
+    policy.
+    """
     return list(PreemptionKind)[list(Policy).index(policy) % len(PreemptionKind)]
 
 

@@ -1,4 +1,6 @@
-"""Traces: the header of the client, the choice of requests, and the export to a collector that may be away."""
+"""Tests traces: the client's trace header, the choice of traced requests, and the export to a collector that may be
+down.
+"""
 
 import socket
 import threading

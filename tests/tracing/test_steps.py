@@ -1,4 +1,6 @@
-"""Steps in traces: any number of steps becomes a bounded number of groups, and only traced requests get steps."""
+"""Tests the steps in traces. Any number of steps becomes a bounded number of groups, and only traced requests get
+steps.
+"""
 
 import math
 

@@ -73,7 +73,7 @@ class SmallServer:
         self.order = order
         self.pool = pool
         self.running: dict[Sequence, int] = {}
-        """Remaining output tokens."""
+        """The running sequences, each with its number of remaining output tokens."""
         self.service: dict[str, int] = {}
 
     def step(self, now: float) -> list[Sequence]:

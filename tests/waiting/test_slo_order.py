@@ -147,7 +147,7 @@ def test_service_counts_for_late_requests_and_those_on_time() -> None:
     order.start(sequences[0])
     order.charge_outputs([sequences[0].request])
     assert order.first(0.0) is sequences[2]
-    order.start(sequences[2])  # a has 12, b 10
+    order.start(sequences[2])  # the counter of tenant a is now 12, and that of tenant b is 10
     assert order.first(0.0) is sequences[3]
 
 
