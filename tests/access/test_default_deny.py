@@ -152,7 +152,7 @@ def test_a_server_without_keys_does_not_use_access_control(tokenizer, monkeypatc
         assert server.post("/generate", {"inputs": "a"}).status_code == 200
 
 
-def test_the_scheme_has_no_case(served):
+def test_the_authorization_scheme_ignores_case(served):
     for scheme in ("Bearer", "bearer", "BEARER"):
         assert send(served, "GET", "/v1/models", f"Authorization: {scheme} {KEY}")[0] == 200
 

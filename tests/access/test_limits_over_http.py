@@ -272,7 +272,7 @@ def test_a_request_that_ends_early_gives_its_place_back(server):
     wait_until(lambda: complete(server, "narrow").status_code == 200)
 
 
-def test_the_door_asks_whether_the_queue_is_full_for_the_key(server):
+def test_each_request_checks_the_queue_limit_of_its_key(server):
     server.engine.asked_for.clear()
     bodies = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": []}, "/generate": {"inputs": 1},
               "/chat": {"query": 1}}  # fmt: skip

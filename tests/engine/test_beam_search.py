@@ -83,7 +83,7 @@ def search(model: Model, params: BeamSearchParams) -> list[Beam]:
 @pytest.mark.parametrize("ends", [frozenset(), frozenset({END}), frozenset({END, 3, 4})])
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("coarse", [False, True])
-def test_it_finds_what_the_textbook_finds(width: int, ends: frozenset[int], penalty: float, coarse: bool) -> None:
+def test_the_search_equals_a_textbook_search(width: int, ends: frozenset[int], penalty: float, coarse: bool) -> None:
     params = BeamSearchParams(width, 6, penalty, ends)
     for seed in range(8):
         model = Model(7, seed, coarse=coarse)
@@ -130,7 +130,7 @@ def test_a_beam_carries_what_its_tokens_were_worth() -> None:
         assert (beam.token_ids[-1] == END) == (beam.finish_reason is FinishReason.STOP)
 
 
-def test_it_ends_as_soon_as_nothing_can_change() -> None:
+def test_the_search_ends_as_soon_as_its_result_is_certain() -> None:
     """The end token is nearly certain after two tokens. No other beam can become better, so the search ends before 100
     steps.
     """
@@ -171,7 +171,7 @@ def outputs(result: SearchResult) -> list[tuple[int, ...]]:
     return [beam.token_ids for beam in result.beams]
 
 
-def test_alone_and_in_a_crowd_it_finds_the_same() -> None:
+def test_a_search_finds_the_same_beams_alone_and_among_other_requests() -> None:
     async def run() -> None:
         prompt = list(make_request("a", 9).prompt_token_ids)
         params = BeamSearchParams(4, 6, end_token_ids=frozenset({1}))

@@ -89,7 +89,7 @@ def test_the_book_lists_the_newest_first() -> None:
     assert book.latest(0) == []
 
 
-def test_the_book_forgets_the_oldest() -> None:
+def test_the_receipt_book_removes_the_oldest_receipt() -> None:
     book = ReceiptBook(size=3)
     for name in ("a", "b", "c", "a", "d"):
         book.add(receipt_of(make_request(name), 1.0))
@@ -132,7 +132,7 @@ def test_objectives_are_met_or_missed(
     assert outcome(reason, ttft, tpot, **terms) == met
 
 
-def test_the_line_of_a_requests_end() -> None:
+def test_the_log_event_of_the_end_of_a_request() -> None:
     log, metrics = RecordingLog(), RecordingMetrics()
     request = ended(eventful_request(), 100.064)
     request.tenant, request.priority, request.ttft_objective = "0011223344556677", -1, 0.001

@@ -161,7 +161,7 @@ def test_a_replica_that_cannot_start_ends_the_start() -> None:
     assert "killed" in engine.core.stop_reason
 
 
-def test_one_that_is_ready_serves_while_another_starts() -> None:
+def test_a_ready_replica_serves_while_another_one_starts() -> None:
     engine = ReplicatedEngine(2, ready=False)
     engine.executors[1].push(AgentReady())
     engine.request("early", 5, 20)
@@ -225,7 +225,7 @@ def test_samples_of_one_prompt_share_its_blocks() -> None:
     assert len(set(homes)) == 3
 
 
-def test_stop_ends_all() -> None:
+def test_stop_ends_all_requests_with_an_error() -> None:
     engine = ReplicatedEngine(2, max_num_seqs=1)
     for number in range(6):
         engine.request(f"r{number}", 5, 20, ignore_eos=True)

@@ -151,7 +151,7 @@ def test_tokens_only_the_settings_list_are_added_to_a_tokenizer_json(folder, tmp
         open_tokenizer(tmp_path / "copy" / "tokenizer.json")
 
 
-def test_the_fast_file_goes_before_sentencepiece_and_a_type_chooses(folder, tmp_path):
+def test_tokenizer_json_is_preferred_and_a_type_may_choose_sentencepiece(folder, tmp_path):
     shutil.copy(folder / "llama2" / "tokenizer.json", tmp_path)
     assert find_vocabulary(tmp_path).name == "tokenizer.json"
     with pytest.raises(CheckpointError, match=r"holds no tokenizer.model, so"):

@@ -31,7 +31,7 @@ def test_each_wait_is_twice_the_last_up_to_a_minute_and_restarts_never_stop() ->
     assert (restarts.count, restarts.is_given_up, restarts.due_at) == (3000, False, None)
 
 
-def test_it_is_due_after_the_wait_until_it_is_started() -> None:
+def test_a_restart_is_due_after_the_wait_until_it_is_started() -> None:
     restarts = ready_group(1)
     restarts.lost(101.0)
     assert restarts.due_at == 101.25
@@ -39,7 +39,7 @@ def test_it_is_due_after_the_wait_until_it_is_started() -> None:
     assert restarts.due_at is None
 
 
-def test_it_is_given_up_after_the_limit() -> None:
+def test_restarts_are_given_up_after_the_limit() -> None:
     restarts = ready_group(2)
     for _ in range(2):
         assert restarts.lost(101.0) is not None
@@ -59,7 +59,7 @@ def test_a_stable_group_has_a_fresh_count_in_a_row_only() -> None:
     assert (restarts.count, restarts.in_a_row, restarts.is_given_up) == (2, 1, False)
 
 
-def test_time_that_it_was_not_ready_is_not_stable() -> None:
+def test_time_without_a_ready_group_does_not_count_as_stable() -> None:
     restarts = ready_group(1)
     restarts.lost(101.0)
     restarts.started()

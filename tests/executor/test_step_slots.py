@@ -80,7 +80,7 @@ def test_a_ragged_prefill_entry_by_entry():
     assert slot.num_top_logits[:2].tolist() == [-1, 2]
 
 
-def test_decode_follows_a_growing_table_and_a_row_taken_over_starts_anew():
+def test_a_decode_uses_a_grown_block_table_and_a_reused_row_restarts():
     writer, slot = SlotWriter(), new_slot()
     first = prefill()
     writer.write(first, slot)
@@ -320,7 +320,7 @@ def test_each_kind_of_step_has_its_message():
     }
 
 
-def test_of_some_decode_steps_each_sequence_is_checked_in_turn():
+def test_every_third_decode_step_checks_the_next_sequence():
     slot = new_slot()
     steps = StepSlots(LIMITS, 4, range(1), [slot], check_interval=3)
     first = prefill()

@@ -83,7 +83,7 @@ def three() -> Iterator[list[PipeExecutor]]:
         executor.close()
 
 
-def test_one_alone_waits_for_itself(three: list[PipeExecutor]) -> None:
+def test_a_single_executor_waits_in_its_own_poll(three: list[PipeExecutor]) -> None:
     three[0].wake()
     assert poll_all(three[:1])(3.0) == [(0, AgentReady({"name": "a"}))]
     assert three[0].polls == [3.0]
@@ -108,7 +108,7 @@ def test_an_event_during_the_wait_ends_it(three: list[PipeExecutor]) -> None:
     timer.join()
 
 
-def test_one_that_is_due_is_polled_though_nothing_came(three: list[PipeExecutor]) -> None:
+def test_a_due_executor_is_polled_without_an_event(three: list[PipeExecutor]) -> None:
     poll = poll_all(three)
     three[0].due = time.monotonic() + 60.0
     three[2].due = time.monotonic() + 0.03

@@ -9,7 +9,7 @@ from llm_serving.kvcache.kv_cache_manager import KVCacheManager
     ("block_size", "num_tokens", "blocks"),
     [(1, 0, 0), (1, 7, 7), (16, 1, 1), (16, 16, 1), (16, 17, 2), (128, 128, 1), (128, 129, 2)],
 )
-def test_blocks_for(block_size: int, num_tokens: int, blocks: int) -> None:
+def test_the_number_of_blocks_for_a_number_of_tokens(block_size: int, num_tokens: int, blocks: int) -> None:
     assert KVCacheManager(8, block_size).blocks_for(num_tokens) == blocks
 
 

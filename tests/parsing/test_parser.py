@@ -47,7 +47,7 @@ def test_the_parts_are_right_for_every_split(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_the_content_is_where_it_says(name: str) -> None:
+def test_each_part_of_the_content_states_its_place_in_the_text(name: str) -> None:
     num_parts = 0
     for fixture in fixtures_of(name):
         for pieces in ([fixture.text], list(fixture.text)):

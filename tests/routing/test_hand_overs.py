@@ -417,7 +417,7 @@ def test_the_threshold_grows_with_the_time_of_the_link() -> None:
     assert threshold.tokens(0.001, 0.001) == 61
 
 
-def test_without_roles_nothing_of_it_is_imported() -> None:
+def test_without_roles_no_module_for_hand_overs_is_imported() -> None:
     program = (
         "import sys, llm_serving.engine.core, llm_serving.flight.recorder\n"
         "print([name for name in sys.modules if 'handover' in name or 'hand_over' in name or 'prefill_split' in name])"

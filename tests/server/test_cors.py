@@ -72,7 +72,7 @@ def test_all_pages_may_be_allowed(tokenizer: Tokenizer) -> None:
     assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, "null")
 
 
-def test_the_setting(tmp_path: Path) -> None:
+def test_allowed_origins_are_read_from_the_config(tmp_path: Path) -> None:
     assert ServerSettings.from_config(small_config(tmp_path)).cors_origins == frozenset()
     override = "serving_config.cors_origins=['https://Chat.example', 'http://localhost:3000']"
     settings = ServerSettings.from_config(small_config(tmp_path, [override]))

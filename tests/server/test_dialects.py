@@ -49,7 +49,7 @@ def test_defaults(server, engine):
         ({"temperature": 1e-6}, (0.0, 0, 1.0)),
     ],
 )
-def test_when_it_samples(server, engine, parameters, expected):
+def test_which_parameters_make_generate_sample(server, engine, parameters, expected):
     assert server.post("/generate", {"inputs": "Once", "parameters": parameters}).status_code == 200
     sampling = engine.submitted[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == expected
@@ -180,7 +180,7 @@ def test_a_prompt_that_reaches_max_length_is_refused(server, engine, path):
         ({"temperature": 0.5, "top_p": 0.8, "do_sample": False}, (0.0, 1.0)),
     ],
 )
-def test_when_chat_samples(server, engine, settings, expected):
+def test_which_settings_make_chat_sample(server, engine, settings, expected):
     server.post("/chat", {"query": "fox", "gen_kwargs": settings})
     assert (engine.submitted[0].sampling.temperature, engine.submitted[0].sampling.top_p) == expected
 

@@ -44,7 +44,7 @@ def test_a_stall_is_in_the_metrics_once(server):
     assert stall(server) != pytest.approx(STALL_S, abs=0.001)
 
 
-def test_a_stall_without_work_is_told_apart(server):
+def test_a_stall_reports_the_processor_time_that_the_server_used(server):
     def work():
         until = time.thread_time() + STALL_S
         while time.thread_time() < until:

@@ -45,6 +45,6 @@ def test_the_published_dialect_stays_greedy(served: HttpServer) -> None:
     assert sampled(served, "/generate", inputs="a", parameters={"max_new_tokens": 2}) == neutral
 
 
-def test_a_beam_search_uses_none(served: HttpServer) -> None:
+def test_a_beam_search_ignores_the_sampling_parameters_of_the_model(served: HttpServer) -> None:
     response = served.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "use_beam_search": True, "n": 2})
     assert response.status_code == 200, response.text

@@ -36,7 +36,7 @@ def test_a_completion_contains_its_receipt(server):
     assert "receipt" not in server.post("/v1/completions", {"prompt": "a"}).json()
 
 
-def test_of_several_answers(server):
+def test_each_of_several_answers_has_a_receipt(server):
     answer = server.post("/v1/completions", {"prompt": "a", "n": 3, "return_receipt": True}).json()
     names = [f"{answer['id']}-{index}" for index in range(3)]
     assert [one["request_id"] for one in answer["receipt"]["sequences"]] == names
@@ -48,7 +48,7 @@ def test_of_several_answers(server):
 
 @pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}])
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)])
-def test_in_the_last_chunk_of_a_stream(server, path, body, more):
+def test_the_receipt_is_in_the_last_chunk_of_a_stream(server, path, body, more):
     *chunks, last, done = server.events(path, {**body, "stream": True, "return_receipt": True, **more})
     assert done == "[DONE]"
     assert last["choices"] == []
@@ -76,7 +76,7 @@ def test_in_the_last_event_of_the_other_dialects(server, path, body):
     assert not any("receipt" in event for event in events)
 
 
-def test_while_it_is_served(server, engine):
+def test_the_receipt_of_a_running_request_is_available(server, engine):
     engine.delay_s = 5
     with server.raw(http_request("/v1/completions", b'{"prompt": "a"}')):
         wait_until(lambda: bool(engine.submitted))

@@ -55,7 +55,7 @@ def text_of(entries: list[Any]) -> str:
     return b"".join(bytes(entry.bytes) for entry in entries).decode()
 
 
-def test_they_are_those_of_a_chat(client: openai.OpenAI, server: HttpServer) -> None:
+def test_log_probabilities_equal_those_of_a_chat(client: openai.OpenAI, server: HttpServer) -> None:
     server.engine.say("It rains in Züri 🙂.")
     messages: Any = [{"role": "user", "content": "Weather?"}]
     chat = client.chat.completions.create(
@@ -84,7 +84,7 @@ def test_without_the_wish_there_are_none(client: openai.OpenAI, server: HttpServ
         ("a <tool> b < c", "a <tool> b < c"),
     ],
 )
-def test_only_the_message_has_them(
+def test_only_the_message_has_log_probabilities(
     client: openai.OpenAI, server: HttpServer, said: str, shown: str, pieces: int
 ) -> None:
     server.engine.say(said)

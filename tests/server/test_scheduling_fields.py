@@ -49,7 +49,7 @@ def test_fields_and_headers(server, engine, path, body):
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
-def test_streams_take_them_too(server, engine, path, body):
+def test_streams_accept_the_scheduling_fields(server, engine, path, body):
     server.events(path, {**body, **TERMS})
     assert terms(engine.submitted[0].scheduling) == (-3, 0.25, 0.0125, 4.0)
 
@@ -107,7 +107,7 @@ MIXED = (({}, {}), ({}, authorized("k")), ({"cache_salt": "x"}, {}), ({"cache_sa
          ({"cache_salt": "y"}, {}), ({}, authorized("l")), ({"cache_salt": "x"}, authorized("l")))  # fmt: skip
 
 
-def test_everybody_shares_the_cache_but_for_a_salt_of_their_own(server, engine):
+def test_requests_share_the_cache_unless_their_salts_differ(server, engine):
     plain, key, salt, salt_and_key, other_salt, other_key, salt_and_other = salts(server, engine, *MIXED)
     assert plain == key == other_key == b""
     assert salt == salt_and_key == salt_and_other
@@ -175,7 +175,7 @@ def test_a_deadline_passed_before_the_queue(server, engine):
     assert refused["code"] == "deadline_exceeded"
 
 
-def test_the_terms_are_in_the_log(server):
+def test_the_scheduling_fields_are_in_the_log(server):
     server.post("/generate", {"inputs": "a", **TERMS})
     [arrival] = server.log.named("request_arrival")
     assert {key: arrival[key] for key in TERMS} == TERMS

@@ -80,7 +80,7 @@ def test_a_request_that_ends_in_time_is_answered(tokenizer):
     assert (status, json.loads(body)["generated_text"]) == (200, " hello")
 
 
-def test_idle_connections_do_not_delay_it(tokenizer):
+def test_idle_connections_do_not_delay_the_shutdown(tokenizer):
     server = HttpServer(FakeEngine(tokenizer)).start()
     assert server.http.get("/health/live").status_code == 200
     with server.raw(b""), server.raw(b"POST /gen"):
@@ -89,7 +89,7 @@ def test_idle_connections_do_not_delay_it(tokenizer):
         assert time.monotonic() - start < time_limit(2.5)
 
 
-def test_a_client_that_does_not_read_does_not_delay_it_for_long(tokenizer):
+def test_a_client_that_does_not_read_does_not_delay_the_shutdown_for_long(tokenizer):
     server = HttpServer(FakeEngine(tokenizer)).start()
     server.engine.script = lambda prompt, sampling: [300] * 1_000_000
     body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 100}).encode()

@@ -215,7 +215,7 @@ def test_many_tenants_can_only_double_the_queue() -> None:
     assert entered == 6
 
 
-def test_a_tenant_alone_and_a_queue_without_fairness_have_no_share() -> None:
+def test_a_single_tenant_or_a_queue_without_fairness_may_fill_the_whole_queue() -> None:
     new = Arrivals()
     alone, unfair = make_intake(2), make_intake(2, fairness=False)
     put(alone, *(new.next(tenant="a") for _ in range(2)))
