@@ -40,9 +40,10 @@ The temperatures fit logits with a standard deviation of about 0.3.
 
 
 def run_steps(driver: StepDriver) -> list[dict[str, Any]]:
-    """Runs whole prompts, a prompt in two chunks beside a decode, and decodes. Returns each sampled position.
+    """Runs whole prompts, then a prompt in two chunks together with a decode, then decodes. Returns the results of each
+    sampled position.
 
-    The inputs are given tokens, so that one different token does not change all later positions.
+    The input tokens are fixed in advance, so that one different sampled token does not change all later positions.
     """
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, VOCAB, size).tolist() for size in (9, 20, 40)]

@@ -253,7 +253,8 @@ def test_a_real_agent_has_the_variables_when_it_imports_mindspore(
 ) -> None:
     """The variables for an Ascend are in the environment when an agent first imports MindSpore.
 
-    This holds for our models and for those of MindFormers. The agent then fails, because this machine has no Ascend.
+    This holds for our models and for those of MindFormers. After the import, the agent fails, because this machine has
+    no Ascend.
     """
     monkeypatch.setattr(mindformers_models, "_missing_package", lambda: "")
     (tmp_path / "sitecustomize.py").write_text(SPY, encoding="utf-8")

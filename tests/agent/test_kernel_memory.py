@@ -30,7 +30,7 @@ REPEATED = (
 attention.
 """
 LOOSEST = 4
-"""Maximum ratio of plan to real memory. The plan assumes the instruction set and the step that need most."""
+"""Maximum ratio of planned to real memory. The plan assumes the instruction set and the step that need most memory."""
 
 
 @pytest.mark.parametrize("setup", with_sweeps([(setup,) for setup in SETUPS], lambda setup: setup in REPEATED))

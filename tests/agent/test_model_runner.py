@@ -340,7 +340,7 @@ def test_penalties_use_prompt_and_output(small_results: SmallRun, setup: Setup) 
 def test_a_recomputed_sequence_continues_with_the_same_bits(small_results: SmallRun, setup: Setup) -> None:
     """A preempted sequence is recomputed in another batch row.
 
-    Its output is now part of the prompt. The sequence again sends the tokens that the penalties count.
+    The recomputed prompt includes the earlier output. The first step sends the tokens that the penalties count again.
     """
     rows = small_results(setup)["rows"]
     assert rows["resumed"] == rows["tokens"]

@@ -1,4 +1,6 @@
-"""Tests the list of the blocks that a step gathers, and the block tables that refer to it."""
+"""Tests the list of the blocks that a step gathers from the cache, and block tables whose entries are places in this
+list.
+"""
 
 from __future__ import annotations
 

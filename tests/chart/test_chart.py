@@ -56,7 +56,9 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def manifests(folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the manifests that the chart renders to. Checks the values against the schema first, as Helm does."""
+    """Renders the chart with changed values and returns its manifests. Checks the values against the schema first, as
+    Helm does.
+    """
     values = changed(changes)
     jsonschema.validate(values, SCHEMA)
     data = folder / "data.yaml"
@@ -127,7 +129,7 @@ def test_pods_have_few_rights_and_enough_time_to_drain(rendered):
 
 
 def test_the_server_knows_when_kubernetes_kills_it(rendered):
-    """The pod tells the server its grace period, so the server can refuse a drain time that is longer."""
+    """The server gets the grace period of its pod as a setting. It refuses a drain time that is longer."""
     pods = [one["spec"]["template"]["spec"] for one in rendered if one["kind"] == "StatefulSet"]
     port = "--set=serving_config.server_port=8835"
     [(pod, server)] = [(pod, each) for pod in pods for each in pod["containers"] if port in each.get("args", ())]

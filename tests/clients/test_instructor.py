@@ -1,4 +1,4 @@
-"""Ten calls of instructor."""
+"""Tests ten calls of the client library instructor."""
 
 import asyncio
 from typing import Literal

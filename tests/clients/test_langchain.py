@@ -1,4 +1,4 @@
-"""Ten calls of langchain-openai, and ten of langchain-anthropic."""
+"""Tests ten calls of the client library langchain-openai, and ten of langchain-anthropic."""
 
 import asyncio
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Ten calls of litellm, for OpenAI's and Anthropic's API."""
+"""Tests ten calls of the client library litellm, for OpenAI's and Anthropic's API."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Ten runs of openai-agents, with chats and with responses."""
+"""Tests ten runs of the client library openai-agents, with chats and with responses."""
 
 import asyncio
 from typing import Literal

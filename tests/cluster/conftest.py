@@ -39,7 +39,7 @@ def make_node(tmp_path, key):
 
 @pytest.fixture
 def pool(key):
-    """The nodes of one server."""
+    """Provides the node pool of a server, which connects to the nodes of a test."""
     nodes = NodePool(ClusterKey(str(key)))
     yield nodes
     nodes.close()

@@ -30,7 +30,7 @@ ROLES = (
 
 
 class Pair:
-    """A prefill and a decode replica, each with two agents on a node."""
+    """A prefill replica and a decode replica, each with two agents on its own node."""
 
     def __init__(self, make_node, make_executor, pool, folder):
         self.nodes = [make_node() for _ in range(2)]

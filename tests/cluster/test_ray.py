@@ -37,7 +37,7 @@ def test_a_replica_reserves_cpus_and_npus(tmp_path):
 
 @pytest.fixture(scope="module")
 def ray_nodes(tmp_path_factory):
-    """A head without CPUs, and three nodes with one CPU each. A replica needs one CPU."""
+    """Provides a Ray cluster: a head without CPUs, and three nodes with one CPU each. A replica needs one CPU."""
     folder = tmp_path_factory.mktemp("ray")
     head = RayNode(folder, "head", "--head", "--port=0", "--num-cpus=0", "--include-dashboard=false")
     nodes = [head]

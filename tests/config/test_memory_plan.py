@@ -77,7 +77,7 @@ def test_states_and_snapshots_of_linear_attention_are_planned(tmp_path: Path) ->
         return {item.name: item.num_bytes for item in estimate_memory(config, PLENTY).items}
 
     # Three layers have 2 heads with a matrix of 32 x 16, and 3 inputs of the convolution with 2 x 64 + 32 channels. The
-    # log has such inputs and 2 gates of each head for 7 drafts.
+    # log has the same inputs and 2 gates of each head, for each of 7 drafts.
     without_log = 3 * 4 * (2 * 32 * 16 + 3 * 160)
     state = without_log + 3 * 4 * 7 * (160 + 4)
     rows = load_config("llama_tiny_cpu.yaml", overrides).max_num_seqs

@@ -300,7 +300,8 @@ def test_an_agent_that_gets_little_of_the_processor_is_not_lost(make_executor, m
     """The agent needs 0.1 s of one core, which a busy process of higher priority shares.
 
     The priority of the agent is 10 steps lower. So the agent gets a tenth of the core, and its step takes about a
-    second. With the lowest priority, it would get a seventieth. Then the step takes minutes beside other tests.
+    second. With the lowest priority, the agent would get a seventieth of the core, and its step would take minutes
+    while other tests run.
     """
     look_often(monkeypatch, grace_s=0.1)
     monkeypatch.setattr(vitals, "STOPPED_S", 0.1)

@@ -36,7 +36,7 @@ BLOCKS, BLOCK_BYTES = 12, 200_000
 
 
 class SomePool:
-    """A hand-over pool with random content."""
+    """A hand-over pool whose blocks have random content."""
 
     def __init__(self, num_blocks: int = BLOCKS, block_bytes: int = BLOCK_BYTES, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

@@ -130,7 +130,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(sample_png(0))
 
     def _drip(self, begin: bytes, end: bytes) -> None:
-        """Sends a byte again and again, for 3 s or until the reader has gone."""
+        """Sends a byte repeatedly, for 3 s or until the reader closes the connection."""
         self.flush_headers()
         with contextlib.suppress(OSError):
             self.wfile.write(begin)

@@ -222,7 +222,8 @@ def test_groups_of_agents_have_the_bits_of_one_agent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_operators_read_images(tmp_path: Path, family: str) -> None:
-    """In float16, two logits of transformers that differ by less than this number may exchange their tokens.
+    """Native operators in float16 may choose another token where transformers' best two logits differ by less than
+    ``tie``.
 
     Fused operators in float16 have the same differences. If rows and columns are exchanged, the second token of
     Qwen2.5-VL differs where its logit leads by 2.8.

@@ -108,7 +108,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
         *(f"parallel_config.cluster_key_file={key}", f"parallel_config.nodes={json.dumps([first.address])}"),
         # So few blocks that the prefix cache evicts them to the host memory of the node.
         *("kv_tier_config.host_blocks=200", "pa_config.num_blocks=31", "pa_config.decode_seq_length=480"),
-        # The agents encode tiles again, and read their pixels again.
+        # An agent keeps only one encoded tile, so it reads and encodes most tiles again.
         *("image_config.cached_tiles=1", "serving_config.agent_restart_limit=10"),
     ]
     nodes = [first]

@@ -1,4 +1,6 @@
-"""Real servers with the operator's logits processors: they see all tokens of a sequence, in every batch."""
+"""Tests real servers with the operator's logits processors. The processors see all tokens of a sequence, in every
+batch.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ PROMPTS = ["The capital of France", "A fox and a crow", "One two three", "Water 
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory):
-    # Prompts wait for longer than a request on a busy machine needs from the client to the queue.
+    # Prompts wait 2 s for further prompts. Even on a busy machine, a request needs less time from the client to the
+    # queue.
     settings = ["power.mode=quiet", "power.batch_wait_ms=2000", "power.report_interval_s=0.2"]
     with running_server(tmp_path_factory.mktemp("quiet"), settings, forks=False) as started:
         yield started

@@ -1,4 +1,6 @@
-"""Tests a server without a node: requests wait until a node joins, and the node is given back when they are served."""
+"""Tests a server without a node. Requests wait until a node joins, and the server releases the node when they are
+served.
+"""
 
 from __future__ import annotations
 

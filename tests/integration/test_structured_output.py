@@ -164,7 +164,9 @@ def test_a_bias_comes_before_penalties_and_mask_and_changes_no_log_probability(s
 
 
 def test_beams_follow_a_grammar_and_are_the_most_likely_texts(server: ServerProcess) -> None:
-    """The grammar allows five letters and then the end. Every text is scored as a prompt, with the same bits."""
+    """The grammar allows one of five letters and then the end. The test scores every text as a prompt, which must give
+    the same bits.
+    """
     prompt = [1, 310, 311]
     body = {
         "prompt": prompt, "use_beam_search": True, "n": 3, "max_tokens": 8, "logprobs": 0, "return_token_ids": True,

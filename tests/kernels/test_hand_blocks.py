@@ -16,7 +16,7 @@ BLOCKS, POOL = 6, 5
 
 
 class Rig:
-    """Two caches and a pool between them."""
+    """Two caches, and a hand-over pool through which a test copies blocks from one cache to the other."""
 
     def __init__(self, num_arrays: int, part_bytes: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

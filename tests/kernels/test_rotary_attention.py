@@ -39,7 +39,9 @@ CASES = [
 ]
 
 LAYOUTS = [Shape(4, 2, 24, 4), Shape(4, 2, 24, 16), Shape(4, 2, 48, 32), Shape(4, 2, 64, 16)]
-"""Layouts of the cache. The last two store units of 4 bytes in narrow caches; the last writes whole groups together."""
+"""Layouts of the cache. With the last two, narrow caches store units of 4 bytes. With the last one, whole groups are
+written together.
+"""
 
 
 def written(cache: Array, cache_dtype: str, *, keys: bool) -> np.ndarray:

@@ -215,7 +215,7 @@ def test_a_full_pipe_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -
     os.set_blocking(write_end, True)
     with os.fdopen(write_end, "w") as full, os.fdopen(read_end, "rb"):
         monkeypatch.setattr(sys, "stderr", full)
-        EventLog(None).error("nobody reads this")  # returns
+        EventLog(None).error("nobody reads this")  # does nothing and returns
 
 
 def test_a_long_message_is_cut_in_its_middle(capsys: pytest.CaptureFixture[str]) -> None:

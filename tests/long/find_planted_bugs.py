@@ -3,8 +3,8 @@
     python tests/long/find_planted_bugs.py [--only WORDS] [--jobs 2]
 
 First, random scripts run through the scheduler. If they do not find the bug, the tests of scheduler and KV cache run.
-The program exits with 1 if no test finds a bug, if the present code no longer contains the text that a bug changes, or
-if the tests fail in a copy without a bug.
+The program exits with 1 if no test finds a bug, or if the present code lacks the text that a bug changes. It also exits
+with 1 if the tests fail in a copy without a bug.
 """
 
 from __future__ import annotations

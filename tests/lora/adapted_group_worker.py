@@ -1,7 +1,7 @@
 """Runs one agent of a group with a LoRA adapter in a separate process and prints its results as JSON.
 
-All agents of the group run the same steps. Only the results of the agent that samples are valid. The folder of a model
-has the adapter in a folder of its own. ``tests/agent/group_program.py`` describes the arguments.
+All agents of the group run the same steps. Only the results of the agent that samples are valid. The adapter is in a
+subfolder of the model's folder. ``tests/agent/group_program.py`` describes the arguments.
 """
 
 from __future__ import annotations

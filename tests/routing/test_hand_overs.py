@@ -148,7 +148,7 @@ def test_if_the_prefill_replica_is_lost_its_prompts_are_computed_elsewhere() -> 
     simulation.lose(0)
     assert simulation.split is not None
     assert simulation.split.pool.num_free == simulation.split.pool.num_blocks
-    simulation.replicas[0].is_ready = True  # ``finish`` does not revive it
+    simulation.replicas[0].is_ready = True  # ``finish`` does not revive this replica
     for _ in range(200):
         simulation.step_all()
     assert set(simulation.ended) == {"long"}
@@ -206,7 +206,9 @@ def test_a_preempted_arrival_keeps_its_blocks_in_the_pool() -> None:
 
 
 class HeldPools:
-    """Pools on several machines, for the router. The test itself ends the transfers. The devices share a memory."""
+    """Replaces the pools of several machines. A transfer ends when the test calls ``end``. All fake devices share one
+    memory.
+    """
 
     is_shared = False
 
@@ -237,7 +239,7 @@ class HeldTransport:
 
 
 def travelling(*roles: Role, **options: object) -> tuple[RoutedSimulation, HeldPools]:
-    """Returns a simulation in which the blocks of a request with the name ``long`` are on their way."""
+    """Returns a simulation in which the transfer of the blocks of request ``long`` has begun and not ended."""
     pools = HeldPools()
     simulation = split_simulation(*roles, pools=pools, **options)  # type: ignore[arg-type]
     simulation.add(make_request("long", 25, 6))
@@ -408,7 +410,8 @@ def test_transfers_that_end_with_the_loss_of_a_node_do_not_count(lost: int) -> N
 
 
 def test_the_threshold_grows_with_the_time_of_the_link() -> None:
-    """A token takes 1 ms, and a hand-over of 10 blocks takes 50 ms: 20 ms of copies, 20 ms on the link, and 10 ms more.
+    """Prefill takes 1 ms per token. A hand-over of 10 blocks takes 50 ms: 20 ms for copies, 20 ms on the link, and 10
+    ms in any case.
     """
     threshold = PromptThreshold(4)
     threshold.note(0.05, 10)

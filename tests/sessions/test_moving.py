@@ -29,7 +29,7 @@ IDENTITY: Any = SimpleNamespace(facts=FACTS, namespace=MANIFEST.namespace)
 
 
 class Transfers:
-    """KV tiers without blocks."""
+    """Replaces KV tiers. It has no blocks."""
 
     async def max_guests(self) -> int:
         return 8
@@ -40,7 +40,7 @@ class Transfers:
 
 @pytest.fixture
 def threads(monkeypatch):
-    """The threads that have computed chains."""
+    """Records the threads that have computed chains of block hashes."""
     found: list[threading.Thread] = []
 
     def watched(compute: Any) -> Any:

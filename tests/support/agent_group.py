@@ -23,8 +23,9 @@ from support.step_config import make_config
 FOLDER = Path(__file__).resolve().parents[1] / "agent"
 TIMEOUT_S = 850
 WAYS = ("free", "forced", "invariance", "penalised")
-"""The parts of ``group_worker.py``: tokens of the model itself, tokens after those of the oracle, the same positions in
-several kinds of steps, and tokens with penalties."""
+"""The parts of ``group_worker.py``. ``free`` generates from the model's own tokens, and ``forced`` from the oracle's
+tokens. ``invariance`` computes the same positions in several kinds of steps. ``penalised`` generates with penalties.
+"""
 
 
 @dataclass(frozen=True, slots=True)

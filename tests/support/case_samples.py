@@ -28,7 +28,7 @@ def read_intervals(options: Sequence[str]) -> dict[str, int]:
 def select_cases(items: Sequence[pytest.Item], every: int, intervals: Mapping[str, int]) -> list[pytest.Item]:
     """Returns every N-th case of each test function. N is the function's interval, or ``every`` if it has none.
 
-    Of a function with the interval ``COVER``, returns the cases of ``cover``.
+    For a function with the interval ``COVER``, returns the cases that ``cover`` chooses.
     """
     covered = [function for function, interval in intervals.items() if interval == COVER]
     kept = {id(item) for each in covered for item in cover([item for item in items if function_of(item) == each])}

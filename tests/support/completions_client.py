@@ -1,4 +1,4 @@
-"""Clients of /v1/completions for tests that compare answers bit by bit.
+"""Sends requests to /v1/completions, for tests that compare answers bit by bit.
 
 Requests run together or one by one, and are streamed or not.
 """

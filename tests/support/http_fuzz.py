@@ -25,7 +25,7 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_length
 _PROMPTS = ("Once upon a time", "The dog", "größer 你好 🙂", "a\u0301\u200d", "\ud83d", " " * 200, "<|user|>")
 MAX_RESPONSE_BYTES = 4_000_000
 PATIENCE_S = 0.2
-"""Time that a request without a clear end waits for a response."""
+"""Time in seconds that the client waits for a response to a request without a clear end."""
 _EXPECTED_ERRORS = ("deadline_exceeded", "queue_full")
 """Codes of errors with status 500 or above that a correct server may return. A ``deadline_ms`` of a millisecond causes
 one of them."""

@@ -92,7 +92,7 @@ class HttpServer:
     drain_s = 0.3
     tls: ServerTls | None = None
     others: Sequence[Listener] = ()
-    """Further listening sockets. A test sets them before ``start``, as it does ``tls``."""
+    """Further listening sockets. A test must set them, like ``tls``, before it calls ``start``."""
 
     def request_stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -36,9 +36,9 @@ class LargeInput:
     is_failure: bool
     seconds: float
     stall_s: float
-    """Longest stall of the event loop."""
+    """Longest stall of the event loop during the request, in seconds."""
     waited_s: float
-    """Time for which the server waited for a processor."""
+    """Time for which the server was ready but waited for a processor, in seconds."""
 
     @property
     def own_s(self) -> float:

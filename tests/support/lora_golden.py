@@ -10,6 +10,6 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "lora"
 
 
 def lora_golden(model: str) -> dict[str, Any]:
-    """Returns the content of a model's golden file."""
+    """Returns the content of the golden file of the seeded model ``model``."""
     document: dict[str, Any] = json.loads((GOLDEN / f"{model}.json").read_text(encoding="utf-8"))
     return document

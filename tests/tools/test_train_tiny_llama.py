@@ -137,7 +137,9 @@ def rotated(vectors: Matrix, theta: float) -> Matrix:
 
 
 def test_initial_previous_token_head_looks_at_the_previous_token() -> None:
-    """The initial attention head for the previous token puts most attention on that token, also with random tokens."""
+    """One attention head is initialised to attend to the previous token. It puts most attention on that token, also
+    with random tokens.
+    """
     rng = np.random.default_rng(0)
     circuit = Circuit(1000, 256, 32, 10000.0, rng)
     tokens = circuit.embedding(rng)[rng.integers(0, 1000, 60)]

@@ -26,7 +26,9 @@ def turned(*given, **named):
 try_attention.make_cells = turned
 sys.exit(try_attention.main(["--device", "CPU"]))
 """
-"""Rotates pairs of neighbouring elements instead of halves."""
+"""A program that runs the tool with a planted mistake: it rotates neighbouring elements together instead of the two
+halves.
+"""
 
 
 @pytest.mark.parametrize(("head_dim", "cache"), [(128, ()), (32, ("--int8-cache",))])

@@ -2,7 +2,8 @@
 
 python tests/wheel/confined.py FOLDER ... -- PROGRAM ARGUMENT ...
 
-Landlock enforces it, also for the program's children. On a kernel without Landlock, the program starts unconfined.
+Landlock enforces these limits, also for the program's child processes. On a kernel without Landlock, the program starts
+unconfined.
 """
 
 from __future__ import annotations

@@ -83,5 +83,5 @@ def _change_rows(scores: Any) -> None:
 
 if any("agent" in argument for argument in sys.orig_argv):
     sys.meta_path.insert(0, _Patches())
-    for name in GRAPHS.keys() & sys.modules.keys():  # of a forked agent
+    for name in GRAPHS.keys() & sys.modules.keys():  # a forked agent has already imported them
         _patch(sys.modules[name])
