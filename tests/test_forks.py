@@ -25,7 +25,7 @@ ENVIRONMENT = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}", 
 
 @pytest.fixture(scope="module")
 def address():
-    """A fork server that has imported little."""
+    """Returns the address of a fork server that has imported only a small module."""
     return fork_server("support.time_limits")
 
 

@@ -112,7 +112,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus with the files of deploy/, which scrapes a real server that has served requests."""
+    """Provides a Prometheus with the files of deploy/. It scrapes a real server that has served requests."""
     folder = tmp_path_factory.mktemp("prometheus")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

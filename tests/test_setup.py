@@ -46,7 +46,7 @@ class Tree:
     """
 
     def __init__(self, root: Path, built: Path | None = None) -> None:
-        """``built`` is a copy of the folder ``root`` after an earlier build.
+        """Makes a tree. ``built`` is a copy of the folder ``root`` after an earlier build.
 
         The recipes of the build contain paths in ``root``, so the tree must be at this place again.
         """
@@ -94,7 +94,7 @@ class Tree:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tree after its first build. The folder next to it is a copy."""
+    """Returns the folder of a tree after its first build. The folder next to it is a copy."""
     folder = tmp_path_factory.mktemp("built")
     made = Tree(folder / "tree")
     assert made.build() == EVERYTHING

@@ -131,7 +131,7 @@ def _copied_tail(driver: StepDriver, prompt: list[int], tokens: list[int], other
 
 
 def _copied_on_write(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """A second sequence shares all blocks of the first one, and then continues with another token.
+    """Runs a second sequence that shares all blocks of the first one, and then continues with another token.
 
     Before the second sequence writes this token, the step copies the last block for it. The last block of the first
     sequence stays unchanged.

@@ -1,4 +1,4 @@
-"""The common part of the programs that run one agent of a group.
+"""Functions that are common to the programs that run one agent of a group.
 
 python tests/agent/PROGRAM RANK JSON
 

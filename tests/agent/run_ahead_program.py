@@ -208,8 +208,8 @@ def run_failing(drivers: Pair) -> dict[str, Any]:
 def run_captured(drivers: Pair) -> dict[str, Any]:
     """Runs padded decodes, some of them with a sequence whose sampling needs whole logits.
 
-    The driver that runs ahead has a device whose launches write their results to the same memory. The other driver has
-    no device queue.
+    The driver that runs ahead uses a device on which every launch writes its results to the same memory. The other
+    driver has no device queue.
     """
     from performance.artificial_device.ops import ArtificialHooks
 

@@ -383,7 +383,7 @@ def prompts_and_chunks(driver: StepDriver) -> list[str]:
     """Returns digests of a short prompt in two chunks and of a long prompt.
 
     The first chunk has several lengths, and the chunks also run together with the whole short prompt. The long prompt
-    has too many tokens for a step that runs twice to confirm a replay.
+    has so many tokens that the agent does not run its step twice to confirm a replay.
     """
     prompt = [3 + 7 * index % (driver.config.shape.vocab_size - 3) for index in range(100)]
     digests, short = [], prompt[:24]

@@ -53,7 +53,7 @@ def published(*overrides: str) -> Config:
 
 @pytest.fixture
 def allowed() -> Iterator[set[int]]:
-    """The processor cores of this process. The fixture restores them after the test."""
+    """Provides the processor cores of this process, and restores them after the test."""
     cores = os.sched_getaffinity(0)
     yield cores
     os.sched_setaffinity(0, cores)

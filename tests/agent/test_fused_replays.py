@@ -1,4 +1,4 @@
-"""Replays of fused steps give the same bits as the graph. Either all agents of a group replay a step, or none does."""
+"""Tests that replays of fused steps give the graph's bits. Either all agents of a group replay a step, or none does."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from support.json_program import printed_json
 
 PROGRAM = Path(__file__).with_name("integer_cache_program.py")
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Half the distance of two numbers of the type, relative to the numbers."""
+"""Maximum relative rounding error of the type: half of the distance between neighbouring numbers."""
 
 
 def test_keys_and_values_are_integers_times_their_own_scale(tmp_path: Path) -> None:

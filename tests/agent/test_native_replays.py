@@ -1,4 +1,4 @@
-"""Replays of native steps give the same bits as the graph. Either all agents of a group replay a step, or none does.
+"""Tests that replays of native steps give the graph's bits. Either all agents of a group replay a step, or none does.
 
 These tests cover groups and experts. test_model_runner.py tests one agent with dense models.
 """

@@ -1,4 +1,4 @@
-"""The tests of the Helm chart run in an environment of their own (``make test-chart``)."""
+"""Skips the tests of the Helm chart outside of their own Python environment (``make test-chart``)."""
 
 from __future__ import annotations
 

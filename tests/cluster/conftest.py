@@ -18,7 +18,7 @@ STUB = ("--agent-module", "support.stub_agent")
 
 @pytest.fixture(scope="session")
 def key(tmp_path_factory):
-    """The cluster key of all tests of this folder."""
+    """Provides the path of the cluster key that all tests of this folder use."""
     return new_key(tmp_path_factory.mktemp("key"))
 
 

@@ -57,7 +57,7 @@ class FakeChannel:
 
 @pytest.fixture
 def held(pool):
-    """A free node, its channel, and the thread that holds its link."""
+    """Provides a free node, its channel, and the thread that uses its link."""
     node, channel = Node("one", Address("localhost", 1)), FakeChannel()
     pool._nodes["one"] = node
     is_free = threading.Event()

@@ -22,7 +22,7 @@ from support.time_limits import time_limit
 
 @pytest.fixture
 def linked(make_node, make_executor, pool):
-    """An executor with ready agents on a node, and the node."""
+    """Provides an executor with ready agents on a node, and this node."""
     node = make_node()
     pool.add(node.address)
     executor = make_executor("serving_config.agent_restart_limit=5")

@@ -145,7 +145,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def host() -> Iterator[str]:
-    """The address of an HTTP server that has an image."""
+    """Provides the host and port of an HTTP server that has an image."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

@@ -31,7 +31,8 @@ The server is the reference of other tests, so it computes every prompt complete
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of the tiny model in float32 without a prefix cache. Tests may neither stop it nor kill its agent.
+    """Provides a server of the tiny model in float32 without a prefix cache. Tests may neither stop the server nor kill
+    its agent.
 
     It starts as users start it. Most other servers of the tests are forked (``support.forks``).
     """
@@ -70,7 +71,7 @@ def shallow_model() -> Path:
 
 @pytest.fixture(scope="session")
 def shallow_server(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with the settings of ``server`` and the shallow model. A step costs half."""
+    """Provides a server with the settings of ``server`` and the shallow model, whose steps need half of the time."""
     settings = [*ROOMY, f"model_config.model_path={shallow_model}"]
     with running_server(tmp_path_factory.mktemp("shallow"), settings) as running:
         yield running

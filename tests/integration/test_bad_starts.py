@@ -1,4 +1,4 @@
-"""A wrong configuration stops the start within two seconds, with exit code 2 and a clear message.
+"""Tests that a wrong configuration stops the start within two seconds, with exit code 2 and a clear message.
 
 No process or file is left.
 """

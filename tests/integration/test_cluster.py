@@ -82,7 +82,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> Iterator[Cluster]:
-    """The tests of this file share it and run in order."""
+    """Provides a server with two nodes. The tests of this file share the server and run in order."""
     folder = tmp_path_factory.mktemp("cluster")
     key = new_key(folder)
     nodes = [NodeProcess(folder / f"node{number}", key) for number in range(2)]
@@ -106,7 +106,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> It
 
 @pytest.fixture(scope="module")
 def expected(shallow_server: ServerProcess) -> dict[int, list[list[int]]]:
-    """The output tokens of each prompt with a local agent, by ``max_tokens``."""
+    """Returns the output tokens of each prompt with a local agent, by ``max_tokens``."""
     ask = shallow_server.post
     return {length: [ids_of(ask("/v1/completions", body(p, length))) for p in PROMPTS] for length in (60, 400)}
 

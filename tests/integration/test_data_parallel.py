@@ -53,7 +53,9 @@ def expected(shallow_server: ServerProcess) -> dict[int, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path) -> Iterator[ServerProcess]:
-    """A server with two replicas. The tests of this file share it and run in order, and the last test stops it."""
+    """Provides a server with two replicas. The tests of this file share the server and run in order. The last test
+    stops it.
+    """
     settings = [*REPLICAS, f"model_config.model_path={shallow_model}"]
     with running_server(tmp_path_factory.mktemp("replicas"), settings) as server:
         yield server

@@ -1,4 +1,6 @@
-"""Real servers compute embeddings and scores as sentence-transformers does, with the same bits in every batch."""
+"""Tests that real servers compute embeddings and scores as sentence-transformers does, with the same bits in every
+batch.
+"""
 
 from __future__ import annotations
 

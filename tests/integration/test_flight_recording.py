@@ -1,4 +1,4 @@
-"""A flight recording replays even if an agent was killed during the run and the server was killed at its end."""
+"""Tests that a flight recording replays even if an agent was killed during the run and the server at its end."""
 
 from __future__ import annotations
 

@@ -99,7 +99,9 @@ def local(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iter
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iterator[Cluster]:
-    """A server with two replicas, of which only one has a node at first. The tests share it and run in order."""
+    """Provides a server with two replicas, of which only one has a node at first. The tests share the server and run in
+    order.
+    """
     folder = tmp_path_factory.mktemp("cluster")
     key = new_key(folder)
     first = NodeProcess(folder / "first", key)

@@ -1,4 +1,6 @@
-"""A real server publishes the events of its prefix cache. A subscriber in another process follows them."""
+"""Tests that a real server publishes the events of its prefix cache, and that a subscriber in another process can
+follow them.
+"""
 
 import concurrent.futures
 

@@ -28,7 +28,9 @@ SLOW = LONG | {"max_tokens": 1500}
 
 @pytest.fixture
 def shallow(shallow_model):
-    """The setting for the shallow model. Most tests of this file compare a text only with another one of its model."""
+    """Returns the setting for the shallow model. Most tests of this file only compare texts of the same model with each
+    other.
+    """
     return f"model_config.model_path={shallow_model}"
 
 

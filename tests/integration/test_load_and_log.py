@@ -1,4 +1,4 @@
-"""The load test and the log analysis run as programs and report the same requests."""
+"""Tests that the load test and the log analysis, run as programs, report the same requests."""
 
 from __future__ import annotations
 

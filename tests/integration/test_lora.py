@@ -1,4 +1,5 @@
-"""A real server with LoRA adapters computes what PEFT computes, with the same bits alone and among other adapters."""
+"""Tests that a real server with LoRA adapters gives PEFT's results, with the same bits alone and among other adapters.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ SLOTS = ["lora_config.max_adapters=3", "lora_config.max_rank=8"]
 
 @pytest.fixture(scope="module")
 def slots(shallow_model: Path) -> list[str]:
-    """The settings for the shallow model with three adapters. Two layers have all kinds of adapted layers."""
+    """Returns the settings for the shallow model with three adapter slots. Its two layers contain every kind of adapted
+    matrix.
+    """
     return [*SLOTS, f"model_config.model_path={shallow_model}"]
 
 

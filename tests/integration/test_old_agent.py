@@ -1,4 +1,4 @@
-"""A server starts while an agent of a killed server still runs.
+"""Tests the start of a server while an agent of a killed server still runs.
 
 The two processes share no memory, and the old agent ends.
 """

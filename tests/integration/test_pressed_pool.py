@@ -1,4 +1,4 @@
-"""Mixed requests give the same bits with a cache that is far too small as with a large cache.
+"""Tests that mixed requests give the same bits with a cache that is far too small as with a large cache.
 
 The requests have the same tokens and log-probabilities. The tests cover every way in which the scheduler frees blocks.
 ``make test`` compares 200 requests, and ``make test-sweeps`` 500 requests.
@@ -66,7 +66,7 @@ def make_request(draw: random.Random, index: int, family: list[int]) -> dict[str
 
 @pytest.fixture(scope="module")
 def unpressed(shallow_server):
-    """A function that returns the results of requests on a server with a large cache.
+    """Returns a function that gives the results of requests on a server with a large cache.
 
     The server has no preemption and no prefix cache. It computes every prompt in one step.
     """

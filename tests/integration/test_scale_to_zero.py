@@ -78,7 +78,7 @@ class Scaled:
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory):
-    """A server without a node. The tests of this file share it and run in order."""
+    """Provides a server without a node. The tests of this file share the server and run in order."""
     folder, port = tmp_path_factory.mktemp("scaled"), free_port()
     key = new_key(folder)
     settings = [

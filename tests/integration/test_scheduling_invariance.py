@@ -1,4 +1,4 @@
-"""Text never depends on scheduling: mixed concurrent requests equal the same requests run alone, bit for bit.
+"""Tests that text never depends on scheduling: concurrent mixed requests give the same bits as each request alone.
 
 ``make test`` compares 80 requests, and ``make test-sweeps`` 200 requests.
 """
@@ -51,7 +51,9 @@ def make_request(draw: random.Random, index: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(shallow_server):
-    """A function that returns the results of requests that run alone. They have enough blocks and no prefix cache."""
+    """Returns a function that gives the results of requests that run alone, with enough blocks and without a prefix
+    cache.
+    """
 
     @functools.cache
     def results(count):

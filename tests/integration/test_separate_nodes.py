@@ -105,7 +105,7 @@ def proxies() -> list[LinkProxy]:
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path, proxies: list[LinkProxy]) -> Iterator[Split]:
-    """The tests of this file share it and run in order."""
+    """Provides a server with both roles on two nodes. The tests of this file share the server and run in order."""
     folder = tmp_path_factory.mktemp("separate_nodes")
     key = new_key(folder)
     started = [NodeProcess(folder / f"node{number}", key) for number in range(2)]

@@ -50,7 +50,7 @@ def expected(server: ServerProcess) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def separate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with two roles. The tests of this file run in order, and the last one stops it."""
+    """Provides a server with two roles. The tests of this file run in order, and the last one stops the server."""
     with running_server(tmp_path_factory.mktemp("separate"), ROLES) as server:
         yield server
 

@@ -41,7 +41,7 @@ def next_turn(server: ServerProcess, answer: str, **changes: object) -> dict:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The file of a session, the answer of its first request, and the response of its second."""
+    """Returns the file of a session, the answer to its first request, and the response to its second request."""
     folder = tmp_path_factory.mktemp("first")
     settings = ["kv_tier_config.host_blocks=64", "kv_tier_config.kept_blocks_per_key=5"]
     with running_server(folder, settings) as server:
@@ -61,7 +61,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other_place(tmp_path_factory, exported):
-    """A server of the same weights at another path, so that its block hashes differ."""
+    """Provides a server with the same weights at another path, so that its block hashes differ."""
     folder = tmp_path_factory.mktemp("second")
     shutil.copytree(TINY_LLAMA, folder / "copy")
     settings = ["kv_tier_config.host_blocks=64", f"model_config.model_path={folder / 'copy'}"]

@@ -1,4 +1,6 @@
-"""Speculative decoding changes no bit: tokens, texts and log-probabilities are those of a server without drafts."""
+"""Tests that speculative decoding changes no bit: tokens, texts and log-probabilities equal those of a server without
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def requests_of(policy: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any
 
 @pytest.fixture(scope="module")
 def alone(bodies: list[dict[str, Any]], server: ServerProcess) -> Callable[[int], list[tuple[Any, ...]]]:
-    """A function that returns the responses to the first requests, each alone, of a server without speculation."""
+    """Returns a function that gives the responses of a server without speculation. Each of the first requests runs
+    alone.
+    """
     assert server.get("/server_info")["model"]["speculation"]["method"] == "off"
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""A real server exports the traces of its requests to a collector."""
+"""Tests that a real server exports the traces of its requests to a collector."""
 
 import json
 import re

@@ -58,7 +58,7 @@ def parts(sizes: Sequence[int], depth: int) -> tuple[WeightPart, ...]:
 
 @pytest.fixture
 def made() -> Iterator[list[Array]]:
-    """The blobs of a test, whose adapters are removed at its end."""
+    """Provides a list for the packed weights of a test. Their adapters are removed after the test."""
     blobs: list[Array] = []
     yield blobs
     for blob in blobs:

@@ -33,7 +33,7 @@ class Mirror:
 
 
 def one_byte(data: bytes) -> bytes:
-    """A hash with 256 values, so that different blocks often have the same hash."""
+    """Returns a hash with 256 possible values, so that different blocks often have the same hash."""
     return blake2b_128(data)[:1]
 
 

@@ -14,7 +14,7 @@ from support.kv_cache_model import KVCacheModel, ModelSequence, Outcome, State, 
 
 
 def two_hashes(data: bytes) -> bytes:
-    """A hash with only two values, so that collisions are frequent."""
+    """Returns a hash with only two possible values, so that collisions are frequent."""
     return (blake2b_128(data)[:1] < b"\x80" and b"0") or b"1"
 
 

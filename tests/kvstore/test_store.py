@@ -74,7 +74,7 @@ def key(number: int) -> BlockKey:
 
 @pytest.fixture
 def parts(tmp_path):
-    """A store with four blocks on its disk and none in memory, and the mover of the disk."""
+    """Provides a store with four blocks on its disk and none in memory, and the mover of the disk."""
     disk, mover = disk_tier(tmp_path / "tier")
     source, filling = Source(), BlockStore(0, 8, disk, lambda: None)
     filling.open(Pool())

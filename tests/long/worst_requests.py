@@ -3,9 +3,9 @@
     python tests/long/worst_requests.py [--repeats 3] [--only TEXT]
 
 Prints one JSON line. ``longest_stall_ms`` is the longest stall of the event loop over all kinds of requests. A delay
-that the machine imposes does not count. Therefore a stall counts at most as the processor time that the server used
-during the stall. Each request is sent several times, and its shortest stall counts, because other programs can only
-lengthen a stall. The exit code is 1 if a kind blocks the event loop for longer than ``--limit-ms``.
+that the machine imposes does not count. Therefore the counted length of a stall is at most the processor time that the
+server used during the stall. Each request is sent several times, and its shortest stall counts, because other programs
+can only lengthen a stall. The exit code is 1 if a kind blocks the event loop for longer than ``--limit-ms``.
 """
 
 from __future__ import annotations

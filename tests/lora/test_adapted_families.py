@@ -1,7 +1,7 @@
 """Compares models of several families that have a LoRA adapter with the same models with merged weights.
 
-The oracle merges in NumPy: weight + scale x B x A. It tests names, sizes and the order of rows of each family.
-``tests/integration/test_lora.py`` compares a Llama with PEFT's arithmetic.
+The oracle merges in NumPy: weight + scale x B x A. The comparison covers the names, the sizes and the row order of each
+family. ``tests/integration/test_lora.py`` compares a Llama with PEFT's arithmetic.
 """
 
 from __future__ import annotations

@@ -62,13 +62,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the server that ``alone`` starts, with its logs."""
+    """Returns the folder of the server that ``alone`` starts. It contains the server's logs."""
     return tmp_path_factory.mktemp("alone")
 
 
 @pytest.fixture(scope="module")
 def alone(model: Path, folder: Path) -> Any:
-    """The responses of MindFormers' model to all requests, each of which runs alone."""
+    """Returns the responses of MindFormers' model to all requests, each of which runs alone."""
     overrides = serve(model, "model_config.model_type=mindformers")
     with running_server(folder, overrides, forks=False) as server:
         assert server.get("/server_info")["model"]["op_table"] == "native"

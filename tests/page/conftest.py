@@ -37,7 +37,9 @@ def server(engine: FakeEngine) -> Iterator[HttpServer]:
 
 @pytest.fixture
 def page(browser: Browser, server: HttpServer, engine: FakeEngine) -> Iterator[ChatPage]:
-    """The chat page of a new user. After the test, the browser console must have no errors except expected ones."""
+    """Provides the chat page of a new user. After the test, the browser console must have no errors except expected
+    ones.
+    """
     engine.reset()
     engine.tokens_per_piece = 16
     page = ChatPage(browser, server, engine)

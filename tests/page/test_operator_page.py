@@ -21,7 +21,7 @@ pytestmark = pytest.mark.page
 
 @pytest.fixture
 def operator(page: ChatPage) -> ChatPage:
-    """The page for operators, opened after two requests."""
+    """Opens the page for operators after two requests."""
     blocks = {"total_blocks": 100, "free_blocks": 75, "prefix_hit_tokens": 30, "prefix_query_tokens": 40}
     page.engine.current = make_status(figures=Figures(running=3, waiting=2, swapped=1, preemptions=4, **blocks))
     for _ in range(2):
@@ -150,7 +150,9 @@ def test_chinese(operator: ChatPage) -> None:
 
 @pytest.fixture
 def recorded(page: ChatPage, tmp_path: Path) -> Iterator[ChatPage]:
-    """The page for operators of a server with a flight recording. Its request was computed in chunks and preempted."""
+    """Opens the page for operators of a server with a flight recording. The recorded request was computed in chunks and
+    preempted.
+    """
     with running(page.engine, recordings_folder=str(tmp_path / "flight")) as server:
         request_id = server.post("/v1/completions", {"prompt": "a"}).json()["id"]
         record_requests(tmp_path / "flight", request_id)

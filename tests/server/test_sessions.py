@@ -13,7 +13,7 @@ BODY = {"Content-Type": "application/octet-stream"}
 
 @pytest.fixture(scope="module")
 def keyed(tokenizer, tmp_path_factory):
-    """A server with keys: alice may export and import sessions, bob may not."""
+    """Provides a server with keys. Alice's key may export and import sessions, and bob's key may not."""
     access = access_for(tmp_path_factory.mktemp("keys"), "alice sessions", "bob")
     with running(FakeEngine(tokenizer), access) as server:
         yield server

@@ -1,4 +1,4 @@
-"""API keys for tests: writes a key file, and makes the access control that reads it."""
+"""Writes a file of API keys for tests, and makes the access control that reads it."""
 
 from __future__ import annotations
 

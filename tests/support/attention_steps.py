@@ -1,5 +1,5 @@
-"""Random sequences for tests of RotaryAttention, and steps that compute chosen parts of these sequences with a KV
-cache.
+"""Makes random sequences for tests of RotaryAttention, and runs steps that compute chosen parts of these sequences with
+a KV cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Caches of random bytes, moves of their blocks, and the expected result of the moves in NumPy."""
+"""Makes caches of random bytes and moves of their blocks, and computes the expected result of the moves in NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS, made with the command ``openssl``."""
+"""Makes certificates for tests of TLS, with the command ``openssl``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of tests as parts of a chat's messages."""
+"""Makes images, and the parts of chat messages that contain them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that each agent adds or gathers in the tests of collective operations."""
+"""Makes the values that each agent adds or gathers in the tests of collective operations."""
 
 from __future__ import annotations
 

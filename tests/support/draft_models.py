@@ -1,4 +1,6 @@
-"""Draft models for the tiny model: a copy with fewer layers, which has the same tokenizer and often the same tokens."""
+"""Writes draft models for the tiny model: copies with fewer layers. They have the same tokenizer and often choose the
+same tokens.
+"""
 
 from __future__ import annotations
 

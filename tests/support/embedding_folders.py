@@ -1,4 +1,4 @@
-"""Model folders with the files of sentence-transformers, and their arithmetic in float32 NumPy."""
+"""Writes model folders with the files of sentence-transformers, and computes their results in float32 with NumPy."""
 
 from __future__ import annotations
 

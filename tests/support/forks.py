@@ -190,7 +190,7 @@ class _ForkServer:
     """
 
     def __init__(self, listener: socket.socket, lifetime: int, variables: Mapping[str, str]) -> None:
-        """``lifetime`` is a pipe from the first user.
+        """Makes a fork server. ``lifetime`` is a pipe from its first user.
 
         When all users have closed their ends, the server kills all processes and ends. ``variables`` are environment
         variables that the imports have set. All forked processes get them.

@@ -1,4 +1,4 @@
-"""GGUF files for tests, written byte by byte from the description of the format."""
+"""Writes GGUF files for tests, byte by byte from the description of the format."""
 
 from __future__ import annotations
 

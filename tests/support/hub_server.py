@@ -22,8 +22,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class HubServer:
     """One repository of a hub.
 
-    ``cut`` makes downloads break off. For each file, it has a list of byte counts: the n-th download of the file ends
-    after the n-th count.
+    ``cut`` interrupts downloads. It has a list of byte counts for each file. The n-th download of the file ends after
+    the n-th number of bytes.
     """
 
     files: dict[str, bytes]

@@ -1,4 +1,4 @@
-"""Test programs that run in their own process and print their result as JSON.
+"""Runs test programs in their own process, and reads the JSON that they print.
 
 They need their own process, because MindSpore, its plugin and the settings of a device apply to a whole process.
 """

@@ -1,4 +1,4 @@
-"""Reference results of the kernels in plain NumPy (float64), and random tensors and caches as inputs."""
+"""Computes reference results of the kernels in float64 with NumPy, and makes random tensors and caches as inputs."""
 
 from __future__ import annotations
 

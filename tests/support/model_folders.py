@@ -1,4 +1,4 @@
-"""Model folders for tests: a small Llama's ``config.json``, and empty tokenizer and weight files."""
+"""Writes model folders for tests: a small Llama's ``config.json``, and empty tokenizer and weight files."""
 
 from __future__ import annotations
 

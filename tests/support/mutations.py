@@ -1,4 +1,4 @@
-"""Random changes of bytes and of JSON values that keep most of the structure, for fuzz tests.
+"""Changes bytes and JSON values at random for fuzz tests. Most of the structure stays.
 
 All functions draw from the given ``random.Random``, so a seed repeats a case.
 """

@@ -45,7 +45,7 @@ def record_random_run(
 ) -> FlightRecorder:
     """Records a random run, in which some requests are aborted, until every request has ended.
 
-    With ``drafts``, random drafts are offered all the time.
+    With ``drafts``, random drafts are offered before each step.
     """
     rng = random.Random(seed)
     simulation, recorder = recorded_simulation(folder, ring_bytes, **limits)

@@ -1,4 +1,4 @@
-"""Random bodies for /v1/completions with every kind of sampling. The same seed gives the same body."""
+"""Draws random bodies for /v1/completions with every kind of sampling. The same seed gives the same body."""
 
 from __future__ import annotations
 

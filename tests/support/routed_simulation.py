@@ -220,7 +220,7 @@ class RoutedSimulation(SimulatedClients):
                 self.update(replica, result)
 
     def lose(self, index: int, *, blameless: bool = False) -> None:
-        """The agents of a replica die. The replica is not ready until ``revive``."""
+        """Kills the agents of a replica. The replica is not ready until ``revive`` is called."""
         replica = self.replicas[index]
         self.seen["agents lost"] += 1
         self.seen["requests that lost their replica"] += len(self.router.replicas[index].entries)

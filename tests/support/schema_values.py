@@ -1,4 +1,4 @@
-"""Random JSON schemas of growing difficulty, and a validator that knows their keywords.
+"""Draws random JSON schemas of growing difficulty, and validates values against them.
 
 The validator is independent of the library that enforces schemas in the server.
 """

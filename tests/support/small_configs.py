@@ -1,4 +1,4 @@
-"""Configs for tests: a model folder without weights, and overrides that keep the server small."""
+"""Loads configs for tests, with overrides that keep the server small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small real tokenizers, trained when they are needed, of the kinds that Llama and Qwen models have."""
+"""Trains small real tokenizers when a test needs them, of the kinds that Llama and Qwen models have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small config for tests that use a ModelRunner without a server."""
+"""Makes a small config for tests that use a ModelRunner without a server."""
 
 from __future__ import annotations
 

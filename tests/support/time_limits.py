@@ -1,4 +1,4 @@
-"""Time limits of tests, scaled to the machine.
+"""Scales the time limits of tests to the speed and the load of the machine.
 
 A limit only ends a test that hangs, so it may be generous. A fixed limit fails on a slow or busy machine.
 """

@@ -1,4 +1,4 @@
-"""Sequences and intakes for tests of the waiting queue."""
+"""Makes sequences and intakes for tests of the waiting queue."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Installation:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The released wheel, or a wheel with the kernels that are compiled for this processor."""
+    """Returns the path of the released wheel, or of a wheel with the kernels that are compiled for this processor."""
     if RELEASED:
         return Path(RELEASED).resolve()
     folder = str(tmp_path_factory.mktemp("packed"))
