@@ -210,6 +210,34 @@ class TurnedGelu(native_gemma.GatedGelu):
         return self.multiply(self.gelu(gate, "tanh"), up)
 
 
+class GateForUp(native_gemma.GatedGelu):
+    """Plants a mistake: multiplies the gate by itself."""
+
+    def construct(self, both: Any) -> Any:
+        width = self.shape(both)[1] // 2
+        gate, _ = self.split(both, (width, width), -1)
+        return self.multiply(self.gelu(gate, "tanh"), gate)
+
+
+class LostSum(native_gemma.AddThenNorm):
+    """Plants a mistake: the next sum adds to the stream without the latest result."""
+
+    def construct(self, hidden: Any, residual: Any, gamma: Any) -> Any:
+        return self.norm(self.add(hidden, residual), gamma)[0], residual
+
+
+class TurnedNorms(llama.DecoderLayer):
+    """Plants a mistake: exchanges the weights of the norms before attention and before the MLP."""
+
+    def construct(self, hidden: Any, residual: Any, rotary: Any, step: Any, whole_prompts: Any) -> Any:
+        hidden, residual = self.attention(
+            hidden, residual, self.post_attention_norm.weight, rotary, step, whole_prompts
+        )
+        hidden = self.norm_attention(hidden, self.attention_result_norm.weight, step)
+        hidden, residual = self.mlp(hidden, residual, self.input_norm.weight, step)
+        return self.norm_mlp(hidden, self.mlp_result_norm.weight, step), residual
+
+
 def one_rotary() -> Any:
     """Plants a mistake: all layers use the first rotary embedding."""
     real = llama.Llama.__init__
@@ -748,6 +776,14 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "gemma, GELU of the error function": ("decode", GEMMA, lambda: patched("GatedGelu", ExactGelu)),
     "gemma, halves exchanged": ("decode", GEMMA, lambda: patched("GatedGelu", TurnedGelu)),
     "gemma, one rotary embedding": ("decode", GEMMA, one_rotary),
+    "gemma, gate for up": ("decode", GEMMA, lambda: patched("GatedGelu", GateForUp)),
+    "gemma, sum without attention": ("decode", GEMMA, lambda: patched("AddThenNorm", LostSum)),
+    "gemma, norms exchanged": ("decode", GEMMA, lambda: mock.patch.object(llama, "DecoderLayer", TurnedNorms)),
+    "gemma, epsilon": (
+        "decode",
+        GEMMA,
+        lambda: patched("ResultNorm", lambda epsilon: native_gemma.ResultNorm(10 * epsilon)),
+    ),
     "gemma, no norms of results": (
         "decode",
         GEMMA,
@@ -921,6 +957,7 @@ TOGETHER = (
     ("keys for values", "transposed weight that fits"),
     ("sections, rows for columns", "sections, mask of times"),
     ("gemma, float32 weights in one kernel", "gemma, halves exchanged", "gemma, one rotary embedding"),
+    ("gemma, gate for up", "gemma, sum without attention", "gemma, norms exchanged", "gemma, epsilon"),
     ("sums of an agent's part", "best tokens of one agent"),
     ("adapters, other input", "adapters, ranks of one layer"),
     ("mask of ones in float16", "kernels, sparse mode of a band"),

@@ -1,4 +1,7 @@
-"""Checks the parts of Gemma 3 in a graph (``agent.backends.native.gemma``): norms, GeGLU and two rotary embeddings."""
+"""Checks the parts of Gemma 3 in a graph (``agent.backends.native.gemma``).
+
+These are the norms, the sums of the residual stream, GeGLU, and two rotary embeddings.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from llm_serving.model.shape import ModelShape
 from tools.ascend_graph.listing import Wiring
-from tools.ascend_graph.mind_ir import Node, Operand
+from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 
 GEMMA_PRIMITIVES = frozenset({"GeluExt"})
 """Primitives that only Gemma has."""
@@ -15,13 +18,16 @@ _TANH = 1
 
 
 class GemmaRules:
-    """Finds norms, gates and rotary tables that do not belong to their place in a layer."""
+    """Finds norms, sums, gates and rotary tables that do not belong to their place in a layer."""
 
-    def __init__(self, wiring: Wiring, shape: ModelShape) -> None:
+    def __init__(self, wiring: Wiring, shape: ModelShape, dtype: str) -> None:
+        """``dtype`` is the short name of the activations' type."""
         self._wiring, self._shape = wiring, shape
+        self._stream = TensorType(dtype, (-1, shape.hidden_size))
         self.checks: dict[str, Callable[[Node], Iterator[str]]] = {
+            "Add": self._sum_problems,
             "GeluExt": self._gate_problems,
-            "RmsNorm": self._norm_problems,
+            "Mul": self._product_problems,
         }
 
     def counts(self, *, is_last: bool) -> dict[str, int]:
@@ -54,21 +60,98 @@ class GemmaRules:
         if half != 0:
             yield f"the gate is result {half} of SplitWithSize; it must be the first half"
 
-    def _norm_problems(self, node: Node) -> Iterator[str]:
-        """Yields an error unless each norm after attention or MLP reads the result of this attention or MLP."""
+    def _product_problems(self, node: Node) -> Iterator[str]:
+        """Yields an error unless the product with a gate has the GELU of one half of a row and the other half."""
+        factors = self._wiring.operands(node)
+        nodes = [node for node in map(self._wiring.node_of, factors) if node is not None]
+        gelus = [each for each in nodes if each.primitive == "GeluExt"]
+        if not gelus:
+            return
+        split, _ = self._wiring.source(self._wiring.operands(gelus[0])[0])
+        if self._wiring.node_of(factors[0]) is not gelus[0] or self._wiring.source(factors[1]) != (split, 1):
+            yield "the factors are not the GELU of a gate and result 1 of the SplitWithSize that the gate comes from"
+
+    def norm_problems(self, node: Node) -> Iterator[str]:
+        """Yields an error unless the norm reads the value that belongs to its weights."""
         x, gamma = self._wiring.operands(node)[:2]
         name = self._wiring.source(gamma)[0].name
+        layer, _, norm = name.removesuffix(".weight").rpartition(".")
         of_result = {"attention_result_norm": "attention.output.weight", "mlp_result_norm": "mlp.down.weight"}
-        for norm, weight in of_result.items():
-            if f".{norm}." in name and self._weight_of(x) != f"layers.{node.layer}.{weight}":
-                yield f"{name} normalises {self._weight_of(x)}; it must normalise the product with {weight}"
+        of_heads = {"query_norm": 0, "key_norm": 1}
+        if norm in of_result:
+            wanted, found = f"{layer}.{of_result[norm]}", self._weight_of(x)
+            if found != wanted or layer != f"layers.{node.layer}":
+                yield f"{name} normalises {found}; it must normalise the product with {of_result[norm]}"
+        elif norm in of_heads:
+            half = self._half_of(x)
+            if half != of_heads[norm]:
+                yield f"{name} normalises result {half} of SplitWithSize; it must be result {of_heads[norm]}"
+        else:
+            wanted, found = self._stream_before(layer, norm), self._part_of_stream(x)
+            if found != wanted:
+                yield f"{name} normalises {found}; it must normalise {wanted}"
+
+    def _sum_problems(self, node: Node) -> Iterator[str]:
+        """Yields an error unless a sum of the residual stream adds the latest result to the stream before it."""
+        if node.results != (self._stream,) or self._adds_adapter(node):
+            return
+        result, stream = map(self._part_of_stream, self._wiring.operands(node))
+        layer, _, norm = (result or "").rpartition(".")
+        before = {"attention_result_norm": "input_norm", "mlp_result_norm": "post_attention_norm"}
+        if norm not in before:
+            yield f"the sum adds {result}; it must add the norm of a result to the stream"
+        elif stream != (wanted := self._stream_before(layer, before[norm])):
+            yield f"the sum adds {result} to {stream}; it must add to {wanted}"
+
+    def _stream_before(self, layer: str, norm: str) -> str:
+        """Returns the part of the residual stream that a norm of the stream reads (see ``_part_of_stream``)."""
+        if norm == "post_attention_norm":
+            return f"the sum with {layer}.attention_result_norm"
+        number = self._shape.num_layers if norm == "norm" else int(layer.removeprefix("layers."))
+        return f"the sum with layers.{number - 1}.mlp_result_norm" if number else "the embedding"
+
+    def _part_of_stream(self, operand: Operand) -> str | None:
+        """Returns what an operand is: the embedding, the result of a norm, or the sum with such a result.
+
+        The operand may have only the rows of the last tokens. Returns None for other values.
+        """
+        node = self._wiring.node_of(operand)
+        while node is not None and node.primitive in ("AllReduce", "Gather", "Mul"):
+            first = self._wiring.operands(node)[0]
+            if self._wiring.source(first)[0].name == "embedding.weight":
+                return "the embedding"
+            node = self._wiring.node_of(first)
+        if node is None:
+            return None
+        if node.primitive == "RmsNorm":
+            return self._wiring.source(self._wiring.operands(node)[1])[0].name.removesuffix(".weight")
+        if node.primitive == "Add":
+            return f"the sum with {self._part_of_stream(self._wiring.operands(node)[0])}"
+        return None
+
+    def _half_of(self, operand: Operand) -> int | None:
+        """Returns which result of SplitWithSize an operand is. The result may be reshaped."""
+        node = self._wiring.node_of(operand)
+        while node is not None and node.primitive == "Reshape":
+            operand = self._wiring.operands(node)[0]
+            node = self._wiring.node_of(operand)
+        is_split = node is not None and node.primitive == "SplitWithSize"
+        return self._wiring.source(operand)[1] if is_split else None
 
     def _weight_of(self, operand: Operand) -> str | None:
-        """Returns the name of the weight whose product is ``operand``. The product may be summed over agents."""
+        """Returns the name of the weight whose product is ``operand``.
+
+        The product may be summed over agents, and may have the result of an adapter added.
+        """
         node = self._wiring.node_of(operand)
-        while node is not None and node.primitive == "AllReduce":
+        while node is not None and (node.primitive == "AllReduce" or self._adds_adapter(node)):
             node = self._wiring.node_of(self._wiring.operands(node)[0])
         if node is None:
             return None
         names = [self._wiring.source(each)[0].name for each in self._wiring.operands(node)]
         return next((name for name in names if name.endswith(".weight")), None)
+
+    def _adds_adapter(self, node: Node) -> bool:
+        """Returns True if a node adds an adapter's result to a product. ``AdapterRules`` checks these sums."""
+        added = self._wiring.node_of(self._wiring.operands(node)[-1]) if node.primitive == "Add" else None
+        return added is not None and added.primitive == "GroupedMatmulV4"

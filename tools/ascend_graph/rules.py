@@ -117,7 +117,7 @@ class _Rules:
         self._query, self._key = heads * dim, kv_heads * dim
         self._sections = SectionRules(self._wiring, self._shape) if self._shape.rotary_sections else None
         self._takes_rows = self._shape.vision is not None
-        self._gemma = GemmaRules(self._wiring, self._shape) if self._shape.gemma is not None else None
+        self._gemma = GemmaRules(self._wiring, self._shape, self._dtype) if self._shape.gemma is not None else None
         sizes = StackedSizes.of_config(config)
         self._adapters = None if sizes is None else AdapterRules(self._wiring, sizes, self._shape, self._dtype)
         self._integer_cache = None
@@ -137,6 +137,7 @@ class _Rules:
             "FlashAttentionScore": self._check_flash_attention,
             "ApplyRotaryPosEmb": self._check_rotary,
             "AddRmsNorm": self._check_norm,
+            "RmsNorm": self._check_norm,
         } | dict.fromkeys(PRODUCTS, self._products.problems)
         checks |= self._experts.checks
         if self._latent is not None:
@@ -322,9 +323,11 @@ class _Rules:
             yield from self._gemma.rotary_problems(node)
 
     def _check_norm(self, node: Node) -> Iterator[str]:
-        epsilon = self._wiring.operands(node)[3].value
+        epsilon = self._wiring.operands(node)[-1].value
         if not np.isclose(epsilon, self._shape.rms_norm_eps, rtol=1e-5):
             yield f"epsilon is {epsilon:g}; the model's is {self._shape.rms_norm_eps:g}"
+        if self._gemma is not None and node.primitive == "RmsNorm":
+            yield from self._gemma.norm_problems(node)
 
     def _compressed_mask_problems(self, mask: Operand) -> Iterator[str]:
         masked = 1.0 if self._dtype == "bf16" else _MASKED
