@@ -25,7 +25,7 @@ from performance.artificial_device.queue import ArtificialDevice, QueuedLaunch, 
 from support.agent_group import Setup  # noqa: E402
 
 SPOILED = 8
-"""The step that fails in the last run."""
+"""The number of the step that fails in the last run."""
 
 
 class NotedDevice(ArtificialDevice):

@@ -27,7 +27,7 @@ CASES = [
     ("2 share layers, int8", "qwen3_moe"),
     ("2 stages", "gqa_tied"),
 ]
-"""A model with experts, whose graphs use more than the inference primitives, and two stages."""
+"""Cases with experts, whose graphs also use operators beyond the inference primitives, and with two pipeline stages."""
 SWEPT_CASES = [
     ("one agent, int8", "qwen3_moe"),
     ("2 share layers", "qwen3_moe"),

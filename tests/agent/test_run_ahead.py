@@ -21,7 +21,7 @@ from support.step_config import make_config
 
 PROGRAM = Path(__file__).with_name("run_ahead_program.py")
 FAILED = 8
-"""The step that the mode ``failing`` of the program spoils."""
+"""The number of the step that fails in the part ``failing`` of the program."""
 
 
 TOGETHER = ("greedy", "mixed", "failing", "captured")

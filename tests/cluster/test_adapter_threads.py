@@ -1,4 +1,4 @@
-"""Tests the threads that read and write the cache of a node's adapters. The disk is as slow as the test wants."""
+"""Tests the threads that read and write the cache of a node's adapters. The test decides when a write ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SlowCache:
 
 
 class Node:
-    """The adapters of a run of agents, with lists of what they ask and load."""
+    """The adapters of a node during one run of agents. It records the messages to the server and to the agents."""
 
     def __init__(self, folder):
         self.cache, self.asked, self.loaded, self.notes = SlowCache(), [], [], []

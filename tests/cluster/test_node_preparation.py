@@ -71,7 +71,7 @@ class Channel:
 
 @pytest.fixture
 def session(tmp_path, monkeypatch):
-    """A link whose server has asked for agents. The test sets how the memory is created."""
+    """Provides a link whose server has asked for agents. The test decides how the memory is created."""
     monkeypatch.setattr(preparation, "check_node", lambda config, files: None)
     channel = Channel(link.control(link.Start(small_config(tmp_path).to_json(), {})))
     notes = []
@@ -121,7 +121,7 @@ def test_memory_that_is_ready_after_the_end_of_the_link_is_removed(session, monk
 
 
 def test_memory_that_was_made_before_an_error_is_removed(tmp_path, monkeypatch):
-    """The memory for tiles exists, and there is no room for the step slots."""
+    """The node has made the memory for tiles. Then the memory for the step slots fails, because there is no space."""
     closed = []
     tiles = SimpleNamespace(close=lambda: closed.append("tiles"))
 

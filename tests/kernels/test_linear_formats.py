@@ -31,7 +31,7 @@ for dtype in DTYPES:
             results = [linear(x, blob, dtype, epilogue=epilogue) for epilogue in ("store", "store_float", "swiglu")]
             digest = hashlib.sha256(b"".join(result.tobytes() for result in results))
             print(dtype, fmt, group, asymmetric, digest.hexdigest())
-# Whole tiles of the matrix unit: one and two blocks of rows, a short one, several pieces of the depth.
+# Fills whole tiles of the matrix unit, in one and in two blocks of rows. The depth needs several pieces.
 w = rng.standard_normal((150, 1024)).astype(np.float32)
 blob = packed("int8", w)
 for rows in (1, 5, 16, 17, 32, 45, 70):

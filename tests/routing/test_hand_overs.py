@@ -410,8 +410,8 @@ def test_transfers_that_end_with_the_loss_of_a_node_do_not_count(lost: int) -> N
 
 
 def test_the_threshold_grows_with_the_time_of_the_link() -> None:
-    """Prefill takes 1 ms per token. A hand-over of 10 blocks takes 50 ms: 20 ms for copies, 20 ms on the link, and 10
-    ms in any case.
+    """The threshold is the prompt length from which a hand-over is faster than a prefill. Prefill takes 1 ms per token.
+    A hand-over of 10 blocks takes 50 ms: 20 ms for copies, 20 ms on the link, and 10 ms in any case.
     """
     threshold = PromptThreshold(4)
     threshold.note(0.05, 10)

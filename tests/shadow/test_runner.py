@@ -28,7 +28,7 @@ ANSWER = ServedAnswer([1, 2], [3, 4], b"")
 
 
 class Setup:
-    """A runner whose scores are scripted. ``requests`` are the users' requests of each model."""
+    """A shadow runner whose scores come from a script. ``requests`` has the users' requests of each model."""
 
     def __init__(self, models: Models, **settings: Any) -> None:
         self.models = models
@@ -45,7 +45,7 @@ class Setup:
         self.equip("main")
 
     def equip(self, name: str, text: str = "same") -> None:
-        """Gives the engine of a version the members that the runner uses."""
+        """Adds to the engine of the version ``name`` the attributes that the runner uses."""
         version: Any = self.models[name].version
         version.engine.tokenizer = SimpleNamespace(encode=lambda probe: [text])
         version.engine.status = lambda: SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The ledger of a chaos run, which judges each fault, and the check for leaks in the server."""
+"""The ledger of a chaos run, which checks the outcome of each fault, and the check for leaks in the server."""
 
 from __future__ import annotations
 

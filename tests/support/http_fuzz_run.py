@@ -15,7 +15,7 @@ from support.stall_watch import MAX_STALL_S, Stall, StallWatch
 from support.time_limits import time_limit
 
 MAX_GROWTH_MIB = 24.0
-"""Maximum growth of the server after the warm-up. Freed memory is not always given back, so it is not 0."""
+"""Maximum growth of the server after the warm-up, in MiB. It is above 0, because an allocator may keep freed memory."""
 WARM_UP = 0.3
 """Fraction of the requests that are sent before the growth of memory is measured."""
 STALL_REPEATS = 2

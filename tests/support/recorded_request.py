@@ -1,4 +1,4 @@
-"""A recorded run in which one request is computed in chunks and preempted, for tests of its timeline."""
+"""Records a run in which one request is computed in chunks and preempted, for tests of the request's timeline."""
 
 from __future__ import annotations
 
