@@ -15,7 +15,8 @@ from pathlib import Path
 from llm_serving.ipc.adapters import AdapterMemory
 
 MAX_CACHE_BYTES = 4 << 30
-"""Maximum total bytes of the files. A new file that would exceed them replaces the least recently used files."""
+"""Maximum total bytes of the files, also of unfinished ones. A new file that would exceed them replaces the least
+recently used files."""
 _SUFFIX = ".adapter"
 _UNFINISHED = ".part"
 _UNFINISHED_AGE_S = 3600.0
@@ -44,12 +45,15 @@ class AdapterCache:
         return is_whole
 
     def keep(self, memory: AdapterMemory, digest: bytes) -> None:
-        """Writes an adapter to a file. Raises OSError if it cannot be written."""
+        """Writes an adapter to a file. Raises OSError if it cannot be written, or is larger than the limit."""
+        if memory.num_bytes > self._max_bytes:
+            raise OSError(f"it has {memory.num_bytes} bytes; the folder keeps at most {self._max_bytes}")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._make_room(memory.num_bytes)
         unfinished = self._folder / f"{secrets.token_hex(8)}{_UNFINISHED}"
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.truncate(memory.num_bytes)  # other nodes count the file with its final size
+                self._make_room()
                 memory.write_to(file)
             unfinished.replace(self._path(digest))
         except BaseException:
@@ -60,17 +64,21 @@ class AdapterCache:
     def _path(self, digest: bytes) -> Path:
         return self._folder / f"{digest.hex()}{_SUFFIX}"
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Removes old files, so that ``num_bytes`` more fit. Another node may remove files at the same time."""
-        found = []
+    def _make_room(self) -> None:
+        """Removes old files until all files, also the unfinished ones, fit. Another node may remove files at the same
+        time.
+        """
+        found, total = [], 0
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError):
                 status = path.stat()
                 if path.suffix == _UNFINISHED and status.st_mtime < time.time() - _UNFINISHED_AGE_S:
                     path.unlink()
-                elif path.suffix == _SUFFIX:
+                    continue
+                if path.suffix == _SUFFIX:
                     found.append((status.st_mtime, status.st_size, path))
-        total = num_bytes + sum(size for _, size, _ in found)
+                if path.suffix in (_SUFFIX, _UNFINISHED):
+                    total += status.st_size
         for _, size, path in sorted(found):
             if total <= self._max_bytes:
                 return

@@ -225,6 +225,27 @@ def test_the_cache_removes_old_and_unfinished_files(tmp_path, make_memory):
     assert not cache.fill(make_memory(10, size=100), memories[1].digest())
 
 
+def test_the_cache_never_has_more_than_its_limit(tmp_path, make_memory, monkeypatch):
+    folder = tmp_path / "cache"
+    cache = AdapterCache(folder, max_bytes=250)
+    first, second, large = make_memory(0, size=100), make_memory(1, size=100), make_memory(2, size=251)
+    cache.keep(first, first.digest())
+    with pytest.raises(OSError, match="251 bytes; the folder keeps at most 250"):
+        cache.keep(large, large.digest())
+    [kept] = folder.iterdir()
+    assert kept.name == f"{first.digest().hex()}.adapter", "an adapter that cannot be kept removes no other one"
+
+    (folder / "b.part").write_bytes(bytes(100))  # another node writes an adapter
+    sizes = []
+
+    def note_sizes(file):
+        sizes.extend(path.stat().st_size for path in folder.iterdir())
+
+    monkeypatch.setattr(second, "write_to", note_sizes)
+    cache.keep(second, second.digest())
+    assert sizes == [100, 100], "the old adapter made room, and the new file has its final size from the start"
+
+
 def test_a_node_that_is_killed_while_an_adapter_travels_is_replaced(make_node, make_executor, pool, make_memory, sent):
     """The node is stopped before it asks for the first bytes."""
     node = make_node()
