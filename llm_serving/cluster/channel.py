@@ -19,6 +19,10 @@ MAX_UNSENT_FRAMES = 4096
 """
 
 
+class UnreadFramesError(ConnectionError):
+    """The peer reads so slowly that a frame was not kept. The connection itself is not broken."""
+
+
 class SecureChannel:
     """Sends and receives frames over a connected TLS socket, which it owns. Only one thread at a time may use it.
 
@@ -51,11 +55,11 @@ class SecureChannel:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
     def send(self, payload: bytes) -> None:
-        """Sends one frame, or keeps the frame for ``flush``. Raises OSError if the connection is broken, or if the peer
-        does not read.
+        """Sends one frame, or keeps the frame for ``flush``. Raises OSError if the connection is broken, and its
+        subclass UnreadFramesError if the peer does not read.
         """
         if len(self._unsent) >= MAX_UNSENT_FRAMES:
-            raise ConnectionError(f"the peer has not read the last {len(self._unsent)} frames; more are not kept")
+            raise UnreadFramesError(f"the peer has not read the last {len(self._unsent)} frames; more are not kept")
         self._unsent.append(frame(payload, self._max_bytes))
         self.flush()
 

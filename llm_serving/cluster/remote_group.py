@@ -4,7 +4,6 @@ carries the contents of the slots.
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 
 from llm_serving.cluster import messages as link
 from llm_serving.cluster.adapters import AdapterSender
-from llm_serving.cluster.channel import SecureChannel
+from llm_serving.cluster.channel import SecureChannel, UnreadFramesError
 from llm_serving.cluster.messages import BEAT, BEAT_S, SERVER_PATIENCE_S, Carried, GroupLost, GroupReady, Progress
 from llm_serving.cluster.nodes import Node, NodePool
 from llm_serving.cluster.standby import Standby, is_wanted
@@ -91,7 +90,7 @@ class RemoteGroup:
         """The reason why the node does not serve this model, or an empty text."""
         self._problem = ""
         self._broken = ""
-        """The error with which the selector refused to watch the link, or an empty text."""
+        """The error of the link that no read reports, or an empty text."""
         layout = SlotLayout.of(config.slot_limits())
         self.slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
         self._contents = [SlotContents(slot) for slot in self.slots]
@@ -210,8 +209,12 @@ class RemoteGroup:
         self.kill()
 
     def _send(self, frame: bytes) -> None:
-        with contextlib.suppress(OSError):  # the next read reports the broken connection
+        try:
             self._channel.send(frame)
+        except UnreadFramesError as error:
+            self._broken = str(error)  # ``look`` reports it, because the connection itself still works
+        except OSError:
+            pass  # the next read reports the broken connection
         self._watch()
 
     def _watch(self) -> None:

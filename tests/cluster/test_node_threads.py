@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from llm_serving.cluster import nodes, remote_group
+from llm_serving.cluster import channel, nodes, remote_group
 from llm_serving.cluster.dialling import Address
 from llm_serving.cluster.messages import BEAT_S, Welcome
 from llm_serving.cluster.nodes import Node, NodeState
 from llm_serving.cluster.program import own_program
-from llm_serving.cluster.remote_group import RemoteStarter
+from llm_serving.cluster.remote_group import RemoteGroup, RemoteStarter
 from llm_serving.errors import AgentStartError, ProtocolError
 from support.small_configs import small_config
 from support.time_limits import time_limit
@@ -140,3 +140,26 @@ def test_a_node_whose_agents_cannot_be_started_is_given_back(held, pool, tmp_pat
         starter()
     assert channel.is_closed
     assert (node.state, node.replica, node.num_losses) == (NodeState.CONNECTING, None, 1)
+
+
+def test_a_node_that_does_not_read_is_lost(pool, tmp_path, monkeypatch):
+    """The link accepts no frames, and the node still sends signs of life."""
+    monkeypatch.setattr(channel, "MAX_UNSENT_FRAMES", 3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ends = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    link = channel.SecureChannel(ends[0])
+    monkeypatch.setattr(link, "flush", lambda: None)
+    node = Node("one", Address("localhost", 1))
+    node.channel = link
+    pool._nodes["one"] = node
+    group = RemoteGroup(small_config(tmp_path, []), 0, node, pool, {}, lambda *progress: None)
+    link.last_received = float("inf")
+    for _ in range(2):
+        group.look(0.0, 0.0, ())
+        group._send(b"x")
+    group._send(b"x")
+    assert group.next_look(None) == 0.0
+    with pytest.raises(AgentStartError, match="node one: the peer has not read the last 3 frames"):
+        group.look(0.0, 0.0, ())
+    group.kill()
+    ends[1].close()
