@@ -44,3 +44,4 @@ class EngineAdapters(AdapterRegistry):
         finally:
             if not is_loaded:
                 self.give_back(slot)
+                self.on_free(slot)  # after a timeout, the agents may still load the adapter

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from llm_serving.engine.adapter_loading import EngineAdapters
 from llm_serving.engine.adapters import AgentAdapters
 from llm_serving.engine.agent_questions import AgentQuestions
+from llm_serving.engine.commands import DropAdapter, LoadAdapter
 from llm_serving.engine.outputs import AdapterAnswer
 
 
@@ -93,5 +95,20 @@ def test_a_late_answer_does_not_end_the_wait_for_the_next_adapter() -> None:
         questions.take(AdapterAnswer(commands[0].number, "the first one was late"))
         questions.take(AdapterAnswer(commands[1].number, ""))
         await second
+
+    asyncio.run(run())
+
+
+def test_an_adapter_whose_load_timed_out_is_dropped() -> None:
+    """Otherwise its memory stays, and restarted agents load it."""
+
+    async def run() -> None:
+        commands: list[Any] = []
+        core: Any = SimpleNamespace(submit=commands.append, ended=False)
+        adapters = EngineAdapters(1, core, AgentQuestions(core))
+        with pytest.raises(asyncio.TimeoutError):
+            await adapters.load("a", "/adapters/a", b"a", MEMORY, 0.001)
+        assert commands == [LoadAdapter(1, 0, MEMORY), DropAdapter(0)]
+        assert adapters.take_slot() == 0
 
     asyncio.run(run())

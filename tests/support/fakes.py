@@ -129,7 +129,7 @@ class FakeExecutor:
         return self._num_loads
 
     def drop_adapter(self, slot: int) -> None:
-        del self.adapters[slot]
+        self.adapters.pop(slot, None)
 
     def request_status(self) -> None:
         self.push(AgentStatus(self.agents()))
