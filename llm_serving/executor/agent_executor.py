@@ -114,6 +114,7 @@ class AgentExecutor:
         """Writes the step into a free slot and announces it to the agents."""
         assert self._group is not None, "a step was submitted while no agent is ready"
         self._group.send(self._steps.write(step))
+        self._pauses.begin(time.monotonic())
 
     def abort(self, seq: int) -> None:
         """Asks the agent to drop a step. With several agents, does nothing, because some of them may have begun the
@@ -260,6 +261,7 @@ class AgentExecutor:
         try:
             self._group = self.start_group()
             self._is_waiting = self._group is None
+            self._pauses.begin(time.monotonic())
             for source, receive in () if self._group is None else self._group.sources():
                 self._selector.register(source, selectors.EVENT_READ, partial(self._on_readable, receive))
         except OSError as error:

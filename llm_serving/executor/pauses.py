@@ -25,6 +25,14 @@ class PauseWatch:
         """The latest time of the next ``look``, by the caller's clock. None after ``rest``, until the next ``look``."""
         return None if self._looked_at is None else self._looked_at + COUNTED_S / 2
 
+    def begin(self, now: float) -> None:
+        """Begins the measurement if this object rests. Call this method when a deadline begins.
+
+        Without it, a pause before the first ``look`` would not be found.
+        """
+        if self._looked_at is None:
+            self._looked_at = now
+
     def look(self, now: float) -> float:
         """Returns the seconds of pause since the last call. 0.0 in the first call after ``rest``."""
         before, self._looked_at = self._looked_at, now

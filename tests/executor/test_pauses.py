@@ -9,9 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+from llm_serving.executor.base import AgentReady
 from llm_serving.executor.pauses import COUNTED_S, PauseWatch
+from support.executor_steps import events_until, prefill, results
 from support.paused_executor import GRACE_S, STEP_TIMEOUT_S
 from support.small_configs import REPOSITORY
+from support.stub_agent import SLOW
 from support.time_limits import time_limit
 
 
@@ -25,6 +28,21 @@ def test_only_the_time_beyond_a_usual_look_is_a_pause() -> None:
     watch.rest()
     assert watch.next_look is None
     assert watch.look(5000.0) == 0.0
+    watch.begin(5060.0)
+    assert watch.look(5060.0 + COUNTED_S) == 60.0, "begin() changes nothing while a deadline runs"
+
+
+def test_a_pause_before_the_first_look_is_found(make_executor, monkeypatch) -> None:
+    """The process is paused before the first poll after the start, and before the first poll after an idle period."""
+    hour, monotonic = 3600.0, time.monotonic
+    executor = make_executor(f"serving_config.agent_start_timeout_s={hour / 4}")
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + hour)
+    events_until(executor, AgentReady)
+    executor.poll(0)
+    executor.submit(prefill(0, SLOW))
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 2 * hour)
+    [result] = results(executor, 1)
+    assert result.error is None
 
 
 def test_a_paused_server_does_not_lose_an_agent_that_works(tmp_path: Path) -> None:
