@@ -61,8 +61,12 @@ def test_a_new_profile_forgets_the_last_one(server, calls):
     assert server.http.post("/profile/stop").status_code == 409
 
 
-def test_profiles_have_folders_of_their_own(server, calls):
-    """Two profiles of the same second must not mix their files."""
+def test_profiles_have_folders_of_their_own(server, calls, monkeypatch):
+    """Two profiles that start at the same time, by the clock, must not mix their files."""
+    moment = time.localtime()
+    monkeypatch.setattr(profile_module, "time", SimpleNamespace(
+        strftime=lambda form: time.strftime(form, moment)
+    ))  # fmt: skip
     for _ in range(3):
         server.http.post("/profile/start")
         server.http.post("/profile/stop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,12 @@ async def _start(state: ServerState, request: Request) -> Response:
 
 
 def _new_folder(state: ServerState) -> str:
-    """Returns the path of a folder that no other profile has."""
-    now = time.time()
-    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now * 1000) % 1000:03d}"
+    """Returns the path of a folder that no other profile has.
+
+    The name has random digits, because two profiles can start in the same millisecond. The server cannot reserve the
+    name by making the folder, because agents on other machines write to their own disks.
+    """
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     return str(Path(state.settings.profile_folder).absolute() / name)
 
 
