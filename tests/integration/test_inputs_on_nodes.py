@@ -58,6 +58,10 @@ def load(server: ServerProcess, name: str, folder: Path) -> None:
     assert loaded.get("id") == name, loaded
 
 
+def unload(server: ServerProcess, name: str) -> None:
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": name})["deleted"] is True
+
+
 @dataclass
 class Cluster:
     server: ServerProcess
@@ -99,9 +103,7 @@ def local(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iter
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iterator[Cluster]:
-    """Provides a server with two replicas, of which only one has a node at first. The tests share the server and run in
-    order.
-    """
+    """Provides a server with two replicas, of which only one has a node at first. The last test exchanges this node."""
     folder = tmp_path_factory.mktemp("cluster")
     key = new_key(folder)
     first = NodeProcess(folder / "first", key)
@@ -143,10 +145,12 @@ def test_adapters_are_loaded_and_unloaded_while_the_node_serves(
     load(local, "second", adapters["second"])
     assert all_answers(cluster.server, "second", "first") == all_answers(local, "second", "first")
     for server in (cluster.server, local):
-        assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"})["deleted"] is True
+        unload(server, "second")
         load(server, "new", adapters["new"])
     assert cluster.server.post("/v1/completions", {"prompt": "a", "model": "second"})["status"] == 404
     assert all_answers(cluster.server, "new") == all_answers(local, "new")
+    for server in (cluster.server, local):
+        unload(server, "new")
 
 
 def test_blocks_come_back_from_the_host_memory_of_the_node(cluster: Cluster, local: ServerProcess) -> None:
@@ -167,10 +171,12 @@ def test_blocks_come_back_from_the_host_memory_of_the_node(cluster: Cluster, loc
 
 
 def test_a_replaced_agent_and_a_node_that_joins_later_have_adapters_and_images(
-    cluster: Cluster, local: ServerProcess
+    cluster: Cluster, local: ServerProcess, adapters: dict[str, Path]
 ) -> None:
     [first] = cluster.nodes
     [agent] = first.agents()
+    for server in (cluster.server, local):
+        load(server, "new", adapters["new"])
     agent.kill()
     wait_for(lambda: cluster.server.events("agent_lost"))
     wait_for(lambda: "ready" in cluster.states())
