@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 from typing import Any, TypeVar
 
 from llm_serving.executor.agent_executor import AgentExecutor
-from llm_serving.executor.base import ExecutorEvent
+from llm_serving.executor.base import AgentLost, ExecutorEvent
 from llm_serving.ipc.segment import SHM_DIRECTORY, SHM_PREFIX
 from llm_serving.request import Request
 from llm_serving.sampling_params import SamplingParams
@@ -31,6 +32,22 @@ def events_until(executor: AgentExecutor, kind: type[E], timeout_s: float = 20.0
         if any(isinstance(event, kind) for event in events):
             return events
     raise AssertionError(f"no {kind} within {timeout_s} s; got {events}")
+
+
+def loss_by_event(executor: AgentExecutor, timeout_s: float = 60.0) -> AgentLost:
+    """Returns the loss of a killed agent, which must be the next event.
+
+    ``poll`` is only called while a source of the executor is readable. An executor that does not watch the end of its
+    agents, but looks at them in ``poll``, does not notice the loss.
+    """
+    events: list[ExecutorEvent] = []
+    while not events:
+        readable, _, _ = select.select([executor], [], [], time_limit(timeout_s))
+        assert readable, "no source of the executor became readable when the agent ended"
+        events = executor.poll(0.0)
+    [lost] = events
+    assert isinstance(lost, AgentLost)
+    return lost
 
 
 def results(executor: AgentExecutor, count: int, timeout_s: float = 20.0) -> list[StepResult]:
