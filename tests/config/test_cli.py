@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,9 +159,8 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"llm-serving {__version__}\n"
 
 
-def test_a_mistake_is_reported_within_two_seconds_without_numpy_or_mindspore() -> None:
+def test_a_mistake_is_reported_without_imports_of_numpy_or_mindspore() -> None:
     code = f"import sys\ntry:\n    {RUN}\nfinally:\n    print([m for m in ('numpy', 'mindspore') if m in sys.modules])"
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code, "--set", "pa_config.num_blocks=none"],
         cwd=REPOSITORY,
@@ -171,7 +169,6 @@ def test_a_mistake_is_reported_within_two_seconds_without_numpy_or_mindspore() -
         timeout=time_limit(30),
         check=False,
     )
-    assert time.monotonic() - start < time_limit(2.0)
     assert done.returncode == 2
     assert done.stdout == "[]\n"
     assert done.stderr == "error: command line: pa_config.num_blocks = 'none': must be an integer or auto, not text\n"

@@ -1,16 +1,14 @@
-"""Tests clients that disconnect, on a raw socket. Their request is aborted immediately, in every state."""
+"""Tests clients that disconnect, on a raw socket. Their request is aborted in every state."""
 
 import json
 import socket
 import struct
-import time
 
 import pytest
 
 from llm_serving.server.http import body as body_module
 from llm_serving.server.http import protocol as http_protocol
 from support.http_server import MAX_BODY_BYTES, http_request, read_response, wait_until
-from support.time_limits import time_limit
 
 SLOW = {"prompt": "a", "max_tokens": 100}
 ENDLESS = [300] * 100
@@ -52,16 +50,16 @@ def test_going_away_aborts(server, engine, path, body, close):
     connection = server.raw(http_request(path, json.dumps(body).encode()))
     wait_until(lambda: any(request.num_pieces for request in engine.submitted))
     close(connection)
-    assert wait_until(lambda: aborted(engine)) < 0.5
+    wait_until(lambda: aborted(engine))
     assert server.log.named("internal_error") == []
 
 
 def test_going_away_before_the_first_token_aborts(server, engine):
-    slow(engine, delay_s=5)
+    slow(engine, delay_s=3600)  # no write fails, so only the end of the connection aborts the request
     connection = server.raw(http_request("/v1/completions", json.dumps({**SLOW, "stream": True}).encode()))
     wait_until(lambda: bool(engine.submitted))
     connection.close()
-    assert wait_until(lambda: aborted(engine)) < 0.5
+    wait_until(lambda: aborted(engine))
 
 
 def test_a_client_that_does_not_read_holds_up_only_itself(server, engine, tokenizer):
@@ -98,9 +96,7 @@ def test_headers_that_do_not_come_are_not_waited_for(server, monkeypatch):
     monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.2)
     for data in (b"", b"POST /v1/comp"):
         with server.raw(data) as connection:
-            start = time.monotonic()
             assert read_response(connection)[0] == 408
-            assert time.monotonic() - start < time_limit(2.0)
 
 
 def test_endless_headers_are_cut_off(server):
@@ -125,12 +121,12 @@ def test_a_chunked_body_is_bounded_while_it_is_read(server):
         assert "more than" in json.loads(body)["error"]["message"]
 
 
-def test_a_large_body_is_refused_before_it_is_sent(server):
+def test_a_large_body_is_refused_before_it_is_sent(server, monkeypatch):
+    monkeypatch.setattr(body_module, "DRAIN_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(body_module, "BODY_TIMEOUT_S", 3600.0)
     head = http_request("/v1/completions", b"", "Content-Length: 9999999", "Expect: 100-continue")
     with server.raw(head) as connection:
-        start = time.monotonic()
         assert read_response(connection)[0] == 413
-        assert time.monotonic() - start < time_limit(0.5)
 
 
 def test_bytes_that_are_not_http(server):
@@ -241,5 +237,5 @@ def test_going_away_after_a_pipelined_request_aborts(server, engine, stream):
     wait_until(lambda: any(one.num_pieces for one in engine.submitted))
     connection.sendall(request + http_request("/v1/completions", b"x" * 200_000))
     connection.close()
-    assert wait_until(lambda: aborted(engine)) < 0.5
+    wait_until(lambda: aborted(engine))
     assert len(engine.submitted) == 1
