@@ -75,6 +75,7 @@ def _hand_over_names(config: Config, owned: ExitStack) -> list[str]:
     if not config.num_hand_over_blocks:
         return []
     from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
+    from llm_serving.ipc.segment import creation_failure
 
     layouts = [HandOverLayout.of(config, rank) for rank in range(config.parallel_config.group_size)]
     names = []
@@ -85,10 +86,9 @@ def _hand_over_names(config: Config, owned: ExitStack) -> list[str]:
             owned.callback(memory.close)
             names.append(memory.name)
     except OSError as error:
-        raise AgentStartError(
-            f"/dev/shm has no room for {sum(one.num_bytes for one in layouts if one is not None)} bytes of handed"
-            f" blocks: {error.strerror}; give it more, or lower parallel_config.hand_over_blocks"
-        ) from error
+        content = f"{sum(one.num_bytes for one in layouts if one is not None)} bytes of handed blocks"
+        remedy = "give it more, or lower parallel_config.hand_over_blocks"
+        raise AgentStartError(creation_failure(error, content, remedy)) from error
     return names
 
 
@@ -98,6 +98,7 @@ def _tile_memory(config: Config, owned: ExitStack) -> TileMemory | None:
     So a request can go from one replica to another without a copy of its tiles. Returns None if the model reads no
     images. Raises AgentStartError if /dev/shm is too small.
     """
+    from llm_serving.ipc.segment import creation_failure
     from llm_serving.ipc.tile_memory import TileLayout, TileMemory
 
     layout = TileLayout.of(config)
@@ -106,10 +107,9 @@ def _tile_memory(config: Config, owned: ExitStack) -> TileMemory | None:
     try:
         memory = TileMemory.create(layout)
     except OSError as error:
-        raise AgentStartError(
-            f"/dev/shm has no room for {layout.num_bytes} bytes of tiles of images: {error.strerror}; give it more, or"
-            " lower image_config.max_tiles"
-        ) from error
+        content = f"{layout.num_bytes} bytes of tiles of images"
+        remedy = "give it more, or lower image_config.max_tiles"
+        raise AgentStartError(creation_failure(error, content, remedy)) from error
     owned.callback(memory.close)
     return memory
 

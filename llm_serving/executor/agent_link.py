@@ -18,7 +18,7 @@ from llm_serving.ipc.channel import Channel
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.host_pool import HostPoolLayout, HostPoolMemory
 from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage
-from llm_serving.ipc.segment import SHM_DIRECTORY
+from llm_serving.ipc.segment import creation_failure
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotMemory
 from llm_serving.telemetry.log_file import Rotation
 
@@ -63,12 +63,11 @@ class GroupMemory:
         except OSError as error:
             needed = SlotLayout.of(limits).slot_bytes * NUM_SLOTS + (0 if layout is None else layout.num_bytes)
             tiers = sum(pool.num_bytes for pool in pools)
-            raise AgentStartError(
-                f"{SHM_DIRECTORY} has no room for {needed} bytes of step slots and exchange"
-                + (f" and {tiers} bytes of KV tiers" if tiers else "")
-                + f": {error.strerror}; give it more, or lower scheduler_config.max_num_batched_tokens"
-                + (" or kv_tier_config.host_blocks" if tiers else "")
-            ) from error
+            content = f"{needed} bytes of step slots and exchange"
+            content += f" and {tiers} bytes of KV tiers" if tiers else ""
+            remedy = "give it more, or lower scheduler_config.max_num_batched_tokens"
+            remedy += " or kv_tier_config.host_blocks" if tiers else ""
+            raise AgentStartError(creation_failure(error, content, remedy)) from error
 
     def mark_down(self) -> None:
         """Marks the group as ended, so that agents that wait for each other stop."""

@@ -12,6 +12,7 @@ removes it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -50,7 +51,7 @@ class NamedSegment:
 def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
     """Creates a segment of zeros and yields its name and mapping. If the body of ``with`` fails, the name is removed.
 
-    Raises OSError if /dev/shm is too small.
+    Raises OSError if /dev/shm is too small or not writable.
     """
     name = f"{SHM_PREFIX}{os.getpid()}x{secrets.token_hex(8)}"
     path = os.path.join(SHM_DIRECTORY, name)
@@ -66,6 +67,16 @@ def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
         raise
     finally:
         os.close(descriptor)
+
+
+def creation_failure(error: OSError, needed: str, remedy: str) -> str:
+    """Describes why a segment could not be created. ``needed`` is its size and content, for example ``8 bytes of X``.
+
+    ``remedy`` says what to do if /dev/shm is too small.
+    """
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{SHM_DIRECTORY} is not writable: {error.strerror}; make it writable for the user of the server"
+    return f"{SHM_DIRECTORY} has no room for {needed}: {error.strerror}; {remedy}"
 
 
 def remove_leftovers() -> list[str]:

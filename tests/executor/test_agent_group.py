@@ -233,6 +233,16 @@ def test_shared_memory_larger_than_the_disk(make_executor, monkeypatch):
     assert shm_entries() == set()
 
 
+def test_a_shared_memory_folder_without_write_permission(make_executor, monkeypatch):
+    def refuse(descriptor, offset, size):
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(AgentStartError, match=r"^/dev/shm is not writable: Permission denied; make it writable for"):
+        make_executor(*PAIR)
+    assert shm_entries() == set()
+
+
 def test_events_of_a_lost_group_are_not_delivered_late(make_executor):
     """One poll finds both the result of a step and the end of an agent.
 
