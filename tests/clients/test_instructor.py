@@ -15,14 +15,14 @@ MODES = [instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.TOO
 
 
 class Place(BaseModel):
-    """The schema of an answer: a place."""
+    """A place."""
 
     model_config = ConfigDict(extra="forbid")  # otherwise the tiny model adds members until its last token
     city: Literal["Paris", "Rome"]
 
 
 class Trip(BaseModel):
-    """The schema of an answer: a trip with nested places."""
+    """A trip."""
 
     model_config = ConfigDict(extra="forbid")
     start: Place
