@@ -17,6 +17,7 @@ import pytest
 
 from llm_serving.flight.setup import RECORDED_CODE
 from support.small_configs import REPOSITORY
+from support.source_trees import syntax_tree
 from support.time_limits import time_limit
 
 HTTP = ("starlette", "uvicorn", "uvloop", "httptools", "asyncio", "aiohttp", "httpx", "requests")
@@ -42,7 +43,7 @@ def import_statements(path):
 
     Only statements are searched. A search of all expressions would take as long as the parsing.
     """
-    found, waiting = [], [ast.parse(path.read_text())]
+    found, waiting = [], [syntax_tree(path)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -199,7 +200,7 @@ def test_no_file_unpickles_or_evaluates(package):
         text = path.read_text()
         if not any(name in text for name in ("eval", "exec", "__import__")):
             continue
-        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.Call)]
         named = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
         assert not named & {"eval", "exec", "__import__"}, path
 

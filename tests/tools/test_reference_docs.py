@@ -14,6 +14,7 @@ from llm_serving.config.schema import key_info, section_keys
 from llm_serving.config.sections import SECTIONS
 from llm_serving.telemetry.events import EVENTS
 from support.small_configs import REPOSITORY
+from support.source_trees import syntax_tree
 from tools import draw_pictures
 from tools.reference.command_line import PROGRAMS
 
@@ -72,7 +73,7 @@ def test_every_program_is_on_the_page_of_commands() -> None:
 def logged_events() -> Iterator[tuple[str, frozenset[str]]]:
     """Yields the name and the fields of every event that the server logs. Only fields with literal names are found."""
     for path in sorted((REPOSITORY / "llm_serving").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.Call):
                 yield from _events_of_call(node)
             elif isinstance(node, ast.Dict):
@@ -108,7 +109,7 @@ def test_the_fields_that_are_built_as_dictionaries_are_declared() -> None:
         ("llm_serving/engine/state_line.py", "take", "engine_state"),
         ("llm_serving/server/generation/sequences.py", "_log_arrival", "request_arrival"),
     ):
-        tree = ast.parse((REPOSITORY / module).read_text("utf-8"))
+        tree = syntax_tree(REPOSITORY / module)
         body = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function)
         keys = {
             key.value

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from support.small_configs import REPOSITORY
+from support.source_trees import syntax_tree
 from tools import reliability_report
 from tools.reliability import registry, source_scans, table
 from tools.reliability.registry import Both, Check, Outcome, Program, Scan, Verdict
@@ -35,7 +36,7 @@ def test_every_test_that_a_check_names_exists():
     for check in CHECKS:
         for place in registry._places(check.how):
             file, _, name = place.partition("::")
-            tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+            tree = syntax_tree(REPOSITORY / file)
             names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
             assert not name or name in names, f"{check.id}: {place}"
 
