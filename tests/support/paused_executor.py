@@ -1,11 +1,11 @@
-"""Runs an executor over a stub agent that sleeps in a step. The test stops and continues this process meanwhile.
+"""Runs an executor over a stub agent that sleeps in a step. The program stops itself meanwhile.
 
     python -m support.paused_executor FOLDER
 
 There are two steps, in which the agent waits for this process. When the executor has seen the agent asleep, the program
-prints ``asleep``. The test must then pause this process. In the second step, the agent is stopped, too, as on a paused
-machine. After the pause, the executor checks its agent a few times. Then the program lets the agent continue. It prints
-``result`` for a step that ends, and otherwise the reason of the loss.
+stops itself (SIGSTOP). The test must continue it (SIGCONT). In the second step, the agent is stopped, too, as on a
+paused machine. After the pause, the executor checks its agent a few times. Then the program lets the agent continue. It
+prints ``result`` for a step that ends, and otherwise the reason of the loss.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ class Steps:
     def __init__(self, executor: AgentExecutor, awaited: Path) -> None:
         self._executor = executor
         self._awaited = awaited
-        self._pauses_agent = self._is_reported = False
-        self._looked_at = 0.0
+        self._pauses_agent = self._was_paused = False
         self._num_looks = 0
         """Number of the executor's checks since the pause. 0 before the pause."""
 
     def run(self, number: int, *, pauses_agent: bool) -> bool:
         """Runs a step and prints its outcome. Returns False if the agent was lost."""
-        self._pauses_agent, self._is_reported, self._num_looks = pauses_agent, False, 0
+        self._pauses_agent, self._was_paused, self._num_looks = pauses_agent, False, 0
         self._executor.submit(prefill(number, AWAIT))
         events: list[ExecutorEvent] = []
         while not events:
@@ -56,18 +55,16 @@ class Steps:
         return is_completed
 
     def look(self, watch: Vitals, now: float, last_result: float, forecast_s: float | None, longest_s: float) -> object:
-        """Replaces ``Vitals.look``: calls it, counts the calls after the pause, and reports an agent that sleeps."""
+        """Replaces ``Vitals.look``: calls it, counts the calls after the pause, and pauses when the agent sleeps."""
         reason = _look(watch, now, last_result, forecast_s, longest_s)
-        before, self._looked_at = self._looked_at, now
-        if self._is_reported and (self._num_looks or now - before > GRACE_S):
-            self._num_looks += 1
+        self._num_looks += self._was_paused
         if self._num_looks >= LOOKS_BEFORE_CONTINUE:
             self._continue_agent()
-        if watch._asleep_since is not None and not self._is_reported:
-            self._is_reported = True
+        if watch._asleep_since is not None and not self._was_paused:
+            self._was_paused = True
             if self._pauses_agent:
                 self._signal_agent(signal.SIGSTOP)
-            print("asleep", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
         return reason
 
     def _continue_agent(self) -> None:
