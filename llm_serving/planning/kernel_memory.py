@@ -19,6 +19,8 @@ Items of the scratch memory:
     products         256 rows of h float32 numbers, for each thread and each part of ``parallel_config.sum_parts``
     panel            for each thread, 64 columns of a weight (W bytes each) and the float32 sums of these columns
     attention        for each thread, keys, values and query rows of one task: about 1024 x (D + 48) x 4 bytes
+    linear attention for each thread, the buffers of one value head: inputs and results of 16 tokens, and the weights
+                     of the convolution. With drafts, also the matrix of the head
     split contexts   partial results of query rows whose context several threads share: D + 16 float32 numbers for each
                      row and each partition of 256 tokens. There are at most 8 x 192 rows for each thread
     laid out keys    native operators, and latent attention: a prompt's keys and values in the layout that the kernel
@@ -32,7 +34,8 @@ mask, and the gathered blocks of an int8 cache.
 
 Recorded launches with fused operators: one step is recorded (``agent/step_graph/replay/fused.py``). It takes 4 KiB for
 each layer. Three matrices [T, h] pass between the operators. A model with experts has a fourth matrix [T, h], and
-matrices for the query, key, value and output of attention.
+matrices for the query, key, value and output of attention. A model with linear attention has these too, and the gate
+of attention, and the projected inputs and the results of linear attention.
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ TASK_ROWS = 192
 PARTITION_TOKENS = 256
 MOST_LAID_OUT_BYTES = 64 << 20
 SAMPLER_BYTES = 60
+DELTA_PIECE = 16
+"""Tokens that a task of linear attention computes at a time: ``kDeltaPiece`` of ``agent/kernels/ops``."""
 PAGE_BYTES = 4096
 SLOTS = 16
 """Number of separately allocated parts of a thread's scratch memory. Each part is rounded up to whole pages."""
@@ -100,6 +105,9 @@ def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
         row += shape.hidden_size + (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     if shape.latent is not None:
         row += shape.latent.query_rank + shape.latent.cache_dim + shape.intermediate_size
+    if shape.delta is not None:
+        row += shape.hidden_size + (3 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+        row += shape.delta.projected + shape.delta.values
     layers = (1 + shape.num_layers) * RECORDED_FUSED_LAYER_BYTES
     return layers + config.max_num_batched_tokens * row * config.dtype_bytes
 
@@ -118,7 +126,7 @@ def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
     wanted = (
         _row_bytes(config, shape, num_threads)
         + _mlp_bytes(config, shape, num_threads)
-        + num_threads * (_panel_bytes(shape) + _attention_bytes(shape))
+        + num_threads * (_panel_bytes(shape) + _attention_bytes(shape) + _delta_bytes(config, shape))
         + _split_context_bytes(config, shape, num_threads)
         + _laid_out_bytes(config, shape)
         + _latent_bytes(config, shape)
@@ -172,6 +180,17 @@ def _latent_bytes(config: Config, shape: ModelShape) -> int:
 
 def _attention_bytes(shape: ModelShape) -> int:
     return 1024 * (_padded_head(shape) + 48) * FLOAT32_BYTES
+
+
+def _delta_bytes(config: Config, shape: ModelShape) -> int:
+    """Returns the bytes of a thread's buffers in linear attention (``delta_piece`` of ``agent/kernels/ops``)."""
+    if shape.delta is None:
+        return 0
+    delta = shape.delta
+    channels = 2 * delta.key_dim + delta.value_dim
+    matrix = delta.key_dim * delta.value_dim if config.max_logged_drafts else 0
+    rows = 2 * DELTA_PIECE + 2 * delta.taps - 1
+    return (rows * channels + DELTA_PIECE * delta.value_dim + matrix) * FLOAT32_BYTES
 
 
 def _padded_head(shape: ModelShape) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,23 @@ LATENT = {
     "n_group": 2,
     "topk_group": 1,
 }
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 512,
+    "linear_value_head_dim": 512,
+}
+"""A small model with linear attention, whose heads have the largest size. So their buffers are most of the scratch
+memory.
+"""
 LIMITS = {
     "model_config.load_format": "dummy",
     "model_config.max_generate_length": LONGEST,
@@ -66,6 +84,14 @@ LIMITS = {
     "pa_config.num_host_blocks": 0,
     "scheduler_config.max_num_batched_tokens": TOKENS,
 }
+SHORT = 64
+SMALL_LIMITS = LIMITS | {
+    "model_config.max_generate_length": SHORT,
+    "model_config.seq_length": [SHORT],
+    "pa_config.decode_seq_length": SHORT,
+    "scheduler_config.max_num_batched_tokens": SHORT,
+}
+"""Limits with which linear attention needs most of the scratch memory."""
 SAMPLED = {"temperature": 1.0, "top_k": VOCABULARY - 1, "top_p": 0.9, "min_p": 1e-4, "repetition_penalty": 1.1}
 
 
@@ -89,13 +115,28 @@ def run_steps(driver: StepDriver) -> None:
             driver.decode(*(part(row, 1, LONGEST - 3 + step) for row in range(seqs)))
 
 
+def short_part(row: int, num_tokens: int, end: int) -> Part:
+    """Returns a part like ``part``, for a model with ``SMALL_LIMITS``."""
+    long = part(row, num_tokens, end)
+    return replace(long, blocks=long.blocks[: SHORT // BLOCK_SIZE])
+
+
+def run_hybrid_steps(driver: StepDriver) -> None:
+    """Runs steps that begin each sequence with its first token, because linear attention needs the state before."""
+    driver.prefill(short_part(0, SHORT, SHORT))
+    driver.prefill(*(short_part(row, SHORT // 4, SHORT // 4) for row in range(4)))
+    for step in range(1, 4):
+        driver.decode(*(short_part(row, 1, SHORT // 4 + step) for row in range(4)))
+
+
 def main() -> None:
     dtype, op_table, weights, threads, experts = sys.argv[1:]
-    parts = {"dense": {}, "int8 cache": {}, "experts": EXPERTS, "latent": LATENT}[experts]
+    parts = {"dense": {}, "int8 cache": {}, "experts": EXPERTS, "latent": LATENT, "hybrid": HYBRID}[experts]
     cache = "int8" if experts == "int8 cache" else "auto"
     folder = write_model_folder(Path("model"), **{**SIZES, **parts})
-    config = make_config(folder, dtype, op_table, weights, cache, extra={**LIMITS, "model_config.cpu_threads": threads})
-    run_steps(StepDriver(config))
+    limits = SMALL_LIMITS if experts == "hybrid" else LIMITS
+    config = make_config(folder, dtype, op_table, weights, cache, extra={**limits, "model_config.cpu_threads": threads})
+    (run_hybrid_steps if experts == "hybrid" else run_steps)(StepDriver(config))
     assert num_threads() == int(threads)
     plan = estimate_memory(config, Machine(1 << 40, "a test", num_cores=1))
     names = ("kernel scratch", "activations", "replays")
