@@ -25,6 +25,7 @@ from support.fake_engine import MODEL_NAME, FakeEngine
 from support.http_server import HttpServer, running, wait_until
 from support.lazy_module import LazyModule
 from support.small_tokenizers import open_tokenizer
+from support.time_limits import time_limit
 
 anthropic, openai = LazyModule("anthropic"), LazyModule("openai")
 
@@ -189,7 +190,7 @@ def last_prompt(server: HttpServer) -> tuple[list[int], list[tuple[int, bytes]]]
 def test_all_apis_make_the_same_prompt(server: HttpServer) -> None:
     assert server.post(CHAT, chat(TEXT, sample_part(1))).status_code == 200
     expected = last_prompt(server)
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=10) as client:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=time_limit(10)) as client:
         body = in_messages(TEXT, base64_block())
         message = client.messages.create(model=MODEL_NAME, **body)
         assert last_prompt(server) == expected
@@ -199,7 +200,7 @@ def test_all_apis_make_the_same_prompt(server: HttpServer) -> None:
         with client.messages.stream(model=MODEL_NAME, **in_messages(TEXT, url)) as stream:
             assert stream.get_final_message().content[0].text == message.content[0].text
         assert last_prompt(server) == expected
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=10) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=time_limit(10)) as client:
         text = {"type": "input_text", "text": "t1"}
         response = client.responses.create(model=MODEL_NAME, **in_responses(text, input_image()))
         assert last_prompt(server) == expected

@@ -16,6 +16,7 @@ from support.access_keys import access_for, secret_of
 from support.fake_engine import MODEL_NAME, FakeEngine
 from support.http_server import HttpServer, running
 from support.lazy_module import LazyModule
+from support.time_limits import time_limit
 
 anthropic = LazyModule("anthropic")
 
@@ -59,7 +60,7 @@ def set_template(server: HttpServer, source: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def client(server: HttpServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=10) as client:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=time_limit(10)) as client:
         yield client
 
 
@@ -336,10 +337,10 @@ def test_keys_and_the_audit_log(tokenizer: Tokenizer, tmp_path: Path) -> None:
     access = access_for(tmp_path, "alice")
     with running(FakeEngine(tokenizer), access) as server:
         for key in ({"api_key": secret_of("alice")}, {"auth_token": secret_of("alice"), "api_key": None}):
-            with anthropic.Anthropic(base_url=server.url, max_retries=0, timeout=10, **key) as client:
+            with anthropic.Anthropic(base_url=server.url, max_retries=0, timeout=time_limit(10), **key) as client:
                 assert client.messages.create(**body_of(max_tokens=4)).usage.output_tokens == 4
                 assert client.messages.count_tokens(model=MODEL_NAME, messages=ASK).input_tokens > 0
-        wrong = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0, timeout=10)
+        wrong = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0, timeout=time_limit(10))
         with wrong, pytest.raises(anthropic.AuthenticationError) as caught:
             wrong.messages.create(**body_of(max_tokens=4))
         assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]

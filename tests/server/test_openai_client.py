@@ -11,6 +11,7 @@ import pytest
 from llm_serving.errors import QueueFullError
 from support.fake_engine import LOGSUMEXP, MODEL_NAME, make_status
 from support.lazy_module import LazyModule
+from support.time_limits import time_limit
 
 openai = LazyModule("openai")
 
@@ -19,7 +20,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def client(server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=10) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=time_limit(10)) as client:
         yield client
 
 

@@ -16,6 +16,7 @@ from support.access_keys import access_for, secret_of
 from support.fake_engine import MODEL_NAME, FakeEngine
 from support.http_server import HttpServer, running
 from support.lazy_module import LazyModule
+from support.time_limits import time_limit
 
 openai = LazyModule("openai")
 
@@ -56,7 +57,7 @@ def set_template(server: HttpServer, source: str, monkeypatch: pytest.MonkeyPatc
 
 
 def client_of(server: HttpServer, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=time_limit(10))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from support.call_fixtures import fixtures_of
 from support.fake_engine import MODEL_NAME, FakeEngine
 from support.http_server import HttpServer, running
 from support.lazy_module import LazyModule
+from support.time_limits import time_limit
 
 openai = LazyModule("openai")
 
@@ -62,7 +63,7 @@ def set_template(server: HttpServer, source: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def client(server: HttpServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=10) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=time_limit(10)) as client:
         yield client
 
 
