@@ -9,6 +9,8 @@ let a sequence skip tokens: it also needs the state after them. Steps save state
 * While a sequence decodes, at the end of each block. The sequence has one snapshot for this, which each save
   overwrites. The next prompt of a chat, or the sequence itself after a preemption, resumes from it. With drafts, a step
   saves only the state at the first end of a block, which is the most likely one to be accepted.
+  Limit: if a draft is at this end, the save overwrites the last valid state before the draft is verified. If the draft
+  is rejected and the sequence ends before it computes this block again, no state of its decode steps is kept.
 """
 
 from __future__ import annotations
