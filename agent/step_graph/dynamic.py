@@ -1,6 +1,7 @@
-"""Runs steps with the dynamic graphs of the native operators: chooses the graph, pads the inputs and runs the graph.
+"""Runs steps with graphs of native operators that have dynamic shapes. Chooses the graph, pads the inputs and runs it.
 
-``dynamic_cell`` has the Cells of the graphs. ``agent.step_graph.replay.native`` runs their steps without MindSpore.
+MindSpore runs these graphs, and ``dynamic_cell`` defines them as Cells. ``agent.step_graph.replay.native`` runs the
+same steps without MindSpore.
 """
 
 from __future__ import annotations

@@ -229,9 +229,10 @@ class Resolver:
         return str(path)
 
     def _batch_waiting_time(self) -> float:
-        """Returns the seconds for which a prompt waits for other prompts, to share a step with them.
+        """Returns how many seconds a prompt waits for other prompts, to share a step with them.
 
-        The default is 0, and above 0 only in the quiet power mode.
+        A configured value above 0 is the result. Otherwise the result is 0, except in the quiet power mode, which has a
+        time of its own.
         """
         power: PowerConfig = self._sections["power"]
         if power.mode != "quiet" or self._model.batch_waiting_time:

@@ -40,9 +40,10 @@ class StateSnapshots:
         return len(self._free)
 
     def longest(self, entries: Sequence[int]) -> int:
-        """Returns the largest number of first blocks after which a sequence can resume. 0 if it must begin at token 0.
+        """Returns the length, in blocks, of the longest prefix with a published snapshot at its end.
 
-        ``entries`` has the index entries of these blocks.
+        A sequence can resume at such a snapshot. The result is 0 if the sequence must begin at token 0. ``entries`` has
+        the index entries of the prompt's first blocks, in order.
         """
         published = self._published
         return next((number for number in range(len(entries), 0, -1) if entries[number - 1] in published), 0)

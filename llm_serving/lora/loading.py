@@ -12,7 +12,7 @@ from llm_serving.lora.peft import read_adapter
 from llm_serving.lora.targets import largest_adapter, lora_targets
 
 _BYTES_PER_MODULE = 1024
-"""More bytes than the index entry and the alignment of one module in the shared memory of an adapter."""
+"""Upper bound, in bytes, of the index entry and the padding of one module in an adapter's shared memory."""
 
 
 @dataclass(frozen=True, slots=True)

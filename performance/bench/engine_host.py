@@ -63,7 +63,10 @@ class Figures:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a row per number of sequences, or the ratios of two trees with ``--against``. Returns the exit code."""
+    """Prints a row for each number of sequences. Returns the exit code.
+
+    With ``--against``, the function prints the ratios between two source trees instead.
+    """
     options = _parser().parse_args(arguments)
     if options.against is not None:
         return compare_trees("performance/bench_engine_host.py", arguments, "sequences", "us_per_step")

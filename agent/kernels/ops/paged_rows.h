@@ -129,11 +129,11 @@ struct ProductRows {
   int64_t stride, pass_stride;
 };
 
-// Adds the products of row r and panel vector v to total[r][v], over pieces [begin, end) of `units` units. The function
-// at(piece, v) returns the address of the first unit of a piece.
+// Adds the dot product of row r and panel vector v to total[r][v], for each r and v, over the pieces [begin, end). A
+// piece has `units` units, and at(piece, v) returns the address of its first unit.
 //
-// Int8Form has two passes (paged_units.h) and overwrites `total`: the sums of the first pass are shifted, then the sums
-// of the second pass are added.
+// Int8Form is different: it does not add to `total` but overwrites it. It has two passes (paged_units.h). It shifts the
+// sums of the first pass and then adds the sums of the second pass.
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, SharedFetch shared, typename P::Acc (&total)[R][V]) {

@@ -48,8 +48,10 @@ class Place:
     expert: int | None = None
     """Index of the expert, if the file's tensor holds the weights of all experts. Otherwise None."""
     recipe: Recipe | None = None
-    """Describes how to make the tensor from the file's tensors. None if one tensor of the file has all its
-    values. ``GGUFFile`` then undoes only llama.cpp's row order of queries and keys, and the 1 that it adds to norms."""
+    """Describes how to make the tensor from several tensors of the file.
+
+    None if a single tensor of the file has all values of this one. In that case ``GGUFFile`` undoes only two changes by
+    llama.cpp: the row order of queries and keys, and the 1 that llama.cpp adds to the weights of norms."""
     half: int | None = None
     """0 for the gate and 1 for the up, if the file's tensor has both for each expert. Otherwise None."""
 

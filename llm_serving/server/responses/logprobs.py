@@ -21,9 +21,10 @@ class MessageLogprobs:
     """
 
     def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:
-        """``count`` is the number of best tokens for each token."""
+        """``count`` is the number of most likely tokens to report at each position."""
         self._tokenizer, self._count = tokenizer, count
-        # Stop strings only shorten the text. Without them, each character is known as soon as its last token.
+        # A detokenizer with stop strings holds back text that may begin one. Without them, each character is known as
+        # soon as its last token is known. This is safe, because a stop string only shortens the text.
         sampling = replace(choice.sampling, stop=())
         self._text = IncrementalDetokenizer.for_request(tokenizer, choice.prompt.token_ids, sampling)
         self._num_chars = 0
