@@ -1,6 +1,6 @@
 """Loads LoRA adapters into the agents of a node. Their bytes come from the cache of the node, or from the server.
 
-One thread reads the files of the cache and another one writes them, so no step waits for a disk, and no load waits for
+One thread reads the files of the cache, and another one writes them. So no step waits for a disk, and no load waits for
 a write. One adapter is loaded at a time.
 """
 

@@ -92,7 +92,7 @@ class Preparation:
         return result
 
     def close(self) -> None:
-        """Waits until the thread has ended. Removes the memory if nobody has taken it."""
+        """Waits until the thread has ended. Removes the memory if no run has taken it."""
         self._thread.join()
         if isinstance(self._result, RunMemory):
             self._result.close()

@@ -28,8 +28,8 @@ class EngineAdapters(AdapterRegistry):
         """Loads an adapter into all agents, so that requests may name it.
 
         The engine removes ``memory`` when no agent needs it any more, also after an error. Raises AdaptersInUseError if
-        no adapter slot is free, ModelStateError while the model is being reloaded, AgentError if an agent cannot load
-        the adapter, and TimeoutError after ``timeout`` seconds. Only one call may run at a time.
+        no adapter slot is free, and ModelStateError while the model is being reloaded. Raises AgentError if an agent
+        cannot load the adapter, and TimeoutError after ``timeout`` seconds. Only one call may run at a time.
         """
         try:
             slot = self.take_slot()

@@ -72,7 +72,7 @@ def new_segment(num_bytes: int) -> Iterator[tuple[str, mmap.mmap]]:
 def creation_failure(error: OSError, needed: str, remedy: str) -> str:
     """Describes why a segment could not be created. ``needed`` is its size and content, for example ``8 bytes of X``.
 
-    ``remedy`` says what to do if /dev/shm is too small.
+    ``remedy`` states what to do if /dev/shm is too small.
     """
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{SHM_DIRECTORY} is not writable: {error.strerror}; make it writable for the user of the server"

@@ -42,7 +42,7 @@ class StateSnapshots:
     def longest(self, entries: Sequence[int]) -> int:
         """Returns the length, in blocks, of the longest prefix with a published snapshot at its end.
 
-        A sequence can resume at such a snapshot. The result is 0 if the sequence must begin at token 0. ``entries`` has
+        A sequence can resume at this snapshot. The result is 0 if the sequence must begin at token 0. ``entries`` has
         the index entries of the prompt's first blocks, in order.
         """
         published = self._published

@@ -510,8 +510,8 @@ static inline void choose_task(const RotaryAttentionArgs& args, const PagedPlan&
   run_task<F, C>(args, plan, task, next, fetch);
 }
 
-// Divides the step into tasks and writes them to `plan`. If plan->tasks is null, the function only counts: the tasks,
-// the joins (a join combines the partial results of several tasks), and the floats that the partial results need.
+// Divides the step into tasks and writes them to `plan`. If plan->tasks is null, the function only counts the tasks,
+// the joins, and the floats that partial results need. A join combines the partial results of several tasks.
 static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_dim, PagedPlan* plan) {
   int64_t total = 0;
   for_row_tiles(args,
