@@ -122,7 +122,7 @@ class VirtualAgent:
         step = self._running
         if step is not None and moment < self._free_at:
             self._free_at += seconds
-        # No step runs at this moment: the last step has ended on the device, and only its result is still on the way.
+        # No step runs now: the last step has ended on the device, and only its result is still on the way.
         # The next step is delayed instead.
         else:
             start, step = self._next_start() if self._queue else (moment, None)

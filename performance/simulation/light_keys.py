@@ -80,8 +80,8 @@ class Figures:
 def simulate_flood(case: Case, seeds: Sequence[int], seconds: float, *, light_keys_first: bool) -> Figures:
     """Simulates three loads of ``seconds`` each, for each seed.
 
-    The loads are: the light keys alone (API keys with few requests), the light keys during a flood of requests from
-    other keys, and one key with the peak load. ``light_keys_first`` is the setting of the scheduler.
+    The light keys are API keys with few requests. The loads are the light keys alone, the light keys during a flood of
+    requests from other keys, and one key with the peak load. ``light_keys_first`` is the setting of the scheduler.
     """
     setup = case.setup()
     limits = replace(setup.limits, light_keys_first=light_keys_first)

@@ -51,7 +51,7 @@ class Place:
     """Describes how to make the tensor from several tensors of the file.
 
     None if a single tensor of the file has all values of this one. In that case ``GGUFFile`` undoes only two changes by
-    llama.cpp: the row order of queries and keys, and the 1 that llama.cpp adds to the weights of norms."""
+    llama.cpp. They are the row order of queries and keys, and the 1 that is added to the weights of norms."""
     half: int | None = None
     """0 for the gate and 1 for the up, if the file's tensor has both for each expert. Otherwise None."""
 
