@@ -45,7 +45,7 @@ def main() -> None:
     limits = config.slot_limits()
     buffers = StepBuffers(limits.max_tokens, limits.max_seqs, limits.max_seqs * limits.max_blocks_per_seq)
     errors = {}
-    for primitive in (auto_generate.FastGeLU(), auto_generate.GeluExt()):
+    for primitive in (auto_generate.FastGeLU(), auto_generate.Exp2()):
         graph = make_step_graph(Model(primitive), select_op_table(config), buffers, limits, 1, config.shape.vocab_size)
         try:
             graph.compile()

@@ -327,7 +327,7 @@ def test_an_agent_that_gets_little_of_the_processor_is_not_lost(make_executor, m
         busy.kill()
         busy.wait()
     assert result.sampled_ids == [stub_token(1, 0)]
-    assert len(looks) > 10, "the executor looks at the agent many times while the agent waits for the core"
+    assert len(looks) > 3, "the executor looks at the agent several times while the agent waits for the core"
 
 
 @pytest.mark.parametrize(

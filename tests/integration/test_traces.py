@@ -18,7 +18,8 @@ SERVER, INTERNAL = 2, 1
 def traced(tmp_path_factory):
     with otlp_receiver() as receiver:
         overrides = [f"telemetry_config.traces_endpoint={receiver.url}", "telemetry_config.trace_sample_ratio=0"]
-        overrides.append("scheduler_config.max_num_batched_tokens=64")
+        # The tests count steps, and drafts make fewer of them.
+        overrides += ["scheduler_config.max_num_batched_tokens=64", "speculative_config.method=off"]
         with running_server(tmp_path_factory.mktemp("traced"), overrides) as server:
             yield server, receiver
 
