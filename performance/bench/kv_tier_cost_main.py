@@ -79,7 +79,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=parse_count, default=64, help="tokens of each output (default 64)")
     parser.add_argument("--host-blocks", type=parse_count, default=2000, help="host blocks of the tiers (default 2000)")
     parser.add_argument("--ssd", action="store_true", help="also write the blocks to an SSD")
-    parser.add_argument("--folder", type=Path, help="folder on the SSD to measure (default: the system's for tests)")
+    parser.add_argument("--folder", type=Path, help="folder on the SSD (default: for temporary files)")
     parser.add_argument("--limit", type=positive, default=LIMIT, help=f"largest ratio (default {LIMIT})")
     parser.add_argument("--start-timeout", type=positive, default=300.0, help="seconds for a start (default 300)")
     options = parser.parse_args(arguments)

@@ -1,4 +1,7 @@
-"""Tests a node that prepares the start of its agents: it sends signs of life, and frees memory that nobody uses."""
+"""Tests a node that prepares the start of its agents.
+
+The node sends signs of life meanwhile. It frees reserved memory that no run uses.
+"""
 
 from __future__ import annotations
 
