@@ -11,7 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MIN_MATCH, MAX_MATCH = 2, 8
-"""Minimum and maximum number of last tokens that must be equal, or are compared, in a lookup."""
+"""A lookup finds places where at least ``MIN_MATCH`` last tokens are equal, and compares up to ``MAX_MATCH``.
+
+``MIN_MATCH`` is the size of the index's keys (pairs), so a larger minimum needs larger keys.
+"""
 MAX_INDEXED_TOKENS = 32_768
 """Maximum number of tokens in an index. It bounds the memory of a sequence's index to about 5 MB."""
 _MAX_PLACES = 6
