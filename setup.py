@@ -87,8 +87,10 @@ of its set. portable.cc needs no flags.
 """
 PORTABLE = "portable"
 OTHER_FLAGS = {PORTABLE: ["-O2"], "arithmetic": ["-O2", "-fvect-cost-model=dynamic"]}
-"""Flags of files that take more than twice as long to compile with -O3. Code from portable.cc need not be fast, because
-it runs only on processors without the other sets. Code from arithmetic.cc is as fast as with -O3.
+"""Flags of files that are not compiled with -O3, because this would take more than twice as long.
+
+The code of portable.cc need not be fast: it runs only on processors without the other instruction sets. The code of
+arithmetic.cc is as fast as with -O3.
 """
 SLOW_FILES = (*reversed(INSTRUCTION_SETS), PORTABLE, "arithmetic")
 """The files that take longest to compile. They are compiled first, so that no processor is idle at the end."""
@@ -246,7 +248,10 @@ class BuildKernels(build_ext):
 
 
 def _put(made: Path, target: Path) -> None:
-    """Copies the file ``made`` to ``target``. A rename replaces an old file, so that processes keep their mapping."""
+    """Copies the file ``made`` to ``target``, unless the contents are equal.
+
+    The copy replaces an old file by a rename. So a process that has mapped the old file keeps its content.
+    """
     if target.is_file() and filecmp.cmp(made, target, shallow=False):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -275,7 +280,7 @@ def _chosen_sets(compiler: Compiler, build: str, known: list[str]) -> list[str]:
 
 
 def _compile_all(compiler: Compiler, units: list[Unit], quiet: bool) -> None:
-    """Compiles the units with all processors, and with ``quiet`` prints one line for each compiled file."""
+    """Compiles the units on all processors at the same time. With ``quiet``, prints one line for each compiled file."""
     ranks = {name: rank for rank, name in enumerate(SLOW_FILES)}
     ordered = sorted(units, key=lambda unit: ranks.get(unit.source.stem, len(ranks)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -300,8 +305,7 @@ def _general_flags() -> list[str]:
 
 
 def _product_units(folder: Path, chosen: list[str], known: dict[str, list[str]], general: list[str]) -> list[Unit]:
-    """Returns the object files of the kernels: one for each chosen instruction set, and the files for all processors.
-    """
+    """Returns the object files of the kernels: one for each chosen instruction set, and those for all processors."""
     flags = {name: [*general, *other] for name, other in OTHER_FLAGS.items()}
     flags |= {name: [*COMPILE_FLAGS, *known.get(name, OTHER_FLAGS[PORTABLE])] for name in chosen}
     sets = [_list_of_sets(list(reversed(chosen))), *(f"-DLLMK_HAVE_{name.upper()}" for name in chosen)]

@@ -83,8 +83,9 @@ examples:
 
 
 DEFAULT_CACHE_TOKENS = 32_768
-"""Capacity of the KV cache in tokens for a model of ``--model``. The cache is larger if one sequence needs more, and
-smaller if the memory is too small.
+"""Default capacity of the KV cache, in tokens, for a model that ``--model`` names.
+
+The cache is larger if a single sequence needs more, and smaller if the memory is too small.
 """
 _NUM_BLOCKS = "pa_config.num_blocks"
 _AUTO_SIZES = (
@@ -101,7 +102,7 @@ _SHORT_OPTIONS = {
     "dtype": "model_config.model_dtype",
     "quantize": "model_config.weight_format",
 }
-"""Short options, each with the setting that it sets."""
+"""Maps the name of a short option, such as ``--host``, to the config key that it sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +156,9 @@ def _plan_models(arguments: argparse.Namespace, config: Config, machine: Machine
 
 
 def print_plan(argv: Sequence[str] | None = None, machine: Machine | None = None) -> int:
-    """Runs ``llm-serving plan``: prints the description that ``--check`` prints. Returns 0, or 2 if the config is wrong
-    or does not fit.
+    """Runs ``llm-serving plan``, which prints the same text as ``llm-serving serve --check``.
+
+    Returns the exit code: 0, or 2 if the config is wrong or the model does not fit into memory.
     """
     arguments = build_plan_parser().parse_args(argv)
     try:
@@ -211,13 +213,14 @@ def _overrides_of_model(model: str | None, *, offline: bool) -> list[str]:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """Returns the settings of the short options, and then those of ``--set``, which override them."""
+    """Returns the overrides of the command line: first the short options, then ``--set``. Later ones take precedence.
+    """
     given = {option: getattr(arguments, option, None) for option in _SHORT_OPTIONS}
     return [*short_overrides(given), *arguments.overrides]
 
 
 def short_overrides(options: Mapping[str, object]) -> list[str]:
-    """Returns the settings of short options, for example ``dtype``. Options that are None are left out."""
+    """Converts short options, for example ``dtype``, to overrides ``section.key=value``. Skips those that are None."""
     return [
         f"{_SHORT_OPTIONS[option]}={json.dumps(value)}" for option, value in options.items() if value is not None
     ]

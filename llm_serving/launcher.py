@@ -85,7 +85,7 @@ class _Launcher:
         self._display = ProgressDisplay(num_agents=launch.config.parallel_config.world_size)
         self._stop = asyncio.Event()
         self._seconds: dict[str, float] = {}
-        """For each part of the start: the seconds from the begin of this process to the end of that part."""
+        """For each part of the start, the seconds from the start of this process until the part was complete."""
         self._access: AccessControl | None = None
         self._tls: ServerTls | None = None
 
@@ -191,7 +191,7 @@ class _Launcher:
         return log
 
     def _rotation(self) -> Rotation:
-        """Returns the size and number of log files."""
+        """Returns the configured size and number of log files."""
         from llm_serving.telemetry.log_file import Rotation
 
         return Rotation.of_mib(self._config.log_config.max_mib, self._config.log_config.keep_files)
@@ -279,7 +279,7 @@ class _Launcher:
     def _begin_service(
         self, models: ModelRegistry[ServerState], log: EventLog, metrics: Metrics, sockets: Sockets, owned: ExitStack
     ) -> None:
-        """Starts the tasks that run only while the agents are ready, and reports that the server is ready."""
+        """Starts the tasks that need ready agents, for example self-checks. Then reports that the server is ready."""
         models.begin()
         self._report_energy(metrics, log, owned)
         self._say_ready(sockets, log)
@@ -361,11 +361,11 @@ def _url(scheme: str, listener: socket.socket) -> str:
 
 
 def _freeze_objects() -> None:
-    """Excludes the objects that exist now from garbage collection: mostly modules, functions and classes, which live as
-    long as the server.
+    """Excludes all present objects from garbage collection. They are mostly modules, functions and classes.
 
-    Without this, each full collection would traverse these objects and delay all requests by 50 to 150 ms. The first
-    engine is made later. Its objects form reference cycles, and a reload of the model must free them.
+    These objects live as long as the server. Otherwise each full collection would traverse them and delay all requests
+    by 50 to 150 ms. Call this function before the first engine is made. The objects of an engine form reference cycles,
+    and a reload of the model must free them.
     """
     gc.collect()
     gc.freeze()

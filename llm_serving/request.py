@@ -46,8 +46,7 @@ class FinishReason(enum.Enum):
 
 
 class TraceSource(Protocol):
-    """The trace of an HTTP request. It creates a trace for each sequence of the request. See ``llm_serving.tracing``.
-    """
+    """The trace of an HTTP request, which makes the traces of its sequences. See ``llm_serving.tracing``."""
 
     def sequence(self) -> RequestTrace:
         """Creates the trace of a further sequence."""
@@ -124,8 +123,9 @@ class ForkableConstraint(Constraint, Protocol):
         """Returns a copy that advances independently, or None if this constraint cannot be copied."""
 
     def forced_tokens(self) -> list[int]:
-        """Returns the next tokens if the constraint allows only one text. Often empty. Another tokenization of this
-        text may also be allowed.
+        """Returns tokens of the text that must come next, or an empty list if several texts are allowed.
+
+        The constraint may also allow other tokens that spell the same text.
         """
 
 
@@ -165,7 +165,9 @@ class Request:
     num_losses: int = 0
     """Number of times that the agent was lost while a step with this request was in flight."""
     alone_until: int = 0
-    """The request is a suspect until it has this number of output tokens, see ``llm_serving.scheduler.quarantine``."""
+    """Number of output tokens until which the request runs alone, because it may have killed its agent.
+
+    See ``llm_serving.scheduler.quarantine``."""
     finish_reason: FinishReason | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -193,7 +195,7 @@ class Request:
     placed the request.
     """
     constraint: Constraint | None = None
-    """Decides which tokens may come next. None if every token may."""
+    """Decides which tokens may come next. None if every token is allowed."""
     adapter_slot: int = -1
     """Number of the adapter slot with the LoRA adapter of the request. -1 if it uses no adapter."""
     tiles: tuple[PromptTile, ...] = ()
@@ -214,7 +216,7 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def tile_cost_after(self, position: int) -> int:
-        """Returns the number of tokens that encoding the tiles counts as, for tiles that end after ``position``."""
+        """Returns the cost of encoding the tiles that end after ``position``, as a number of prompt tokens."""
         if not self.tiles or self.tiles[-1].end <= position:
             return 0
         return sum(tile.cost for tile in self.tiles if tile.end > position)
@@ -247,15 +249,15 @@ class TokenLogits:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A reason why a request had to wait: the request, or the request that was first in the queue, could not start."""
+    """One reason why a request waited, with its time. It blocked the request itself, or the first one of the queue."""
 
     reason: BlockReason
     times: int
     """Number of times that the request was first in the queue and could not start for this reason."""
     seconds: float
-    """Seconds for which the request, or the request that was first in the queue, waited for this reason.
+    """Seconds for which this reason blocked the request, or the request that was first in the queue.
 
-    They are part of ``queue``, ``preempted`` or ``restarted``.
+    They are part of ``queue``, ``preempted`` or ``restarted`` in ``RequestTimings``.
     """
 
 

@@ -32,7 +32,7 @@ _NO_RIGHTS = KeyRights()
 
 
 class AccessControl:
-    """The API keys, the present use of their quotas, and the audit log.
+    """Holds the API keys, the present use of their quotas, and the audit log.
 
     ``refused`` is called with the reason each time a request is refused. If the server has only an audit log, ``keys``
     is None, and every client has all rights.
@@ -47,9 +47,9 @@ class AccessControl:
         """Reads the key file again whenever the file changes, from ``watch.start`` until ``watch.stop``."""
 
     def usage(self, name: str) -> KeyUsage:
-        """Returns the counts of the quotas that all keys with this name share.
+        """Returns the present use of the quotas. All keys with this ``name`` share them.
 
-        The counts stay when the key file is read again.
+        Reading the key file again does not reset the use.
         """
         found = self._usages.get(name)
         if found is None:
@@ -63,9 +63,9 @@ class AccessControl:
 
 
 class Visit:
-    """The access control of one HTTP request: its API key, the quota that it uses, and its line in the audit log.
+    """Tracks one HTTP request: its API key, its use of the key's quotas, and its line in the audit log.
 
-    If the server has no keys, the key's name is empty, and its rights are unlimited.
+    If the server has no keys, ``name`` is empty, and the request has all rights.
     """
 
     __slots__ = ("_access", "_began", "_is_open", "_key", "_method", "_peer", "_reserved", "_usage",
@@ -170,9 +170,10 @@ class Visit:
             raise NotPermittedError(f"The key {self.name!r} may not use the model {model!r}.", param="model")
 
     def priority(self, stated: int | None) -> int:
-        """Returns the priority of the request.
+        """Returns the priority of the request: ``stated``, or a default if the client stated none.
 
-        Raises NotPermittedError if its key may not use the ``stated`` priority.
+        The default is 0, or the most urgent priority of the key if this is above 0. Raises NotPermittedError if the key
+        may not use the ``stated`` priority.
         """
         if self._key is None:
             return stated or 0

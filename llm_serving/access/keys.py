@@ -21,8 +21,8 @@ PREFIX = "sk-llm-"
 """Beginning of a new key, so that people and scanners of source code recognise it."""
 KEY_BYTES = 32
 MIN_KEY_CHARS = 32
-"""Minimum length of a key that another program created. With the hash, an attacker could find a shorter key by trying.
-"""
+"""Minimum length of a key that another program created. An attacker with the hash of a shorter key could try all texts
+of this length, and find the key."""
 MAX_KEY_CHARS = 512
 MAX_KEYS = 65536
 MAX_LIMIT = 1 << 40

@@ -24,7 +24,7 @@ class Allowance:
         self._as_of = now
 
     def resize(self, per_minute: int) -> None:
-        """Changes the amount per minute. Earlier use still counts."""
+        """Changes the amount per minute. The use before the change still counts."""
         self._left += per_minute - self._per_minute
         self._per_minute = per_minute
 
@@ -118,9 +118,9 @@ class KeyUsage:
 
 
 def _fitting(allowance: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:
-    """Returns ``allowance`` with the size ``per_minute``, because the key file may have changed the limit.
+    """Returns the allowance for the limit ``per_minute``, or None if there is no limit.
 
-    A missing allowance is created. Without a limit, returns None.
+    If ``allowance`` is None, creates a new one. Otherwise resizes it, because the key file may have a new limit.
     """
     if per_minute is None:
         return None

@@ -41,8 +41,8 @@ class ServerTls:
             return False
         self._seen = seen
         try:
-            # The files are first loaded into another context as a test. An error while loading could leave the context
-            # in use without a key.
+            # First load the files into a test context. If loading them into the context in use failed halfway, this
+            # context would have no key.
             _context(self._cert, self._key)
             self.context.load_cert_chain(self._cert, self._key)
         except (ConfigError, OSError) as error:

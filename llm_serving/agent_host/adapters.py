@@ -74,11 +74,11 @@ class _Worker:
 
 
 class NodeAdapters:
-    """The adapters of one run of the agents.
+    """Loads the adapters of one run of the agents.
 
-    ``descriptor`` becomes readable when ``proceed`` must be called. ``ask`` sends a message to the server, and ``load``
-    sends one to all agents. ``fail`` reports an adapter message (its number and its slot) that failed with an error.
-    ``note`` writes a line to the log.
+    ``descriptor`` becomes readable when the caller must call ``proceed``. The caller passes four functions. ``ask``
+    sends a message to the server, and ``load`` sends a message to all agents. ``note`` writes a line to the log.
+    ``fail`` reports that an adapter could not be loaded. Its arguments are the message number, the slot and the error.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class NodeAdapters:
             self._ask_for_piece(adapter)
 
     def proceed(self) -> None:
-        """Continues with the adapter whose look-up in the cache has ended."""
+        """Continues after the cache has been searched: loads the adapter, or asks the server for its bytes."""
         os.eventfd_read(self.descriptor)
         while self._prepared:
             adapter = self._prepared.popleft()

@@ -102,7 +102,7 @@ class HandedBlocks:
             os.close(self.descriptor)
 
     def _note_sent(self, number: int, error: LLMServingError | None) -> None:
-        """Records the end of a transfer. The thread of a transport calls this method, perhaps after ``close``."""
+        """Records the end of a transfer, unless ``close`` was called. The thread of a transport calls this method."""
         text = "" if error is None else str(error)[:MAX_ERROR_CHARACTERS]
         with self._lock:
             if not self._is_closed:
@@ -110,10 +110,10 @@ class HandedBlocks:
                 os.eventfd_write(self.descriptor, 1)
 
     def _transport(self, message: SendBlocks) -> TcpTransport:
-        """Returns the transport to the node of a message. If the node has new agents, its old transport ends, because
-        an idle transport does not notice the end of its peer.
+        """Returns the transport to the node that ``message`` names. Creates it if necessary.
 
-        A new transport also removes all idle transports. So transports to nodes that no longer exist do not accumulate.
+        If that node has new agents (another secret), closes the old transport, because an idle transport does not
+        notice the end of its peer. A new transport also removes all idle ones, so that they do not accumulate.
         """
         place = (message.host, message.port)
         secret, transport = self._transports.get(place, (b"", None))

@@ -39,9 +39,9 @@ class AgentHost:
         self._key = key
         self._settings = settings
         self._session: Session | None = None
-        """The link that the node serves. None while it is free."""
+        """The link that the node serves. None while the node is free."""
         self._is_used = threading.Lock()
-        """A lock. It is held while the node serves a link."""
+        """The lock that is held while the node serves a link."""
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._stop_descriptor = os.eventfd(0, os.EFD_CLOEXEC)
         self._is_stopping = False
@@ -73,8 +73,9 @@ class AgentHost:
             pass
 
     def _welcome(self, plain: socket.socket, peer: tuple[str, int]) -> None:
-        """Does the handshake of a new connection. If the peer is a server with the same cluster key and the node is
-        free, serves the link. If the peer is a node with the same key, receives its blocks.
+        """Does the handshake of a new connection, and then serves it. The peer must have the same cluster key.
+
+        If the peer is a server and the node is free, serves the link. If the peer is a node, receives its blocks.
         """
         try:
             plain.settimeout(HANDSHAKE_TIMEOUT_S)

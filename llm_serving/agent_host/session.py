@@ -51,7 +51,7 @@ _FORWARDED = (
 
 
 class LinkEndedError(Exception):
-    """Raised to end a link in order. The text has the reason."""
+    """Raised to end a link without an error. The text has the reason."""
 
 
 class Session:
@@ -182,7 +182,8 @@ class Session:
                 names = self._watch_pools()
                 tiles_name = "" if self._tiles is None else self._tiles.memory.name
                 local = (config, 0, listeners, settings.log_folder, self._report, AgentProgram(settings.agent_module))
-                # Agents may sleep until masks arrive. If the server pauses, masks may be NODE_PATIENCE_S late.
+                # Agents wait for token masks. If the server pauses, masks may arrive up to NODE_PATIENCE_S seconds
+                # late, so the agents wait at least this long.
                 self._group = AgentGroup(
                     *local,
                     tiles_name=tiles_name,
@@ -343,7 +344,7 @@ class Session:
         self._watch()
 
     def _watch(self) -> None:
-        """Lets the selector also wait for free space in the socket while frames wait to be sent."""
+        """While frames wait to be sent, lets the selector also report when the socket accepts data again."""
         if self._channel.events != self._events:
             self._events = self._channel.events
             self._selector.modify(self._channel, self._events, self._receive)

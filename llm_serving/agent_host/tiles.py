@@ -11,7 +11,7 @@ from llm_serving.ipc.tile_memory import TileLayout, TileMemory
 
 
 class NodeTiles:
-    """Tiles in the same places as on the server. The agents of this node map ``memory``."""
+    """The node's copy of the server's tiles, in the same places. The agents of this node map ``memory``."""
 
     def __init__(self, memory: TileMemory) -> None:
         self.memory = memory

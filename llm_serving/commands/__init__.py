@@ -1,1 +1,1 @@
-"""The command ``llm-serving``: its sub-commands, shell completion, and the choice of the Python interpreter."""
+"""The command ``llm-serving``: its sub-commands, shell completion, and a restart with the right Python interpreter."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 VENV_PYTHON = Path(__file__).resolve().parents[2] / ".venv" / "bin" / "python"
 SERVING = ("msgspec", "mindspore")
-"""If these packages are installed, serving is installed."""
+"""A Python with these packages can run the server."""
 TOOLS = (*SERVING, "rich", "matplotlib")
-"""If these packages are installed, the tools are installed as well."""
+"""A Python with these packages can also run the tools."""
 
 
 def use_own_python(packages: Sequence[str] = SERVING) -> None:

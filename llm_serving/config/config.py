@@ -221,7 +221,9 @@ class Config:
 
     @property
     def reads_rotary_positions(self) -> bool:
-        """True if native operators rotate by positions with three dimensions, which the agent computes for each step.
+        """True if native operators take rotary positions with three dimensions (time, height, width), as in Qwen2.5-VL.
+
+        The agent computes these positions for each step.
         """
         return self.op_table == "native" and bool(self.shape.rotary_sections)
 
@@ -293,9 +295,9 @@ class Config:
         digest = (self.files_fingerprint,) if self.files_fingerprint else ()
         weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed, *digest)
         if self.kv_tier_config.shared_folder is not None:
-            # Leave out paths and file times, because they differ between the machines that share a folder. They are not
-            # needed. The names of shared files contain the digest of the weights, and the prefix cache has the blocks
-            # of only one version.
+            # Machines that share a folder have different paths and file times, so leave these out. This is safe: the
+            # names of shared files contain the digest of the weights, and a prefix cache has the blocks of only one
+            # version.
             weights = (model.model_type, model.load_format, model.seed)
         arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
         return json.dumps([*weights, *arithmetic, self.kv_format]).encode()
@@ -358,7 +360,10 @@ class Config:
 
     @property
     def max_logged_drafts(self) -> int:
-        """Maximum number of drafts in the log of a state of linear attention. 0 without linear attention or drafts."""
+        """Maximum number of drafts of a sequence whose changes to a linear-attention state the agent logs.
+
+        With the log, the agent undoes the changes of rejected drafts. 0 without linear attention or drafts.
+        """
         if self.shape.delta is None or self.speculative_config.method == "off" or self.pooling is not None:
             return 0
         return min(self.speculative_config.max_draft_tokens, self.max_decode_seqs - 1)
@@ -441,8 +446,8 @@ class Config:
     def draft_config(self) -> Config:
         """Returns a config with which the draft model could be deployed alone.
 
-        Its KV cache has the same block numbers as the model's. After these blocks come the scratch blocks of all batch
-        rows.
+        Its KV cache has a block for each block of the model's cache, with the same number. The scratch blocks of all
+        batch rows follow.
         """
         draft, cache = self.draft, self.pa_config
         assert draft is not None, "only a config with a draft model has its config"

@@ -28,7 +28,7 @@ class Head:
     kind: str
     """Kind of the head: ``EAGLE`` or ``MTP``. It is the value of ``speculative_config.method``."""
     layers: tuple[int, ...]
-    """Numbers of the model's layers after which the head takes the hidden states. They are joined in this order."""
+    """Numbers of the model's layers whose output the head reads. The head joins these hidden states in this order."""
     hidden_size: int
     vocab_size: int
     """``hidden_size`` and ``vocab_size`` are those of the model, not of the head."""
@@ -51,7 +51,7 @@ class DraftModel:
 
     @property
     def tapped_layers(self) -> tuple[int, ...]:
-        """The model's layers after which the head takes the residual stream, ascending (``Config.tapped_layers``)."""
+        """Numbers of the model's layers whose output the head reads, ascending. See ``Config.tapped_layers``."""
         return () if self.head is None else tuple(sorted(set(self.head.layers)))
 
 

@@ -47,8 +47,8 @@ def read_eagle_head(raw: RawConfig, path: Path, shape: ModelShape, *, has_weight
     head_shape = shape_of_fields(
         TypedFields(fields.source, own, CheckpointError), TypedFields(fields.source, {}, CheckpointError)
     )
-    # Published heads state short contexts, because they are trained on short texts. Their rotary embedding has no
-    # limit.
+    # Published heads state short contexts, because they were trained on short texts. Their rotary embedding also works
+    # for longer contexts.
     head_shape = replace(head_shape, max_position_embeddings=shape.max_positions)
     layers = _eagle_layers(shape)
     if has_weights and not any(path.glob("*.safetensors")):
@@ -96,15 +96,18 @@ def _check_sizes(fields: TypedFields, shape: ModelShape) -> None:
 
 
 def _eagle_layers(shape: ModelShape) -> tuple[int, int, int]:
-    """Returns after how many layers of the model an EAGLE-3 head takes the three hidden states: low, middle, high."""
+    """Returns the positions of the three hidden states that an EAGLE-3 head reads: low, middle, high.
+
+    A position is the number of the model's layers before the hidden state.
+    """
     return 2, shape.num_layers // 2, shape.num_layers - 3
 
 
 def _check_layers(fields: TypedFields, shape: ModelShape) -> None:
-    """Checks that the head takes the usual hidden states.
+    """Checks that the head reads the hidden states after the usual layers (``_eagle_layers``).
 
-    Some files state layers. Depending on the program, a number is that of the layer before or after the hidden state.
-    Both are accepted.
+    Some config files list layers. Programs count them differently: a number names the layer before or the layer after
+    the hidden state. Both are accepted.
     """
     if shape.num_layers < _LEAST_LAYERS:
         raise fields.fail(

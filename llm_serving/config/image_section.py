@@ -14,7 +14,10 @@ images in its decoder, one copy for Pillow, and Pillow's own image. PNG and JPEG
 
 
 CACHED_ROWS_OF_ANY_SIZE = 64
-"""Number of rows that count as one tile for ``cached_tiles`` if tiles have any size, as for a tile of SmolVLM."""
+"""Number of rows (tokens) that count as one tile for ``cached_tiles`` if tiles may have any size.
+
+A tile of SmolVLM has this number of rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from llm_serving.model.shape import (
 _DTYPES = ("float16", "bfloat16", "float32")
 
 _SIZES_IN_FOLDER = ("DeepseekV2Config", "DeepseekV3Config")
-"""Types of models whose keys here differ from those of ``config.json``. Their sizes are read from the model folder."""
+"""Model types for which a MindFormers YAML has other keys than ``config.json``. The model folder states their sizes."""
 _LLAMA_SIZES = ("type", "hidden_size", "num_layers", "num_heads", "vocab_size")
 
 KEYS_READ = {
@@ -89,7 +89,7 @@ class MindSporeContext:
 
 @dataclass(frozen=True, slots=True)
 class MindFormersFile:
-    """The content of a MindFormers YAML that the server uses."""
+    """The values that the server reads from a MindFormers YAML."""
 
     file: str
     """Path of the YAML."""

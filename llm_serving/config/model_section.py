@@ -19,7 +19,7 @@ _PUBLISHED_DTYPES = {
 
 
 def normalise_dtype(name: str) -> str:
-    """Returns the plain name of a published data type: ``DataType.FLOAT16`` is ``float16``."""
+    """Returns this project's name of a data type in a published config: ``DataType.FLOAT16`` becomes ``float16``."""
     return _PUBLISHED_DTYPES.get(name, name)
 
 

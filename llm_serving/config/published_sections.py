@@ -1,6 +1,6 @@
-"""Sections of the published MindSpore serving configs that have no effect here. Their keys are read and checked.
+"""Sections of MindSpore llm-serving's configs that have no effect in this server. Their keys are read and checked.
 
-The start log and ``/server_info`` list these keys with the reason.
+The start log and ``/server_info`` list these keys, each with the reason why it has no effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PREDICTOR = "there is no predictor model; scheduler_config.predict_output_lengt
 
 @dataclass(frozen=True, slots=True)
 class ModelPathConfig:
-    """Files of compiled graphs, which the published server needs. It starts one agent for each prefill graph."""
+    """Files of compiled graphs. MindSpore llm-serving needs them, and starts one agent for each prefill graph."""
 
     prefill_model: tuple[str, ...] | None = without_effect("Prefill graph of each agent.", _MINDIR)
     decode_model: tuple[str, ...] | None = without_effect("Decode graph of each agent.", _MINDIR)
@@ -31,7 +31,7 @@ class ModelPathConfig:
 
 @dataclass(frozen=True, slots=True)
 class FastServeConfig:
-    """Settings of the published server's FastServe scheduler (Wu et al. 2023), which has several queues."""
+    """Settings of FastServe (Wu et al. 2023), a scheduler of MindSpore llm-serving with several queues."""
 
     time_slice: float | None = without_effect("Time slice of the first queue.", _FASTSERVE)
     rate: float | None = without_effect("Ratio of the time slices of two queues.", _FASTSERVE)

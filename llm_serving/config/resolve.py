@@ -175,7 +175,7 @@ class Resolver:
         return config
 
     def _processing(self, folder: Path | None, shape: ModelShape) -> ImageProcessing | None:
-        """Returns how images are prepared, as the model folder states. None if the model reads no images."""
+        """Reads from the model folder how to resize and split images. Returns None if the model reads no images."""
         if folder is None or shape.vision is None:
             return None
         return read_processing(folder, shape.vision, self._sections["image_config"].max_tile_pixels)
@@ -310,11 +310,10 @@ class Resolver:
         return folder
 
     def _take_compute_dtype(self, op_table: str, mindformers: MindFormersFile | None) -> None:
-        """Sets ``model_dtype`` to MindFormers' ``compute_dtype`` if a published config has FLOAT32 and native
-        operators.
+        """Sets ``model_dtype`` to MindFormers' ``compute_dtype`` if the config has float32 and native operators.
 
-        Native operators do not compute in float32. In the published server, ``model_dtype`` is only the type of the
-        logits, and MindFormers computes in ``compute_dtype``.
+        Native operators do not compute in float32. In configs of MindSpore llm-serving, ``model_dtype`` is only the
+        type of the logits, and MindFormers computes in ``compute_dtype``.
         """
         key, stated = "model_config.model_dtype", mindformers.compute_dtype if mindformers else None
         if op_table != "native" or self._model.model_dtype != "float32" or self._raw.is_overridden(key):
@@ -482,6 +481,6 @@ def _name_of(folder: Path | None, shape: ModelShape) -> str:
 
 
 def _sampling_defaults(stated: str, folder: Path | None) -> SamplingDefaults:
-    """Returns the sampling parameters that the config recommends. ``stated`` is its ``generation_config``."""
+    """Returns the default sampling parameters. ``stated`` is the value of ``serving_config.generation_config``."""
     path = folder if stated == FROM_MODEL else Path(stated)
     return SamplingDefaults() if path is None or stated == NO_DEFAULTS else read_sampling_defaults(path)

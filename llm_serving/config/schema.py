@@ -32,7 +32,7 @@ class KeyInfo:
     null: str = ""
     """Meaning of the value null. Empty if null is not allowed."""
     unavailable: tuple[tuple[object, str], ...] = ()
-    """Values of the published server's configs that this server refuses, each with the reason: (value, reason)."""
+    """Values that MindSpore llm-serving accepts and this server refuses, as pairs (value, reason)."""
     normalise: Callable[[str], str] | None = None
     auto: bool = False
     """Whether the text ``auto`` is accepted. It is stored as ``AUTO_SIZE`` until the loader replaces it."""
@@ -41,7 +41,7 @@ class KeyInfo:
 
 
 def published(default: object, meaning: str, **details: Any) -> Any:
-    """Declares a key that the published server's configs have, too. Therefore its name and meaning must not change."""
+    """Declares a key that configs of MindSpore llm-serving also have. Its name and its meaning must not change."""
     return _key(default, KeyInfo(meaning, published=True, **details))
 
 
@@ -51,7 +51,7 @@ def own(default: object, meaning: str, **details: Any) -> Any:
 
 
 def without_effect(meaning: str, reason: str, default: object = None, **details: Any) -> Any:
-    """Declares a key of the published configs that is read and checked, but has no effect. ``reason`` states why."""
+    """Declares a key of MindSpore llm-serving's configs that is checked but has no effect. ``reason`` states why."""
     null = "not stated" if default is None else ""
     return _key(default, KeyInfo(meaning, published=True, no_effect=reason, null=null, **details))
 

@@ -1,7 +1,8 @@
-"""Turns off the settings that do not work with linear attention, whose layers have a state for each sequence.
+"""Replaces settings that do not work for a model with linear attention.
 
-The layers keep this state instead of keys and values, and a swapped sequence would lose its state. The prefix cache
-works with snapshots of states. Drafts work with logs of states, except the drafts of heads.
+A layer with linear attention has a state for each sequence instead of keys and values. Swapping a sequence would lose
+its state, so recompute replaces swapping. The prefix cache works, because it keeps snapshots of states. Speculative
+decoding works, because the agent can undo changes of a state. Only the methods ``eagle`` and ``mtp`` are refused.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from llm_serving.model.shape import ModelShape
 def for_states(
     raw: RawConfig, shape: ModelShape, sections: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns ``sections`` with settings that suit the model, and notes for the log about the replaced settings.
+    """Returns ``sections`` with settings that work for the model, and notes for the log about replaced settings.
 
-    Raises ConfigError for the head of a model, because no head of a model with linear attention can be loaded.
+    Raises ConfigError for the methods ``eagle`` and ``mtp``. No head for a model with linear attention can be loaded.
     """
     if shape.delta is None:
         return dict(sections), ()

@@ -9,7 +9,7 @@ from llm_serving.config.schema import own
 
 @dataclass(frozen=True, slots=True)
 class ShadowConfig:
-    """Shadow serving: another model computes a share of the main model's answers again, see `docs/shadow.md`."""
+    """Shadow serving: another model scores a fraction of the main model's answers, see `docs/shadow.md`."""
 
     model: str | None = own(
         None,

@@ -329,10 +329,9 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Checks that the KV cache has space for the longest sequence, and that a decode step can have all running
-    sequences.
+    """Checks two lengths: the KV cache must hold the longest sequence, and a decode step all running sequences.
 
-    The cache never holds the last token of a sequence, because no later token reads its keys and values.
+    The cache never needs space for the last token of a sequence, because no later token reads its keys and values.
     """
     cache, longest = config.pa_config, config.max_model_len
     usable = (cache.num_blocks - 1) * cache.block_size

@@ -107,7 +107,9 @@ def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
 
 
 def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
-    """Returns the number of outputs of the kinds of linear layers that are wider than their inputs: qkv, gate and up.
+    """Returns the numbers of outputs of the joined layers (qkv; gate and up), the widest ones of the model.
+
+    ``shape`` is one agent's part of the model.
     """
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     outputs = (heads * shape.head_dim,)
@@ -120,9 +122,9 @@ def _has_mlps(shape: ModelShape) -> bool:
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Raises ConfigError, because a quantisation group has more inputs than a linear layer.
+    """Raises the ConfigError for quantisation groups with at least as many inputs as a linear layer.
 
-    ``fewest`` is the smallest number of inputs of a layer in one agent.
+    ``fewest`` is the smallest number of inputs that a layer has in one agent.
     """
     group, agents = config.shard_group, config.parallel_config.tensor_parallel
     whose = "the inputs of every layer with native operators" if agents == 1 else "an agent's inputs of every layer"

@@ -17,7 +17,7 @@ from llm_serving.telemetry.log import EventLog
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Sums since the start of the meter."""
+    """Tokens, processor time and energy, each as the sum since the start of the meter."""
 
     tokens: float
     """Output tokens of requests that have ended."""
@@ -85,7 +85,8 @@ class EnergyMeter(Collector):
         return interval
 
     async def report(self, log: EventLog, interval_s: float) -> None:
-        """Logs an event after each ``interval_s`` seconds in which requests have ended. Never returns."""
+        """Logs the event ``energy`` every ``interval_s`` seconds, unless no request has ended meanwhile. Never returns.
+        """
         while True:
             await asyncio.sleep(interval_s)
             if (interval := self.end_interval()) is not None:

@@ -27,8 +27,9 @@ class RaplZone:
         self._total = 0
 
     def joules(self) -> float:
-        """Returns the energy in joules since this object was created. The method must be called at least once in each
-        period of the counter.
+        """Returns the energy in joules since this object was created.
+
+        The counter starts again at 0 when it overflows. Call this method before it can overflow twice.
         """
         now = int(self._counter.read_text())
         self._total += now - self._last if now >= self._last else now + self._range + 1 - self._last

@@ -17,8 +17,8 @@ _GATING_FUNCTION = "expert_gating_func"
 _TEMPERATURE = "attention.temperature_scale"
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _DECIMALS = 6
-"""A GGUF file has a tenth of ``mscale_all_dim`` as a float32. Rounding to this number of decimals restores the value in
-``config.json``.
+"""Number of decimals to which ``mscale_all_dim`` is rounded. A GGUF file has a tenth of the value, as a float32. The
+rounding restores the value in ``config.json``.
 """
 
 
@@ -54,8 +54,10 @@ def _values(header: Header) -> dict[str, Any]:
 
 
 def _head_sizes(get: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of a head. Newer files have them under keys with the suffix ``_mla``, and the sizes of the
-    cache under the old keys.
+    """Returns the sizes of an attention head.
+
+    Newer files state the sizes of a head under keys with the suffix ``_mla``. Their keys without this suffix have the
+    sizes of the cache.
     """
     key, rotated = get.get("attention.key_length_mla", get.get("attention.key_length")), get.get("rope.dimension_count")
     return {

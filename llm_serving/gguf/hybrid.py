@@ -16,7 +16,10 @@ QWEN3_NEXT, QWEN35, QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
 HYBRIDS = (QWEN3_NEXT, QWEN35, QWEN35_MOE)
 """llama.cpp's names of the hybrid architectures."""
 TILED = (QWEN35, QWEN35_MOE)
-"""The architectures in whose files neighbouring value heads have different key heads."""
+"""The architectures whose files order the value heads differently: neighbours use different key heads.
+
+In the checkpoint of the publisher, neighbouring value heads use the same key head.
+"""
 _DEFAULT_INTERVAL = 4
 
 
@@ -83,10 +86,10 @@ def hybrid_fields(header: Header) -> dict[str, Any]:
 
 
 def partial_rotary_factor(rotated: object, head_dim: object) -> float | None:
-    """Returns the fraction of a head's elements that rotary embedding rotates. ``rotated`` and ``head_dim`` are numbers
-    of elements. None if one of them is missing.
+    """Returns the fraction of a head's elements that rotary embedding rotates, or None if a number is missing.
 
-    The reader of ``config.json`` refuses a fraction that is too large or too small.
+    ``rotated`` is the number of rotated elements, and ``head_dim`` the number of all elements. This function does not
+    check the fraction. The reader of ``config.json`` refuses a wrong one.
     """
     if not isinstance(rotated, int) or not isinstance(head_dim, int) or head_dim < 1:
         return None

@@ -24,11 +24,9 @@ class LocalModel:
 
 
 def local_model(text: str, *, offline: bool = False) -> LocalModel:
-    """Returns the model of ``--model``, which is a path or a name. A text that is an existing path is a path.
+    """Returns the model that ``--model`` states. ``text`` is a path if the path exists, otherwise the name of a model.
 
-    Raises HubError.
-
-    ``offline`` or ``HF_HUB_OFFLINE`` forbids requests to a hub, so a named model must be in a cache.
+    ``offline`` or ``HF_HUB_OFFLINE`` forbids requests to a hub, so a named model must be in a cache. Raises HubError.
     """
     if text.startswith(PACKAGE_PREFIX) or find_path(text, Path.cwd()) is not None:
         return LocalModel(text)

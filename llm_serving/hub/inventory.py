@@ -63,7 +63,7 @@ def packaged_models() -> Iterator[FoundModel]:
         if folder is None:
             continue
         for found in _models_of(name, folder):
-            # A package has only one model, so ``package:NAME`` is the complete name, without a file.
+            # A package has only one model. So its name is ``package:NAME``, without the name of a file.
             whole = name.startswith(PACKAGE_PREFIX)
             yield FoundModel(name, found.path, found.size, found.format, found.architecture) if whole else found
 

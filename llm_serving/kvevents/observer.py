@@ -24,10 +24,10 @@ Change = Stored | bytes | None
 
 
 class ChangeQueue:
-    """A bounded queue with the changes of all replicas that wait for the publisher. ``put`` never waits.
+    """A bounded queue of changes that the publisher has not sent yet, from all replicas. ``put`` never waits.
 
-    The engine threads call ``put``, and the publisher's thread calls ``take``. Instead of lost changes, ``take`` yields
-    a marker.
+    The engine threads call ``put``, and the publisher's thread calls ``take``. At the position of lost changes,
+    ``take`` yields None.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -89,8 +89,8 @@ class ChangeQueue:
 class ReplicaObserver:
     """Observes the prefix cache of a replica, with the interface ``IndexObserver`` of the KV cache manager.
 
-    Changes are published after ``enter_service``, until the engine of a newer version takes over the replica. If the
-    block before a block is not published, the block is not published either, because no request could find it.
+    The observer publishes changes from ``enter_service`` on, until the engine of a newer model version replaces this
+    one. A block is published only if the block before it is, because a request can find it only through that block.
     """
 
     def __init__(self, queue: ChangeQueue, replica: int, take_over: Callable[[ReplicaObserver], None]) -> None:
@@ -106,13 +106,14 @@ class ReplicaObserver:
         """The hash of each published block, by its index entry in the prefix cache."""
 
     def enter_service(self) -> None:
-        """Publishes the changes of this engine's replica from now on, instead of those of the earlier engine."""
+        """From now on, publishes the changes of this engine. The observer of the earlier engine stops publishing."""
         self._take_over(self)
 
     def begin(self) -> None:
-        """Publishes a clear of the earlier engine's blocks, and then the changes of this engine."""
+        """Publishes that all blocks of the earlier engine were removed. From then on, publishes this engine's changes.
+        """
         self._queue.put(self.replica, None)
-        # Set after ``put``, because the engine thread may publish a block as soon as this is true.
+        # Set this after ``put``. As soon as it is True, the engine thread may publish blocks, and they must come after.
         self.is_current = True
 
     def stored(self, entry: int, block_hash: bytes, content: bytes, parent: Parent) -> None:
@@ -151,7 +152,7 @@ def events_of(changes: Sequence[Change]) -> list[Event]:
     removed: list[bytes] = []
 
     def complete(change: Change) -> None:
-        """Completes the event that is being collected, unless ``change`` also belongs to it."""
+        """Completes the event that is being built, unless ``change`` continues it."""
         if chain and not (isinstance(change, tuple) and change[2] == chain[-1][0]):
             events.append(_stored(chain))
             chain.clear()

@@ -28,8 +28,9 @@ _LINGER_MS = 200
 _COLLECT_MS = 20
 """Milliseconds in which changes are collected for one batch."""
 _QUIET_ROUNDS = 50
-"""Number of rounds of ``_COLLECT_MS`` without a change after which the thread sleeps until the next change. Waking the
-thread costs the engine thread time, so the thread must rarely sleep.
+"""Number of rounds of ``_COLLECT_MS`` without a change before the thread sleeps until the next change.
+
+The engine thread needs time to wake this thread, so this thread sleeps only if changes are rare.
 """
 
 
@@ -58,8 +59,8 @@ class EventPublisher:
             self._pub = self._socket(zmq.PUB, "endpoint", settings.endpoint, settings.buffer_batches)
             self._replay = None
             if settings.replay_endpoint is not None:
-                # ZeroMQ learns only after each half of this limit what a subscriber has read. A whole replay must fit
-                # into the other half.
+                # ZeroMQ counts messages as unread until the subscriber has read half of this limit. So half of the
+                # limit may be taken by messages that were read, and a whole replay must fit into the other half.
                 limit = 2 * (settings.buffer_batches + 1)
                 self._replay = self._socket(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, limit)
         except ConfigError:
@@ -73,8 +74,9 @@ class EventPublisher:
         self._thread.start()
 
     def observer(self, replica: int) -> ReplicaObserver:
-        """Returns an observer for a replica of a new engine. Until it enters service, the observer of the earlier
-        engine publishes.
+        """Returns an observer for a replica of a new engine.
+
+        It publishes nothing before ``enter_service``. Until then, the observer of the earlier engine publishes.
         """
         return ReplicaObserver(self._queue, replica, self._take_over)
 
@@ -137,7 +139,7 @@ class EventPublisher:
                 self._send(batch, replica)
                 batch = []
             if taken is None:
-                # The gap in the sequence numbers shows subscribers that events are lost. A replay has no lost events.
+                # Skip a sequence number. The gap shows subscribers that events were lost. They cannot be replayed.
                 self._sequence += 1
                 continue
             replica = taken[0]

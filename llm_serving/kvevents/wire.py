@@ -1,8 +1,8 @@
 """Encodes events as MessagePack, in the formats that vLLM publishes.
 
-A batch is an array ``[time, events, replica]``. An event of the format ``array`` is an array that begins with its name,
-as vLLM published until June 2026. An event of the format ``map`` is a map with its name under ``type``, as vLLM has
-published since then (vllm-project/vllm, pull request 42892).
+A batch of events is an array ``[time, events, replica]``. There are two formats of an event. ``array``: an array that
+begins with the event's name, as vLLM published until June 2026. ``map``: a map with the event's name under ``type``, as
+vLLM has published since then (vllm-project/vllm, pull request 42892).
 """
 
 from __future__ import annotations

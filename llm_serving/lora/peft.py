@@ -77,7 +77,8 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
     config = read_peft_config(folder)
     targets = lora_targets(shape)
     if config.names_all_layers:
-        # The error about the size of the file would hide the reason, if the ranks were checked later.
+        # Check the ranks before the size of the file. A rank above the limit also makes the file too large, but an
+        # error about the rank is more useful.
         for name in targets:
             if config.is_target(name):
                 _checked_rank(config, name, max_rank)
@@ -98,10 +99,10 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
 
 
 def _has_stored_names(shape: ModelShape, tensors: dict[str, TensorInfo]) -> bool:
-    """Returns True if an adapter names the layers as the checkpoint does, although most adapters do not.
+    """Returns True if an adapter has the layer names of the checkpoint, and not those of the modules in transformers.
 
     Before version 4.52 of transformers, the modules of Qwen2.5-VL had the names of the checkpoint. An adapter of
-    Qwen3.5 has these names if it was trained with the encoder of images. Otherwise the text model alone was trained.
+    Qwen3.5 has the checkpoint's names if it was trained together with the image encoder.
     """
     if shape.vision is not None:
         return not any(shape.vision.text_module in name for name in tensors)

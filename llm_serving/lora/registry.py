@@ -51,7 +51,7 @@ class _Use:
 
 @dataclass(slots=True)
 class AdapterRegistry:
-    """The adapters that requests may name, the least recently used first. Only the event loop uses it."""
+    """The adapters that requests may name, the least recently used first. Only the event loop's thread may use it."""
 
     max_adapters: int
     on_free: Callable[[int], None] = lambda slot: None
@@ -82,10 +82,10 @@ class AdapterRegistry:
             )
 
     def freeze(self) -> list[Adapter]:
-        """Refuses new and removed adapters until ``thaw``, and returns the adapters. A new version of the model then
-        gets exactly these adapters.
+        """Returns the adapters, and forbids adding and removing adapters until ``thaw``.
 
-        Raises ModelStateError if an adapter is being loaded.
+        A reload gives these adapters to the new version of the model. Raises ModelStateError if an adapter is being
+        loaded.
         """
         if self._reserved:
             raise ModelStateError("A LoRA adapter of the model is being loaded; send the command again later.")
@@ -93,7 +93,7 @@ class AdapterRegistry:
         return self.adapters
 
     def thaw(self) -> None:
-        """Permits new and removed adapters again, because no other version replaces this one."""
+        """Ends ``freeze``. Called if the reload has failed, so that this version of the model stays in use."""
         self._is_frozen = False
 
     def _check_not_frozen(self) -> None:

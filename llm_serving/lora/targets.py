@@ -34,11 +34,13 @@ class Target:
 
 
 def lora_targets(shape: ModelShape) -> dict[str, Target]:
-    """Returns the layers that may have adapters, by the names of their modules in transformers, in the order of the
-    model. If the model reads images, a module and its tensor in a checkpoint may have different names.
+    """Returns the layers that may have adapters, in the order of the model.
 
-    These are the linear layers of attention, of linear attention and of the dense MLPs. Two kinds of layers cannot have
-    adapters: the matrices of latent attention that are multiplied head by head, and experts.
+    These are the linear layers of attention, of linear attention and of dense MLPs. Experts, and the matrices of latent
+    attention that are multiplied head by head, cannot have adapters.
+
+    The keys are the names of the modules in transformers. In models that read images, they may differ from the names of
+    the tensors in the checkpoint.
     """
     vision = shape.vision
     prefix, module = ("model.", "model.") if vision is None else (vision.text_prefix, vision.text_module)
@@ -100,7 +102,10 @@ def _of_attention(shape: ModelShape, prefix: str) -> list[Target]:
 
 
 def _of_linear_attention(shape: ModelShape, prefix: str) -> list[Target]:
-    """Returns the targets of a layer with Gated DeltaNet. Qwen3-Next joins other outputs than Qwen3.5."""
+    """Returns the targets of a layer with Gated DeltaNet.
+
+    Qwen3.5 has four separate input projections. Qwen3-Next joins them into two.
+    """
     delta, hidden = shape.delta, shape.hidden_size
     assert delta is not None, "only a hybrid model has this layer"
     heads = delta.value_heads

@@ -10,7 +10,7 @@ from llm_serving.server.in_process import App, call_handler
 from llm_serving.server.state import Endpoint
 
 _RETRY_S = 0.02
-"""Seconds between two attempts of a call while the queue is full, because another thread makes calls as well."""
+"""Seconds between two attempts of a call that was refused because the queue is full. Calls of other threads fill it."""
 
 
 async def answer_all(

@@ -74,7 +74,7 @@ class LLM:
             finally:
                 if display is not None:
                     display.close()
-            # If the program does not call ``close``, the finalizer closes the LLM, at the latest when the interpreter
+            # The finalizer closes the LLM if the program does not. It runs when the object is freed or the interpreter
             # ends.
             self._finalizer = weakref.finalize(self, owned.pop_all().close)
 
@@ -149,7 +149,7 @@ class LLM:
     def _answers(
         self, endpoint: Endpoint, bodies: Sequence[bytes], name: str, progress: bool | None
     ) -> Iterable[bytes]:
-        """Returns the responses to all bodies. Errors name the argument ``name``."""
+        """Calls ``endpoint`` with each body and returns the responses. The texts of errors begin with ``name``."""
         config = self._host.config
         parallel = min(2 * config.max_num_seqs * config.parallel_config.data_parallel,
                        config.scheduler_config.max_waiting_requests)  # fmt: skip

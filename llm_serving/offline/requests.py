@@ -15,7 +15,7 @@ Sampling = Mapping[str, Any] | SamplingParams
 """Sampling parameters: a mapping with fields of the HTTP API, or ``SamplingParams``."""
 
 _OWN = ("prompt", "messages", "input", "stream", "stream_options")
-"""Fields of the HTTP API that the arguments of ``LLM`` replace."""
+"""Fields of the HTTP API that ``sampling`` must not contain, because the methods of ``LLM`` set them."""
 _ALWAYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """Parameters of ``SamplingParams`` that every body contains, even if they have their default."""
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
@@ -67,7 +67,7 @@ def bodies_of(
 
 
 def fields_of(sampling: Sampling | None, *, is_chat: bool) -> dict[str, Any]:
-    """Returns sampling parameters as fields of the HTTP API. Raises RequestError for fields that are arguments."""
+    """Converts sampling parameters to fields of the HTTP API. Raises RequestError for the fields in ``_OWN``."""
     if sampling is None:
         return {}
     if isinstance(sampling, SamplingParams):

@@ -40,7 +40,7 @@ CallParser = Callable[[Reader, CallOptions], Steps[None]]
 
 
 def plain(reader: Reader, options: CallOptions) -> Steps[None]:
-    """Reads content without calls."""
+    """Reads all text as content. For models or requests without tool calls."""
     yield from pass_until(reader, (), reader.content)
 
 

@@ -19,7 +19,7 @@ NAME = "{name}"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes tool calls: the text ``open``, then the calls, then the text ``close``.
+    """Describes how a model writes tool calls: the text ``open``, then the calls, then the text ``close``.
 
     Each call consists of ``begin`` with the tool's name, the arguments, and ``end``. The text ``between`` separates two
     calls.
@@ -28,8 +28,8 @@ class ToolFormat:
     name: str
     parse: CallParser
     trigger: str
-    """The text after which calls begin within content. Empty if no text marks them; a grammar then constrains the calls
-    only if the request requires a call."""
+    """The text that marks the start of calls after content. Empty if the format has no start marker. A grammar can then
+    constrain the calls only if the request requires a call."""
     begin: str
     end: str
     open: str = ""
@@ -52,13 +52,13 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model writes its reasoning before the content."""
+    """Describes how a model writes its reasoning before the content: between the texts ``open`` and ``close``."""
 
     name: str
     open: str
     close: str
     is_in_channels: bool = False
-    """True if the tool format has channels for reasoning and content."""
+    """True for gpt-oss, which writes reasoning and content in channels. The parser of the tool format reads them."""
 
 
 _HERMES = ToolFormat(
@@ -131,9 +131,7 @@ DEFAULT_TOOL_FORMAT = _HERMES
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """The formats in which one model writes reasoning and tool calls, and the parts of a request that its chat template
-    can render.
-    """
+    """The formats in which one model writes reasoning and tool calls, and the abilities of its chat template."""
 
     tools: ToolFormat | None
     """The format of tool calls. None if tools are turned off."""

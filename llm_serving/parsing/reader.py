@@ -34,8 +34,8 @@ class Reader:
         self.num_calls = 0
         """Number of calls that have begun, including calls above ``max_calls``, which have no events."""
         self.record: list[str] | None = None
-        """The text that was read since the start of a possible call, because it is content if no call follows. None
-        while no text is recorded.
+        """The text that was read since the start of a possible call. If it turns out to be no call, it becomes content.
+        None while no text is recorded.
         """
         self._max_calls = max_calls
         self._num_read = 0

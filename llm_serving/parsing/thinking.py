@@ -8,7 +8,7 @@ from llm_serving.parsing.formats import ReasoningFormat
 
 
 class ThinkingWatch:
-    """Knows whether a sequence is before, within or after its reasoning, from the bytes of its tokens.
+    """Tracks whether a sequence is before, inside or after its reasoning. The input is the bytes of each token.
 
     The reasoning begins and ends at the same places as in ``OutputParser``, which reads the text.
     """
@@ -16,7 +16,7 @@ class ThinkingWatch:
     def __init__(
         self, reasoning: ReasoningFormat, token_bytes: Callable[[int], bytes], *, is_thinking: bool = False
     ) -> None:
-        """``is_thinking``: the prompt ends within the reasoning."""
+        """``is_thinking`` is True if the prompt ends inside the reasoning, so that the output begins with reasoning."""
         self.is_thinking = is_thinking
         self.num_tokens = 0
         """Number of tokens in the reasoning, including the marker at its end."""

@@ -10,8 +10,9 @@ START_TIMEOUT_S = 60.0
 
 
 class HostActor:
-    """Runs one node. ``wait`` blocks a thread of the actor until the node ends, so the actor needs a second thread for
-    ``stop``.
+    """Runs one node. Ray must give the actor several threads.
+
+    ``wait`` blocks one thread until the node ends, and ``stop`` runs in another one.
     """
 
     def __init__(self, key_file: str, log_folder: str, adapter_folder: str, agent_module: str) -> None:

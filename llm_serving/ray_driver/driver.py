@@ -36,19 +36,19 @@ STRATEGY = "STRICT_PACK"
 
 @dataclass
 class _Node:
-    """One node from its placement to its end."""
+    """The state of one node, from the request for its placement to its end."""
 
     name: str
     group: PlacementGroup
     waits_for: Any
-    """The reference to the result that the node waits for: its placement, its address or its end."""
+    """Ray's reference to the next result about the node: its placement, then its address, then its end."""
     actor: Any = None
     address: str = ""
     placed_at: float = 0.0
 
 
 class _Seat:
-    """One of the wanted nodes. If its node is lost, another node is placed for it."""
+    """The position of one wanted node, for example node 2 of 3. If the node is lost, a new one takes this position."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -167,7 +167,8 @@ class RayDriver:
             make = ray.remote(HostActor).options(
                 scheduling_strategy=strategy, max_restarts=0, max_task_retries=0, max_concurrency=3, **options
             )
-            # Each node has a new name. All nodes of a machine share the adapters, also with nodes that are lost.
+            # The log folder is new for each node. The adapter folder is the same for all nodes of a machine, so a new
+            # node finds the adapters that a lost node has received.
             folders = (f"{placement.log_folder}/{node.name}", f"{placement.log_folder}/adapters")
             node.actor = make.remote(placement.key_file, *folders, placement.agent_module)
             node.waits_for = node.actor.start.remote()
@@ -190,7 +191,7 @@ class RayDriver:
         seat.lose()
 
     def _say_waiting(self) -> None:
-        """Reports how many nodes wait for resources, if the number has changed."""
+        """Sends the server the number of nodes that wait for resources, if the number has changed."""
         waiting = sum(seat.node is not None and seat.node.actor is None for seat in self._seats)
         if waiting != self._said_waiting:
             self._said_waiting = waiting

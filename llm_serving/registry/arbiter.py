@@ -21,9 +21,10 @@ NODES = "nodes"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The memory of one model. ``may_sleep``: the model is idle and not pinned, so another model may get its memory.
+    """The memory that one model occupies.
 
-    ``last_used`` is the time of the last use in seconds.
+    ``may_sleep`` is True if the model is idle and not pinned, so that another model may get its memory. ``last_used``
+    is the time of the last use in seconds.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Arbiter:
                 chosen.append(claim)
         if self._short(need, claims, chosen):
             raise ModelMemoryError(self._explain(name, need, claims))
-        # A claim that was chosen early may be unnecessary if a larger claim that was chosen later frees enough memory.
+        # Remove unnecessary claims from the choice: a large claim that was chosen last may free enough memory alone.
         for claim in reversed(list(chosen)):
             fewer = [each for each in chosen if each is not claim]
             if not self._short(need, claims, fewer):

@@ -42,11 +42,9 @@ class PlannedModel:
 
 
 def need_of(config: Config, machine: Machine) -> dict[str, int]:
-    """Returns the bytes that a model needs in each pool, from its memory plan. The memory of the server process is not
-    included.
+    """Returns the bytes that a model needs in each pool, from its memory plan, without the server process.
 
-    Agents on other machines need no memory of this machine. Each node checks the plan of a replica against its own
-    memory.
+    Agents on other machines need no memory of this machine. There, each node checks the plan against its own memory.
     """
     plan = estimate_memory(config, machine)
     if config.parallel_config.is_remote:

@@ -26,8 +26,8 @@ from llm_serving.telemetry.log import EventLog
 V = TypeVar("V")
 
 RETRY_FAILED_S = 15.0
-"""Seconds after a failed start in which requests for the model are refused. The next request then starts the model
-again.
+"""Seconds after a failed start for which requests for the model are refused. The first request after this time starts
+the model again.
 """
 _UNKNOWN_START_S = 10.0
 """Value of ``Retry-After``, in seconds, for a model that was never started."""
@@ -102,9 +102,7 @@ class ModelRegistry(Generic[V]):
         return [model.status() for model in self.models]
 
     def begin(self) -> None:
-        """Starts the pinned models, and from now on unloads idle models. The caller must call it when the main model is
-        ready.
-        """
+        """Starts the pinned models and the task that unloads idle models. Call this when the main model is ready."""
         self._transitions.starter.begin_checks(self.main)
         for model in self.models[1:]:
             if model.is_pinned:

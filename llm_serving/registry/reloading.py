@@ -40,9 +40,9 @@ async def reload(
     """Replaces the version of a model. Running requests complete with the old version.
 
     ``path`` is another model folder. None: the same folder, whose files may have changed. The new version normally
-    starts while the old version serves. With ``drain_first``, if the memory is too small for both, the old version
-    completes its requests and ends first; new requests wait. If the model is not in memory, only its config changes,
-    for the next start.
+    starts while the old version serves. If the memory is too small for both, and ``drain_first`` is True, the old
+    version first completes its requests and ends, while new requests wait. If the model is not in memory, only its
+    config changes, for the next start.
 
     Raises ModelStateError if the memory is too small, if the new version does not start, or if a LoRA adapter is being
     loaded. The old version then continues to serve, unless it had to end first.
@@ -105,8 +105,8 @@ class _Reload(Generic[V]):
     def victims(self, *, drain_first: bool) -> list[ServedModel[V]] | None:
         """Returns the other models that must end, so that a second version of this model fits into memory.
 
-        Returns None if the memory is too small for both versions and ``drain_first`` is True. The old version must then
-        end first. Raises ModelStateError if the memory is too small otherwise.
+        Returns None if both versions cannot fit, and ``drain_first`` permits to end the old version first. Without
+        ``drain_first``, raises ModelStateError in this case.
         """
         hint = ' Send {"drain_first": true} to end the old version before the new one starts.'
         try:

@@ -51,7 +51,7 @@ class ServedModel(Generic[V]):
     def __init__(self, planned: PlannedModel, *, is_main: bool) -> None:
         self.planned = planned
         self.config: Config = planned.config
-        """The config of the next start."""
+        """The config with which the next start of the model begins."""
         self.need: Need = planned.need
         self.is_main = is_main
         self.state = ModelState.COLD

@@ -122,7 +122,10 @@ def with_fingerprint(config: Config) -> Config:
 
 
 def _copy_adapters(adapters: Sequence[Adapter], engine: AsyncEngine) -> None:
-    """Gives ``engine`` the ``adapters`` that it lacks. These were loaded over HTTP. Raises AdapterError."""
+    """Loads into ``engine`` those of ``adapters`` that it lacks, the ones that were loaded over HTTP.
+
+    Raises AdapterError.
+    """
     for adapter in adapters:
         if engine.adapters.find(adapter.name) is None:
             digest, memory = read_into_memory(Path(adapter.path), engine.config)

@@ -70,8 +70,9 @@ class Transitions(Generic[V]):
         return model.change
 
     def end_for_other(self, model: ServedModel[V]) -> asyncio.Task[None]:
-        """Puts an idle model to sleep, because another model needs its memory. From now on, ``_claims`` counts the
-        memory only for the other model.
+        """Puts an idle model to sleep, because another model needs its memory.
+
+        The other model has already claimed this memory, so ``_claims`` no longer counts it for the idle model.
         """
         model.is_victim = True
         return self.end(model, ModelState.SLEEPING)

@@ -23,7 +23,7 @@ class Lease(Generic[V]):
         self._version: RunningVersion[V] | None = version
 
     def release(self) -> None:
-        """Ends the right to use the version. May be called twice."""
+        """Ends the lease. May be called twice."""
         version, self._version = self._version, None
         if version is not None:
             version.give_back()

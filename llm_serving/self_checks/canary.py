@@ -25,7 +25,8 @@ It is prime, so that the ids are spread over the vocabulary.
 """
 _LOWEST_PRIORITY = 2**31 - 1
 MAX_RUN_S = 300.0
-"""Maximum seconds of a run. A longer run is skipped, because the server has too much other work."""
+"""Maximum seconds of a run. A run that takes longer is aborted and counted as skipped, because the server is too busy.
+"""
 
 
 class Canary:
@@ -47,8 +48,8 @@ class Canary:
     async def run(self) -> None:
         """Runs the prompt now, and then after each interval or when the engine asks for it. Never returns.
 
-        A server that gives its nodes back while it is idle runs the prompt only after each start of agents. With
-        regular runs, the server would not become idle.
+        If the server releases its nodes while it is idle, it runs the prompt only after each start of agents. With
+        regular runs, the server would never be idle.
         """
         wanted = self._engine.canary_wanted
         while True:

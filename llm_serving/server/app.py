@@ -61,9 +61,10 @@ def create_app(
 
 
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:
-    """Returns two applications for two listeners: one without the administration endpoints, and one with only these.
+    """Splits an application for two listeners. Returns a public application and one for administration.
 
-    Both also serve the health endpoints and the files of the web pages.
+    The public one lacks the administration endpoints, and the other one has only these. Both also serve the health
+    endpoints and the files of the web pages.
     """
     endpoints = app.state.endpoints
     public = [one for one in endpoints if not one.admin]
@@ -156,7 +157,10 @@ class _Route:
 
 
 def _note_response(state: ServerState, scope: Scope, route: str, status: int) -> None:
-    """Counts a response, and notes it for the audit log. ``route`` is the path of an endpoint, or ``unmatched``."""
+    """Counts a response in the metrics and records it for the audit log.
+
+    ``route`` is the path of the endpoint, or ``unmatched`` if the URL has no endpoint.
+    """
     state.metrics.http_response(route, status)
     visit: Visit | None = scope.get(VISIT)
     if visit is not None:

@@ -52,13 +52,13 @@ class ErrorReply:
     is_anthropic: bool = False
     """Whether the body has the form of Anthropic's API, and not of OpenAI's."""
     is_kserve: bool = False
-    """Whether the member ``error`` is the message, as in KServe's protocol. The other members are next to it."""
+    """Whether the body has the form of KServe's protocol, a flat object: ``{"error": MESSAGE, "type": ...}``."""
 
     def body(self) -> bytes:
         """Returns the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API.
 
-        In Anthropic's API, ``type`` has other values, and the member ``"type": "error"`` is next to ``error``. In
-        KServe's protocol, ``error`` is the message.
+        In Anthropic's form, ``type`` has other values, and the outer object also has ``"type": "error"``. In KServe's
+        form, the value of ``error`` is the message, and the other members are next to it.
         """
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         if self.is_kserve:
@@ -70,7 +70,10 @@ class ErrorReply:
         return orjson.dumps({"type": "error", "error": error})
 
     def response(self, request_id: str | None = None) -> Response:
-        """Returns the response. ``request_id`` shows the client which lines of the log have the details."""
+        """Returns the response. ``request_id`` becomes the header ``X-Request-Id``.
+
+        The log has the same id, so that the operator finds the details of the client's error.
+        """
         named = {} if request_id is None else {"X-Request-Id": request_id}
         return Response(self.body(), self.status, {**self.headers, **named}, "application/json")
 
@@ -103,9 +106,10 @@ def has_kserve_errors(path: str) -> bool:
 
 
 def error_reply(error: Exception, path: str = "") -> ErrorReply:
-    """Returns the HTTP response for an exception. For a failure of the server, the text comes from ``FAILURE_TEXTS``.
+    """Returns the HTTP response for an exception.
 
-    ``path`` is the path of the URL, which determines the form of the body.
+    If the server itself failed, the message is a general one from ``FAILURE_TEXTS``. ``path`` is the path of the URL.
+    It determines the form of the body: OpenAI's, Anthropic's or KServe's.
     """
     reply = _reply(error)
     if has_kserve_errors(path):
@@ -134,11 +138,10 @@ def _reply(error: Exception) -> ErrorReply:
 
 
 def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str, request_id: str | None) -> None:
-    """Logs the details of a failure, which the client does not get. ``where`` is the URL's path.
+    """Logs the details of a failure, because the client gets only a general message. ``where`` is the URL's path.
 
-    ``request_id`` is the id of the response, or None if the body was not read.
-
-    An unexpected exception is logged with its traceback.
+    ``request_id`` is the id in the response, or None if the body was not read. An unexpected exception is logged with
+    its traceback.
     """
     if isinstance(error, AgentError | EngineFailedError):
         log.error(str(error), event="request_failed", request_id=request_id, where=where, code=reply.code)

@@ -65,7 +65,7 @@ async def _docs(state: ServerState, request: Request) -> Response:
 
 
 async def _off_the_loop(make: Callable[..., _T], *arguments: object) -> _T:
-    """Calls a function in a thread, because the document takes tens of milliseconds."""
+    """Calls a function in another thread. Making the document in the loop's thread would block it for tens of ms."""
     return await asyncio.get_running_loop().run_in_executor(None, make, *arguments)
 
 
@@ -141,7 +141,7 @@ def _docs_response(state: ServerState, base_url: str) -> Response:
 
 
 def openapi_document(endpoints: Sequence[Endpoint], version: str, *, has_keys: bool = False) -> dict[str, Any]:
-    """Returns the OpenAPI 3.1 document of the endpoints. ``has_keys``: clients need an API key."""
+    """Returns the OpenAPI 3.1 document of the endpoints. ``has_keys`` is True if clients need an API key."""
     bodies = list(dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None))
     names, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
     paths: dict[str, dict[str, Any]] = {}

@@ -95,7 +95,7 @@ class ServerSettings:
     processing: ImageProcessing | None = None
     """How images become tiles. None if the model reads only text."""
     tile_cost: int = 0
-    """Number of tokens that encoding the largest tile counts as work."""
+    """Cost of encoding the largest tile of an image, as the number of prompt tokens that take the same time."""
     images: ImageConfig = field(default_factory=ImageConfig)
     """Limits of images."""
     profile_folder: str = "output/profiles"
@@ -177,9 +177,9 @@ def _host_names(server_ip: str, allow_remote: bool, allowed: Sequence[str]) -> f
 
 @dataclass(slots=True)
 class RunningProfile:
-    """The profile of the agents. ``lock`` is held while the agents start or stop a profile.
+    """Describes the profile that runs now, if any. All versions of the models share this object.
 
-    All versions of the models share this object.
+    ``lock`` is held while the agents start or stop a profile.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -197,8 +197,8 @@ class RunningProfile:
 class ServerState:
     """The objects and settings that handlers use for one version of a model.
 
-    The versions of all models share the objects that do not depend on the model. A handler receives the state of the
-    main model; ``models.served`` returns the state of the request's model.
+    All versions of all models share the objects that do not depend on the model. A handler receives the state of the
+    main model. It gets the state of the request's model from ``models.served``.
     """
 
     engine: AsyncEngine
@@ -222,8 +222,8 @@ class ServerState:
     body_bytes: int = 0
     """Bytes of all request bodies that are being read or parsed."""
     renders_inline: bool = True
-    """Whether the event loop's thread may render the chat template. It becomes False after the template took too many
-    steps there. From then on, another thread renders."""
+    """Whether the event loop's thread may render the chat template. It becomes False when rendering exceeds its budget
+    of operations there. From then on, another thread renders."""
     started_at: float = field(default_factory=time.time)
     batches: BatchStore | None = None
     """The files and batches of `/v1/files` and `/v1/batches`. None if they are turned off."""
@@ -245,9 +245,9 @@ class ServerState:
         return self.engine.state == "stopped" and (self.models is None or self.models.ended.is_set())
 
     def follow(self, view: ServerState) -> None:
-        """Takes over the version of ``view``, which now gets the new requests of the main model.
+        """Replaces the engine and the settings by those of ``view``, the main model's new version.
 
-        So the server's own state keeps no version that has ended.
+        Otherwise the server's own state would keep a version in memory that has ended.
         """
         self.engine, self.log, self.settings, self.grammars = view.engine, view.log, view.settings, view.grammars
         self.renders_inline, self._format = view.renders_inline, view._format

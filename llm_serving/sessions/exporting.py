@@ -28,7 +28,7 @@ from llm_serving.version import __version__
 PIECE_BYTES = 4 << 20
 """Approximate size in bytes of the pieces in which blocks are read and sent. A piece has at least one block."""
 WAIT_S = 2.0
-"""Maximum seconds to wait for the blocks of a request that has just ended. A later step copies them to host memory."""
+"""Maximum seconds to wait for the blocks of a request that has just ended. They reach host memory with a later step."""
 _POLL_S = 0.02
 
 
@@ -37,8 +37,9 @@ class SessionChangedError(LLMServingError):
 
 
 class SessionExport:
-    """One export. ``config`` is the config of the session's model. ``identity`` describes the blocks of its engine, and
-    ``transfers`` reads them.
+    """Exports one session. ``config`` is the config of the session's model.
+
+    ``identity`` has the facts on which the bits of the model's blocks depend. ``transfers`` reads the blocks.
     """
 
     def __init__(
@@ -81,13 +82,15 @@ class SessionExport:
             yield await loop.run_in_executor(None, partial(_encoded, manifest, keys, contents))
             done += len(contents)
             batch = max(1, PIECE_BYTES // len(contents[0]))
-        # Reads no block. Raises an error if the last blocks became invalid, because the agents were lost.
+        # This call reads no block. It raises an error if agents were lost meanwhile, because the last blocks may then
+        # be wrong.
         await self._read([])
         yield encode_end(manifest, done)
 
     async def _read(self, keys: list[BlockKey]) -> list[bytes]:
-        """Returns the contents of the blocks in order, up to the first block that no tier has. If there are none, waits
-        up to ``WAIT_S`` for blocks that a step still copies.
+        """Returns the contents of the blocks in order, up to the first block that no tier has.
+
+        If the first block is missing, waits up to ``WAIT_S`` seconds, because a step may still copy it.
         """
         while True:
             found = await self._transfers.read(keys)

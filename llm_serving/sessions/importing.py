@@ -34,8 +34,10 @@ from llm_serving.sessions.session_file import (
 from llm_serving.version import __version__
 
 MAX_TOKENS = 1 << 20
-"""A session with at most this number of tokens is read, even if this model's sequences are shorter. The error can then
-name a more useful reason, for example another model.
+"""Minimum for the limit on the tokens of a session file.
+
+A file may be longer than this model's longest sequence. The import then fails with a more useful reason, for example
+that the file is of another model.
 """
 _SHOWN_CHARS = 80
 _FACTS_OF_THE_MODEL = ("shape", "model_type")
@@ -65,7 +67,8 @@ class ImportResult:
 
 
 def differences_of(theirs: dict[str, Any], ours: dict[str, Any], path: str = "") -> list[str]:
-    """Compares two sets of facts. Returns a text with both values for each fact that differs."""
+    """Compares the facts of a file (``theirs``) with those of this server. Returns a text for each fact that differs.
+    """
     found: list[str] = []
     for name in sorted(theirs.keys() | ours.keys()):
         left, right = theirs.get(name), ours.get(name)
@@ -82,7 +85,7 @@ def _short(value: object) -> str:
 
 
 class SessionImport:
-    """One import. ``block_bytes`` is the size of a block of this server.
+    """Imports one session file. ``block_bytes`` is the size of a block of this server, in bytes.
 
     Call ``feed`` with the pieces of the file until it returns False, then ``finish``.
     """
@@ -146,7 +149,7 @@ class SessionImport:
         size = manifest.block_size
         self.result = ImportResult(manifest.num_tokens, size)
         ours = self._identity.facts
-        # A wrong file may state the right block size in its facts, but divide its tokens by another block size.
+        # A wrong file may state one block size in ``facts``, and use another one for its blocks.
         self.result.differences = differences_of(manifest.facts, ours) or differences_of(
             {"block_size": size}, {"block_size": ours.get("block_size")}
         )
@@ -184,7 +187,7 @@ class SessionImport:
         return manifest
 
     async def _write(self) -> None:
-        """Checks the records that have arrived, and writes them to the KV tiers, as many as the tiers accept."""
+        """Checks the records that have arrived, and writes their blocks to the KV tiers until these accept no more."""
         records, self._records = self._records, []
         if not records:
             return

@@ -39,7 +39,7 @@ class InvalidSessionError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The facts about a session file, except the tokens themselves."""
+    """The description at the start of a session file: its model, its server and the sizes of its parts."""
 
     model: str
     version: str
@@ -166,8 +166,9 @@ class SessionReader:
             raise InvalidSessionError("The session file has more bytes after its end.")
 
     def _read(self) -> Any:
-        """Yields the number of bytes that it needs next, and receives these bytes. Also yields the complete parts of
-        the file.
+        """A generator that parses the file. It yields the number of bytes that it needs, and the caller sends them.
+
+        In between, it yields each complete part of the file: the ``Head``, then the records.
         """
         magic = yield len(MAGIC)
         if magic != MAGIC:

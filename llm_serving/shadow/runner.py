@@ -26,8 +26,8 @@ T = TypeVar("T")
 POLL_S = 0.02
 """Seconds between two checks whether the engines are idle, while an answer waits or is scored."""
 MAX_ATTEMPTS = 8
-"""Maximum number of attempts to score an answer, because requests of users interrupt an attempt. After the last
-attempt, the answer is left out.
+"""Maximum number of attempts to score an answer. A request of a user interrupts an attempt. After the last attempt, the
+answer is left out.
 """
 _PROBE_TEXT = "The quick brown fox, 1234567 \u2013 \u00e9\u4e2d\u6587\n\tdef f(x): return x"
 
@@ -49,7 +49,7 @@ class _InterruptedError(Exception):
 
 
 class ShadowRunner:
-    """The shadow serving of a server. Only the event loop uses it.
+    """Runs the shadow serving of a server. Only the event loop's thread may use this object.
 
     ``registry`` has the main model and the candidate. ``scorer`` lets a model score an answer; tests replace it.
     """
@@ -171,14 +171,16 @@ class ShadowRunner:
         return None
 
     def _begin_with(self, numbers: tuple[int, int]) -> None:
-        """Forgets the comparisons if a reload has replaced one of the models."""
+        """Resets the comparison if a reload has replaced a model. ``numbers`` are the version numbers of both models.
+        """
         if self._versions not in (None, numbers):
             self.reset()
         self._versions = numbers
 
     async def _are_comparable(self, engines: tuple[AsyncEngine, AsyncEngine]) -> bool:
-        """Returns True if both models have equal vocabulary sizes and give equal tokens for a test text. They then seem
-        to have the same tokenizer.
+        """Returns True if both models seem to have the same tokenizer.
+
+        The vocabularies must have the same size, and a test text must give the same tokens.
         """
         if self._checked == self._versions:
             return True

@@ -27,10 +27,7 @@ class LineLimit:
         return False
 
     def take_suppressed(self, now: float) -> int:
-        """If the counted second is over, return how many lines were suppressed, and set their number to 0.
-
-        Otherwise return 0.
-        """
+        """Returns how many lines were suppressed, and resets the number. Returns 0 until the present second is over."""
         if not self.num_suppressed or 0 <= now - self._second < 1.0:
             return 0
         number, self.num_suppressed = self.num_suppressed, 0

@@ -79,7 +79,7 @@ class EventLog:
         self._max_line_bytes = max_line_bytes
         self._clock = clock
         self._limits = {name: LineLimit(event.max_per_s) for name, event in EVENTS.items() if event.max_per_s}
-        # This lock is re-entrant, so that a signal handler that logs does not wait for the thread that it interrupted.
+        # A signal handler may log while it interrupts a thread that holds this lock. So the lock must be re-entrant.
         self._limits_lock = threading.RLock()
         self._has_suppressed = False
         losses = LossReports(self._loss_notice, report_on_stderr)
@@ -191,7 +191,7 @@ def readable(record: Mapping[str, object]) -> str:
 
 
 def report_on_stderr(text: str) -> None:
-    """Writes ``text`` to standard error. It is dropped if standard error is closed or a full pipe."""
+    """Writes ``text`` to standard error. Drops the text if standard error is closed, or is a pipe without space."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) > MIRROR_BYTES:
         data = data[:MIRROR_HEAD_BYTES] + b"\n    ... more in the log ...\n" + data[-MIRROR_TAIL_BYTES:]

@@ -135,9 +135,9 @@ class LogFile:
             _open_files.discard(self)
 
     def _follow(self, num_bytes: int) -> None:
-        """Opens the path again if the file there was moved, replaced or deleted.
+        """Opens the path again if another program has moved, replaced or deleted the file.
 
-        Rotate the file if it would become too large.
+        Rotates the file first if ``num_bytes`` more bytes would make it too large.
         """
         try:
             found = os.stat(self.path)
@@ -186,7 +186,7 @@ class LogFile:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Opens a file for appending. Returns its descriptor, and whether the file ends inside a line."""
+    """Opens a file for appending. Returns its descriptor, and True if its last line is incomplete."""
     torn = False
     if path.is_file() and path.stat().st_size > 0:
         with path.open("rb") as file:

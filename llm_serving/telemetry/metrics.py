@@ -32,9 +32,9 @@ _HOST = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1
 
 
 class Metrics:
-    """All metrics of one server. The engine thread and the event loop call its methods, which do not block.
+    """All metrics of one server. The engine thread and the event loop call the methods, which do not block.
 
-    The engine calls a method at most once for each step or once for each request.
+    To limit the cost, the engine calls a method at most once for each step or once for each request.
     """
 
     def __init__(self, *, process: bool = True, vllm_model: str | None = None) -> None:
@@ -293,8 +293,8 @@ class Metrics:
     def event_loop_stall(self, seconds: float, busy_seconds: float) -> None:
         """Sets the longest stall of the event loop since the last scrape.
 
-        ``seconds`` is the longest time for which the loop was blocked. ``busy_seconds`` is the most processor time that
-        this process used during a single stall.
+        ``seconds`` is the longest time for which the loop was blocked. ``busy_seconds`` is the largest processor time
+        of this process during one stall.
         """
         self._stall.set(seconds)
         self._busy_stall.set(busy_seconds)

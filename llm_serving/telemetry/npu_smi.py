@@ -34,7 +34,7 @@ class Chip:
     """Temperature of the chip in degrees Celsius. None if the table has no number."""
     power_w: float | None = None
     ai_core_percent: int | None = None
-    """Use of the matrix and vector cores in the last sampling interval."""
+    """Utilisation of the matrix and vector cores in the last sampling interval, in percent."""
     bus_id: str = ""
     """PCI address of the chip, such as ``0000:C1:00.0``."""
 

@@ -57,9 +57,9 @@ class BlockReason(enum.Enum):
 
 
 class WaitingLine:
-    """Times for which the first request of a queue could not start, by reason. Each queue has one object.
+    """Measures how long the first request of a queue could not start, for each reason. Each queue has one object.
 
-    The times count for all requests of the queue, because they wait behind the first one.
+    These times count for all requests of the queue, because they wait behind the first one.
     """
 
     __slots__ = ("_blocked_us", "_reason", "_since", "blockers")
@@ -79,7 +79,7 @@ class WaitingLine:
             self.blockers = tuple(by[:MAX_BLOCKERS])
 
     def moved(self, now: float) -> None:
-        """Records that the first request starts, or that the queue is empty. The present time of blocking ends."""
+        """Records that the first request starts, or that the queue is empty, so the queue is no longer blocked."""
         if self._reason is not None:
             self._blocked_us = self.total(microseconds(now))
             self._reason = None
@@ -116,7 +116,7 @@ class Receipt:
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache at the first start."""
         self.num_blocked: dict[BlockReason, int] = {}
-        """Number of attempts to start the request as the first of its queue that failed, by reason."""
+        """Number of failed attempts to start the request while it was first in its queue, by reason."""
         self.blocked_us: dict[BlockReason, int] = {}
         """Microseconds for which the request, or the first request of its queue, could not start, by reason."""
         self._blockers: dict[str, int] = {}
@@ -125,7 +125,7 @@ class Receipt:
         self._line: WaitingLine | None = None
         self._joined_at: dict[BlockReason, int] = {}
         self._blocked_before: dict[BlockReason, int] = {}
-        """Microseconds in earlier queues (``WaitingLine``), by reason."""
+        """Microseconds for which the request was blocked in the queues that it has left, by reason."""
 
     def join(self, line: WaitingLine, now: float | None = None) -> None:
         """Records that the request waits in a queue from ``now`` on. ``line`` measures how long the queue is blocked.
@@ -153,8 +153,8 @@ class Receipt:
     def blocked(self, reason: BlockReason, by: Sequence[str], now: float | None = None) -> None:
         """Records that the request could not start as the first of the queue, because of the requests ``by``.
 
-        ``by`` begins with the most important request, and only its first 8 requests count. With ``now``, the time until
-        the next attempt counts for ``reason``.
+        ``by`` begins with the most important request, and only its first 8 requests count. If ``now`` is given, the
+        time until the next attempt counts as blocked for ``reason``.
         """
         self.num_blocked[reason] = self.num_blocked.get(reason, 0) + 1
         if now is not None:
@@ -167,7 +167,8 @@ class Receipt:
     def unblocked(self, now: float) -> None:
         """Records that the request is no longer blocked.
 
-        ``enter`` does this for every new phase. A preempted request can start without a new phase, and needs this call.
+        ``enter`` does this at the start of each phase. A preempted request starts again without a new phase, so this
+        call is needed.
         """
         self._close_block(microseconds(now))
 
@@ -224,7 +225,8 @@ class Receipt:
             return
         self.blocked_us = self._blocked_in_lines(now_us)
         self._line, self._joined_at, self._blocked_before = None, {}, {}
-        # this request was never the first of the queue: the requests that blocked the first one also blocked this one
+        # Without blockers of its own, this request was never the first of the queue. The requests that blocked the
+        # first one also blocked this one.
         if self.blocked_us and not self._blockers:
             for request_id in line.blockers:
                 self._note_blocker(request_id)

@@ -32,8 +32,8 @@ class ReplicaStatus:
     figures: Figures
     steps: int
     outstanding_tokens: int = 0
-    """Tokens that the replica must still compute if each of its requests gets its maximum output. The value is from the
-    last placement. This field and the following ones are 0 if there is only one replica."""
+    """Tokens that the replica must still compute if each of its requests gets its maximum output. The router updates
+    the value when it places a request. With only one replica, this field and the following ones are 0."""
     placed: Mapping[str, int] = field(default_factory=dict)
     """Number of requests that the router placed at the replica, by reason."""
     recalled: int = 0
@@ -71,13 +71,13 @@ class EngineStatus:
     """Seconds of the engine thread that the flight recorders have taken."""
     replicas: list[ReplicaStatus] = field(default_factory=list)
     hand_overs: Mapping[str, float] | None = None
-    """Counts of separate prefill and decode. None without roles of replicas."""
+    """Counts of the hand-overs between prefill and decode replicas. None if replicas have no roles."""
     awaits_retry: bool = False
-    """Whether nodes are wanted for a request that was refused because no node had ready agents."""
+    """Whether a request was refused because no node had ready agents, and its client may try again."""
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, plus 1 for refused requests that may be retried, so that an autoscaler sees them."""
+        """Number of requests in the queue, plus 1 if ``awaits_retry``, so that an autoscaler starts nodes."""
         return self.figures.waiting + self.awaits_retry
 
     def as_json(self) -> dict[str, Any]:

@@ -52,8 +52,9 @@ _REPLICA_COUNTERS = {
 
 
 class StatusCollector(Collector):
-    """Collects metrics from the engine's status, which the function ``status`` returns. Without it, there are no
-    metrics.
+    """Collects metrics from the engine's status, which the function ``status`` returns.
+
+    While ``status`` is None, there are no metrics.
     """
 
     def __init__(self) -> None:

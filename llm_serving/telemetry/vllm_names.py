@@ -20,12 +20,13 @@ ENGINE = "0"
 
 @dataclass(frozen=True, slots=True)
 class VllmName:
-    """One name of vLLM for a metric of this server. Names are those in the exposition, with ``_total``."""
+    """A metric name of vLLM, and the name ``source`` of this server's metric. Names of counters end with ``_total``."""
 
     name: str
     source: str
     label: tuple[str, str] | None = None
-    """Old and new name of the label that is kept. Samples that differ only in other labels are added up."""
+    """The only label that the copy keeps: its name here and its name in vLLM. Samples that differ only in other labels
+    are added up. None if no label is kept."""
     difference: str = ""
     """How the meaning of the values differs from that of vLLM, for the documentation."""
 

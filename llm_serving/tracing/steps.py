@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_GROUPS = 32
-"""Maximum number of groups of steps in a phase of a sequence, and so of its spans. An even number."""
+"""Maximum number of groups of steps in one phase of a sequence. Each group becomes one span. Must be even."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class StepGroup:
     slowest: float
     """Longest time of one step, from ``start`` to ``end``."""
     queue_us: int
-    """Microseconds of all steps in the agent's queue, before ``start`` of each. Then graph and sampler, after it."""
+    """Microseconds that the steps waited in the agent's queue, before the agent began them. ``graph_us`` and
+    ``sample_us`` are the microseconds that they then spent in the graph and in the sampler."""
     graph_us: int
     sample_us: int
 
@@ -67,8 +68,8 @@ class StepGroup:
 class StepGroups:
     """The steps of one phase of a sequence, in at most ``MAX_GROUPS`` groups.
 
-    Each group has one step until there are more steps than groups. Then neighbouring groups are joined in pairs, and
-    new groups get as many steps as these. So no step is lost, and all groups but the last have the same size.
+    At first, each group has one step. When all ``MAX_GROUPS`` groups are used, neighbouring groups are joined in pairs,
+    and from then on new groups get twice as many steps. So all groups except the last have the same number of steps.
     """
 
     __slots__ = ("_groups", "_size")
@@ -78,7 +79,7 @@ class StepGroups:
         self._size = 1
 
     def add(self, step: StepGroup) -> None:
-        """Adds the next step, a group of one."""
+        """Adds the next step. ``step`` must be a group with one step."""
         groups = self._groups
         if groups and groups[-1].steps < self._size:
             groups[-1] = groups[-1].joined(step)

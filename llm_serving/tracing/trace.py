@@ -137,7 +137,7 @@ class HttpTrace:
 
 @dataclass(slots=True)
 class SequenceTrace:
-    """The trace of one sequence. The engine thread adds steps; the event loop calls ``end`` afterwards."""
+    """The trace of one sequence. The engine thread adds steps. After the last step, the event loop calls ``end``."""
 
     http: HttpTrace
     num_token_steps: int = 0
@@ -147,7 +147,7 @@ class SequenceTrace:
     decode: StepGroups = field(default_factory=StepGroups)
 
     def step(self, step: StepGroup, *, has_token: bool) -> None:
-        """Records a step that computed tokens of the sequence. ``has_token``: the step returned a token for it."""
+        """Records a step that computed tokens of the sequence. ``has_token`` is True if it returned an output token."""
         (self.decode if self.num_token_steps else self.prefill).add(step)
         self.num_token_steps += has_token
 
@@ -157,7 +157,8 @@ class SequenceTrace:
         span_id = new_id(64)
         queued = arrival + timings.tokenise
         started = queued + timings.queue
-        # ``finish_time`` is not rounded, so that the last step does not end after its phase.
+        # Prefer ``finish_time``, because it is not rounded. With the rounded times, the span of the last step could end
+        # after the span of its phase.
         finish = request.finish_time
         engine_end = max(started, arrival + timings.e2e - timings.delivery if finish is None else finish)
         spans = self._phase("queue", span_id, queued, started, {})

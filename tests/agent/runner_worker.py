@@ -380,10 +380,11 @@ def native_replays(graph: Any) -> dict[str, Any]:
 
 
 def prompts_and_chunks(driver: StepDriver) -> list[str]:
-    """Returns digests of a short prompt in two chunks and of a long prompt.
+    """Runs prefill steps and returns a digest of each result. The prompts are a short one and a long one.
 
-    The first chunk has several lengths, and the chunks also run together with the whole short prompt. The long prompt
-    has so many tokens that the agent does not run its step twice to confirm a replay.
+    The short prompt is split into two chunks, at several positions. Each chunk runs alone or in a step with the whole
+    short prompt as a second sequence. The long prompt runs in one step. It is so long that the agent does not run the
+    step twice, as it does with short steps to confirm a replay.
     """
     prompt = [3 + 7 * index % (driver.config.shape.vocab_size - 3) for index in range(100)]
     digests, short = [], prompt[:24]

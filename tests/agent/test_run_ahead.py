@@ -188,7 +188,10 @@ def test_a_step_that_fails_ends_all_agents_of_a_group(group: list[dict[str, Any]
 
 
 def test_stages_of_a_pipeline_and_agents_that_pool_do_not_run_ahead() -> None:
-    """Neither can run ahead: the host copies the activations between stages, and an agent that pools samples no tokens.
+    """Checks which agents may launch a step before the host has the tokens of the previous step.
+
+    Agents of a pipeline may not, because the host copies the activations between the stages. Agents that pool may not,
+    because they sample no tokens.
     """
     alone = ModelPart.of(make_config(TINY_LLAMA, "bfloat16", "native"))
     assert alone.may_run_ahead

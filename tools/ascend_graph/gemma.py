@@ -104,16 +104,20 @@ class GemmaRules:
             yield f"the sum adds {result} to {stream}; it must add to {wanted}"
 
     def _stream_before(self, layer: str, norm: str) -> str:
-        """Returns the part of the residual stream that a norm of the stream reads (see ``_part_of_stream``)."""
+        """Returns the part of the residual stream that the norm ``norm`` of ``layer`` must read.
+
+        The text is of the same form as the results of ``_part_of_stream``.
+        """
         if norm == "post_attention_norm":
             return f"the sum with {layer}.attention_result_norm"
         number = self._shape.num_layers if norm == "norm" else int(layer.removeprefix("layers."))
         return f"the sum with layers.{number - 1}.mlp_result_norm" if number else "the embedding"
 
     def _part_of_stream(self, operand: Operand) -> str | None:
-        """Returns what an operand is: the embedding, the result of a norm, or the sum with such a result.
+        """Returns a text that names ``operand`` as a part of the residual stream. None if it is not a part.
 
-        The operand may have only the rows of the last tokens. Returns None for other values.
+        The parts are the embedding, the result of a norm, and the sum of the stream and the result of a norm. An
+        operand with only the rows of the last tokens also counts.
         """
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive in ("AllReduce", "Gather", "Mul"):

@@ -229,10 +229,11 @@ class KernelRules:
             yield f"the weight has rank {len(weight.shape)}; the kernel takes 2"
 
     def _norm(self, node: Node) -> Iterator[str]:
-        """Yields an error unless the weights of a norm have a type that the kernel takes.
+        """Yields an error unless the kernel accepts the type of a norm's weights (gamma).
 
-        Sources: hicann/ops-nn, norm/rms_norm/docs/aclnnRmsNorm.md, the table of types for Atlas A2, which has float32
-        weights for activations of 16 bits; CANN 8.5, aclnnAddRmsNorm, which has weights of the activations' type only.
+        The kernel RmsNorm accepts the type of the activations. It also accepts float32 weights with 16-bit activations.
+        Source: hicann/ops-nn, norm/rms_norm/docs/aclnnRmsNorm.md, table of types for Atlas A2. The kernel AddRmsNorm
+        accepts only the type of the activations. Source: CANN 8.5, aclnnAddRmsNorm.
         """
         at = 2 if node.primitive == "AddRmsNorm" else 1
         x, gamma = (self._type_of(self._wiring.operands(node)[index]) for index in (0, at))

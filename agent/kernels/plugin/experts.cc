@@ -109,14 +109,17 @@ int plugin_top_k(const Call& call) {
   return 0;
 }
 
-// The inputs and outputs of MoeInitRoutingV2: x [rows, width], expert_idx int32 [rows, k], active_num, expert_capacity,
-// expert_num, drop_pad_mode, count_or_cumsum, before_capacity
-//  -> expanded_x [rows * k, width], expanded_row_idx int32 [rows * k], expert_tokens_count_or_cumsum int32
-//     [expert_num], and an output that is only used if rows are dropped
+// MoeInitRoutingV2: copies the rows of x (one row for each token), sorted by expert. Each row has k copies, one for
+// each expert that it chose. Copies for the same expert keep the order of their rows.
 //
-// The output expanded_x has one copy of a row for each expert that the row chose. The copies are ordered by expert. The
-// copies for one expert keep the order of the rows. The copy for expert i of a row is in row expanded_row_idx[row * k +
-// i]. No row is dropped.
+// Inputs: x [rows, width], expert_idx int32 [rows, k] (the chosen experts of each row), active_num, expert_capacity,
+//   expert_num, drop_pad_mode, count_or_cumsum, before_capacity.
+//
+// Outputs:
+//  - expanded_x [rows * k, width]: the copies.
+//  - expanded_row_idx int32 [rows * k]: element row * k + i is the position in expanded_x of copy i of the row.
+//  - expert_tokens_count_or_cumsum int32 [expert_num]: the number of copies for each expert, or the cumulative sum.
+//  - An output that is not written, because only modes that drop rows use it.
 int plugin_moe_init_routing(const Call& call) {
   enum { kX, kExpertIdx, kActiveNum, kCapacity, kExpertNum, kDropPadMode, kCountOrCumsum, kBeforeCapacity, kExpandedX,
          kExpandedRowIdx, kTokens };

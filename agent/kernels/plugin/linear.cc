@@ -200,13 +200,15 @@ int plugin_quant_matmul(const Call& call) {
   return 0;
 }
 
-// The inputs and output of WeightQuantBatchMatmul:
-//  x [rows, depth], weight int8 or int4, antiquant_scale, antiquant_offset, quant_scale, quant_offset, bias,
-//  transpose_x, transpose_weight, antiquant_group_size
-//  -> x @ ((weight + antiquant_offset) * antiquant_scale) of x's type
+// WeightQuantBatchMatmul: a matrix product of floats with an integer weight. It computes
+// x @ ((weight + antiquant_offset) * antiquant_scale), in the type of x.
 //
-// Offsets must be whole numbers. The sum over a group is multiplied by the scale of the group, in float32. The result
-// is rounded once.
+// Inputs: x [rows, depth], weight (int8 or int4), antiquant_scale, antiquant_offset, quant_scale, quant_offset, bias,
+//   transpose_x, transpose_weight, antiquant_group_size
+//
+// A quantisation group is antiquant_group_size consecutive elements along the depth, with one scale and one offset. The
+// kernel adds the products of a group and multiplies the sum by the scale, in float32. It rounds the result once, at
+// the end. Offsets must be whole numbers.
 int plugin_weight_quant_matmul(const Call& call) {
   enum { kX, kWeight, kScale, kOffset, kQuantScale, kQuantOffset, kBias, kTransposeX, kTransposeWeight, kGroup, kOut };
   int error = check_equal_dtype(call, kX, kOut);

@@ -51,7 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flushes the entries of a folder to disk, so that a renamed or removed file stays so after a power failure."""
+    """Flushes the entries of a folder to disk, so that a rename or a removal in it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -60,7 +60,7 @@ def sync_folder(path: Path) -> None:
 
 
 def cut_partial_line(path: Path) -> int:
-    """Removes the incomplete last line of a file, which a killed process has left. Returns the file's new size."""
+    """Removes the last line of a file if a killed process has left it incomplete. Returns the new size of the file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

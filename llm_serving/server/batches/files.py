@@ -43,7 +43,7 @@ def store_of(state: ServerState) -> BatchStore:
 
 
 async def _create_file(state: ServerState, request: Request) -> AnyResponse:
-    """Handles ``POST /v1/files``: write the file of a form to disk while it arrives."""
+    """Handles ``POST /v1/files``: writes the uploaded file to disk while the body arrives."""
     store = store_of(state)
     parser = FormParser(boundary_of(request.headers.get("content-type", "")))
     upload = await store.run(store.begin_upload, tenant_of(request))
@@ -161,7 +161,10 @@ async def _delete_file(state: ServerState, request: Request) -> Response:
 
 
 class _FileContent:
-    """A response with the content of a file. A thread reads it in parts, no faster than the client accepts them."""
+    """A response with the content of a file.
+
+    A thread reads the file part by part. It reads the next part only after the client has accepted the previous one.
+    """
 
     status_code = 200
 

@@ -1,5 +1,4 @@
-"""Reads the lines of a batch's input, and makes the lines of its output. The module itself reads and writes no files.
-"""
+"""Parses the lines of a batch's input and formats the lines of its output. The callers read and write the files."""
 
 from __future__ import annotations
 
@@ -37,7 +36,9 @@ class LineProblem:
 
 
 def read_line(number: int, line: bytes | None, endpoint: str, max_bytes: int) -> LineRequest | LineProblem:
-    """Returns the request in an input line, or the problem. ``line`` is None if it has more than ``max_bytes`` bytes.
+    """Parses an input line. Returns its request, or a problem if the line is not a valid request.
+
+    ``line`` is None if the line has more than ``max_bytes`` bytes.
     """
     if line is None:
         message = f"has more than {max_bytes} bytes (serving_config.max_body_bytes)"
@@ -62,7 +63,7 @@ def read_line(number: int, line: bytes | None, endpoint: str, max_bytes: int) ->
 
 
 def _wrong_member(value: dict[str, Any], endpoint: str) -> tuple[str, str] | None:
-    """Returns code and text of the first wrong member of a line. None if all members are right."""
+    """Checks the members of an input line. Returns the code and the text of the first error, or None without errors."""
     if unknown := sorted(value.keys() - _MEMBERS):
         return "unknown_parameter", f"has the unknown member {short(unknown[0])}"
     if value.get("method") != "POST":

@@ -1,7 +1,7 @@
 """Runs the batches of a store: a bounded number of lines at the same time, all with the lowest priority.
 
-The results of a line are appended in one write. After a restart, the runner reads the numbers of the lines that have a
-result, and computes only the others. So each line is in the results exactly once.
+The runner appends the result of a line in one write. After a restart, it reads which lines have a result, and computes
+only the other lines. So the results have each line exactly once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ from llm_serving.server.state import Endpoint
 _RETRY_S = 0.5
 _MAX_RETRY_S = 30.0
 _MAX_LOSSES = 3
-"""A line fails when this number of agents has been lost while they computed it."""
+"""Maximum number of attempts to compute a line that end because an agent is lost. After the last one, the line fails.
+"""
 _SAVE_S = 1.0
 """Minimum seconds between two writes of a running batch's record to disk."""
 
 Respond = Callable[[Batch, LineRequest], Awaitable[tuple[int, bytes]]]
-"""A function that returns status and JSON body of the response to a line. Raises UnavailableError at a stop."""
+"""A function that computes a line and returns the HTTP status and the JSON body of its response.
+
+Raises UnavailableError if the server stops.
+"""
 
 
 class BatchRunner:
@@ -84,7 +88,8 @@ class BatchRunner:
         run.start(partial(self._ended, batch.owner))
 
     def _ended(self, owner: str, task: asyncio.Task[None]) -> None:
-        """Lets the tenant's next batch begin, unless the batch that ended raised an exception."""
+        """Called when the task of a batch has ended. Lets the tenant's next batch begin, or logs the task's exception.
+        """
         self._running.pop(owner, None)
         if task.cancelled():
             return
@@ -95,10 +100,10 @@ class BatchRunner:
             self._app.state.log.error(f"a batch of {owner!r} stopped: {error!r}", event="batch_failed")
 
     async def _respond(self, batch: Batch, line: LineRequest) -> tuple[int, bytes]:
-        """Returns status and body of the response to a line.
+        """Computes a line. Returns the HTTP status and the body of its response.
 
-        While the server is unavailable or refuses the request with "try later", the method waits and tries again. It
-        also tries again after the loss of an agent, up to ``_MAX_LOSSES`` times.
+        If the server is unavailable, or refuses the request for now, the method waits and tries again. After
+        ``_MAX_LOSSES`` losses of an agent, it returns the error.
         """
         endpoint, state, losses = self._endpoints[batch.endpoint], self._app.state, 0
         while True:
@@ -144,7 +149,7 @@ class BatchRunner:
 
 
 class BatchRun:
-    """The run of one batch, in a task."""
+    """Runs one batch in an asyncio task: counts its lines, computes them, and writes the results."""
 
     def __init__(self, batch: Batch, store: BatchStore, slots: asyncio.Semaphore, respond: Respond, app: App) -> None:
         self.batch, self._store, self._slots, self._respond, self._app = batch, store, slots, respond, app
@@ -194,7 +199,7 @@ class BatchRun:
                 os.close(descriptor)
 
     async def _validate(self) -> None:
-        """Counts the lines. A batch without lines, or with too many, fails as a whole."""
+        """Counts the lines of the input file. Marks the whole batch as failed if there are no lines, or too many."""
         batch, store = self.batch, self._store
         limit = store.config.max_lines
         batch.total = await _in_thread(_count_lines, self._input, self._max_bytes, limit)
@@ -320,7 +325,7 @@ class BatchRun:
         return self._app.state.settings.max_body_bytes
 
     def _done_lines(self) -> set[int]:
-        """Returns the numbers of the lines with a result, and counts the results."""
+        """Reads the result files. Returns the numbers of the lines with a result, and sets the batch's counts."""
         batch, done = self.batch, set[int]()
         counts = []
         for file_id in (batch.output_id, batch.error_id):

@@ -54,7 +54,10 @@ from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
-"""Minimum number of bytes that a file or a record counts towards the limits, so that they also limit tiny files."""
+"""Number of bytes that a smaller file, or a record, counts towards the storage limits.
+
+Because of this minimum, the limits in bytes also limit the number of tiny files.
+"""
 
 
 @dataclass(slots=True)
@@ -68,7 +71,11 @@ class _Tenant:
 
 
 class BatchStore:
-    """Keeps files and batches on disk. All methods except ``run`` block. ``run`` calls them in the store's thread."""
+    """Keeps files and batches on disk.
+
+    The methods read and write files, so they block their thread. Code on the event loop calls them through ``run``,
+    which passes the call to the store's own thread.
+    """
 
     def __init__(self, config: BatchConfig, warn: Callable[[str], None]) -> None:
         """Opens the folder of ``config``, and finds what an earlier server has left there.
@@ -152,7 +159,7 @@ class BatchStore:
     def keep_file(self, file: StoredFile, *, is_counted: bool = False) -> None:
         """Adds a file, whose content is already on disk, to its tenant's files.
 
-        ``is_counted`` is True if the bytes of the file are already counted.
+        ``is_counted`` is True if the tenant's total already includes the bytes of the file.
         """
         tenant = self._tenant(file.owner)
         replace_file(tenant.folder / "files" / f"{file.id}.json", encoded(file))
@@ -219,8 +226,7 @@ class BatchStore:
         return batch
 
     def waiting_batches(self) -> list[Batch]:
-        """Returns, for each tenant, the oldest batch that has not ended, in order of age. The oldest batch comes
-        first."""
+        """Returns the oldest batch of each tenant that has not ended. The result is sorted by age, oldest first."""
         oldest = []
         for tenant in self._tenants.values():
             waiting = [batch for batch in tenant.batches.values() if not batch.has_ended]
@@ -249,9 +255,9 @@ class BatchStore:
         self._count(tenant, len(line))
 
     def end_batch(self, batch: Batch, status: str) -> None:
-        """Adds the files with results to the tenant's files. Then writes the batch's record with its last ``status``.
+        """Ends a batch: adds its result files to the tenant's files, and writes its record with the final ``status``.
 
-        Empty results are removed.
+        Result files without lines are deleted.
         """
         batch.has_output = self._keep_results(batch, batch.output_id, "output")
         batch.has_errors = self._keep_results(batch, batch.error_id, "error")
@@ -288,7 +294,10 @@ class BatchStore:
         return self._tenants.get(owner) or _Tenant(self._root)
 
     def _drop_oldest(self, tenant: _Tenant) -> None:
-        """Forgets the oldest batch that has ended if the tenant has too many batches. Its files stay."""
+        """Removes the records of the oldest batches that have ended, until the tenant may add one more batch.
+
+        The files of a removed batch stay.
+        """
         while len(tenant.batches) >= self.config.max_batches:
             ended = [batch for batch in tenant.batches.values() if batch.has_ended]
             if not ended:

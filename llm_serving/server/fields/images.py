@@ -1,4 +1,7 @@
-"""Converts images of other APIs to parts of chat messages, and renames the fields in errors about these images."""
+"""Converts the images of other APIs' requests to parts of chat messages.
+
+An error about an image names a field of the chat. ``named_images`` replaces this field by the one that the client sent.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ _PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]\.image_url(\.url)?")
 
 @dataclass(frozen=True, slots=True)
 class ImageField:
-    """The names of an image's fields in a request that was converted to a chat."""
+    """The names of an image's fields in the client's request, before the conversion to a chat. For errors."""
 
     image: str
     url: str
-    """The field with the image's URL or its data."""
+    """Name of the field with the image's URL or its data."""
 
 
 def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
@@ -30,9 +33,9 @@ def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
 
 
 def joined(parts: Iterable[dict[str, Any]], between: str) -> str | list[dict[str, Any]]:
-    """Joins parts to the content of a chat message: one text, or a list of parts if there are images.
+    """Returns the content of a chat message that consists of ``parts``: one text, or a list if there are images.
 
-    ``between`` separates neighbouring texts.
+    Neighbouring texts are joined, with ``between`` as the separator.
     """
     found: list[dict[str, Any]] = []
     for part in parts:
@@ -57,9 +60,9 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def named_images(error: RequestError, messages: Sequence[Message], fields: Sequence[ImageField]) -> RequestError:
-    """Returns ``error`` with the image's field name in the client's API, if the error is about an image of the chat.
+    """Renames the field in an error about an image of the chat. The new name is that in the client's request.
 
-    ``fields`` has the names of all images in ``messages``, in order. Other errors are returned unchanged.
+    ``fields`` has the names for all images in ``messages``, in order. Other errors are returned unchanged.
     """
     found = _PART.match(error.param or "")
     if found is None:

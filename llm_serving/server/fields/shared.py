@@ -35,7 +35,8 @@ from llm_serving.server.limits import (
 
 
 def _strings(value: object, info: ValidationInfo) -> object:
-    """Returns a string, or a list of strings, as a tuple. ``PARAMETERS`` limits their number and their length."""
+    """Converts a string, or a list of strings, to a tuple. ``PARAMETERS`` limits the number and the length of strings.
+    """
     if value is None:
         return ()
     parameter = PARAMETERS[info.field_name or ""]
@@ -182,7 +183,7 @@ class SamplingFields(SchedulingFields, StructuredFields, StrictModel):
 
 
 class DialectSampling(LaxModel):
-    """Sampling parameters of ``/generate`` and ``/chat``, in the published server's format."""
+    """Sampling parameters of ``/generate`` and ``/chat``. Their format is that of MindSpore llm-serving."""
 
     do_sample: bool | None = Field(
         default=None,
@@ -318,7 +319,10 @@ class Message(StrictModel):
 
     @property
     def parts(self) -> Sequence[dict[str, Any]]:
-        """The parts of a content with images. Sources of images are not checked. Empty without images."""
+        """The parts of the content if it has images, as the client sent them. Empty if it has only text.
+
+        The URLs of the images are not checked here.
+        """
         return self._parts or ()
 
     @model_validator(mode="wrap")

@@ -21,14 +21,14 @@ class JsonSchemaFormat(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """OpenAI's form of structured output."""
+    """OpenAI's field ``response_format``, which asks for structured output."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="The kind of text.")
     json_schema: JsonSchemaFormat | None = Field(default=None, description="The schema of `json_schema`.")
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's form of structured output. Exactly one field must be given."""
+    """vLLM's field ``structured_outputs``. Exactly one of its members must be given."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="A JSON schema.")
     json_object: bool | None = Field(default=None, description="Any JSON object.")

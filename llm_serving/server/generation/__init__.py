@@ -1,1 +1,4 @@
-"""From the fields of a request to generated sequences: prompts, choices, rules about tokens, limits of work."""
+"""Turns the fields of a request into sequences, and runs them in the engine.
+
+The modules read the prompts, the sampling parameters and the constraints, and limit the work of a request.
+"""

@@ -1,4 +1,4 @@
-"""Chooses the constraint of a chat's choices: tool calls, structured output and the budget of the reasoning."""
+"""Makes the constraint for the output of a chat. It enforces tool calls, structured output and a reasoning budget."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ async def answer_constraint(
     ignore_eos: bool,
     beams: bool,
 ) -> ConstraintSource | None:
-    """Returns the constraint of each choice, or None if any text is allowed. Raises RequestError."""
+    """Returns the source of the constraint for each choice, or None if any text is allowed.
+
+    ``tools`` and ``fields`` are the fields of the request. Raises RequestError if they cannot be combined.
+    """
     wanted = wanted_grammar(fields)
     has_parts = plan is not None and (plan.tools is not None or plan.reasoning is not None)
     if plan is not None and has_parts:
@@ -51,7 +54,11 @@ async def answer_constraint(
 def _with_plan(
     state: ServerState, body: ToolRequest, plan: AnswerPlan, wanted: tuple[str, Grammar] | None
 ) -> tuple[str, Grammar] | None:
-    """Returns the field that needs a grammar, and the grammar of the whole answer. None if no grammar is needed."""
+    """Returns the grammar of the whole output: reasoning, tool calls and content. None if no grammar is needed.
+
+    The first value is the name of the request's field that needs the grammar, for errors. ``wanted`` has the field and
+    the grammar for the content.
+    """
     thinking = None if plan.reasoning is None or plan.is_over else Thinking(plan.reasoning, plan.is_thinking)
     tokenizer = state.engine.tokenizer
     special = {tokenizer.token_bytes(one).decode(): one for one in plan.shown_token_ids}
@@ -123,9 +130,10 @@ def _is_constrained(
 
 
 def _check_content(plan: AnswerPlan, param: str, content: Grammar) -> None:
-    """Raises RequestError if a text that may contain calls cannot also be constrained by ``content``.
+    """Checks whether one grammar can allow both optional tool calls and text that matches the grammar ``content``.
 
-    This needs a JSON schema for the content, and a format of calls with a trigger that does not start with a brace.
+    Raises RequestError unless ``content`` is a JSON schema, and tool calls start with a marker that is not a brace.
+    Otherwise the first character could begin a call as well as the JSON of the content.
     """
     assert plan.tools is not None
     if content.kind != JSON_SCHEMA or plan.tools.starts_with_brace or not plan.tools.trigger:

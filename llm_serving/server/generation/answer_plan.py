@@ -1,4 +1,4 @@
-"""Plans how the text of a chat's choices is read: the tools, the reasoning and the ids of calls."""
+"""Decides how to parse the output of a chat: in which formats the model writes its reasoning and its tool calls."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ class ToolRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How the text of each choice becomes reasoning, content and tool calls."""
+    """States how to split the text of each choice into reasoning, content and tool calls."""
 
     tools: ToolFormat | None
     """The format of tool calls. None if the request has no tools."""
     reasoning: ReasoningFormat | None
     options: CallOptions
     is_thinking: bool
-    """Whether the prompt ends within the reasoning."""
+    """Whether the prompt ends with the start marker of the reasoning, so that the output begins inside the reasoning.
+    """
     is_over: bool
-    """Whether the prompt ends after the reasoning, so that the model does not reason."""
+    """Whether the prompt ends with the end marker of the reasoning, so that the model does not reason."""
     max_calls: int | None
     shown_token_ids: frozenset[int]
-    """The special tokens that the parser must see."""
+    """Ids of the special tokens that are markers. Their text must be in the output, because the parser looks for it."""
 
     def parser(self) -> OutputParser:
         """Returns the parser of one choice."""
@@ -65,7 +66,7 @@ class AnswerPlan:
         )
 
     def watch(self, token_bytes: Callable[[int], bytes]) -> ThinkingWatch | None:
-        """Returns the counter of one choice's reasoning tokens. None for a model without reasoning."""
+        """Returns a new counter for the reasoning tokens of one choice. None for a model without reasoning."""
         if self.reasoning is None:
             return None
         return ThinkingWatch(self.reasoning, token_bytes, is_thinking=self.is_thinking)
@@ -126,7 +127,7 @@ def template_values(state: ServerState, body: ToolRequest) -> Mapping[str, Any]:
 
 
 def plan_answer(state: ServerState, body: ToolRequest, prompt: Prompt) -> AnswerPlan | None:
-    """Returns the plan by which the text of the choices is read. None if all text is content."""
+    """Returns the plan for parsing the output after ``prompt``. None if all of the output is content."""
     formats, tools = state.output_format, offered_tools(body)
     channels = formats.tools if formats.reasoning is not None and formats.reasoning.is_in_channels else None
     used = formats.tools if tools else channels

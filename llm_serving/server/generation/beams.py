@@ -24,11 +24,17 @@ _SAMPLING: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": ((),),
 }
-"""Sampling fields that a beam search ignores, each with the values that have no effect. Other values are refused."""
+"""Sampling fields that a beam search does not use, each with the values that mean "not set".
+
+A beam search refuses other values of these fields.
+"""
 
 
 def check_beam_fields(fields: SamplingFields) -> None:
-    """Raises RequestError for fields of beam search without ``use_beam_search``, and for sampling fields with it."""
+    """Raises RequestError if the fields contradict ``use_beam_search``.
+
+    Without it, fields of beam search are refused. With it, ``stream`` and sampling fields are refused.
+    """
     if not fields.use_beam_search:
         for name in ("beam_width", "length_penalty"):
             if getattr(fields, name) is not None:
@@ -48,8 +54,10 @@ def check_beam_fields(fields: SamplingFields) -> None:
 async def search_answers(
     generation: Generation, fields: SamplingFields, best_of: int | None, *, has_limit: bool
 ) -> list[Answer]:
-    """Returns the ``n`` best beams of each prompt, best first. ``has_limit`` is True if the client gave a maximum
-    length."""
+    """Runs a beam search for each prompt. Returns the ``n`` best beams of each prompt, best first.
+
+    ``has_limit`` is True if the client gave a maximum length.
+    """
     n = fields.n or 1
     firsts = generation.choices[::n]
     width = _width(fields, best_of, n, len(firsts))

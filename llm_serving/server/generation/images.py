@@ -33,7 +33,7 @@ _ROLES = ("user", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ImageURL:
-    """An image of a request: its URL, the name of the URL's field, and whether the image may take many tokens."""
+    """An image of a request: its URL, the name of the URL's field, and whether the image may be split into tiles."""
 
     url: str
     param: str
@@ -51,15 +51,19 @@ class ReadImages:
     pool: TilePool
 
     def in_text(self, text: str) -> str:
-        """Returns ``text`` with the tokens of its images. Raises RequestError if it names another number of images."""
+        """Replaces each image placeholder in ``text`` by the tokens of the next image.
+
+        Raises RequestError if the number of placeholders is not the number of images.
+        """
         from llm_serving.images.prompt import expanded
 
         return expanded(text, self.images, self.vision)
 
     async def placed(self, token_ids: Sequence[int]) -> PromptImages:
-        """Returns the tiles at their positions in the prompt, in the memory of the agents.
+        """Copies the tiles to shared memory for the agents. Returns them with their positions in the prompt.
 
-        Raises RequestError if the tokens do not fit the tiles, and UnavailableError if too few places are free.
+        Raises RequestError if the image tokens in ``token_ids`` do not match the tiles. Raises UnavailableError if the
+        shared memory has too few free places.
         """
         from llm_serving.images.pool import TilesFullError
         from llm_serving.images.prompt import PromptImages, placed_tiles, tile_positions
@@ -78,7 +82,8 @@ class ReadImages:
 async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadImages | None:
     """Returns the decoded images of a conversation, or None if it has no images. Raises RequestError.
 
-    Other threads read, decode and cut the images, one after the other. Before that, the number of images is checked.
+    The number of images is checked first. Then other threads read the images one after the other, decode them and cut
+    them into tiles.
     """
     urls = list(_image_urls(messages, state.settings))
     if not urls:
@@ -173,7 +178,7 @@ def _cut(each: ImageURL, settings: ServerSettings, data: bytes | None = None) ->
     if vision.windows is not None:
         image = decode(data, settings.images, each.param)
         return resized(image, vision, processing, each.param, is_small=not each.splits)
-    # No variable holds the decoded image, so that ``cut`` frees it as soon as it is resized.
+    # Do not keep the decoded image in a variable. Then only ``cut`` refers to it, and frees it after resizing.
     return cut(decode(data, settings.images, each.param), processing, vision.image_size, splits=each.splits)
 
 

@@ -1,4 +1,4 @@
-"""The hint ``cache_keep_s`` of a request: how long the KV tiers should keep its blocks in host memory."""
+"""Reads and applies the field ``cache_keep_s``: how long the KV tiers should keep a request's blocks in host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from llm_serving.server.state import ServerSettings
 
 
 def keep_seconds_of(fields: SchedulingFields, settings: ServerSettings) -> float | None:
-    """Returns the time for which a request keeps its blocks, in seconds, or None. Raises RequestError above the limit.
+    """Returns the value of ``cache_keep_s`` in seconds, or None if the request does not set it.
+
+    Raises RequestError if the value is above the limit.
     """
     if fields.cache_keep_s is not None and fields.cache_keep_s > settings.max_keep_s:
         raise RequestError(
@@ -26,7 +28,10 @@ def keep_seconds_of(fields: SchedulingFields, settings: ServerSettings) -> float
 
 
 def keep_blocks(engine: AsyncEngine, owner: str, request: Request, seconds: float) -> None:
-    """Keeps the blocks of a request that has ended, if the model has KV tiers, within the limits of ``owner``."""
+    """Asks the KV tiers to keep the blocks of a request that has ended for ``seconds``. Does nothing without KV tiers.
+
+    ``owner`` is the tenant whose limits apply.
+    """
     if engine.transfers is None:
         return
     tokens = [*request.prompt_token_ids, *request.output_token_ids][:-1]  # the last token is not computed

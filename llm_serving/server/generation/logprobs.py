@@ -1,4 +1,4 @@
-"""Formats log-probabilities as OpenAI's two endpoints do, and raw logits as the published server does."""
+"""Formats log-probabilities for OpenAI's endpoints, and raw logits for ``/generate`` and ``/chat``."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def step_logits(entries: Sequence[TokenLogits]) -> Iterator[dict[str, Any]]:
 def prompt_entries(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> Iterator[dict[str, Any] | None]:
     """Yields the members of vLLM's ``prompt_logprobs``: null for the first token, then an object for each token.
 
-    An object has the token and the ``count`` best tokens by id. The rank of a token that is none of the best is null.
+    The keys of an object are token ids: those of the ``count`` most likely tokens, and that of the prompt's token. If
+    the prompt's token is not among the most likely ones, its rank is null.
     """
     yield None
     for token in logits:

@@ -1,4 +1,7 @@
-"""The session of a request with ``session_id``: the salt of its blocks, and the tokens that the server remembers."""
+"""Connects a request that has a ``session_id`` with its session.
+
+The session gives the request the salt of its cached blocks. After the request, the session remembers its tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from llm_serving.sessions.book import Session, SessionBook, session_salt
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """The session of one HTTP request."""
+    """The session that one HTTP request names, with the book of all sessions."""
 
     book: SessionBook
     tenant: str
     session_id: str
     model: str
     nonce: bytes
-    """Nonce of the session's import. Empty if the session was not imported for this model."""
+    """Random bytes that the import of the session chose. Empty if the session was not imported for this model."""
 
     @classmethod
     def of(cls, state: ServerState, fields: RequestModel, request: HttpRequest) -> OpenSession | None:
@@ -38,13 +41,16 @@ class OpenSession:
         return cls(state.sessions, tenant, session_id, model, nonce)
 
     def with_salt(self, scheduling: SchedulingParams) -> SchedulingParams:
-        """Returns the parameters with which the request finds the blocks of an imported session."""
+        """Returns ``scheduling`` with the cache salt of an imported session, so that the request finds its blocks.
+
+        If the session was not imported, returns ``scheduling`` unchanged.
+        """
         return replace(scheduling, cache_salt=session_salt(self.nonce)) if self.nonce else scheduling
 
     def note(self, request: Request, adapter: Adapter | None) -> None:
-        """Remembers the tokens of a request that has ended, unless it has images.
+        """Stores the tokens of a request that has ended in the session. Does nothing if the request has images.
 
-        The blocks of an image's tokens depend on its pixels, which a session does not have.
+        Blocks with image tokens depend on the pixels, and a session stores only tokens.
         """
         if request.tiles:
             return

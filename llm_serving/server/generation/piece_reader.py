@@ -1,4 +1,4 @@
-"""Reads the pieces of one answer's text, also for a chat without tools and reasoning."""
+"""Turns the generated text of one choice into events: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llm_serving.server.generation.answer_plan import AnswerPlan
 
 
 class PieceReader:
-    """Reads the pieces of one answer's text with the parser of its plan. Without a plan, all text is content."""
+    """Parses the text of one choice piece by piece, as its plan states. Without a plan, all text is content."""
 
     def __init__(self, plan: AnswerPlan | None) -> None:
         self._parser: OutputParser | None = None if plan is None else plan.parser()

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, for ``echo`` with ``logprobs`` and for ``prompt_logprobs``.
+"""Computes log-probabilities of prompt tokens, for ``echo`` with ``logprobs`` and for ``prompt_logprobs``.
 
 An extra sequence scores each prompt. It starts with the first token of the prompt, and a constraint forces it to
 generate the other tokens. So each log-probability has exactly the bits that decoding gives at this position. One step
@@ -39,7 +39,10 @@ def scoring_name(request_id: str, number: int) -> str:
 
 
 def check_prompt_scores(param: str, *, stream: bool, beams: bool) -> None:
-    """Raises RequestError if log-probabilities of the prompt, which the field ``param`` asks for, are not available."""
+    """Raises RequestError if the request also streams or uses beam search.
+
+    Log-probabilities of the prompt are not available then. ``param`` is the field that asks for them.
+    """
     for name, is_set in (("stream", stream), ("use_beam_search", beams)):
         if is_set:
             raise RequestError(

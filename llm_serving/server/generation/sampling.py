@@ -31,14 +31,18 @@ class ConstraintSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence of an HTTP request. ``request_id`` is its id in the engine, ``index`` its place in the response."""
+    """One sequence of an HTTP request.
+
+    ``request_id`` is the id of the sequence in the engine. ``index`` is its position in the response.
+    """
 
     index: int
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
     group: str = ""
-    """Equal for all choices of one prompt, which share the prompt's blocks. Empty if the prompt has one choice."""
+    """Name of the request group: all choices of one prompt have the same name, and share the prompt's blocks. Empty if
+    the prompt has only one choice."""
     grammar: ConstraintSource | None = None
     """Constrains the text. None if any text is allowed."""
 
@@ -89,8 +93,9 @@ def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
 
 
 def _usable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts sampling parameters to the sampler's values: a temperature near 0 becomes 0 (greedy), ``top_k`` -1
-    becomes 0.
+    """Converts two sampling parameters to the sampler's values.
+
+    A temperature near 0 becomes 0, which means greedy sampling. ``top_k`` -1 becomes 0, which means no limit.
     """
     values = dict(given)
     if "temperature" in values and values["temperature"] < GREEDY_BELOW:

@@ -1,4 +1,5 @@
-"""Reads a request's urgency (priority, objectives, deadline) and its tenant from body fields and headers."""
+"""Reads the scheduling parameters of a request from its body and its headers: priority, objectives, deadline, tenant.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ SessionId = Annotated[str | None, Field(pattern=f"^{ID_PATTERN}$")]
 
 
 class SchedulingFields(RequestModel):
-    """Body fields of all generating endpoints about urgency, prefix cache and receipt. They do not change the text."""
+    """Body fields of all endpoints that generate text: scheduling, prefix cache and receipt.
+
+    These fields do not change the generated text.
+    """
 
     priority: Priority = None
     ttft_objective_ms: Milliseconds = Field(
@@ -93,16 +97,16 @@ def session_id_of(fields: RequestModel, request: Request) -> str | None:
 
 
 def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
-    """Returns the deadline of a request in seconds after its arrival, or None. ``fields`` may be None or lack the
-    field.
+    """Returns the deadline of a request in seconds after its arrival, or None without a deadline.
 
-    Raises RequestError with the name of a wrong header.
+    ``fields`` is the body, or None. The body may lack the field. Raises RequestError with the name of a wrong header.
     """
     return _seconds(_urgency(fields, request)["deadline_ms"])
 
 
 def _urgency(fields: RequestModel | None, request: Request) -> dict[str, Any]:
-    """Returns the values of the body fields in ``SCHEDULING_HEADERS``. If a field is missing, its header is used."""
+    """Returns the values of the fields in ``SCHEDULING_HEADERS``. A field that the body lacks is read from its header.
+    """
     given = {alias: request.headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in request.headers}
     try:
         from_headers = SchedulingHeaders.model_validate(given)
@@ -113,7 +117,10 @@ def _urgency(fields: RequestModel | None, request: Request) -> dict[str, Any]:
 
 
 def visit_of(request: Request) -> Visit | None:
-    """Returns the access control's record of a request. None if the server has neither keys nor an audit log."""
+    """Returns the record that the access control keeps of a request: its API key, its quotas and its audit log entry.
+
+    None if the server has neither API keys nor an audit log.
+    """
     visit: Visit | None = request.scope.get(VISIT)
     return visit
 

@@ -35,9 +35,9 @@ from llm_serving.server.state import ServerState
 from llm_serving.shadow.scoring import answer_of
 
 OPEN_TOKENS = 32768
-"""Number of prompt tokens after which the event loop runs other tasks, while a request's sequences are opened."""
+"""Number of prompt tokens that are passed to the engine without a pause. Then the event loop runs other tasks."""
 OPEN_OVERHEAD_TOKENS = 1024
-"""Overhead of opening a sequence, as a number of prompt tokens that takes the same time to check."""
+"""Fixed time for passing a sequence to the engine. The unit is the time for one prompt token."""
 
 POOLED_APIS = ("embeddings", "rerank", "score", "classify")
 """Names of the endpoints whose responses have pooled results instead of text."""
@@ -56,7 +56,7 @@ class Answer:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pooled: bytes = b""
-    """Pooled result, float32. Empty for generated text."""
+    """The pooled result, for example an embedding, as the bytes of float32 values. Empty for generated text."""
 
 
 def count_items(answers: Sequence[Answer]) -> int:
@@ -73,7 +73,7 @@ def _forkable(choice: Choice) -> ForkableConstraint | None:
 
 
 class Generation:
-    """The sequences of one HTTP request: its ``choices`` in the engine, from ``open`` to ``close``."""
+    """The sequences of one HTTP request. ``open`` passes them to the engine, and ``close`` ends them."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Generation:
         stream: bool,
         model: str | None = None,
     ) -> None:
-        """``model`` is the name in the request: the served model, an adapter, or None."""
+        """``model`` is the model's name in the request: that of the served model or of an adapter, or None."""
         if state.settings.pooling is not None and api not in POOLED_APIS:
             raise RequestError(
                 "This server computes embeddings, scores or classes and generates no text; start it with "
@@ -112,7 +112,7 @@ class Generation:
         self.stream = stream
         self.choices: list[Choice] = []
         self.scoring: list[Choice] = []
-        """Further sequences that score prompts. They belong to no choice. Streamed responses do not have them."""
+        """Additional sequences that compute log-probabilities of the prompts. Streamed responses do not have them."""
         self.is_scoring_only = False
         """True if the choices generate no tokens, so that only the sequences of ``scoring`` run."""
         self._open: list[OpenRequest] = []
@@ -253,7 +253,7 @@ class Generation:
         self._log_arrival(replace(choice, request_id=name))
         self._searches.append(name)
         prompt = choice.prompt.token_ids
-        # If the search is aborted, the number of its tokens is unknown. Then this maximum counts against the quota.
+        # If the search is aborted, its number of tokens is unknown. Then the maximum counts against the key's quota.
         num_output_tokens = params.width * params.max_tokens
         try:
             result = await self.state.engine.search(

@@ -80,9 +80,9 @@ async def with_token_rules(
 
 
 def _forbidden(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token sequences of words: as the start of a text, and after a space.
+    """Returns the token sequences that spell the words, up to two for each word: without and with a space before it.
 
-    The form after a space is added only if it begins with another token and has the same number of tokens, as in vLLM.
+    As in vLLM, the sequence with the space is added only if it begins with another token and has the same length.
     """
     sequences = []
     for word in words:

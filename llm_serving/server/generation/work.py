@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def off_loop(num_items: int, work: Callable[[], T]) -> T:
-    """Returns the result of ``work``. If it processes more than ``INLINE_ITEMS`` items, another thread runs it.
+    """Runs ``work`` and returns its result. If ``num_items`` is above ``INLINE_ITEMS``, another thread runs it.
 
     ``work`` must not use objects that the event loop changes. It should make only short calls into C code, because each
     of them blocks the event loop.

@@ -70,7 +70,7 @@ class BodyCounter(Protocol):
 
 
 class _CountedBytes:
-    """Counts the bytes of one request body as a part of the bytes of all bodies that are being read or parsed."""
+    """Counts the bytes of one request body in the total of all bodies that are being read or parsed."""
 
     def __init__(self, state: BodyCounter) -> None:
         self._state = state
@@ -100,9 +100,10 @@ def json_response(content: Any, request_id: str | None = None, status: int = 200
 
 
 async def whole_response(generation_id: str, num_items: int, build: Callable[[], object]) -> Response | PiecesResponse:
-    """Returns a response whose content ``build`` makes. If it has many items, another thread makes and encodes it.
+    """Returns a JSON response with the content that ``build`` returns.
 
-    ``num_items`` is the number of tokens and log-probabilities in the content.
+    ``num_items`` is the number of tokens and log-probabilities in the content. If it is large, another thread calls
+    ``build`` and encodes the content.
     """
     pieces = await off_loop(num_items, lambda: encode_in_pieces(build()))
     headers = {"X-Request-Id": generation_id}
@@ -112,9 +113,10 @@ async def whole_response(generation_id: str, num_items: int, build: Callable[[],
 
 
 def _check_headers(request: Request) -> None:
-    """Raises MediaTypeError unless the body is declared as JSON.
+    """Raises MediaTypeError unless the headers declare the body as JSON.
 
-    This also stops forms of foreign web pages, which a browser sends without a check: a form cannot declare JSON.
+    This also protects against other web sites. A browser lets any site send a form to this server without a preflight
+    request, but a form cannot declare JSON.
     """
     kind, _, options = request.headers.get("content-type", "").partition(";")
     if kind.strip().lower() != "application/json":
@@ -182,7 +184,7 @@ def _too_large(size: str, max_bytes: int) -> PayloadTooLargeError:
 
 
 async def drain_body(receive: Receive) -> None:
-    """Reads and discards the rest of a body for a short time. Many clients read the response only after sending it."""
+    """Reads and discards the rest of a body for a short time. Many clients send all before they read the response."""
 
     async def discard() -> None:
         size = 0
@@ -199,7 +201,10 @@ async def drain_body(receive: Receive) -> None:
 
 
 def _parse(model: type[ModelT], body: bytes) -> ModelT:
-    """Returns a JSON text as an object of ``model``. The limits are checked before the JSON parser runs."""
+    """Parses a JSON text and returns it as an object of ``model``.
+
+    The numbers of values, keys and brackets are checked before the JSON parser runs.
+    """
     structure = structure_of(body)
     if structure.num_values > MAX_JSON_VALUES:
         raise _too_many("values", structure.num_values, MAX_JSON_VALUES)

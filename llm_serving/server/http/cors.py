@@ -1,7 +1,7 @@
-"""Access for web pages of other origins (CORS). ``serving_config.cors_origins`` lists these origins.
+"""Lets web pages of other origins use the server (CORS). ``serving_config.cors_origins`` lists these origins.
 
-A browser asks with a preflight request (OPTIONS) before it sends JSON or an API key. The browser shows a page the
-response only if the response names the page's origin. Cookies are never used, so credentials are not allowed.
+Before a browser sends JSON or an API key, it asks for permission with a preflight request (OPTIONS). A page may read a
+response only if the response names the page's origin. The server uses no cookies, so it does not allow credentials.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Refuses requests that web pages of other servers make a browser on this machine send.
+"""Protects the server from foreign web pages in a browser on this machine.
 
-A browser lets any page send requests to ``http://127.0.0.1``. Their header ``Origin`` names the page's server. A page
-may also point its own host name at 127.0.0.1 (DNS rebinding). The header ``Host`` then has that name.
+A browser lets any page send requests to ``http://127.0.0.1``. The header ``Origin`` of the request then names the
+page's server. A page may also point its own host name at 127.0.0.1 (DNS rebinding). The header ``Host`` then has that
+name.
 
 To add another check of this kind, change ``check_origin``. ``ServerApp`` calls it for every request.
 """
@@ -23,10 +24,10 @@ _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-
 
 
 def check_origin(headers: Headers, settings: ServerSettings) -> str | None:
-    """Returns the ``Origin`` of a request if ``serving_config.cors_origins`` allows it, or None for the server's own
-    pages.
+    """Checks the headers ``Host`` and ``Origin``. Raises ForbiddenError (403) if a foreign web page made the request.
 
-    Raises ForbiddenError (403) if a web page of any other origin made the browser send the request.
+    Returns the ``Origin`` if ``serving_config.cors_origins`` allows it. Returns None for programs and for the server's
+    own pages.
     """
     host = headers.get("host", "")
     if not _is_own_name(_host_name(host), settings):

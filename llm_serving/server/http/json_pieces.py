@@ -15,7 +15,7 @@ SEND_BYTES = 128 * 1024
 """Number of bytes after which the sender of a response lets other tasks run."""
 
 _MARK = b"\0"
-"""Byte that takes the place of an ``EncodedList`` during encoding. JSON itself never contains this byte."""
+"""Byte that stands for an ``EncodedList`` while the rest of the content is encoded. JSON never contains this byte."""
 
 
 class EncodedList:

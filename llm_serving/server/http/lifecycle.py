@@ -62,10 +62,10 @@ class ActiveRequests:
 
 
 async def run_while_connected(active: ActiveRequests, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Runs the coroutine ``work`` and returns its result, but cancels it if the client closes the connection before.
+    """Runs the coroutine ``work`` and returns its result. Cancels it if the client closes the connection first.
 
-    Raises ClientGoneError in that case, and UnavailableError if the server stops. The caller must have read the request
-    body, so that ``receive`` can only report the end of the connection.
+    Raises ClientGoneError if the client closed the connection, and UnavailableError if the server stops. The caller
+    must have read the request body, so that ``receive`` can only report the end of the connection.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_disconnect(receive))

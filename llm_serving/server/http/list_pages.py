@@ -1,4 +1,4 @@
-"""Pages of the lists in OpenAI's API, by the query parameters ``limit``, ``after`` and ``order``."""
+"""Cuts lists into pages, as OpenAI's API does with the query parameters ``limit``, ``after`` and ``order``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def in_order(request: Request, items: list[T]) -> list[T]:
-    """Returns ``items``, which are oldest first, in the order that the request asks for.
+    """Returns ``items`` in the order of the request's query parameter ``order``. The default is newest first.
 
-    The default is newest first. Raises RequestError.
+    The given ``items`` must be oldest first. Raises RequestError for an unknown order.
     """
     order = request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):

@@ -1,4 +1,4 @@
-"""Finds out which function blocks the event loop."""
+"""Finds out which function blocks the event loop: a thread looks at the stack of the loop's thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 PROJECT = Path(__file__).resolve().parents[3]
 LOOK_EVERY_S = 0.03
-"""Seconds between two looks at the event loop, and the shortest block that is noticed."""
+"""Seconds between two looks at the event loop. If the loop is blocked for a shorter time, the thread may miss it."""
 _MAX_FRAMES = 12
 """Maximum number of functions in a description. The innermost functions are kept."""
 
@@ -21,8 +21,8 @@ class LoopStacks:
 
     The loop calls ``iterated`` every few milliseconds while it is watched. Otherwise the thread sleeps.
 
-    If a function in C keeps the interpreter lock, this thread waits for the lock, too. It then gets the lock when the
-    function returns, before the caller's next instruction, so the description still names the caller.
+    While a C function keeps the interpreter lock (GIL), this thread cannot look. It gets the lock when the function
+    returns, before the caller's next instruction. So the stack still has the caller of the C function.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LoopStacks:
         self._thread.start()
 
     def iterated(self) -> None:
-        """Records that the loop runs, and forgets the functions of the iteration before."""
+        """Records that the loop has begun a new iteration. Forgets the functions that were noted before."""
         self._iterated_at, self._found = time.monotonic(), ""
         if not self._is_awake.is_set():
             self._is_awake.set()

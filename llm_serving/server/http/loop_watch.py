@@ -10,21 +10,23 @@ from llm_serving.server.http.loop_stacks import LoopStacks
 from llm_serving.telemetry.log import EventLog
 
 PERIOD_S = 0.01
-"""Seconds between two measurements. The measured time of a block may be too short by at most this time."""
+"""Seconds between two measurements. The loop may be blocked up to this much longer than a measurement shows."""
 
 AWAKE_S = 1.0
 """Seconds for which the loop is measured after a client has sent data. Then the timer stops, which saves energy."""
 
 REPORTED_S = 0.05
-"""A block is logged if it, and the processor time of this process during it, are at least this long."""
+"""Minimum seconds of a blocked loop that is logged. The process must also have used this much processor time then."""
 
 
 class LoopWatch:
-    """Measures the longest time for which the event loop was blocked: the longest delay of a timer on the loop.
+    """Measures the longest time for which the event loop was blocked, as the longest delay of a timer on the loop.
 
-    A busy machine also delays the timer. Therefore, the processor time of the server process during each delay is
-    measured, too. It is an upper bound of the time for which the loop itself worked. The timer runs only while clients
-    send data or requests are active. Long blocks are logged with the functions that ran on the loop.
+    Other programs on a busy machine also delay the timer. Therefore, the processor time of this process during each
+    delay is measured as well. It is an upper bound of the time for which the loop itself worked.
+
+    The timer runs only while clients send data or requests are active. If the loop is blocked for ``REPORTED_S``, the
+    functions that ran on it are logged.
     """
 
     def __init__(self) -> None:
@@ -39,8 +41,7 @@ class LoopWatch:
         self._stacks: LoopStacks | None = None
 
     def start(self, is_busy: Callable[[], bool], log: EventLog) -> None:
-        """Starts to measure on the running event loop, whose thread must call this method. ``stop`` ends the
-        measurement.
+        """Starts measuring the running event loop. Call this method in the loop's thread. ``stop`` ends the measuring.
 
         ``is_busy`` returns True while a request is active.
         """

@@ -85,10 +85,11 @@ class ChannelUser(Protocol):
 
 
 class StreamChannel:
-    """The path of one streamed response to its socket. Each ``write`` is one chunk and one system call.
+    """Writes one streamed response directly to its socket. Each ``write`` is one HTTP chunk and one system call.
 
-    It replaces ASGI's ``send`` for the whole response, so no piece of text has to wake a task. While ``is_full`` is
-    True, the socket has not accepted all data, and the writer should wait for ``ChannelUser.drained``.
+    A streamed response uses this class instead of ASGI's ``send``, which would have to wake a task for each piece of
+    text. If ``is_full`` is True, the socket has not accepted all data, and the writer should wait for
+    ``ChannelUser.drained``.
     """
 
     def __init__(self, protocol: BoundedHttpProtocol, cycle: RequestResponseCycle) -> None:
@@ -115,7 +116,8 @@ class StreamChannel:
             user.lost()
 
     def detach(self) -> None:
-        """Stops reporting events to the ``ChannelUser``. If nothing was written, ASGI's ``send`` may then respond."""
+        """Stops reporting events to the ``ChannelUser``. If nothing was written, ASGI's ``send`` can send a response.
+        """
         self._protocol.channel_user = None
 
     def start(self, headers: Iterable[Header], body: bytes, *, is_last: bool = False) -> None:

@@ -40,10 +40,9 @@ class EventFormat(Protocol):
 
 
 class _Backlog:
-    """The pieces of a choice that wait for the socket.
+    """The pieces of a choice that wait until the socket accepts data.
 
-    The pieces are merged into larger ones. The size of a merged piece is limited, so that formatting it takes little
-    time.
+    Waiting pieces are merged into larger ones, up to a limit, so that formatting one takes little time.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Accepts encrypted connections. The limit of connections also counts those whose TLS handshake is not complete.
+"""Accepts encrypted connections. The limit of connections includes those whose TLS handshake is not complete.
 
-For this purpose, the module accepts connections itself: asyncio's servers report a connection only after its handshake.
-Clients that never complete a handshake could then open any number of connections.
+asyncio's own servers report a connection only after its handshake. With them, clients that never complete a handshake
+could open any number of connections. Therefore this module accepts the connections itself.
 """
 
 from __future__ import annotations

@@ -75,7 +75,10 @@ class InferRequest(StrictModel):
 def completion_of(
     model: str, prompts: str | Sequence[object], parameters: Mapping[str, Any], *, stream: bool
 ) -> tuple[CompletionRequest, bool]:
-    """Returns a completion with these parameters, and whether the response has only new text. Raises RequestError."""
+    """Converts a request of this protocol to one of ``/v1/completions``. Raises RequestError.
+
+    The second value is True if the text in the response must not begin with the prompt.
+    """
     fields = dict(parameters)
     exclude = fields.pop(EXCLUDE_INPUT, False)
     if not isinstance(exclude, bool):
@@ -218,7 +221,7 @@ def _ids(tensor: InputTensor, values: list[object], where: str) -> list[object]:
 def _parameter(tensor: InputTensor, values: list[object], where: str) -> object:
     """Returns the value of a parameter that the client sent as a tensor.
 
-    Stops strings and token ids are lists; other parameters have one element.
+    Stop strings and token ids are lists; other parameters have one element.
     """
     if tensor.name in _LISTS:
         return values

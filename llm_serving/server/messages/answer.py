@@ -17,7 +17,7 @@ from llm_serving.server.messages.blocks import BlockWriter, blocks_of
 
 
 def call_id(plan: AnswerPlan | None) -> str:
-    """Returns a new id for a tool call. Formats with ids of a fixed length keep that length."""
+    """Returns a new id for a tool call. It begins with ``toolu_``, unless the model needs ids of a fixed length."""
     assert plan is not None, "only a plan with tools has calls"
     made = plan.call_id()
     return f"toolu_{made.removeprefix('call_')}" if made.startswith("call_") else made

@@ -85,8 +85,8 @@ def blocks_of(events: Iterable[Event], call_id: Callable[[], str]) -> list[dict[
 
 
 INVALID = "_invalid_json"
-"""Name of the only member of a call's ``input`` if the model's arguments are no JSON object. Its value is their
-text."""
+"""If the arguments that the model wrote are not a JSON object, a call's ``input`` has only a member with this name. The
+value is the text of the arguments."""
 
 
 def input_of(text: str) -> dict[str, Any]:

@@ -38,7 +38,10 @@ _FIELDS = (
     (r"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
     (r"stop\b", "stop_sequences"),
 )
-"""Pairs of a pattern for a field of the chat request, and the field of Anthropic's API from which it was made."""
+"""Renames fields of the chat request to fields of Anthropic's API, for errors.
+
+Each pair has a pattern for a field of the chat request, and the name of the field from which it was made.
+"""
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn the reasoning on and off."""
@@ -86,21 +89,27 @@ _TAGS = (
     (rf"{_CONTENT}{_TYPE}{_SOURCE}\b", r"\1.source"),
     (rf"{_CONTENT}{_TYPE}\b", r"\1"),
 )
-"""Pairs of a pattern for a location that pydantic reports, with the type of the block, and the location without it."""
+"""Removes the types of blocks from the locations that pydantic reports: ``content[0].text`` becomes ``content[0]``.
+
+Each pair has a pattern for pydantic's location, and its replacement.
+"""
 
 
 def without_tags(error: RequestError) -> RequestError:
-    """Returns the error with the field's location as the client sent it. ``error`` has pydantic's location."""
+    """Returns ``error`` with the location of the field in the client's request.
+
+    pydantic's location in ``error`` also has the types of blocks, which the request does not have at this position.
+    """
     return renamed(error, _TAGS)
 
 
 def named_back(error: RequestError) -> RequestError:
-    """Returns the error of the converted chat request with the field names of Anthropic's API."""
+    """Returns an error of the converted chat request, with the names of the fields in Anthropic's API."""
     return renamed(error, _FIELDS)
 
 
 def image_fields(body: ConversationFields) -> list[ImageField]:
-    """Returns the field names of all images in ``body``, in the order in which the chat has the images."""
+    """Returns the names of the fields of each image in ``body``, in the order of the images in the chat."""
     fields = []
     for i, message in enumerate(body.messages):
         for j, block in enumerate(message.content):
@@ -115,7 +124,7 @@ def image_fields(body: ConversationFields) -> list[ImageField]:
 
 
 def chat_messages(body: ConversationFields) -> list[dict[str, Any]]:
-    """Returns the system prompt and the messages as those of a chat. Raises RequestError.
+    """Converts the system prompt and the messages to messages of a chat request. Raises RequestError.
 
     Neighbouring messages of the user, or of the assistant, become one message.
     """
@@ -139,8 +148,8 @@ def chat_messages(body: ConversationFields) -> list[dict[str, Any]]:
 
 
 def _converted(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
-    """Yields the chat messages of an input message: one for each tool result, and one for each series of other
-    blocks."""
+    """Converts an input message. Yields a chat message for each tool result, and one for the other blocks between them.
+    """
     if message.role == "assistant":
         yield _assistant(message, where)
         return

@@ -160,7 +160,7 @@ class ToolDefinition(StrictModel):
 
 
 class ToolSelection(StrictModel):
-    """Whether and which tools the model must use."""
+    """The field ``tool_choice``: whether the model must call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Annotated[str | None, Field(max_length=MAX_NAME_CHARS)] = None
@@ -168,7 +168,7 @@ class ToolSelection(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Whether the model reasons, and for how long."""
+    """The field ``thinking``: whether the model reasons, and for how many tokens."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"display": (None, "summarized")}
 
@@ -186,7 +186,7 @@ class OutputSchema(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """The fields ``format`` and ``effort``: the schema of the text, and the effort of the reasoning."""
+    """The field ``output_config``: the JSON schema of the text, and the effort of the reasoning."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="How long the model reasons, if its chat template supports this. `max` is `xhigh`."

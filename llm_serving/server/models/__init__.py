@@ -1,1 +1,1 @@
-"""Several models at the HTTP edge: the lease of a request, and the commands that start, end and reload models."""
+"""Serves several models over HTTP: finds the model of a request, and handles the commands that load and end models."""

@@ -40,7 +40,8 @@ def open_models(
     state: ServerState, models: PlannedModels, settings: ModelsConfig, agents: ExitStack
 ) -> ModelRegistry[ServerState]:
     """Returns the registry of a server. ``state`` serves the main model, and closing ``agents`` ends its agents."""
-    # The first version has a view of its own, because ``state`` follows the main model to its later versions.
+    # Copy ``state`` for the first version. A reload changes ``state`` itself, and requests of the first version may
+    # still run then.
     view = replace(state)
     main = RunningVersion(0, state.engine, view, models.models[0].need, agents)
     make_view = partial(view_of, state)
@@ -63,8 +64,9 @@ def open_models(
 
 
 def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerState:
-    """Returns the view of a version that ``engine`` serves. Objects that do not depend on the model are those of
-    ``state``.
+    """Returns the view of a version that ``engine`` serves.
+
+    Objects that do not depend on the model, such as the API keys, are shared with ``state``.
     """
     _ = engine.tokenizer.max_piece_chars  # a cached property: compute it before the first request
     settings, grammars = ServerSettings.from_config(engine.config), None
@@ -78,12 +80,11 @@ def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerSta
 async def served(
     state: ServerState, request: Request, name: str | None, fields: RequestModel | None = None
 ) -> ServerState:
-    """Returns the view of the model ``name``, or of the main model for None. The model stays in memory until the
-    response.
+    """Returns the view of the model ``name``, or of the main model for None.
 
-    A model that is not in memory is started first. ``fields`` may have the request's deadline. Raises
-    ModelNotFoundError, NotPermittedError, ModelUnavailableError if the wait would be too long, QueueFullError, and
-    UnavailableError while the server stops.
+    If the model is not in memory, it is started first. It stays in memory until the response has been sent. ``fields``
+    may have the request's deadline. Raises ModelNotFoundError, NotPermittedError, QueueFullError, UnavailableError
+    while the server stops, and ModelUnavailableError if the wait would be too long.
     """
     models = state.models
     if models is None:
@@ -106,14 +107,14 @@ async def served(
 
 
 def present(state: ServerState) -> ServerState:
-    """Returns the present view of the main model, which a reload replaces."""
+    """Returns the view of the main model's present version. A reload replaces the version."""
     return state if state.models is None else state.models.main.view
 
 
 def main_model(state: ServerState, request: Request) -> ServerState:
-    """Returns the present view of the main model. Its version stays in memory until the response.
+    """Returns the view of the main model's present version, which stays in memory until the response has been sent.
 
-    Call this method after the body was read, because a reload may replace the version meanwhile.
+    Call this function after reading the body. A reload during the reading could replace the version.
     """
     if state.models is None:
         return state

@@ -109,7 +109,7 @@ async def _create_chat_completion(state: ServerState, request: Request) -> AnyRe
 async def start_chat(
     state: ServerState, request: Request, body: ChatRequest, api: str, id_prefix: str
 ) -> tuple[Generation, AnswerPlan | None]:
-    """Returns the choices of a chat, ready for the engine, and the plan by which their text is read.
+    """Prepares a chat for the engine. Returns the generation with its choices, and the plan for parsing their text.
 
     All APIs with conversations call this function. ``api`` is the API's name in the log. Raises RequestError, and
     UnavailableError if the server cannot serve requests now.
@@ -198,7 +198,7 @@ def _check_image_fields(body: ChatRequest) -> None:
 
 
 def _prompt_members(generation: Generation, body: ChatRequest, scores: Sequence[TokenLogits]) -> dict[str, object]:
-    """Returns the members of the response with data of the prompt, which all choices share. Their names are vLLM's."""
+    """Returns the members of the response about the prompt: its token ids and log-probabilities, with vLLM's names."""
     members: dict[str, object] = {}
     if body.return_token_ids:
         members["prompt_token_ids"] = EncodedList(generation.choices[0].prompt.token_ids)

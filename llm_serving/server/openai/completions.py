@@ -102,7 +102,7 @@ async def _create_completion(state: ServerState, request: Request) -> AnyRespons
 async def start_completion(
     state: ServerState, request: Request, body: CompletionRequest, api: str, id_prefix: str
 ) -> Generation:
-    """Returns the choices of a completion, ready for the engine.
+    """Prepares a completion for the engine. Returns the generation with its choices.
 
     All APIs that continue prompts may call this function. ``api`` is the API's name in the log. Raises RequestError,
     and UnavailableError if the server cannot serve requests now.

@@ -21,7 +21,7 @@ from llm_serving.server.state import AnyResponse
 DONE = b"data: [DONE]\n\n"
 
 FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"length"'}
-"""Maps the finish reason of a piece to its JSON. The key None is for pieces before the end."""
+"""Maps the finish reason of a piece to its JSON. A piece that is not the last one has the finish reason None."""
 
 
 async def response_of(
@@ -128,8 +128,10 @@ class OpenAIStream(ABC):
         return b"".join((self._head, b"%d" % index, *fields, b"}]", more, self._tail))
 
     def token_ids(self, choice: Choice, token_ids: Sequence[int], first: bool) -> bytes:
-        """Returns the JSON member ``token_ids`` if the request asked for it. ``first`` adds ``prompt_token_ids`` to
-        it."""
+        """Returns the JSON member ``token_ids`` if the request asked for it, otherwise empty bytes.
+
+        If ``first`` is True, the result also has the member ``prompt_token_ids``.
+        """
         if not self.wants_token_ids:
             return b""
         members: dict[str, Any] = {"token_ids": list(token_ids)}

@@ -39,7 +39,7 @@ PROBE_TIMEOUT_S = 1.0
 _PUBLIC_FACTS = frozenset(
     {"rank", "replica", "tensor_parallel_index", "pipeline_stage", "state", "restarts", "steps", "queued"}
 )
-"""Facts about an agent that ``/server_info`` shows to all clients."""
+"""Names of the facts about an agent that ``/server_info`` shows to all clients. Clients on this machine see more."""
 
 
 class TokenizeRequest(StrictModel):
@@ -90,8 +90,8 @@ async def _health_live(state: ServerState, request: Request) -> Response:
 async def is_ready(find: Callable[[], ServerState]) -> tuple[bool, str]:
     """Returns whether a model would serve a request now, and the name of its state.
 
-    ``find`` returns the present view of the model. If a reload replaces the version while its agents are asked, the new
-    version is asked instead.
+    ``find`` returns the view of the model's present version. If a reload replaces the version during the call, the
+    function asks the agents of the new version.
     """
     while True:
         state = find()
@@ -101,9 +101,9 @@ async def is_ready(find: Callable[[], ServerState]) -> tuple[bool, str]:
 
 
 async def is_ready_for(request: Request, find: Callable[[], ServerState]) -> tuple[bool, str]:
-    """Returns the same as ``is_ready``. Raises ClientGoneError if the client of ``request`` leaves before.
+    """Calls ``is_ready`` for a request. Raises ClientGoneError if the client closes the connection before the result.
 
-    The request is not one of the server's active requests, because a stop of the server must not wait for slow agents.
+    The server does not count this request as active. Otherwise a stopping server would wait for slow agents.
     """
     return await run_while_connected(ActiveRequests(), request.receive, is_ready(find))
 

@@ -1,4 +1,4 @@
-"""``/v1/cluster``: the nodes of this server. Nodes are added, drained and removed while it serves."""
+"""The endpoints ``/v1/cluster``: list, add, drain and remove the nodes of this server while it runs."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _entry(state: ServerState, name: str, max_model_len: int) -> dict[str, Any]:
 
 
 def _state_members(state: ServerState, model: ServedModel[ServerState]) -> dict[str, Any]:
-    """Returns the members about a model's state. Empty if the server has only one model, which always serves."""
+    """Returns the members about a model's state. Empty for the only model of a server, because it is always ready."""
     has_states = state.models is not None and (state.models.has_several or state.engine.standby is not None)
     return model.status().as_json() if has_states else {}
 

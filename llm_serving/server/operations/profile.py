@@ -26,9 +26,10 @@ from llm_serving.server.state import Endpoint, RunningProfile, ServerState
 __all__ = ["ENDPOINTS"]
 
 START_TIMEOUT_S = 60.0
-"""Maximum seconds to start a profile. Slow agents have more time, see ``AgentQuestions.profile``."""
+"""Maximum seconds until the agents have started a profile. ``AgentQuestions.profile`` adds time for slow agents."""
 STOP_TIMEOUT_S = 300.0
-"""The same to stop a profile. The agents write its files then, which takes longer with more operators."""
+"""Maximum seconds to wait until the agents have stopped a profile. They write its files meanwhile, which takes long if
+many operators ran."""
 MAX_PROFILE_S = 600
 
 logger = logging.getLogger("llm_serving.server.operations.profile")
@@ -156,7 +157,7 @@ async def _stop_late(state: ServerState, folder: str) -> None:
 
 
 def _is_on(running: RunningProfile) -> bool:
-    """Returns whether a profile runs, or its agents may still start it. Forgets a profile whose engine has ended."""
+    """Returns whether a profile runs, or is being started. A profile whose engine has ended does not count."""
     if running.engine is not None and running.engine.state == "stopped":
         running.folder = running.engine = None
     return running.folder is not None

@@ -1,4 +1,4 @@
-"""Receipts of requests (the time in each phase), while they are served and for some time after their end.
+"""Shows the receipts of requests: the time in each phase. A receipt stays available for some time after the request.
 
 ``GET /requests/{id}`` returns the receipt of one request to the client that sent the request. ``GET /requests`` returns
 the receipts of all requests, for operators.

@@ -16,7 +16,7 @@ from llm_serving.server.operations.receipts import UnknownRequestError
 from llm_serving.server.state import Endpoint, ServerState
 
 READER = "llm_serving.flight.one_request"
-"""Name of the module that reads the recording. It runs as a program."""
+"""Name of the module that reads the recording. The server runs it in a separate process."""
 READ_TIMEOUT_S = 30.0
 """Maximum seconds for reading the recording."""
 MAX_ID_CHARS = 256

@@ -1,4 +1,7 @@
-"""Parts that the endpoints for embeddings, scores and classes share: sequences, vectors and token counts."""
+"""Functions that the endpoints for embeddings, scores and classes share.
+
+They run the sequences, make vectors from the results, and count tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Vector = npt.NDArray[np.float32]
 _NO_OUTPUT = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """Sampling parameters of a pooled sequence. The agent returns the pooled result together with one token."""
 _SHORTEST = np.float32(1e-12)
-"""Minimum length by which a vector is divided. It avoids a division by zero, and is the same as in PyTorch."""
+"""Minimum Euclidean length by which a vector is divided. It avoids a division by zero. PyTorch uses the same value."""
 
 
 _RESULTS = {"embed": "embeddings", "score": "scores", "classify": "classes"}
@@ -32,9 +35,9 @@ _RESULTS = {"embed": "embeddings", "score": "scores", "classify": "classes"}
 
 
 def pooling_of(state: ServerState, *tasks: str) -> Pooling:
-    """Returns how the server computes pooled results. ``tasks`` are the tasks that the endpoint supports.
+    """Returns the server's settings for pooled results.
 
-    Raises RequestError if the server has another task.
+    ``tasks`` are the tasks of the endpoint, for example ``embed``. Raises RequestError if the server has another task.
     """
     pooling = state.settings.pooling
     if pooling is None or pooling.task not in tasks:
@@ -67,9 +70,9 @@ async def pooled_results(
 
 
 def finished(vector: Vector, dimensions: int | None, *, normalises: bool) -> Vector:
-    """Returns an embedding made from ``vector``: its first ``dimensions`` values, or all of them for None.
+    """Returns the first ``dimensions`` values of ``vector``, or all values for None.
 
-    If ``normalises`` is True, the values are divided by their length.
+    If ``normalises`` is True, the result is scaled to a Euclidean length of 1.
     """
     kept = vector[:dimensions]
     if not normalises:

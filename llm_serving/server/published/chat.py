@@ -1,4 +1,4 @@
-"""The endpoints ``/chat`` and ``/stream_chat_post``, in the format of the published server."""
+"""The endpoints ``/chat`` and ``/stream_chat_post``, with the requests and responses of MindSpore llm-serving."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def _choices(
 
 
 async def _prompt(state: ServerState, body: ChatDialectRequest, prefix: str | list[int] | None) -> Prompt:
-    """Returns the prompt of a conversation. ``prefix`` is the given beginning of the response. Raises RequestError."""
+    """Returns the prompt of a conversation. It ends with ``prefix``, which the model continues. Raises RequestError."""
     turns = [*body.history, Turn(role=body.role, content=body.query)]
     role = _observation_role(state.engine.tokenizer.chat_template.source)
     messages = [{"role": role if turn.role == OBSERVATION else turn.role, "content": turn.content} for turn in turns]

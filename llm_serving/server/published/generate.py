@@ -1,8 +1,8 @@
-"""The endpoints ``/models/{name}/generate`` and ``/models/{name}/generate_stream``, in the published server's format.
+"""The endpoints ``/models/{name}/generate`` and ``/models/{name}/generate_stream``, as in MindSpore llm-serving.
 
 The URLs also work without ``/models/{name}``. A stream has one event for each token,
 ``data:{"token": {...}, "generated_text": null, ...}``. The last event has the whole ``generated_text``. The ``text`` of
-a token is the text that became complete with the token, so all texts together are ``generated_text``.
+a token is the text that became complete with the token. So the texts of all tokens, joined, are ``generated_text``.
 """
 
 from __future__ import annotations

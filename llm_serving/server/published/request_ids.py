@@ -1,4 +1,4 @@
-"""The ids that clients gave to the requests of ``/chat`` that are being served."""
+"""Keeps the ids that clients chose for their active requests to ``/chat``, so that no id is used twice."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class Responder:
         items: Sequence[StoredItem],
         tenant: str,
     ) -> None:
-        """``messages`` is the conversation until now, without the instructions. ``items`` are its input items."""
+        """``messages`` is the conversation before the answer, without the instructions. ``items`` are its input items.
+        """
         self.generation = generation
         self._body, self._messages, self._items, self._tenant = body, messages, items, tenant
         self._reader = PieceReader(plan)
@@ -65,7 +66,7 @@ class Responder:
         return found + self._writer.end(is_cut=is_cut) if is_last else found
 
     def begun(self) -> dict[str, Any]:
-        """Returns the response as it is before its first item, with the status ``in_progress``."""
+        """Returns the response at the start of a stream: without items, with the status ``in_progress``."""
         return self._response("in_progress", [], None)
 
     def complete(self, num_output_tokens: int, *, is_cut: bool) -> dict[str, Any]:

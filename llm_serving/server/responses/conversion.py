@@ -37,7 +37,10 @@ _FIELDS = (
     (r"max_tokens", "max_output_tokens"),
     (r"messages", "input"),
 )
-"""Pairs of a pattern for a field of the chat request, and the field of ``/v1/responses`` from which it was made."""
+"""Renames fields of the chat request to fields of ``/v1/responses``, for errors.
+
+Each pair has a pattern for a field of the chat request, and the name of the field from which it was made.
+"""
 
 
 _ITEM = r"input\[(\d+)\]\.(?:message|function_call_output|function_call|reasoning)"
@@ -47,22 +50,30 @@ _TAGS = (
     (rf"{_ITEM}\b", r"input[\1]"),
     (r"tool_choice\.(?:literal|NamedFunction).*", "tool_choice"),
 )
-"""Pairs of a pattern for a location that pydantic reports, and the location in the request. If a field may have several
-types, pydantic adds the name of the type."""
+"""Converts the locations that pydantic reports to locations in the request.
+
+If a field may have several types, pydantic adds the name of the type to the location. Each pair has a pattern for
+pydantic's location, and its replacement without the type.
+"""
 
 
 def without_tags(error: RequestError) -> RequestError:
-    """Returns the error with the field's location as the client sent it. ``error`` has pydantic's location."""
+    """Returns ``error`` with the location of the field in the client's request.
+
+    pydantic's location in ``error`` also has the names of types, which the request does not have at this position.
+    """
     return renamed(error, _TAGS)
 
 
 def named_back(error: RequestError) -> RequestError:
-    """Returns the error of the converted chat request with the field names of ``/v1/responses``."""
+    """Returns an error of the converted chat request, with the names of the fields in ``/v1/responses``."""
     return renamed(error, _FIELDS)
 
 
 def image_fields(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[ImageField]:
-    """Returns the field names of all images in ``body`` and ``earlier``, in the same order as the images of the chat.
+    """Returns the field names of each image in ``earlier`` and ``body``, in the order of the images in the chat.
+
+    ``earlier`` are the stored messages of the conversation.
     """
     stored = "previous_response_id"
     parts = chain.from_iterable(as_parts(message["content"] or "") for message in earlier)

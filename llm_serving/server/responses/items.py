@@ -19,7 +19,7 @@ class ItemWriter:
     ) -> None:
         """``logprobs`` has the log-probabilities of the answer's tokens. None if the client does not ask for them."""
         self.items: list[dict[str, Any]] = []
-        """The items until now. The text of the last item may be incomplete."""
+        """The items that have been added. The text of the last item may be incomplete."""
         self._id = response_id.rpartition("-")[2]
         self._call_id = call_id
         self._logprobs = logprobs

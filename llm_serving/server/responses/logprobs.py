@@ -15,9 +15,10 @@ from llm_serving.server.generation.sampling import Choice
 
 
 class MessageLogprobs:
-    """The log-probabilities of one answer's tokens, by their position in its text.
+    """Keeps the log-probabilities of one answer's tokens, with the position of each token's text in the answer.
 
-    Tokens of the reasoning, of tool calls and of markers have positions outside of the message. They are left out.
+    The caller takes only the positions of the message. So the result has no tokens of the reasoning, of
+    calls and of markers.
     """
 
     def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:
@@ -39,9 +40,10 @@ class MessageLogprobs:
             self._waiting.append((begin, max(self._num_chars, begin + 1), token))
 
     def take(self, begin: int, end: int) -> list[dict[str, Any]]:
-        """Returns the tokens of the characters ``begin`` to ``end`` of the answer that were not returned before.
+        """Returns the log-probabilities of the tokens in the characters ``begin`` to ``end`` of the answer.
 
-        Drops the tokens before ``begin``. The members of a token are those of a chat's ``logprobs``.
+        Each token is returned only once. Tokens before ``begin`` are dropped. An entry has the same members as in the
+        ``logprobs`` of a chat.
         """
         found = []
         while self._waiting and self._waiting[0][0] < end:

@@ -19,7 +19,7 @@ MAX_BYTES = 128 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """An item of a conversation: its id, and its JSON, so that a page of a long conversation needs no parsing."""
+    """An item of a conversation: its id, and its encoded JSON. So a page of items is sent without parsing them."""
 
     id: str
     json: bytes

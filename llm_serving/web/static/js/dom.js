@@ -19,7 +19,8 @@ export function say(text) {
   $("said").textContent = text;
 }
 
-/** Copies a text. Without HTTPS or localhost, `navigator.clipboard` is missing, so a selected field is copied. */
+/** Copies a text to the clipboard. `navigator.clipboard` exists only with HTTPS or on localhost. Otherwise, a hidden
+ * field with the text is selected and copied. */
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const field = element("textarea", { class: "unseen" });

@@ -9,7 +9,7 @@ import { drawFigures, drawLatency, drawRequests, drawWhy, isEnded } from "./tabl
 import { forgetTimeline, showTimeline } from "./timeline.js";
 
 const POLL_MS = 2000;
-const RECENT_MS = 60000; // the percentiles of the last minute compare the latest reading with the oldest one of this age
+const RECENT_MS = 60000; // percentiles of the last minute: the latest reading minus the oldest one within this time
 const LISTED = 200;
 const SLOW_SHARE = 0.1; // the fraction of the ended requests that the page marks as slow: the slowest tenth
 

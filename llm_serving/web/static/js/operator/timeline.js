@@ -6,7 +6,7 @@ import { t } from "../i18n.js";
 import { milliseconds, partName } from "./reasons.js";
 
 const PHASES = { queued: "queue", under_way: "tokenise" }; // other phases have the same name as their part of the receipt
-const MAX_READS = 3; // reads of a timeline without its end, which the recorder writes up to half a second late
+const MAX_READS = 3; // the recorder may write a request's end half a second late: read again at most this often
 
 let wanted = ""; // key of the timeline that is read or shown: the request, and whether it has ended
 let reads = 0;
