@@ -55,8 +55,8 @@ int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   return failed;
 }
 
-// The result of a norm, which a linear layer multiplies. If the layer's weight takes int8 activations, the rows are in
-// `quantized`. Then `values` is set only if rows have adapters.
+// The input rows of a linear layer: the results of a norm. If the layer's weight takes int8 activations, `quantized`
+// has the rows. Then `values` (floats) is set only if rows have adapters.
 struct NormedRows {
   const void* values = nullptr;
   QuantizedRows quantized{};
@@ -125,8 +125,9 @@ void sum_products(const float* const* products, int32_t parts, DType out_dtype, 
   });
 }
 
-// Multiplies by a weight in parts (ops/linear.h): computes the product with each part and adds the products. Processes
-// kMlpRows rows at a time. The rows of the output must be adjacent in memory.
+// Multiplies by a weight that is stored in parts, one for each range of inputs (ops/linear.h). Computes the product
+// with each part and adds the products. Processes kMlpRows rows at a time. The rows of the output must be adjacent in
+// memory.
 int run_parts(const Tensors& t, const LinearArgs& whole) {
   const PackedWeightHeader& header = header_of(whole.weight);
   if (header.parts > kMostParts) return refuse_text(t.op, "a weight in %d parts; at most %d", header.parts, kMostParts);
@@ -344,7 +345,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
                width, dtype, t.dtype(at.gamma)};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
-  // Runs the linear layer once for each run of consecutive sequences that sample.
+  // Finds consecutive sequences that sample, and calls the linear layer once for each of these groups.
   for (int64_t begin = 0, end; begin < seqs; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;

@@ -127,7 +127,7 @@ int sharded_lm_head(const Tensors& t) {
   int32_t* ids = t.as<int32_t>(kBestIds);
   for (int64_t i = 0; i < seqs; ++i) best[i] = {values[i], static_cast<int32_t>(first + ids[i])};
   error = best_of_all(t.op, seqs, last, best, ids);
-  // Each iteration computes a run of consecutive sequences that sample.
+  // Finds consecutive sequences that sample, and gathers the logits of each of these groups together.
   for (int64_t begin = 0, end; begin < seqs && error == 0; begin = end) {
     end = begin + 1;
     if (last[begin] < 0) continue;

@@ -23,7 +23,7 @@ struct KernelTable {
   void (*rotary)(const RotaryArgs&);
   void (*matmul)(const MatMulArgs&);
   void (*linear)(const LinearArgs&);
-  // Computes the products of a tile's rows with the 16 rows of A in rank group `group` (lora.h).
+  // LoRA (lora.h): multiplies a tile's rows of activations by 16 rows of the matrix A, those of rank group `group`.
   void (*lora_shrink)(const ShrinkTile& tile, int64_t group);
   // Quantises the activations `x` [depth] to int8 and stores them as row `row` of `rows`. Different threads may
   // quantise different rows at the same time.
@@ -40,7 +40,7 @@ struct KernelTable {
 // not have the named instruction set, ends the process. Another instruction set would hide the error.
 const KernelTable& kernels();
 
-// Returns the names of the instruction sets that were compiled, the fastest first, divided by spaces.
+// Returns the names of the instruction sets that were compiled, the fastest first, separated by spaces.
 const char* compiled_sets();
 
 }  // namespace llmk

@@ -19,7 +19,8 @@ int64_t now_ns() {
       .count();
 }
 
-// The part of this agent in the exchange of its pipeline stage. Only the thread that runs graphs uses it.
+// This agent's access to the shared memory through which the agents of its pipeline stage add and gather arrays. Only
+// the thread that runs graphs uses it.
 class Stage {
  public:
   int open(const ExchangeArgs& args) {

@@ -36,7 +36,7 @@ namespace llmk {
 
 constexpr int kDeltaSaves = 2;  // maximum number of states that a run saves in addition to the one that it writes
 
-// Consecutive tokens of one sequence.
+// A run: consecutive tokens of one sequence, and the states that it reads and writes.
 struct DeltaRun {
   int32_t first_token, tokens;
   int32_t read, write;  // numbers of states; read is -1 if the run begins with the sequence
@@ -286,7 +286,8 @@ static inline void store_inputs(const GatedDeltaArgs& args, int64_t state, const
   }
 }
 
-// Appends the tokens of the piece to the log of the state `state`, which has `logged` tokens.
+// Appends the piece's tokens, which are drafts, to the log of the state `state`: their inputs, decays and strengths.
+// The log already has `logged` tokens.
 static inline void log_tokens(const GatedDeltaArgs& args, int64_t state, const HeadChannels& own, int64_t head,
                               int64_t logged, const DeltaPiece& piece, int64_t count) {
   const int64_t before = args.taps - 1;
@@ -298,8 +299,8 @@ static inline void log_tokens(const GatedDeltaArgs& args, int64_t state, const H
   }
 }
 
-// Fills the inputs and the gates of the piece with `count` tokens from the log of the state `state`, from number
-// `first` on.
+// Copies `count` tokens from the log of the state `state` into the piece: their inputs, decays and strengths. `first`
+// is the number of the first token in the log.
 static inline void read_log(const GatedDeltaArgs& args, int64_t state, const HeadChannels& own, int64_t head,
                             int64_t first, int64_t count, DeltaPiece* piece) {
   const int64_t before = args.taps - 1;
@@ -334,8 +335,9 @@ static inline int64_t piece_tokens(const DeltaRun& run, int64_t done) {
   return end - done;
 }
 
-// Copies the head's part of the state after `done` tokens of the run into the states that end there. `matrix` is the
-// head's matrix. The first rows of piece.inputs are the last inputs.
+// If the run saves a state after `done` tokens, copies the head's part into this state: `matrix` and the last inputs.
+// The last inputs are the first rows of piece.inputs. If the state that the run writes ends after `done` tokens, stores
+// the last inputs in it.
 static inline void end_states(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own, int64_t head,
                               const DeltaPiece& piece, int64_t done, const float* matrix) {
   for (const auto& save : run.saves) {

@@ -8,8 +8,8 @@
 namespace llmk {
 namespace {
 
-// Returns the index of the largest value that is not taken, the first index on a tie. NaN counts as smaller than any
-// number. If only NaN is left, returns the first index that is not taken.
+// Returns the index of the largest value whose entry in `taken` is false, the first index on a tie. NaN counts as
+// smaller than any number. If all remaining values are NaN, returns the first index that is not taken.
 int64_t best_left(const std::vector<float>& values, const std::vector<bool>& taken) {
   int64_t best = -1;
   for (size_t i = 0; i < values.size(); ++i) {

@@ -53,7 +53,7 @@ static void end_round(Sum& sum) {
   sum.stripe = 0;
 }
 
-// Adds `stripes` stripes to the checksum. All of them belong to the same round.
+// Adds `stripes` stripes of 64 bytes to the checksum. All of them belong to the same round.
 static void add_plain(Sum& sum, const char* data, int64_t stripes) {
   for (int64_t n = 0; n < stripes; ++n, data += kStripe) {
     uint64_t words[kLanes];
@@ -66,7 +66,8 @@ static void add_plain(Sum& sum, const char* data, int64_t stripes) {
 }
 
 #if defined(__x86_64__)
-// Copies stripes of one round and adds them to the checksum in the same pass. Meanwhile prefetches the bytes at `next`.
+// Copies stripes of 64 bytes, all of one round, and adds them to the checksum in the same pass. Meanwhile prefetches
+// the bytes at `next`.
 __attribute__((target("avx2"))) static void copy_avx2(Sum& sum, char* to, const char* from, const char* next,
                                                       int64_t stripes) {
   __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sum.lanes));
@@ -95,8 +96,9 @@ static bool has_avx2() {
 }
 #endif
 
-// Divides `stripes` stripes into pieces, each of which belongs to one round. Calls function(begin, count) for each
-// piece, and mixes the lanes at the end of each round.
+// Divides `stripes` stripes of 64 bytes into pieces, each of which belongs to one round of the checksum. Calls
+// function(begin, count) for each piece: its first byte and its number of stripes. Mixes the lanes of the checksum at
+// the end of each round.
 template <class Function>
 static void for_rounds(Sum& sum, int64_t stripes, const Function& function) {
   for (int64_t begin = 0; begin < stripes;) {

@@ -236,8 +236,8 @@ static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int
   return shape;
 }
 
-// Returns the byte offset of step `step` of vector v in a group. `steps` is the number of steps of the group, or of the
-// whole depth.
+// Returns the byte offset of the weights that step `step` reads for vector v (0 to 3) of a panel, within a group.
+// `steps` is the number of steps of the group, or of the whole depth.
 static inline int64_t step_offset(int64_t tile_steps, int64_t steps, int64_t step, int v, int64_t vector_bytes) {
   const int64_t first = step / tile_steps * tile_steps;  // first step of the tile
   return (v / 2 * 2 * steps + 2 * first + v % 2 * smaller(tile_steps, steps - first) + step - first) * vector_bytes;

@@ -74,8 +74,8 @@ class Fetch {
   int64_t left_;
 };
 
-// Applies the epilogue of the linear layer to rows whose sums are complete. Processes half a panel, a few rows at a
-// time.
+// Applies the epilogue (scales, bias, activation, store) to rows whose sums are complete. Each call processes half a
+// panel and a few rows, so that the caller can run tile products between two calls.
 template <class Finish>
 class Finishing {
  public:
@@ -151,7 +151,8 @@ struct TiledForm {
   static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights; a unit is one tile of each vector
   static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
 
-  // The activations of a block of rows, in two tiles. `stride` is the distance between rows in bytes.
+  // The activations of up to 32 rows: 16 rows for the upper tile, the others for the lower tile. `stride` is the
+  // distance between rows in bytes.
   struct Rows {
     const X *upper, *lower;
     int64_t stride;

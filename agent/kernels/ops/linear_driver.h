@@ -32,8 +32,8 @@ struct Piece {
   int64_t next_half_bytes;  // `half_bytes` of the next piece
 };
 
-// The form for weights without groups: float formats, and int8 with one scale per column. Adds up products over the
-// whole depth.
+// Multiplies by weights without quantisation groups: float formats, and int8 with one scale per column. Adds up the
+// products over the whole depth. The task functions below take this class or GroupedForm as a template argument.
 template <class S, int64_t kTile = kTileSteps>
 struct PlainForm {
   using Step = S;
@@ -41,9 +41,10 @@ struct PlainForm {
   static constexpr int64_t kWholeUnits = kTile;  // each piece begins at a multiple of this number of steps
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
-  // Returns the number of bytes from one step to the next within half a panel.
+  // Returns the distance in bytes between the weights of two consecutive steps, within half a panel (32 columns).
   static int64_t unit_stride(const WeightShape& shape) { return shape.step_bytes / 2; }
-  // Returns the number of bytes from the first half of a piece to its second half, which is the size of half a panel.
+  // Returns the number of bytes from the first half of a piece to its second half. This is the size of half a panel (32
+  // columns).
   static int64_t half_bytes(const WeightShape& shape, int64_t) { return shape.steps * shape.step_bytes / 2; }
 
   template <int R, int kLines>
@@ -79,8 +80,8 @@ struct PlainForm {
   }
 };
 
-// The form for weights with groups. Adds up each group in integers, multiplies the sum by the group's scale, and adds
-// the products as floats.
+// Multiplies by weights with quantisation groups. Adds up the products of a group in integers, multiplies the sum by
+// the group's scale, and adds the results of all groups as floats.
 template <class S>
 struct GroupedForm {
   using Step = S;
@@ -116,7 +117,7 @@ struct GroupedForm {
   static constexpr bool kStreamsRow = false;
 #endif
 
-  // One group of the depth: its weights, and its activations for the rows of the tile.
+  // One quantisation group, which is a range of the depth: its weights, and its activations for the rows of the tile.
   struct Group {
     const uint8_t* weights;
     const int8_t* x;
@@ -206,14 +207,16 @@ static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t ro
   Form::template tile<R, kLines>(job, piece, row, sums, next);
 }
 
-// Multiplies a piece by the rows of a task. Divides the rows into tiles of nearly the same height.
+// Multiplies the weights of one piece (a range of the depth) by the rows of a task. Divides the rows into tiles of
+// nearly the same height.
 template <class Form, class Finish>
 static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                               const Finish& finish) {
   const bool tall = Form::kTallRows > Form::Step::kMostRows && rows > Form::Step::kMostRows &&
                     rows <= kMostTallTilesRows;
   const int64_t tiles = ceil_div(rows, tall ? Form::kTallRows : Form::Step::kMostRows);
-  // Number of tiles that prefetch. The next piece is divided among these tiles.
+  // Number of tiles that prefetch weights. If there are several, each of them prefetches an equal part of the next
+  // piece.
   const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin, first = row + begin;

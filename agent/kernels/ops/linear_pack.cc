@@ -182,7 +182,7 @@ int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth,
          (static_inputs ? static_bytes(most, depth) : 0);
 }
 
-// Returns true if a zero point is above 16. GPTQ can express no larger zero point.
+// Returns true if a zero point is above 16, the largest zero point that GPTQ can express.
 static bool has_large_zeros(const PackSource& source) {
   if (!has_nibbles(source.format) || source.scales == nullptr || source.zeros == nullptr) return false;
   const int64_t groups = source.group == 0 ? 1 : ceil_div(source.depth, source.group);

@@ -143,10 +143,11 @@ struct NibbleStep : ByteTiles {
 #endif
 
 // How tiles prefetch weights. The template argument kLines is the number of cache lines that a tile prefetches per
-// step.
-//  4: The only tile of rows prefetches its own weights, kFetchAhead bytes ahead.
-//  2: Each of two or three tiles prefetches half of the next piece of the weights, which begins at `next`.
-//  1: Each of four or more tiles prefetches a quarter of the next piece.
+// step. It depends on the number of tiles into which the rows of a task are divided:
+//
+//  4: If there is one tile, it prefetches its own weights, kFetchAhead bytes ahead.
+//  2: If there are two or three tiles, two of them each prefetch half of the next piece of the weights, at `next`.
+//  1: If there are more tiles, four of them each prefetch a quarter of the next piece.
 //  0: The tile does not prefetch.
 constexpr int64_t kFetchAhead = 4096;
 

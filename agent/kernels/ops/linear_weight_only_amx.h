@@ -125,7 +125,7 @@ class TiledWeightOnly {
     }
   }
 
-  // Stores the sums of the previous step, which computed half H.
+  // Stores the sums of the previous step from the tiles to memory. That step computed half H of the panel: 0 or 1.
   template <int H>
   void store_last() {
     if (last_.sums == nullptr) return;
@@ -133,8 +133,8 @@ class TiledWeightOnly {
     store_tile<2 * H + 1>(last_.sums + kLanes, kPanelColumns * 4);
   }
 
-  // Adds the scaled sums of the stored step to the totals: total = fma(sum, scale, total). Then marks the previous step
-  // as stored.
+  // Adds the scaled sums that were stored last to the totals: total = fma(sum, scale, total). Then the sums of the
+  // previous step count as stored last.
   void fold() {
     if (stored_.rows > 0) fold_group<2>(stored_.sums, stored_.scales, stored_.rows, stored_.first, stored_.totals);
     stored_ = last_;

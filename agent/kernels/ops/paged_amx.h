@@ -1,3 +1,4 @@
+// Computes the products of paged attention (paged_rows.h) on AMX tiles: the scores, and the weighted sums of values.
 // The panels of keys and values (paged_units.h) have the layout of tiles. A cache with units of 4 bytes has the same
 // layout.
 //
@@ -155,8 +156,9 @@ LLMK_INLINE void restore_sums(const float* from, int64_t stride, bool lower, int
   load_tile<3>(second + kLanes, stride * 4);
 }
 
-// Combines the two passes of Int8Form. Tiles 0 and 1 have the products of the high bytes, tiles 2 and 3 those of the
-// low bytes. Calls emit(row, i, sums) for the vectors i = 0 and 1 of each row.
+// Int8Form multiplies in two passes: by the high bytes of the rows, then by the low bytes. This function combines both
+// results. Tiles 0 and 1 have the products of the high bytes, tiles 2 and 3 those of the low bytes. Calls emit(row, i,
+// sums) for the vectors i = 0 and 1 of each row.
 template <class P, class Emit>
 LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& emit) {
   alignas(64) Unit high[kAmxRows][2 * kLanes], low[kAmxRows][2 * kLanes];
@@ -293,7 +295,8 @@ class TileWork {
 
  private:
   struct Steps {
-    // A column is a pair of groups of keys (scores) or a pair of vectors of dims (weighted sums of values).
+    // The products that are left to compute, and the next one. A column is a pair of groups of keys if scores are
+    // computed. It is a pair of vectors of dims if weighted sums of values are computed.
     int64_t columns = 0, steps = 0, column = 0, step = 0;
 
     int64_t left() const { return (columns - column) * steps - step; }

@@ -27,7 +27,8 @@ struct PagedTask {
 // combines the results of all partitions.
 struct PagedJoin {
   int64_t waiting;
-  // [heads][rows][partitions seen][part_floats]: `best` and `mass` of SoftmaxState, padding, then its `sums`.
+  // The results of all partitions: [heads][rows][partitions seen][part_floats]. One result has `best` and `mass` of
+  // SoftmaxState, padding, then its `sums`.
   float* parts;
 };
 
@@ -115,7 +116,8 @@ static inline SoftmaxState place_state(PagedScratch* scratch, int64_t rows, int6
   return {scratch->take<float>(rows), scratch->take<float>(rows), scratch->take<float>(rows * padded_dim)};
 }
 
-// Initialises the totals of a task's rows. The first partition is then added to them.
+// Sets the softmax totals of a task's rows to their start values, before the first partition. The start values are
+// zero, or the sinks of the query heads (paged_rows.h).
 static inline void start_totals(const RotaryAttentionArgs& args, const PagedTask& task, const TaskRows& all) {
   clear_state(all.total, all.heads * all.rows, all.padded_dim);
   if (args.sinks == nullptr) return;
@@ -296,8 +298,8 @@ struct TaskMemory {
   int64_t *visible, *first;  // [rows]: a row sees keys [first, visible); null `first`: 0
 };
 
-// Gives attend_block() the keys and values of a block of rows. Prefetches them, and unpacks scales and values as late
-// as possible, so that their cache lines have arrived.
+// Prepares the keys and values that attend_block() reads: prefetches them, and unpacks scales and values to panels.
+// Unpacks as late as possible, so that the prefetched cache lines have arrived.
 template <class F, class C>
 struct BlockSource {
   const RotaryAttentionArgs& args;

@@ -119,8 +119,9 @@ class TileFetch {
     }
   }
 
-  // Adds `rows` ranges of memory, whose first addresses have the distance `stride`. If the distance is not a multiple
-  // of a line, a row may begin in the middle of a line. Then the row occupies one more line.
+  // Adds memory to prefetch: `rows` ranges of `bytes` bytes, whose first addresses have the distance `stride`. If the
+  // distance is not a multiple of a cache line, a row may begin in the middle of a line. Then the row occupies one more
+  // line.
   void add(uintptr_t first, int64_t bytes, int64_t rows = 1, int64_t stride = 0) {
     if (count_ == kPieces) return;
     const uintptr_t last = first + static_cast<uintptr_t>(bytes);
@@ -130,7 +131,8 @@ class TileFetch {
 
   // Maximum number of pieces; further pieces are not prefetched.
   static constexpr int kPieces = 256;
-  // Some rows of memory. The current row has `lines` lines left, and begins at `at`.
+  // Rows of memory to prefetch, `stride` bytes apart. The current row begins at `at` and has `lines` cache lines left.
+  // `rows` counts the rows that are left, and each of them has `row_lines` lines.
   struct Piece {
     const char* at;
     int64_t lines, row_lines, rows, stride;

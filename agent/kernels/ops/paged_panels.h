@@ -46,7 +46,8 @@ struct HeadTile {
   const char* values;
 };
 
-// Packs 16 units of each of kLanes keys into a panel. The keys begin at number `first`, the units at dim `d`.
+// Packs a square of the cache into a panel: 16 units (of 32 bits each) of each of kLanes keys. The keys begin at number
+// `first`, and the units at dim `d`.
 template <bool kWhole, class F, class C>
 LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, int64_t dim, Unit* panel) {
   const PagedTile& tile = *now.tile;
@@ -104,7 +105,8 @@ static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_
   std::memset(panel + units * padded_dim, 0, static_cast<size_t>((filled - units) * padded_dim) * sizeof(Unit));
 }
 
-// Returns element `i` of a unit of the cache as a float.
+// Returns element `i` of a 32-bit unit as a float. A unit of the cache has several elements of type C: two bfloat16 or
+// four int8.
 template <class C>
 LLMK_INLINE float widen(Unit unit, int i) {
   if constexpr (sizeof(C) == 1) return static_cast<float>(static_cast<int32_t>(unit << (24 - 8 * i)) >> 24);
@@ -171,8 +173,9 @@ LLMK_INLINE float largest_of(const float* scales) {
   return largest(top);
 }
 
-// The addresses of the keys and values of one head in one partition. One product reads one entry of `values`. This
-// entry points to the values of one group of keys, or on AMX to those of all groups in a tile register.
+// Points to the packed keys and values of one head in one partition. Each entry of `keys` has a group of 16 keys. Each
+// entry of `values` has the values that one product reads. They belong to one group of keys, or on AMX to all groups in
+// a tile register.
 struct TilePanels {
   int64_t begin, groups;            // first key, and number of groups of kGroupKeys keys
   int64_t value_stride;             // distance between units of values; between units of keys it is kGroupKeys

@@ -36,8 +36,8 @@ constexpr int64_t kBlockRows = 32;  // rows of a block: those of several heads, 
 constexpr int kFetchUnits = 8;      // number of units that are multiplied between two prefetches
 constexpr float kLowest = -3.4028235e38f;
 
-// kMostRows rows and kBlockVectors vectors of a panel are multiplied together. Their sums just fit the registers. A
-// product with two passes has separate sums for each pass, so it takes fewer rows.
+// Sizes of a register tile: kMostRows rows are multiplied by kBlockVectors vectors of a panel at a time, and the sums
+// just fit the registers. Int8Form multiplies in two passes with separate sums, so its tile has fewer rows.
 #if defined(LLMK_VEC_AVX512)
 template <int kPasses>
 constexpr int kMostRows = 6 / kPasses;
@@ -55,9 +55,10 @@ template <int kPasses, int kRows>
 constexpr int kBlockVectors = 2;
 #endif
 
-// Returns the size of a chunk: the number of groups of keys that are multiplied at a time. It is a multiple of
-// kBlockVectors. The heads of a block read a chunk one after another, because they are adjacent in memory. Fewer heads
-// get larger chunks, because the sums must be loaded and stored for each chunk.
+// Returns how many groups of 16 keys are multiplied at a time for `heads` heads: a chunk, a multiple of kBlockVectors.
+//
+// The heads of a block read a chunk one after another, because their keys are adjacent in memory. With fewer heads,
+// chunks are larger, because each chunk loads and stores all sums.
 LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, larger(4, kBlockRows / heads / 4 * 4)); }
 
 // The state of the online softmax of some rows, over the keys processed so far.
@@ -67,7 +68,7 @@ struct SoftmaxState {
   float* sums;  // [rows][padded_dim]: weighted sums of values
 };
 
-// The rows of a task. Row r of head h has number h * rows + r.
+// The query rows of a task: `rows` rows for each of `heads` kv heads. Row r of head h has the number h * rows + r.
 struct TaskRows {
   // `query_units` is the number of units in which a query is multiplied by keys. A query has F::kRowWords words for
   // each unit. Int8Form has two words: one for each pass. WidenedForm has the floats of the unit, side by side.
@@ -110,7 +111,7 @@ struct BlockMemory {
 constexpr int64_t kScoreStride = kPartition + kLanes;
 template <class F>
 constexpr int64_t kWeightStride = F::kRowWords * kPartition / F::kPerUnit + kLanes;
-// The softmax weights of this number of groups of keys are computed together. A tile product needs kAmxSteps units of
+// Number of groups of keys whose softmax weights are computed together. On AMX, a tile product needs kAmxSteps units of
 // weights.
 template <class F>
 constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
@@ -122,8 +123,8 @@ struct SharedFetch {
   int64_t blocks;
 };
 
-// The rows of a product: the address of the first row, and the distances to the next row and to the next pass.
-// Distances are in units.
+// The rows that a product multiplies: the address of the first row, and the distances to the next row and to the next
+// pass. Distances are in units. Only Int8Form has two passes, for the high and for the low bytes.
 struct ProductRows {
   const Unit* units;
   int64_t stride, pass_stride;
@@ -187,7 +188,7 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
   }
 }
 
-// Returns the number of calls that for_row_blocks() makes.
+// Returns the number of blocks of rows, which is the number of calls that for_row_blocks() makes.
 template <int kPasses>
 LLMK_INLINE int64_t row_blocks(int64_t rows) {
   return ceil_div(rows, kMostRows<kPasses>);
@@ -222,7 +223,8 @@ LLMK_INLINE void clear_sums(typename P::Acc (&total)[R][V]) {
   for (int i = 0; i < R * V; ++i) total[i / V][i % V] = P::clear();
 }
 
-// Stores the scores of some rows for V groups of keys, from number `group` on.
+// Stores the scores of R rows for V groups of 16 keys, from group number `group` on. A score is a dot product, times
+// the scale of its key if the keys have scales.
 template <class P, int R, int V>
 LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float* key_scales, int64_t group,
                               float* scores) {
@@ -344,8 +346,9 @@ static inline void soften_block(const TaskRows& all, const TilePanels* panels, c
   });
 }
 
-// Stores a weighted sum of values, which may cover several chunks of keys. Unless `fresh`, adds the sum of the earlier
-// chunks to `total` first. If `done`, the sum is complete and is converted to floats.
+// Stores the sums of softmax weights times values. The keys of a partition may be processed in several chunks. Unless
+// `fresh`, the sum of the earlier chunks is added to `total` first. If `done`, no chunk follows, and the sum is
+// converted to floats.
 template <class F>
 LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, bool done, float step, float* sums) {
   using P = typename F::ValueProduct;

@@ -53,8 +53,8 @@ LLMK_INLINE void prefetch_head(const RotaryAttentionArgs& args, int64_t token, i
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// Loads head `head` of a token's row of qkv as floats. Unless args.ready, applies the rotation, and before it the norm
-// if there are gammas.
+// Loads head `head` of a token's row of qkv as floats. If args.ready is false, first applies the norm (if there are
+// gammas) and then the rotation.
 static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
   if (args.ready) return load_floats(args.dtype, args.qkv, (token * args.heads + head) * args.dim, args.dim, out);
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
@@ -121,7 +121,7 @@ static inline void scatter_value(const RotaryAttentionArgs& args, const char* ro
   C* out = reinterpret_cast<C*>(chunk) + value_element(args, index, 0);
   const C* in = reinterpret_cast<const C*>(row);
 #ifdef LLMK_VEC_AVX512
-  // Writes one byte of every unit, 16 units per vector. In this layout, dim is a multiple of 16.
+  // Inserts byte `index` % 4 of 16 units at a time. In this layout, dim is a multiple of 16.
   if constexpr (sizeof(C) == 1) {
     const int64_t byte = index % 4;
     for (int64_t d = 0; d < args.dim; d += kLanes) {

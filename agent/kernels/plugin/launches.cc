@@ -74,7 +74,7 @@ Launch& record(Recording* recording, const Tensors& call, std::unique_ptr<Scalar
 }
 
 // Adds the bytes of a recording to recordings_held, and grows the arena to the size that the recording needs. If there
-// is not enough memory, sets the problem of the recording and returns false.
+// is not enough memory, stores the reason in recording->problem and returns false.
 bool hold(Recording* recording) {
   recordings_held -= recording->held;
   recording->held = held_by(*recording);

@@ -35,7 +35,7 @@ QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int
 
 static inline int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
-// Calls function(row) for every row of `depth` elements, on several threads if there is enough work.
+// Calls function(row) for each of `rows` rows of `depth` elements. Uses several threads if there is enough work.
 template <class Function>
 void for_rows(int64_t rows, int64_t depth, const Function& function) {
   const int64_t rows_per_task = larger(1, (1 << 15) / larger(depth, 1));

@@ -28,14 +28,14 @@ int holder(const std::vector<Value>& values, const void* address) {
 }
 
 // Returns true if an input is a constant of the graph, which is a single number. An array of integers is not a
-// constant, because the inputs of a graph are arrays of integers. Only for inputs that no launch wrote and whose memory
-// the caller did not name.
+// constant, because the inputs of a graph are arrays of integers. Call this function only for an input that no launch
+// wrote and whose memory the caller did not name.
 bool is_constant(const Tensors& tensors, int i) {
   return tensors.size(i) == 1 && (tensors.ndims[i] == 0 || tensors.dtype(i) != DType::kUnsupported);
 }
 
-// Determines the memory from which a replay reads an input. If this memory is unknown, sets the recording's problem and
-// returns false.
+// Determines the memory from which a replay reads an input. If this memory is unknown, stores the reason in
+// recording->problem and returns false.
 bool find_input(Recording* recording, int number, size_t at, const std::vector<Range>& staying) {
   Launch& launch = recording->launches[static_cast<size_t>(number)];
   const int argument = static_cast<int>(at), value = holder(recording->values, launch.data[at]);

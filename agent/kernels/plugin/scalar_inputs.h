@@ -19,9 +19,9 @@ struct Range {
   const char* end;
 };
 
-// While a launch is recorded, reads numbers and lists from MindSpore's object and stores copies. A replay reads the
-// copies, because these inputs are constants of the graph. MindSpore's object may no longer exist at a replay, or may
-// describe another call.
+// The arguments of a launch that are numbers or lists. While the launch is recorded, this class reads them from
+// MindSpore's object and stores copies. A replay reads the copies, because these arguments are constants of the graph.
+// MindSpore's object may no longer exist at a replay, or may describe another call.
 class ScalarInputs : public KernelInputInfo {
  public:
   explicit ScalarInputs(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
