@@ -160,9 +160,8 @@ def _packing(config: Config) -> Packing:
 
 
 def _forms(config: Config, specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource) -> LinearForms | None:
-    """Returns the forms in which the native op table takes the weights. Returns None if the op table takes packed
-    weights.
-    """
+    """Returns how the native op table multiplies each kind of linear weight: with floats, or with integers and their
+    scales. Returns None for the fused op table, whose packed weights contain this information."""
     return part_forms(specs, part, source, _packing(config)) if config.op_table == "native" else None
 
 

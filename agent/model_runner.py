@@ -121,7 +121,7 @@ class ModelRunner:
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
     def _made_sampler(self, config: Config) -> Sampler:
-        """Returns the sampler of this agent's batch rows. ``config`` is that of the agent's part of the model."""
+        """Returns the sampler of this agent's batch rows. ``config`` has the sizes of the agent's part of the model."""
         vocab_size = config.shape.vocab_size
         processors = load_processors(config.model_config.logits_processors or (), vocab_size)
         return Sampler(
@@ -316,9 +316,8 @@ class ModelRunner:
         return AdapterStore(self._part, dtype, model.adapters, loaded, equal_vocabularies=equal_vocabularies)
 
     def step_graph(self) -> StepGraph:
-        """Returns the graph that runs all steps. The caller must not keep it, because a new object replaces a failed
-        graph.
-        """
+        """Returns the graph that runs all steps. The caller must not store it, because after a failure another object
+        replaces it."""
         assert self._graph is not None, "compile() must come before any step"
         return self._graph
 
@@ -396,7 +395,8 @@ class ModelRunner:
                 scores.wait()
 
     def _compute_in_group(self, inputs: StepInputs, slot: StepSlot | None) -> StepLogits | DeviceScores | None:
-        """Runs this agent's part of the graph. In the last stage, returns the scores.
+        """Runs this agent's part of the graph. Returns the scores (logits) in the last stage. In any other stage, sends
+        the residual stream to the next stage and returns None.
 
         ``slot`` is None if the row check computes a step again. Then there are no tiles of images.
         """

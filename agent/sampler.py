@@ -68,8 +68,9 @@ class RowTable:
     def write_drafts(self, rows: Int32Array, token_ids: Int32Array, num_before: Int32Array) -> None:
         """Writes drafts behind the histories of their batch rows. The lengths of the histories stay the same.
 
-        ``num_before`` has a number for each entry of a step: the drafts of its sequence up to and including this entry.
-        Entries with 0 are left out.
+        The arguments have an element for each entry of a step. An entry is a draft or the token before a sequence's
+        drafts. ``num_before`` counts the drafts of the entry's sequence up to and including this entry. Entries with 0
+        are left out.
         """
         drafted = np.flatnonzero(num_before)
         places = self.history_len[rows[drafted]] + num_before[drafted] - 1
@@ -268,10 +269,11 @@ class Sampler:
     def _histories(
         self, slot: StepSlot, penalised: npt.NDArray[np.bool_], drafts: Int32Array | None = None
     ) -> list[Int32Array | None]:
-        """Returns the history of each sequence with penalties. All other entries are None.
+        """Returns the history (prompt and output) of each sequence with penalties, and None for each other sequence.
 
-        ``drafts`` has a number for each entry: the drafts of its sequence up to and including this entry. The history
-        of the entry includes these drafts.
+        If the step has drafts, each draft is an entry of its own, and the result has an element for each entry.
+        ``drafts`` counts the drafts of the entry's sequence up to and including the entry. The history of the entry
+        includes these drafts.
         """
         table = self.rows
         histories: list[Int32Array | None] = [None] * slot.num_seqs
@@ -291,7 +293,7 @@ class Sampler:
 
 def _num_drafts_before(slot: StepSlot) -> Int32Array:
     """Returns, for each entry of a step, the number of drafts of its sequence up to and including this entry: int32
-    [sequences].
+    [entries]. An entry is a draft or the token before a sequence's drafts.
 
     Raises ProtocolError if the step has another number of drafts than its slot states, or if a draft is not a token.
     """

@@ -29,9 +29,8 @@ STATES_PER_ROW = 2
 SAVES_PER_RUN = 2
 """Maximum number of snapshots that a run saves (``kDeltaSaves`` of ``agent/kernels/ops/gated_delta.h``)."""
 _SAVES, _REPLAYED, _SETTLED = 4, 4 + 2 * SAVES_PER_RUN, 5 + 2 * SAVES_PER_RUN
-"""Columns of ``SequenceStates.runs``: the snapshots that a run saves, the drafts that it replays, and its tokens before
-the first draft.
-"""
+"""Columns of ``SequenceStates.runs`` at which three parts begin: the saved snapshots, the number of replayed drafts,
+and the number of tokens before the first draft."""
 RUN_WIDTH = 6 + 2 * SAVES_PER_RUN
 _NONE = -1
 _Ints = npt.NDArray[np.int64]
@@ -40,7 +39,7 @@ _Ints = npt.NDArray[np.int64]
 class SequenceStates:
     """Decides which state each sequence of a step reads and writes. The operators compute the states.
 
-    A run is all tokens of one batch row in a step. If a step verifies drafts, it has several consecutive entries with
+    A run is all tokens of one batch row in a step. If the step verifies drafts, it has several consecutive entries with
     the same batch row. These entries are one run.
     """
 
@@ -163,14 +162,16 @@ class _Runs:
     entry_lens: _Ints
     """The number of tokens of each entry."""
     run_of: _Ints
-    """The run of each entry."""
+    """The index of the run to which each entry belongs."""
     place: _Ints
-    """The number of tokens of the entry's run before the entry."""
+    """The number of tokens of the same run that come before the entry."""
 
     def with_runs(self, moves: Int32Array) -> Int32Array:
-        """Returns state moves with the runs of their entries. Their numbers of tokens count from the run's beginning.
+        """Converts state moves, which name entries of the step, to state moves that name runs. The number of tokens
+        after which a state is saved then counts from the first token of the run.
 
-        Raises ProtocolError if a move names an entry or tokens that the step does not have.
+        ``moves`` and the result are [state moves, 3], as ``StepInputs.state_moves`` describes. Raises ProtocolError if
+        a move names an entry or tokens that the step does not have.
         """
         if not moves.size:
             return moves

@@ -31,12 +31,12 @@ NUM_ROTARY_DIMENSIONS = 3
 
 
 def no_rotary_positions() -> Int32Array:
-    """Returns the rotary positions of a step whose positions have one dimension."""
+    """Returns an empty array of rotary positions, for steps whose positions have only one dimension."""
     return np.zeros((0, NUM_ROTARY_DIMENSIONS), np.int32)
 
 
 def no_state_moves() -> Int32Array:
-    """Returns the state moves of a step that has none."""
+    """Returns an empty array of state moves, for steps without state moves."""
     return np.zeros((0, STATE_MOVE_WIDTH), np.int32)
 
 
@@ -67,9 +67,11 @@ class StepInputs:
     whole_prompts: bool
     """Whether every sequence starts at position 0."""
     state_moves: Int32Array = field(default_factory=no_state_moves)
-    """[state moves, 3]: snapshots of linear attention that the step saves or resumes from. A row has the entry of the
-    step, 0 to resume or the number of tokens to save after, and the snapshot (``llm_serving.ipc.shm``). Empty for most
-    steps.
+    """[state moves, 3]: the snapshots of linear attention that the step reads or saves. Empty for most steps.
+
+    The three numbers of a row are: the index of a sequence in the step, a number of tokens, and the snapshot. If the
+    number of tokens is 0, the sequence resumes from the snapshot. Otherwise the state after this number of tokens is
+    saved in the snapshot (``llm_serving.ipc.shm``).
     """
     rotary_positions: Int32Array = field(default_factory=no_rotary_positions)
     """[tokens, 3]: time, row and column of each token. Empty unless the graph reads rotary positions
@@ -78,7 +80,8 @@ class StepInputs:
 
     @property
     def graph_positions(self) -> Int32Array:
-        """The graph's input ``positions``: ``positions`` [tokens], or [4, tokens] with the rotary positions below."""
+        """The graph's input ``positions``: the array ``positions`` [tokens], or [4, tokens] with the rotary positions
+        as rows 1 to 3."""
         if not self.rotary_positions.size:
             return self.positions
         return np.concatenate([self.positions[None], self.rotary_positions.T])

@@ -55,7 +55,8 @@ class LinearParameters:
     input_scale: Any = None
     input_offset: Any = None
     sum_offset: Any = None
-    """Numbers that are added to the integer sums of the outputs."""
+    """int32, one number for each output. It is added to the integer sum of the output and corrects for
+    ``input_offset``."""
 
 
 Operator = Any
@@ -105,17 +106,14 @@ class OpTable(ABC):
         """The part of the model that this agent has. None means the whole model."""
         self.hooks = hooks or DeviceHooks()
         self.takes_rows = False
-        """True if the model reads images. Then the first input of the graph is embeddings and rows of images instead of
-        token ids.
-        """
+        """True if the model reads images. Then the graph's first input is not token ids but a matrix [tokens,
+        hidden_size]. It has the embedding of each text token, and a row of the image for each image token."""
         self.rows: Array | None = None
-        """[tokens, hidden_size]: the array that the graph reads as its first input, if ``takes_rows`` and the array is
-        fixed. Otherwise None.
-        """
+        """[tokens, hidden_size]: the array that the graph reads as its first input in every step, if ``takes_rows``.
+        None if the input is another array in each step."""
         self.rotary_rows: tuple[Array, Array] | None = None
-        """[tokens, rotary width] each: the cosines and sines of a step's tokens, if the agent gathers them itself.
-        Otherwise None.
-        """
+        """Two arrays [tokens, rotary width] with the cosines and sines of a step's tokens. They exist if the agent
+        gathers them from the rotary tables. None if the graph does this."""
         self.reads_rotary_positions = False
         """True if the graph's input ``positions`` is [4, tokens]: the position of each token in its sequence, then the
         three dimensions of its rotary position. Otherwise ``positions`` is [tokens], and both are equal.
@@ -208,7 +206,8 @@ class OpTable(ABC):
         return None
 
     def adapter_slots(self, parameters: Mapping[str, Any], weights: Mapping[str, Array]) -> AdapterSlots | None:
-        """Allocates the memory of the Parameters of ``adapter_matrices``. Returns the adapter slots of the operators.
+        """Allocates the memory of the Parameters of ``adapter_matrices``. Returns the object that stores adapters in
+        this memory.
 
         ``parameters`` are all Parameters of the network, and ``weights`` the loaded weights in host memory, by name.
         Returns None if the server has no adapters.
@@ -228,8 +227,8 @@ class OpTable(ABC):
 
     @abstractmethod
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
-        """Returns the shape and type of a layer's key cache. Its value cache has the same. The first axis is the block.
-        """
+        """Returns the shape and type of a layer's key cache. The value cache has the same shape and type. The first
+        axis is the block."""
 
     def scale_layout(self, num_blocks: int, block_size: int, num_kv_heads: int) -> CacheLayout | None:
         """Returns the shape and type of a layer's cache of scales. The first axis is the block.

@@ -33,7 +33,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 _CODE = (".py", ".pyc", ".so", ".pth")
 _PACKAGE_METADATA = (".dist-info", ".egg-info")
 _MAX_NAMESPACES = 3
-"""Maximum depth of a package in namespace packages, as ``a/b/c``."""
+"""Maximum number of nested folders, such as ``a/b/c``, in which the search for packages follows namespace packages."""
 MAX_LINKS = 10_000
 """Maximum number of entries of a model folder that ``_link_targets`` examines."""
 
@@ -82,10 +82,11 @@ def _python_paths(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _package_targets(folder: Path) -> Iterator[Path]:
-    """Yields the targets of packages and modules in a folder of the module path that are symbolic links.
+    """Yields the targets of the symbolic links in ``folder``, a folder of Python's module path, if they are packages or
+    modules.
 
-    Landlock decides about the target of a link, not about the link. An installer may also make a package as a folder
-    of links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. Only links to Python code count,
+    Landlock decides about the target of a link, not about the link. An installer may also make a package as a folder of
+    links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. Only links to Python code count,
     because the user may have made others. Namespace packages count in the folders of installers only.
     """
     is_installed = folder.name in _INSTALLED
@@ -100,9 +101,10 @@ def _package_targets(folder: Path) -> Iterator[Path]:
 
 
 def _is_code(path: Path, namespaces: int) -> bool:
-    """Returns whether this path is a module, a library, a package, or a namespace package of at most this depth.
+    """Returns whether a path is a module, a library, a package or a namespace package.
 
-    A folder with files of other kinds is not a namespace package, although it may have code, too.
+    A folder counts as a namespace package if it contains code, at most ``namespaces`` levels deep, and no files of
+    other kinds.
     """
     if path.suffix in _CODE or ".so." in path.name or _is_package(path):
         return True
@@ -118,9 +120,11 @@ def _is_package(folder: Path) -> bool:
 
 
 def _linked_files(folder: Path, depth: int = 1) -> Iterator[Path]:
-    """Yields the targets of the links in the folder of a package, and of packages in a namespace package.
+    """Yields the targets of the symbolic links in the folder of a package. Also searches the packages of a namespace
+    package.
 
-    If a file is a link into a package of the same name, this package is yielded: it has all files.
+    A link may lead into a package with the same name as ``folder``. Then yields the folder of that package instead,
+    which has all of its files.
     """
     entries = _entries(folder)
     links = [_real(entry.path) for entry in entries if entry.is_symlink()]
@@ -154,7 +158,8 @@ def _link_targets(folder: Path) -> list[Path]:
 
 
 def _home_and_parents() -> set[Path]:
-    """Returns the folders that no link may open to the agent. They hold the user's private files."""
+    """Returns the user's home and its parents. A link that leads to one of them gives the agent no access, because
+    these folders hold the user's private files."""
     home = _real(os.path.expanduser("~"))
     return {home, *home.parents}
 

@@ -38,7 +38,8 @@ class Line:
     """A sequence that the draft model continues after a step."""
 
     index: int
-    """Index, among the entries of the step, of the sequence's last entry that was not rejected."""
+    """Index in the step's arrays of the sequence's last entry that was not rejected. A sequence has one entry for its
+    last token and one for each draft."""
     row: int
     start: int
     """The first position that the next pass of the draft model computes."""
@@ -243,9 +244,8 @@ class Drafter:
             waiting = [line for line in waiting if line.start < line.end]
 
     def _continue(self, lines: list[Line], num_wanted: int) -> None:
-        """Extends the drafts of each line from one to ``num_wanted``. Each further draft takes one pass of the draft
-        model.
-        """
+        """Extends the drafts of each sequence in ``lines`` from one draft to ``num_wanted``. Each further draft takes
+        one pass of the draft model."""
         for number in range(1, num_wanted):
             lines = [line for line in lines if line.end + number - 1 < self._config.max_model_len]
             if not lines:
@@ -260,8 +260,9 @@ class Drafter:
                 line.drafts.append(best_id)
 
     def _run(self, chunks: list[tuple[Line, int, int]]) -> list[int]:
-        """Runs one pass of the draft model. A chunk is (line, first position, number of tokens). Returns the best next
-        token of each line.
+        """Runs one pass of the draft model. Returns the best next token for each chunk.
+
+        A chunk is (line, first position, number of tokens): tokens of one sequence that the pass computes.
         """
         tokens = [self._rows.tokens[line.row, start : start + count] for line, start, count in chunks]
         counts = np.array([count for _, _, count in chunks], np.int32)

@@ -73,7 +73,7 @@ class HeadDrafter(Drafter):
         self._contexts: Int32Array = np.zeros(rows, np.int32)
         """[rows]: the number of tokens that the model has computed."""
         self._ends: Int32Array = np.zeros(rows, np.int32)
-        """[rows]: the number of positions whose next token is known."""
+        """[rows]: the number of positions, from the start of the sequence, for which the following token is known."""
         self._owners: Int32Array = np.full(cache.num_blocks, _NOBODY, np.int32)
         """[blocks]: the batch row whose sequence wrote the block most recently."""
         self._steps: list[_Known] = []
@@ -264,7 +264,8 @@ class HeadDrafter(Drafter):
         return line if ready > 0 else None
 
     def _continue(self, lines: list[Line], num_wanted: int) -> None:
-        """Extends the drafts of each line from one to ``num_wanted``. Each further draft takes one pass of the head.
+        """Extends the drafts of each sequence in ``lines`` from one draft to ``num_wanted``. Each further draft takes
+        one pass of the head.
 
         These passes take the head's own hidden states. If the model confirms a draft, the head later computes the key
         and value of this draft again, with the hidden state of the model.
@@ -281,8 +282,9 @@ class HeadDrafter(Drafter):
                 line.state = own[place : place + 1]
 
     def _run_states(self, chunks: list[tuple[Line, int, Array]], *, own: bool) -> tuple[Int32Array, Array]:
-        """Runs one pass of the head. A chunk is (line, first position, hidden states). Returns the best next token and
-        the new hidden state of each line.
+        """Runs one pass of the head. Returns the best next token and the new hidden state for each chunk.
+
+        A chunk is (line, first position, hidden states): tokens of one sequence that the pass computes.
         """
         tokens = [self._rows.tokens[line.row, start : start + len(states)] for line, start, states in chunks]
         counts = np.array([len(states) for _, _, states in chunks], np.int32)

@@ -32,7 +32,7 @@ class HeadNetwork(DraftNetwork):
     """
 
     def __init__(self, config: Config, head: Head, rank: int) -> None:
-        """``config`` is ``Config.draft_config()``."""
+        """``config`` is the config of the head, as ``Config.draft_config()`` returns it."""
         super().__init__(config, rank)
         self._head = head
         of_tokens = replace(config, shape=replace(config.shape, vocab_size=head.vocab_size))
@@ -134,8 +134,7 @@ class HeadNetwork(DraftNetwork):
         """Returns the prefix of the names of the head's tensors, and the token id of each guess.
 
         If the folder stores an embedding, the prefix is ``model.`` (``TensorFiles``). If the head has random weights,
-        its guesses are the first token ids. Raises CheckpointError if the offsets are missing or give an id that is not
-        a token.
+        guess i is token id i. Raises CheckpointError if the offsets are missing or give an id that is not a token.
         """
         config, count = self.config, self.config.shape.vocab_size
         if config.model_config.load_format == "dummy":

@@ -32,7 +32,7 @@ class DraftNetwork:
     """
 
     def __init__(self, config: Config, rank: int) -> None:
-        """``config`` is ``Config.draft_config()``."""
+        """``config`` is the config of the draft model, as ``Config.draft_config()`` returns it."""
         self.config = config
         self._part = ModelPart.of(config, rank)
         self._reader = StepReader(config, config.max_num_seqs)

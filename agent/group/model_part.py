@@ -24,9 +24,8 @@ class ModelPart:
     shard: Shard
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
-    """The parts of several imagined agents, in whose order a single agent adds (``parallel_config.sum_parts``). Empty
-    for all other agents.
-    """
+    """The parts that several agents would have. A single agent with this field adds its sums in the order of these
+    parts. So it gets the same bits as the group (``parallel_config.sum_parts``). Empty for all other agents."""
 
     pools: bool = False
     """True if this agent pools the residual stream after the last layer. Then ``shard`` counts as a stage before the

@@ -88,7 +88,8 @@ class Attention(nn.Cell):
 
 
 def attention_form(shape: ModelShape, layer: int) -> AttentionForm:
-    """Returns the properties of one layer's attention, from which the op table makes the operator."""
+    """Returns what the op table must know to make the attention operator of one layer: numbers of heads, head size,
+    window, norms and sinks."""
     return AttentionForm(
         num_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_key_value_heads,

@@ -107,9 +107,8 @@ def _vectors(columns: int, *, is_gated: bool) -> Iterator[range]:
 def _block(
     columns: range, modules: Sequence[ModuleAdapter], ranks: npt.NDArray[Any], storage: Any
 ) -> tuple[int, Array]:
-    """Returns the part of an adapter for one vector of columns: its first rank, and the matrix B of these columns
-    [ranks, 16].
-    """
+    """Returns the part of an adapter that changes one vector of 16 columns, as two values. The first is the index of
+    the lowest rank that these columns use. The second is the matrix B of these columns, [ranks, 16]."""
     touched = [
         index for index, each in enumerate(modules) if each.rows.start < columns.stop and columns.start < each.rows.stop
     ]

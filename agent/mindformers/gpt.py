@@ -27,7 +27,7 @@ class GptAdapter(nn.Cell):
     """
 
     owns_caches = False
-    """Whether the KV caches are parameters of MindFormers' layers. Otherwise the adapter owns them."""
+    """True if the KV caches are parameters of MindFormers' layers. False if they are parameters of this adapter."""
 
     def __init__(self, network: Any, config: Config, ops_table: OpTable) -> None:
         super().__init__(auto_prefix=False)

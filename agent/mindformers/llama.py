@@ -20,7 +20,7 @@ class LlamaAdapter(nn.Cell):
     """Computes the logits of each sequence's last token. Call ``take_form`` before each graph is compiled."""
 
     owns_caches = True
-    """Whether the KV caches are parameters of MindFormers' layers. Otherwise the adapter owns them."""
+    """True if the KV caches are parameters of MindFormers' layers. False if they are parameters of this adapter."""
 
     def __init__(self, network: Any, config: Config, ops_table: OpTable) -> None:
         super().__init__(auto_prefix=False)

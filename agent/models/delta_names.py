@@ -96,10 +96,10 @@ def _grouped_projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[We
 
 
 def _groups(name: str, letters: str, sizes: tuple[int, ...], delta: GatedDelta, hidden: int) -> Iterator[WeightPart]:
-    """Yields the parts of a tensor that has one group of rows for each key head.
+    """Yields the parts of a tensor whose rows form one group for each key head.
 
-    ``letters`` names the parts in their order within a group, one letter for each part. ``sizes`` has the number of
-    rows of each part in a group.
+    ``letters`` names the parts of a group in their order, one letter for each part. ``sizes`` has the number of rows of
+    each of these parts.
     """
     group, begin = sum(sizes), 0
     for letter, size in zip(letters, sizes, strict=True):

@@ -108,7 +108,8 @@ class MtpHead(_Head):
         step: tuple[Tensor, ...],
         are_fused: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the results of ``outputs``.
+        """Returns the two outputs of the graph: the result of ``OpTable.lm_head`` with the logits, and the result of
+        ``OpTable.tap`` with the head's hidden states.
 
         ``states`` [tokens, hidden_size] are normalised hidden states. ``token_ids`` [tokens] are the tokens after
         ``positions`` [tokens]. ``OpTable`` describes ``step``.
@@ -142,7 +143,8 @@ class EagleHead(_Head):
         step: tuple[Tensor, ...],
         are_fused: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the results of ``outputs``.
+        """Returns the two outputs of the graph: the result of ``OpTable.lm_head`` with the logits, and the result of
+        ``OpTable.tap`` with the head's hidden states.
 
         ``states`` are the model's hidden states [tokens, places x hidden_size]. With ``are_fused``, they are the head's
         own hidden states [tokens, hidden_size]. ``token_ids`` [tokens] are the tokens after ``positions`` [tokens].
@@ -212,7 +214,8 @@ def _mtp_specs(shape: ModelShape, head: Head) -> list[WeightSpec]:
 
 
 def _of_layer(spec: WeightSpec, layer: str) -> WeightSpec:
-    """Returns a parameter of the model's first layer, with the names that its tensors have in the layer of a head."""
+    """Returns a parameter of the model's first layer under the tensor names that the checkpoint uses for the layer of a
+    head. ``layer`` is the prefix of these names."""
 
     def renamed(parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
         return tuple(replace(part, name=f"{layer}.{part.name.removeprefix('model.layers.0.')}") for part in parts)

@@ -195,7 +195,7 @@ def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames)
 
 
 def _all_experts(experts: Experts, ours: str, theirs: str, hidden: int, names: ExpertNames) -> Iterator[WeightSpec]:
-    """Yields the two parameters with the linear layers of all experts."""
+    """Yields two parameters, each with the weights of all experts: gate and up joined, and down."""
     inner = experts.intermediate_size
     each = [_gated_parts(f"{theirs}.experts.{index}", hidden, inner, names) for index in range(experts.count)]
     gate_up, down = (tuple(part for expert in each for part in expert[place]) for place in (0, 1))
@@ -245,7 +245,8 @@ def _stacked_rows(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tup
 
 
 def _stacked_name(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[int, str]:
-    """Returns the number of weights that each of ``count`` experts has in a tensor of all experts, and its name."""
+    """Returns the number of weights that each of ``count`` experts has in a tensor of all experts, and the name of this
+    tensor."""
     joined = len(parts) // count
     return joined, f"{theirs}.experts.{'gate_up_proj' if joined == 2 else 'down_proj'}"
 

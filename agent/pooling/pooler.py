@@ -58,10 +58,10 @@ class Pooler:
         self._checks_order = True
 
     def take(self, stream: Array, inputs: StepInputs, slot: StepSlot) -> None:
-        """Adds the residual stream [tokens, hidden_size] after the last layer of a step.
+        """Pools the residual stream of a step, ``stream`` [tokens, hidden_size], as the last layer returns it.
 
-        Writes the result of each sequence whose prompt is complete to ``slot.pooled``. Raises ProtocolError if the sum
-        for a mean lacks tokens of its sequence.
+        Adds it to the sums of the batch rows if the method is the mean. Writes the result of each sequence whose prompt
+        is complete to ``slot.pooled``. Raises ProtocolError if the sum for a mean lacks tokens of its sequence.
         """
         seqs, width = inputs.query_lens.size, self._pooling.width
         results = slot.pooled[: seqs * width].reshape(seqs, width)

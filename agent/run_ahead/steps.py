@@ -37,7 +37,8 @@ _NOT_SAMPLED, _HOST_CHOOSES = -1, -2
 
 
 Done = Callable[[StepCost | Exception], None]
-"""Is called at the end of a step, with its cost if it was sampled, otherwise with its error."""
+"""Type of the function that is called at the end of a step. Its argument is the step's cost if the step was sampled,
+otherwise the error."""
 
 
 class Graph(Protocol):
@@ -60,7 +61,7 @@ class Device(Protocol):
     """The part of the model runner that this module uses."""
 
     def step_graph(self) -> Graph:
-        """Returns the graph. The caller must not keep it, because a new object replaces a failed graph."""
+        """Returns the graph. The caller must not store it, because after a failure another object replaces it."""
 
     def move_blocks(self, moves: Int32Array) -> None:
         """Runs block moves. No graph may be running."""

@@ -36,7 +36,8 @@ class AdapterOrder:
     def sorted(
         self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None
     ) -> tuple[StepInputs, Array, InsertedIds | None]:
-        """Returns a step with ordered sequences. ``StepGraph.run`` describes ``entry`` and ``inserted``."""
+        """Returns the arguments with the sequences of the step in the order of their adapter slots. ``StepGraph.run``
+        describes ``entry`` and ``inserted``."""
         groups = self._groups(inputs.adapters[inputs.last_tokens])
         if (groups[1:] >= groups[:-1]).all():
             self._tokens = None

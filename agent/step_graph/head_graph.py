@@ -171,8 +171,9 @@ class _NativeHeadGraph(HeadGraph):
 
 
 def _dynamic_step(cell: nn.Cell, width: int, config: Config, ops: OpTable, *, own: bool, chunked: bool) -> nn.Cell:
-    """Makes the outermost Cell of a dynamic graph and declares the types of its inputs. ``own`` and ``chunked`` select
-    the graph.
+    """Makes the outermost Cell of a dynamic graph and declares the types of its inputs.
+
+    ``own`` selects the graph that takes the head's own hidden states, ``chunked`` the graph with a mask.
     """
     step = _DynamicHeadStep(cell, ops.chunk_mask() if chunked else None, config.shape.vocab_size, ops, own=own)
     vector = Tensor(shape=(None,), dtype=ms.int32)

@@ -25,7 +25,7 @@ logger = logging.getLogger("agent.stored_program")
 
 
 class StoredStart:
-    """Finds, uses and stores the program of one agent: the launches of its graph.
+    """Reads, proves and writes the stored program of one agent: the launches of its graph.
 
     If there is no usable program, MindSpore compiles the graph.
     """
@@ -93,8 +93,8 @@ class StoredStart:
         ops = model.ops
         if not isinstance(graph, StaticStepGraph) or not isinstance(ops, FusedCpuOps) or not proof_steps(self._config):
             return
-        # A graph records its launches in its first small steps, and compares replays with the graph. These two runs are
-        # its first small steps.
+        # The graph records its launches in its first step with few tokens, and compares a replay in the second. So
+        # running the proof twice also records and compares.
         proof_digest(self._config, ops, run_step)
         replayed = proof_digest(self._config, ops, run_step)
         graph.set_replaying(False)
@@ -123,7 +123,8 @@ class StoredStart:
 
 
 def _memory(model: LoadedModel, ops: FusedCpuOps, buffers: StepBuffers) -> dict[str, Array]:
-    """Returns the arrays that the launches of a graph use, without constants, by the names that a program stores."""
+    """Returns the arrays that the launches of a graph read or write, except constants. The keys are the names that
+    stand for the arrays in a stored program."""
     steps = ("token_ids", "positions", "slot_mapping", "query_lens", "context_lens", "block_tables", "sampled_tokens")
     return {
         **{f"step/{name}": getattr(buffers, name) for name in (*steps, "counts")},

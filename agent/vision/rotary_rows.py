@@ -108,7 +108,8 @@ class RotaryRows(RotaryPositions):
         self._out = out
         sections = np.repeat(np.arange(NUM_ROTARY_DIMENSIONS), config.shape.rotary_sections)
         self._dimensions = np.concatenate([sections, sections])
-        """The dimension of positions to which each element of a head belongs."""
+        """For each element of a head: the dimension of the rotary position (0: time, 1: row, 2: column) by which it is
+        rotated."""
 
     def refresh(self, inputs: StepInputs) -> None:
         for table, out in zip(self._tables, self._out, strict=True):

@@ -92,9 +92,10 @@ def _reordered(tensor: QuantizedTensor, order: tuple[int, ...], stored_head: int
 
 
 def _cut_of(rows: RowsOf, shape: tuple[int, ...], cut: TensorCut | None) -> TensorCut:
-    """Converts a cut of a tensor to the equal cut of the larger tensor. ``rows`` is the tensor's place in it.
+    """Converts a cut of a small tensor, which is stored as rows of a larger tensor, to a cut of the larger tensor.
 
-    ``shape`` is the shape of the smaller tensor. ``cut`` is None for the whole smaller tensor.
+    ``rows`` is the place of the small tensor in the larger tensor. ``shape`` is the shape of the small tensor. ``cut``
+    is None for the whole small tensor.
     """
     own, columns = (Span(0, shape[0]), None) if cut is None else (cut.rows, cut.columns)
     if rows.stored_head:

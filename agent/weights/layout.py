@@ -109,9 +109,11 @@ class WeightSpec:
     padded_rows: int = 0
     """Number of rows of the parameter, if it must have more rows than its parts together. Added rows are zero."""
     input_spans: tuple[Span, ...] = ()
-    """Ranges of inputs that the layer multiplies separately before it adds the products in float32.
+    """Ranges of inputs that the layer multiplies separately before it adds the products in float32. Empty means one
+    product over all inputs.
 
-    Agents that share the layer would add in the same order. Empty means one product over all inputs.
+    A group of agents that share the layer adds one product per agent, in the same order. So a single agent with these
+    ranges gets the same bits.
     """
 
     @property
@@ -138,7 +140,8 @@ class WeightSpec:
 
 
 def rows_of(parts: Sequence[WeightPart]) -> Iterator[tuple[WeightPart, slice]]:
-    """Yields each part of a parameter with the rows of the parameter that it becomes."""
+    """Yields each part of a parameter, with the range of the parameter's rows that this part fills. ``parts`` follow
+    each other along the first axis."""
     row = 0
     for part in parts:
         yield part, slice(row, row + part.shape[0])

@@ -86,7 +86,8 @@ class _Numbers:
     scales: npt.NDArray[np.float32]
     offsets: npt.NDArray[np.float32]
     inputs: StaticInputs | None = None
-    """The static inputs of the layer. The scales then contain the scale of the inputs."""
+    """The calibrated scales and offsets with which the layer quantises its inputs. ``scales`` then include the scale of
+    the inputs."""
 
 
 def _read(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str, kind: str) -> _Numbers:

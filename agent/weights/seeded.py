@@ -48,7 +48,10 @@ def _scaled_table(std: float, dtype: str) -> Array:
 
 
 def fill_seeded(name: str, out: Array, dtype: str, *, seed: int, std: float = DUMMY_STD) -> None:
-    """Fills ``out``, a contiguous array that stores ``dtype``, with the tensor ``name``."""
+    """Fills ``out`` with the random values of the tensor ``name``. ``out`` is contiguous and has elements of ``dtype``.
+
+    The values are normally distributed with the standard deviation ``std``. Weights of norms are ones.
+    """
     flat = out.reshape(-1)
     if name.endswith("norm.weight"):
         flat[:] = from_float32(np.ones(1, np.float32), dtype)

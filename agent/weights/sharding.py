@@ -128,7 +128,8 @@ def _whole(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
 
 
 def _heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the rows of q, k, v and their biases that belong to the agent's heads."""
+    """Restricts the joined weight of q, k and v, and its biases, to the rows of the agent's heads. Adds these ranges to
+    ``cuts``."""
     query, key_value = (_of_heads(span, part) for span in (part.shard.query_heads, part.shard.key_value_heads))
     rows = (query, key_value, key_value)
     parts = tuple(_cut(each, cuts, span) for each, span in zip(spec.parts, rows, strict=True))
@@ -137,10 +138,8 @@ def _heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
 
 
 def _joined(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Cuts a parameter of latent attention: from the weight of the queries, takes the rows of the agent's heads.
-
-    The weights that produce latent vectors are read whole.
-    """
+    """Restricts the joined first weight of latent attention to the agent's part. From the weight of the queries, this
+    part has the rows of the agent's heads. The weights that produce latent vectors stay whole."""
     latent = part.whole.latent
     assert latent is not None, "only latent attention has this parameter"
     if latent.query_rank:
@@ -154,7 +153,8 @@ def _queries(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> W
 
 
 def _head_rows(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the rows of the agent's heads from a tensor that has the rows for keys and values of all heads."""
+    """Restricts a weight that is stored in a tensor for the keys and values of all heads to the rows of the agent's
+    heads."""
     rows, heads = spec.head_rows, part.shard.query_heads
     assert rows is not None, "the weight consists of heads"
     span = Span(heads.start * rows.stride, heads.stop * rows.stride)
@@ -163,12 +163,12 @@ def _head_rows(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) ->
 
 
 def _of_each_head(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the elements of the agent's query heads from a vector with one element for each head."""
+    """Restricts a vector with one element for each query head, such as the sinks, to the agent's heads."""
     return replace(spec, parts=tuple(_cut(each, cuts, part.shard.query_heads) for each in spec.parts))
 
 
 def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the inputs of attention's output layer that come from the agent's heads."""
+    """Restricts the output layer of attention to the inputs that come from the agent's heads."""
     layer, whole = _LAYER.fullmatch(spec.parameter), part.whole
     assert layer is not None, "the output layer belongs to a layer"
     span = _scaled(part.shard.query_heads, whole.value_dim)
@@ -178,9 +178,9 @@ def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -
 
 
 def _delta(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the rows of the agent's heads from a parameter of linear attention.
+    """Restricts a parameter of linear attention to the rows of the agent's heads.
 
-    Each part has the same number of rows for each key head and its value heads.
+    Each part of the parameter has the same number of rows for each key head and its value heads.
     """
     delta, heads = part.whole.delta, part.shard.delta_heads
     assert delta is not None, "only linear attention has this parameter"
@@ -189,9 +189,9 @@ def _delta(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
 
 
 def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Takes the agent's rows of the weights gate and up. With experts, takes these rows of every expert.
+    """Restricts the weights gate and up to the agent's rows. With experts, the agent has these rows of every expert.
 
-    If each agent has whole experts instead, takes all rows of the agent's experts.
+    If agents divide whole experts among them instead, returns all rows of the agent's experts.
     """
     if spec.experts and part.shard.experts is not None:
         return _own_experts(spec, part.shard.experts)
@@ -277,7 +277,8 @@ def _intermediate(spec: WeightSpec, part: ModelPart) -> Span:
 
 
 def _columns(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], span: Span) -> WeightSpec:
-    """Takes the agent's columns of a layer whose products are summed over the agents. The first agent has the bias."""
+    """Restricts a layer to the agent's input columns ``span``. The products are summed over the agents, so only the
+    first agent has the bias."""
     parts = tuple(_cut(each, cuts, Span(0, each.shape[0]), span) for each in spec.parts)
     return replace(spec, parts=parts, bias=spec.bias if part.place.tp_index == 0 else ())
 

@@ -21,7 +21,8 @@ from llm_serving.ipc.shm import MoveKind
 Pair = tuple[int, int]
 
 STAGING_BLOCKS = 16
-"""Size, in blocks, of the buffer in host memory that copies within the device pass through."""
+"""Size, in blocks, of the host buffer for copies from one block of the device to another. These copies pass through
+host memory."""
 
 
 class DeviceBlockMoves(BlockMoves):

@@ -16,8 +16,8 @@ from llm_serving.errors import AgentStartError
 
 GIB = 1024**3
 _JIT_LEVELS = {"kbk": "O0", "ge": "O2"}
-"""``kbk`` needs O0, which launches kernel by kernel, for dynamic shapes. ``ge`` needs O2, which runs the whole graph
-through GE."""
+"""MindSpore's ``jit_level`` for each value of the setting ``backend``. Level O0 launches kernel by kernel, as the
+dynamic shapes of ``kbk`` require. Level O2 runs the whole graph through GE."""
 _DISABLED_CUSTOM_KERNELS = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 _NZ_PRIMITIVES = "MS_INTERNAL_ENABLE_NZ_OPS"
 _EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
@@ -26,9 +26,8 @@ allows AIV for one communicator only. With pipeline parallelism there are two: o
 agents. Then this variable is not set.
 """
 _NOT_CAPTURED = ["AllGather"]
-"""Collectives that MindSpore launches itself, between the captured parts of a graph. vllm-mindspore captures AllReduce,
-but not AllGather.
-"""
+"""Collectives that MindSpore launches outside of captured graphs, between two captured parts. vllm-mindspore captures
+AllReduce, but not AllGather."""
 _LISTS = (_DISABLED_CUSTOM_KERNELS, _NZ_PRIMITIVES)
 """Environment variables that contain a list of names, separated by commas."""
 

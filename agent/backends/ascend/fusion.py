@@ -43,7 +43,11 @@ def read_fusions(text: str) -> list[str]:
 
 
 def take_report(folder: Path = _DUMP, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns a description of the fusions that took effect in this process, and deletes MindSpore's report file."""
+    """Returns two entries for the log, ``graph_kernel_fusion`` and ``fusion_operators``: which fusions took effect in
+    this process.
+
+    The second entry is missing if MindSpore reports no fusion. Deletes MindSpore's report file from ``folder``.
+    """
     report = folder / f"graph_kernel_cluster_{os.getpid()}.txt"
     text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
     report.unlink(missing_ok=True)

@@ -23,8 +23,8 @@ from llm_serving.config import Config
 
 
 class AscendOps(NativeOps):
-    """The native op table for an Ascend. Unlike on a CPU, it does not pad whole prompts, and keeps weights and caches
-    in the device's memory.
+    """The native op table for an Ascend. This table does not pad whole prompts, and it keeps weights and caches in the
+    device's memory. The native table for a CPU does the opposite.
 
     The Ascend's operators have no attention window. Therefore ``check_limits`` accepts a model with a window only if no
     sequence can be longer than the window.

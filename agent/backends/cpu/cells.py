@@ -112,7 +112,7 @@ class AddNormLinear(nn.Cell):
 
 
 class JoinNorms(nn.Cell):
-    """Joins the norms of two matrices along their columns."""
+    """Applies RMSNorm to each of two matrices, and joins the two results along the columns."""
 
     def __init__(self, join_norms: Operator, epsilon: float) -> None:
         super().__init__()
@@ -283,8 +283,10 @@ class RotaryTables(nn.Cell):
 
 
 class RotaryRows(nn.Cell):
-    """Returns the cosines and sines of the step's tokens, which the agent has gathered. The third result has the number
-    of each row.
+    """Returns three tensors: row numbers 0, 1, 2, ..., and the cosines and sines of the step's tokens.
+
+    The agent has already gathered the cosines and sines, one row for each token. So the attention operator gets row
+    numbers instead of positions.
     """
 
     def __init__(self, cos: Array, sin: Array) -> None:
@@ -370,7 +372,7 @@ class SigmoidGate(nn.Cell):
 class GatedDeltaNet(nn.Cell):
     """Runs convolution, recurrence, norm and output gate of linear attention in one operator.
 
-    ``states`` divides each step into runs.
+    ``states`` divides the tokens of a step into runs. A run is consecutive tokens of one sequence.
     """
 
     def __init__(self, operator: Operator, delta: GatedDelta, epsilon: float, states: SequenceStates) -> None:

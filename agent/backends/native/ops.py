@@ -53,10 +53,10 @@ class NativeOps(OpTable):
         int8_cache: bool = False,
         adapters: StackedSizes | None = None,
     ) -> None:
-        """Stores the sizes and checks the types.
+        """Stores the arguments. Raises ConfigError if the primitives of ``forms`` do not support ``dtype``.
 
         ``max_positions`` is the number of positions that the widest block table covers. ``adapters`` has the sizes of
-        the matrices of LoRA adapters. Raises ConfigError if the primitives of ``forms`` do not support ``dtype``.
+        the matrices of LoRA adapters.
         """
         super().__init__(dtype, part, hooks)
         self.takes_rows = part is not None and part.whole.vision is not None and self.is_first_stage
@@ -184,7 +184,8 @@ class NativeOps(OpTable):
         return self._by_sequence(ChunkMask(self._max_positions, self.dtype, of_latent=self._has_latent_attention))
 
     def _by_sequence(self, mask: Operator) -> Operator:
-        """Returns ``mask``, or an operator that gives it only the tokens' positions in their sequences."""
+        """Adapts ``mask`` to the graph's input ``positions``. If that input is [4, tokens], returns an operator that
+        passes only row 0 to ``mask``: the tokens' positions in their sequences. Otherwise returns ``mask`` itself."""
         return BySequence(mask) if self.reads_rotary_positions else mask
 
     def attention(self, form: AttentionForm) -> Operator:

@@ -118,9 +118,8 @@ class FusedReplays:
             self._give_up("a replay with other inputs gives another result")
 
     def _run_and_copy(self, results: Sequence[Array], expected: list[Array]) -> tuple[Results, tuple[int, ...]]:
-        """Fills ``results`` with NaN, runs the graph, and copies the results to ``expected``. Returns what
-        ``_graph_result`` returns.
-        """
+        """Fills ``results`` with NaN, runs the graph, and copies the results to ``expected``. Returns the outputs of
+        the graph and their addresses."""
         _spoil(results)
         number = self._graph_result()
         expected[:] = [result.copy() for result in results]

@@ -107,7 +107,8 @@ def _unpacked(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTenso
 
 
 def _of_floats(blocks: Bytes, kind: TensorType) -> QuantizedTensor:
-    """Returns the doubled 4-bit floats of a tensor of type MXFP4 and their scales."""
+    """Reads a tensor of type MXFP4 as int8 integers with scales. An integer is twice a 4-bit float, because these
+    floats may have halves."""
     parts = blocks.reshape(len(blocks), -1, kind.block_bytes)
     values = DOUBLED[_halves(parts[:, :, 1:])].reshape(len(blocks), -1)
     return QuantizedTensor(SCHEME, values, scales_of(parts[:, :, 0]))

@@ -230,6 +230,6 @@ class GGUFFile:
 
 
 def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a shape without its first dimensions of 1, which llama.cpp does not store."""
+    """Returns a shape without its leading dimensions of size 1. llama.cpp does not store these dimensions."""
     first = next((index for index, size in enumerate(shape) if size != 1), len(shape) - 1)
     return shape[first:]
