@@ -30,7 +30,7 @@ _TIMEOUT_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The result of one lock file."""
+    """The result of the audit of one lock file."""
 
     vulnerabilities: tuple[str, ...]
     unchecked: tuple[str, ...]

@@ -1,13 +1,14 @@
-"""Writes tests/golden/heads/*.json: the guesses of seeded heads, computed with torch in float32.
+"""Writes tests/golden/heads/*.json: the guesses of heads, computed with torch in float32. A head is a small network
+that guesses further tokens. Its weights are random numbers from a seed.
 
 The program needs the environment of ``tools/make_golden.py``:
 
     /tmp/oracle/bin/python tools/make_head_golden.py
 
-transformers computes the model and the MTP layer's decoder layer. This program computes the rest of the heads.
-For each position of a greedy text, a file has ``GUESSES`` guesses of the next tokens. It leaves out a guess whose two
-best logits differ by less than ``MIN_MARGIN``, and the guesses after it. For these, float32 sums in another order may
-choose another token.
+transformers computes the model, and the decoder layer of an MTP head. This program computes all other parts of the
+heads. For each position of a greedy text, a file has ``GUESSES`` guesses of the next tokens. It leaves out a guess
+whose two best logits differ by less than ``MIN_MARGIN``, and the guesses after it. For these, float32 sums in another
+order may choose another token.
 """
 
 from __future__ import annotations

@@ -142,9 +142,10 @@ def case_of(model: Any, tokenizer: Any, before: str, numbers: Sequence[int], aft
 
 
 def adapted_tables(model: Any, case_of: Callable[[Any], dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the tables of a LoRA adapter of the text model: its settings and the shapes of its tensors, and a case.
+    """Returns two tables of the golden file. ``adapters`` has the settings and tensor shapes of a LoRA adapter of the
+    text model. ``adapted`` has the expected tokens of a prompt.
 
-    ``case_of`` computes the case with the adapted model. The given model has the adapter afterwards.
+    ``case_of`` computes these tokens with the adapted model. The given model has the adapter afterwards.
     """
     from peft import LoraConfig, get_peft_model
 

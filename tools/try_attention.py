@@ -104,7 +104,7 @@ class Reference:
 
 
 def make_cells(head_dim: int, reference: Reference, *, int8_cache: bool = False) -> dict[str, Any]:
-    """Makes one Cell for each kind of step, over the same caches.
+    """Makes one Cell for each kind of step. All Cells use the same caches of keys and values.
 
     With ``int8_cache``, the Cells of decodes and chunks take the blocks to gather as their last input.
     """

@@ -109,7 +109,8 @@ class ArtificialDevice:
             launch.finish(results, error)
 
     def _stored(self, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Copies the results of a launch, into memory of their own or into the memory of captured launches."""
+        """Copies the results of a launch to new memory. If the device simulates captured launches, results of equal
+        shapes use the same memory again."""
         if not self.captures:
             return tuple(map(np.copy, results))
         layout = tuple((each.shape, each.dtype) for each in results)

@@ -49,7 +49,10 @@ class Ceilings:
 
 
 def measure_ceilings(threads: int = 0) -> Ceilings:
-    """Measures the ceilings; 0 threads means every processor. Raises RuntimeError if the program fails."""
+    """Measures the maximum rates of this machine with ``threads`` threads. 0 means one for every processor.
+
+    Raises RuntimeError if the program fails.
+    """
     command = [str(PROGRAM), str(ATTEMPT_SECONDS), str(threads)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

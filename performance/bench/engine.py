@@ -205,7 +205,7 @@ class _Recorder(Metrics):
 
 
 class _NoText:
-    """Stands for the detokenizer, but returns no text, because other engines are also measured without text."""
+    """Replaces the detokenizer and returns no text. Other engines are also measured without text."""
 
     def append(self, token_ids: Sequence[int], /) -> tuple[str, str | None]:
         return "", None

@@ -118,7 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-# Copies
+# Part 1 of the benchmark: copies on one machine, between the KV cache and the hand-over pool.
 
 
 def _copies(options: argparse.Namespace) -> Results:
@@ -200,7 +200,7 @@ def _alternate(actions: dict[str, Callable[[], None]], rounds: int) -> dict[str,
     return {name: median(times) for name, times in seconds.items()}
 
 
-# Transfers
+# Part 2 of the benchmark: transfers over TCP, without and with TLS.
 
 
 def _transfers(options: argparse.Namespace, part: str, key: ClusterKey | None) -> Results:
@@ -286,7 +286,7 @@ class _BareSocket:
                 receiver.sendall(b"!")
 
 
-# Time between tokens
+# Part 3 of the benchmark: the time between tokens while long prompts arrive.
 
 
 def _token_times(options: argparse.Namespace) -> Results:

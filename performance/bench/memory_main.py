@@ -111,7 +111,7 @@ def parts_of(plan: MemoryPlan, peak: Usage, arrays: Mapping[str, int]) -> dict[s
 
 
 def table(parts: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns the parts as a table, in MiB."""
+    """Returns a table with the planned memory, the measured peak and their ratio for each of ``parts``."""
     lines = [f"  {'':18}{'plan':>10}{'peak':>10}{'ratio':>8}"]
     for name, part in parts.items():
         plan, peak = part["plan_bytes"] / MIB, part["peak_bytes"] / MIB

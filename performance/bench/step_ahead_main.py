@@ -109,10 +109,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def other_agents(config: Config, parsed: argparse.Namespace, arguments: Sequence[str]) -> Iterator[list[str | None]]:
-    """Starts this program for each further agent of the group.
+    """Starts this program once for each further agent of the group.
 
-    Yields the name of the exchange for each element of ``RUNS_AHEAD``, or None if there is only one agent. At the end,
-    waits for the agents. After an error, kills them.
+    Yields a list with one entry for each element of ``RUNS_AHEAD``. The entry is the name of the shared memory through
+    which the agents add their arrays, or None with a single agent. At the end, waits for the agents. After an error,
+    kills them.
     """
     if parsed.tensor_parallel == 1:
         yield [None] * len(RUNS_AHEAD)
@@ -138,7 +139,8 @@ def measure(
 ) -> tuple[list[Span], list[Busy]]:
     """Runs the steps. Returns the spans in which the host worked, and the periods in which the device was busy.
 
-    ``exchange_name`` is the exchange of the group, or None if this agent has the whole model.
+    ``exchange_name`` is the name of the shared memory through which the agents of a group add their arrays. None: this
+    agent has the whole model.
     """
     from performance.artificial_device.ops import use_artificial_device  # imported here, as it imports mindspore
 

@@ -37,7 +37,7 @@ Head rotate(const RotaryAttentionArgs& args, int64_t token, const Head& x) {
   return out;
 }
 
-// The place in the cache of one key or one value, which belongs to one token and one key/value head.
+// Locates one key or value in the cache: the chunk (one block of one kv head), the row in the chunk, and the kv head.
 struct Held {
   int64_t chunk, row, head;
   bool is_key;

@@ -21,17 +21,18 @@ class Routes:
     chosen: list[int] = field(default_factory=list)
     """The experts of each row, layer after layer and step after step."""
     widest_margin: float = 0.0
-    """The largest difference in router logits between an expert that a row chose and the expert that replaced it."""
+    """A row may have to use the experts of an earlier run. This is the largest difference in router logits between an
+    expert that a row chose itself and the expert that it had to use."""
 
 
 @contextmanager
 def recorded_routes(follow: Sequence[int] = ()) -> Iterator[Routes]:
-    """Records the experts that tokens choose in the body of a ``with`` statement.
-
-    Yields a ``Routes`` object, which is complete when the body ends.
+    """Records the experts that tokens choose in the body of a ``with`` statement. Yields a ``Routes`` object, which is
+    complete when the body ends.
 
     The process must use the testing library (``replace_product_library``). ``follow`` has the expert ids that an
-    earlier run chose for the same rows in the same order. If it is given, the rows in the body use these experts.
+    earlier run chose for the same rows in the same order. If it is given, the tokens use these experts instead of their
+    own choice.
     """
     library, routes = load_testing_library(), Routes()
     library.llmk_test_begin_routes.argtypes = [ctypes.c_void_p, ctypes.c_int64]

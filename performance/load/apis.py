@@ -159,7 +159,7 @@ class GenerateChunk(msgspec.Struct):
 
 
 class GenerateApi(Api):
-    """The API ``/models/{name}/generate_stream``. Its last event has the number of output tokens."""
+    """The API ``/models/{name}/generate_stream``. The last event of a stream has the number of output tokens."""
 
     _decoder = msgspec.json.Decoder(GenerateChunk)
 

@@ -27,7 +27,7 @@ class LiveCounts:
     done: int
     failed: int
     pieces: int
-    """Number of streamed pieces received so far, which is close to the number of tokens."""
+    """Number of streamed pieces received so far. A piece usually has one token."""
 
 
 Display = Callable[[LiveCounts], None]

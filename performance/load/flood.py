@@ -167,8 +167,8 @@ class _Flood:
         return FloodRun(results, start, duration_s, cpu, lateness)
 
     def release(self, connection: _Connection, *, reusable: bool) -> None:
-        """Returns a connection to the pool after its response. Only a ``reusable`` connection can send a request again.
-        """
+        """Returns a connection to the pool after its response. Unless ``reusable``, the connection does not send
+        another request."""
         if reusable:
             self._idle.append(connection)
         else:

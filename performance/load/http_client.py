@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
         else:
             self._fail("disconnected", str(error or "the server closed the connection"))
 
-    # httptools callbacks
+    # httptools calls the following methods.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         lower = name.lower()

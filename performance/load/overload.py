@@ -75,7 +75,7 @@ MIN_GOODPUT_SHARE = 0.95
 MAX_REFUSAL_MS = 20.0
 MAX_LIGHT_TTFT_RATIO = 1.5
 LIGHT_SEED = 500_000
-"""Added to the seed for the loads ``alone`` and ``overload``, whose light requests must be the same in both loads."""
+"""Added to the seed for the loads ``alone`` and ``overload``. The light keys must send the same requests in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,8 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
             f"scheduler_config.tbt_objective_ms={parsed.slo_tpot_ms:g}",
             f"scheduler_config.max_waiting_requests={parsed.max_waiting}",
             f"serving_config.api_keys_file={keys.file}",
-            # The light keys send the same prompts in two loads. With a cache, the second load would be cheaper.
+            # The light keys send the same prompts in the loads "alone" and "overload". With a cache, the second load
+            # would be cheaper.
             "scheduler_config.prefix_cache=false",
             *parsed.settings,
         ]

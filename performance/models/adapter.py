@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 ADAPTED = ("llama3_rope", "qwen3_next", "qwen3_5")
-"""The seeded models with an adapter."""
+"""Names of the seeded models for which a LoRA adapter is made."""
 SEED, SIZE = 11, 0.05
 """Seed and standard deviation of the matrices."""
 NUM_TOKENS = 16

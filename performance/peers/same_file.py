@@ -42,7 +42,7 @@ from performance.terminal import format_number, format_table
 
 WARM_UP_TOKENS = 4
 Rates = dict[str, float]
-"""Tokens per second by row, such as ``batch 8`` or ``prefill 1024``."""
+"""Tokens per second for each row of the printed table, such as ``batch 8`` or ``prefill 1024``."""
 
 EPILOG = """\
 examples:

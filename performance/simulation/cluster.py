@@ -135,9 +135,9 @@ class ClusterOutcome(Outcome):
 
 
 class _NoPool:
-    """Stands for the content of host blocks, which a simulation does not have.
+    """Replaces the memory of host blocks, because a simulation has no block contents.
 
-    Only KV tiers on a disk or in a shared folder would read the content, and no simulated replica has these tiers.
+    Only KV tiers on a disk or in a shared folder would read the contents, and no simulated replica has these tiers.
     """
 
     block_bytes = 0
@@ -211,7 +211,7 @@ class VirtualCluster(VirtualServer):
                 outcome.tier_stored_blocks += store.figures.stored
         return outcome
 
-    # Events
+    # The following methods find the next event, and apply losses and restarts of nodes.
 
     def _next_event(self) -> float | None:
         due = self._source.next_due()
@@ -289,7 +289,7 @@ class VirtualCluster(VirtualServer):
                 heapq.heappush(self._changes, (moment + model.restart_s, node, "ready"))
         return noticed
 
-    # Calls of the router and the schedulers
+    # The following methods call the router and the schedulers, and measure the processor time of each call.
 
     def _call(self, name: str, function: Callable[[], T]) -> tuple[T, float]:
         """Calls ``function`` and returns its result and processor seconds. The seconds are 0 unless measured."""

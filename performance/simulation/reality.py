@@ -67,7 +67,7 @@ from performance.simulation.workload import OpenLoop
 __all__ = ["main"]
 
 CALIBRATIONS = 4
-"""Number of servers for calibration."""
+"""Number of real servers whose measured steps calibrate the simulation."""
 SEEDS = 8
 """Number of simulated runs per load."""
 
@@ -237,7 +237,8 @@ def _span(run: LoadRun) -> tuple[float, float]:
 
 
 def _simulated(run: LoadRun, setup: Setup, seed: int) -> LoadRun:
-    """Simulates the requests of a real run at the times at which they were sent."""
+    """Simulates the requests of a real run. Each simulated request is sent at the time at which the real one was
+    sent."""
     arrivals = of_load_test(_report([run]), run.options)
     options = replace(run.options, seed=seed)
     return simulate("", setup, OpenLoop(arrivals.requests, arrivals.times), options).run

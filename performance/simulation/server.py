@@ -141,7 +141,8 @@ class VirtualServer:
         self._outcome = Outcome([])
 
     def put_before(self, recorder: Callable[[Scheduler], Any]) -> Any:
-        """Inserts a flight recorder between this server and its only scheduler, and returns the recorder."""
+        """Inserts a flight recorder between this server and its scheduler, and returns the recorder. The server must
+        have only one replica."""
         [replica] = self._replicas
         if not isinstance(self.scheduler, Scheduler):
             raise TypeError("another object is already in front of the scheduler")

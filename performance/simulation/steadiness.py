@@ -123,7 +123,8 @@ def _steady(parts: Sequence[Sequence[Try]]) -> list[Try]:
 
 
 def joined(runs: Sequence[LoadRun]) -> LoadRun:
-    """Joins several runs into one in which each run begins when the previous one has ended."""
+    """Joins several runs into one run: shifts the times of each run so that it begins when the previous run has
+    ended."""
     records: list[RequestRecord] = []
     end = start = runs[0].start
     for run in runs:

@@ -87,7 +87,7 @@ def read_graph(model_proto: bytes) -> Graph:
 
 
 class _Reader:
-    """Converts one graph from its protocol buffer."""
+    """Converts a graph from the protocol buffer of a MindIR file to a ``Graph``."""
 
     def __init__(self, model: Any) -> None:
         self._proto = model.graph

@@ -51,7 +51,7 @@ class ProductRules:
         return self._forms.layers.holds_bias
 
     def problems(self, node: Node) -> Iterator[str]:
-        """Yields the errors of a product."""
+        """Yields a text for each requirement of the Ascend's kernels that the matrix product ``node`` does not meet."""
         form = self.form_of(node)
         if node.primitive != product_of(form):
             yield f"a weight of the format {form.format} must be multiplied by {product_of(form)}"

@@ -1,4 +1,4 @@
-"""Checks the NPUs: device files, driver, and what ``npu-smi`` reports of health, memory and processes."""
+"""Checks the NPUs: device files, driver, and what ``npu-smi`` reports about health, memory and processes."""
 
 from __future__ import annotations
 
