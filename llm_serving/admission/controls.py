@@ -244,7 +244,8 @@ class _Lengths:
         return len(self._sorted) - bisect_right(self._sorted, length)
 
     def quantile_of_longest(self, count: int, quantile: float) -> int:
-        """Returns the length that at least a fraction ``quantile`` of the ``count`` longest lengths do not exceed."""
+        """Returns the ``quantile`` (0 to 1) of the ``count`` longest lengths. ``count`` is at most the number of stored
+        lengths."""
         return self._sorted[len(self._sorted) - count + ceil(count * quantile) - 1]
 
 

@@ -27,7 +27,7 @@ class BlockMover(Stateful, ABC):
 
     @abstractmethod
     def next_step(self) -> ScheduledStep | None:
-        """Returns the next MOVE step, or None."""
+        """Returns the next MOVE step (a step that only copies blocks), or None if nothing must be copied."""
 
     @abstractmethod
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
@@ -39,7 +39,7 @@ class BlockMover(Stateful, ABC):
 
     @abstractmethod
     def settle(self, sequence: Sequence) -> bool:
-        """Continues the move of a LEAVING sequence that no step in flight uses.
+        """Continues the move of a LEAVING sequence. The caller ensures that no step in flight uses the sequence.
 
         Returns False if this mover does not keep the sequence's tokens. The caller then frees its blocks on the device.
         """
@@ -53,7 +53,7 @@ class BlockMover(Stateful, ABC):
         """Frees the host memory of a sequence that no longer needs it. No MOVE step in flight may use this memory."""
 
     def wait_again(self, sequence: Sequence) -> None:
-        """Prepares a sequence whose known tokens will all be computed again."""
+        """Prepares a sequence for recompute: all of its known tokens will be computed again."""
 
     # The following methods are for the subclasses.
 

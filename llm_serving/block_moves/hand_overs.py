@@ -79,7 +79,7 @@ class HandOvers(BlockMover):
         self._move = Rate()
         self._changes: list[HandOverChange] = []
 
-    # The interface to the router
+    # The router calls the following methods.
 
     def take_changes(self) -> list[HandOverChange]:
         """Returns the changes since the last call, in order."""
@@ -120,7 +120,7 @@ class HandOvers(BlockMover):
         """The learned seconds per token of a prefill and seconds per moved block. None before a measurement."""
         return self._prefill.seconds_per_unit, self._move.seconds_per_unit
 
-    # The interface to the scheduler
+    # The scheduler calls the following methods.
 
     def next_step(self) -> ScheduledStep | None:
         """Returns the next MOVE step to or from the hand-over pool, or None."""
@@ -191,7 +191,7 @@ class HandOvers(BlockMover):
         if not is_foreign:
             learn_from_step(step, result, self._prefill, self._move)
 
-    # Leaving
+    # The following methods move the blocks of leaving sequences to the hand-over pool.
 
     def _leave(self, sequence: Sequence) -> None:
         if not sequence.handed_blocks:
@@ -221,7 +221,7 @@ class HandOvers(BlockMover):
             moves += [BlockMove(MoveKind.HAND_OUT, block, host) for block, host in pairs]
         return self._send(moves, sequences, StepReason.HAND_OUT)
 
-    # Arriving
+    # The following methods move the blocks of arriving sequences from the hand-over pool to the device.
 
     def _copy_in(self) -> ScheduledStep | None:
         """Returns a step with the next piece of the arriving sequence. Only one piece is in flight at a time."""
@@ -264,7 +264,8 @@ class HandOvers(BlockMover):
         self._state.running.stop(sequence)
 
     def _swap(self, sequence: Sequence) -> None:
-        """Puts an arriving sequence among the swapped ones."""
+        """Takes the batch row and the blocks from a sequence that arrives from another replica. It waits again among
+        the swapped sequences, and all its blocks are copied again."""
         sequence.num_handed = 0
         self._swap_out(sequence)
 

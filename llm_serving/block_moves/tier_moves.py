@@ -129,8 +129,8 @@ class TierMoves(Stateful):
     def take_released(self) -> list[tuple[int, bool]]:
         """Returns the host blocks that no step needs any more, as pairs (host block, whether its content is known).
 
-        After a copy to the host that failed, the content is unknown. A host block is returned once for each reply that
-        named it.
+        After a copy to the host that failed, the content is unknown. If several replies of the KV tiers named a host
+        block, it is returned once for each of them.
         """
         released, self._released = self._released, []
         return released

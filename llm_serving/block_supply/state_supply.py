@@ -39,7 +39,7 @@ class _Saves(Stateful):
         self.resumed = resumed
         """The snapshot that the first step reads. It is held until that step has completed. -1: none."""
         self.is_sent = False
-        """True if the first step was sent."""
+        """True if the sequence's first step was sent."""
         self.wanted: list[int] = []
         """Numbers of blocks after which the prompt's steps will save the state, in ascending order."""
         self.awaited: list[int] = []
@@ -57,7 +57,7 @@ class StateSupply(PrefixSupply, Stateful):
         super().__init__(kv_cache)
         self._snapshots = StateSnapshots(num_snapshots, kv_cache.prefix_index)
         self._saves: dict[int, _Saves] = {}
-        """By arrival index, for each sequence with blocks."""
+        """The snapshots of each sequence that has blocks. The key is the sequence's arrival index."""
         self._awaited: Counter[bytes] = Counter()
         """Hashes of the blocks after which prompts in prefill will save the state. ``snapshot`` leaves the hashes out,
         because a flight recording has pseudonyms instead of tokens.
@@ -181,7 +181,8 @@ class StateSupply(PrefixSupply, Stateful):
             saves.resumed = -1
 
     def _await_less(self, sequence: Sequence, saves: _Saves, num_left: int) -> None:
-        """Withdraws the awaited states of a sequence, except the last ``num_left``."""
+        """Removes the first awaited states of a sequence from the records, so that only the last ``num_left`` stay
+        awaited."""
         done = saves.awaited[: len(saves.awaited) - num_left]
         saves.awaited = saves.awaited[len(done) :]
         self._awaited -= Counter(_hashes(sequence, done))

@@ -259,7 +259,7 @@ def _add_free_text_or_brace(rules: _Rules, tool_format: ToolFormat, thinking: Th
 
 
 def _arguments(rules: _Rules, index: int, tool: CallableTool, tool_format: ToolFormat) -> str:
-    """Returns the expression of a tool's arguments."""
+    """Returns the grammar expression of a tool's arguments."""
     schema = tool.parameters
     if schema is None:
         schema = _NO_ARGUMENTS

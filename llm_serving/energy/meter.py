@@ -67,7 +67,7 @@ class EnergyMeter(Collector):
         self._interval: Interval | None = None
 
     def read(self) -> Reading:
-        """Returns the sums since the start."""
+        """Returns the tokens, the processor seconds and the energy since the start of the meter."""
         joules = sum(zone.joules() for zone in self._zones) if self._zones else None
         return Reading(self._tokens(), self._times.seconds() - self._start_s, joules)
 

@@ -21,9 +21,10 @@ class AgentAdapters:
         self._slot: int | None = None
         """The slot whose adapter is being loaded."""
         self._command = 0
-        """The number of the command that loads it."""
+        """The number of the command that loads the adapter in ``_slot``."""
         self._waiting: dict[int, int] = {}
-        """The replicas that have not replied, each with the number of its executor's load."""
+        """The replicas that have not replied to this command. The value is the number that the replica's executor gave
+        to the load."""
         self._error = ""
 
     def load(self, slot: int, memory: AdapterMemory, command: int = 0) -> list[AdapterAnswer]:
@@ -54,7 +55,7 @@ class AgentAdapters:
         return [] if number is None else self.answer(replica, number, "")
 
     def drop(self, slot: int) -> None:
-        """Forgets the adapter of a slot. If it is being loaded, no answer follows."""
+        """Forgets the adapter of a slot. If it is being loaded, there will be no reply to the command that loads it."""
         for replica in self._replicas:
             replica.executor.drop_adapter(slot)
         self._remove(slot)

@@ -113,7 +113,7 @@ class AgentQuestions:
             del self._adapters[number]
 
     def take(self, answer: ProbeAnswer | ProfileAnswer | AdapterAnswer) -> None:
-        """Passes an answer of the engine thread to the call that waits for it."""
+        """Passes an answer of the engine thread to the coroutine that sent the question."""
         if isinstance(answer, ProbeAnswer):
             self._end_probes(is_answered=True)
         elif isinstance(answer, ProfileAnswer):

@@ -49,7 +49,8 @@ class Allowance:
     chars_per_char: int = 0
 
     def budget(self, messages: Sequence[Mapping[str, Any]]) -> Budget:
-        """Returns the budget for these messages. Lists and objects in them count as JSON."""
+        """Returns the budget for rendering these messages. A list or an object in a message counts with the length of
+        its JSON."""
         chars = sum(map(_length, (value for message in messages for value in message.values())))
         return Budget(
             self.steps + self.steps_per_message * len(messages) + chars // 4, self.chars + self.chars_per_char * chars

@@ -422,8 +422,8 @@ class EngineCore:
         The engine and the server end in two cases: no replica can be restarted, or the lost replica was never ready and
         is not restarted.
         """
-        # Two kinds of loss make no request a suspect. After a failed self-check, the agents are the cause. A drain of
-        # the machine is intended.
+        # By default, the requests in the lost steps become suspects: one of them may have caused the loss. Here are two
+        # exceptions. After a failed self-check, the agents are the cause. A drain of the machine is intended.
         replica.lose(now, final=event.final, blameless=event.is_blameless, distrusted=bool(event.failed_check))
         waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)

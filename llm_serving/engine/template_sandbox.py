@@ -122,7 +122,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 if guard is None:
                     raise BudgetError(f"the method {method.__name__!r} of {type(owner).__name__} is not available")
                 args = _materialized(budget, args)
-                # Jinja adds arguments whose names begin with "_".
+                # Leave out the arguments whose names begin with "_", because Jinja adds them.
                 named = {name: value for name, value in kwargs.items() if not name.startswith("_")}
                 budget.take(guard(budget, owner, *args, **named))
             else:

@@ -43,7 +43,7 @@ BYTE_LEVEL = DecodeRule(byte_level=True)
 
 
 def sentencepiece_rule(*, add_dummy_prefix: bool) -> DecodeRule:
-    """Returns the rule of a SentencePiece model."""
+    """Returns the rule that turns the vocabulary entries of a SentencePiece model into bytes."""
     return DecodeRule(replacements=((WORD_MARK, " "),), byte_fallback=True, strip_spaces=1 if add_dummy_prefix else 0)
 
 

@@ -16,7 +16,8 @@ Sent = tuple[messages.AdapterLoad, AdapterMemory]
 
 @dataclass(slots=True)
 class _Loading:
-    """An adapter that the agents are to load. Its message is sent after ``steps``, the steps in flight at the call.
+    """An adapter that the agents are to load. Its message is sent when ``steps``, the steps that were in flight at the
+    call of ``load``, have ended.
 
     ``seq`` is the number of the message. The replies repeat this number, so late replies to an earlier message are
     recognised.
@@ -51,7 +52,7 @@ class AdapterSlots:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether replies of the agents are missing."""
+        """Whether some agents have not replied yet to a message that lets them load an adapter."""
         return self._unanswered > 0
 
     def load(self, seq: int, slot: int, memory: AdapterMemory, steps: Iterable[int]) -> None:

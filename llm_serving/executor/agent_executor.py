@@ -291,7 +291,7 @@ class AgentExecutor:
         return events + self._check_ready(self._group)
 
     def _prepare(self, group: Group) -> None:
-        """Prepares this object for steps of new agents."""
+        """Prepares this object for steps of ``group``, whose agents have just become ready."""
         self._restarts.ready(time.monotonic())
         self._steps = self._new_slots(group.slots)
         if self._agent_states.is_wanted:

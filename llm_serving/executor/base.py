@@ -44,11 +44,11 @@ class AgentLost:
 
     error: str
     final: bool = False
-    """The agents are given up and not restarted."""
+    """True if the agents are given up and not restarted."""
     failed_check: str = ""
     """The self-check that failed: ``row``, ``canary`` or ``logits``. Empty if no self-check failed."""
     step: int | None = None
-    """The step that failed the self-check."""
+    """Number of the step that failed the self-check, or None."""
     is_drained: bool = False
     """True if the machine of the agents was drained, and their requests did not end in time."""
 
@@ -106,7 +106,8 @@ class Executor(Protocol):
         """
 
     def abort(self, seq: int) -> None:
-        """Asks the agents to drop step ``seq`` if it has not begun. In both cases, ``poll`` returns its result."""
+        """Asks the agents to drop step ``seq`` if it has not begun. ``poll`` returns a result of the step in any case:
+        that it was dropped, or that it ran."""
 
     def distrust(self, check: str, reason: str, step: int | None = None) -> None:
         """Restarts the agents, because a self-check outside of the executor failed. ``poll`` then reports the loss."""

@@ -111,7 +111,7 @@ class Group(Protocol):
         """
 
     def describe_loss(self, noticed: AgentError) -> AgentError:
-        """Returns the error ``noticed``, extended by other known facts about the loss."""
+        """Returns the error ``noticed`` with additional facts about the loss, if this group knows any."""
 
     def kill(self) -> None:
         """Kills all agents without waiting. The caller must call ``close`` later."""

@@ -1,4 +1,4 @@
-"""Measures the pauses of this process, so that deadlines of the agents can be moved by them.
+"""Measures the pauses of this process, so that the deadlines for the agents' replies can be extended by these pauses.
 
 SIGSTOP, a debugger, ``docker pause`` or a virtual machine can pause this process while the clock continues. Without a
 correction, all deadlines would be over after the pause, although this process has not read the agents' replies.

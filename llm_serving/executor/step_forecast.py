@@ -39,7 +39,8 @@ class StepForecast:
         self._num_results = 0
         self._largest: _Sizes = (0.0, 0.0, 0.0, 0.0)
         self._new_largest: _Sizes = self._largest
-        """Like ``_largest``, but includes the steps since the last computation of the model's coefficients."""
+        """The largest sizes of all steps until now. ``_largest`` has those at the last computation of the model's
+        coefficients."""
         self._reach = _LearntReach()
         self.longest_s = 0.0
         """Longest time of a step so far."""
@@ -108,7 +109,7 @@ class OtherWork:
     def __init__(self, num_agents: int) -> None:
         self._num_agents = num_agents
         self._num_open = 0
-        """Number of replies to commands that agents still owe."""
+        """Number of replies that the agents must still send to commands other than steps."""
         self._is_profiling = False
         self._is_stopping = False
         self._is_compiling = False

@@ -34,7 +34,7 @@ ASLEEP_LOOKS = 4
 probe is expected.
 """
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-"""Seconds of the kernel's unit of processor time."""
+"""Length of a clock tick in seconds. Linux counts processor time in these ticks."""
 _WORKING = frozenset("RD")
 """States of a thread that runs, or waits for a processor or the disk."""
 

@@ -269,7 +269,7 @@ class Journal:
         self.decode_log.stop()
         self._take_run()
 
-    # The following methods append records of calls
+    # The following methods append records of calls.
 
     def _record_time(self, now: float) -> None:
         if now != self._now:

@@ -68,7 +68,7 @@ class HandOverPool:
         return lease
 
     def lease_of(self, blocks: Sequence[int]) -> Lease:
-        """Returns the lease of held blocks."""
+        """Returns the lease to which ``blocks`` belong. They must be held."""
         return self._leases[blocks[0]][0]
 
     def free(self, lease: Lease) -> None:

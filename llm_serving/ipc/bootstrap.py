@@ -27,7 +27,7 @@ class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class BootstrapPipe:
-    """The agent's end of the pipe."""
+    """The agent's end of the pipe through which the server sends the launch secret and the config."""
 
     descriptor: int
 

@@ -23,7 +23,7 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TileLayout:
-    """The number of places, and the number of pixels of the largest tile."""
+    """The number of places for tiles, and the number of pixels of the largest tile."""
 
     num_places: int
     tile_pixels: int

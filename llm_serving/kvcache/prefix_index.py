@@ -48,7 +48,7 @@ class PrefixIndex:
     def __init__(self, num_blocks: int) -> None:
         self.observer: IndexObserver | None = None
         self.entries = [NO_ENTRY] * num_blocks
-        """The number of each block's entry."""
+        """For each block, the number of its entry in this index."""
         self._parents: list[Parent] = [NO_ENTRY] * num_blocks
         self._contents: list[bytes] = [b""] * num_blocks
         self._hashes: list[bytes] = [b""] * num_blocks

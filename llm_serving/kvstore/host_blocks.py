@@ -79,8 +79,10 @@ class HostBlocks:
         self._parked.pop(host, None)
 
     def release(self, host: int) -> None:
-        """Removes a hold of a block. If the block then has no holds, it becomes parked or idle, or free if lookups
-        cannot find its content.
+        """Removes a hold of a block.
+
+        A block without holds becomes parked if a request asked to keep its content, and idle otherwise. If lookups
+        cannot find its content, it becomes free.
         """
         self._holds[host] -= 1
         if self._holds[host]:

@@ -94,7 +94,8 @@ def namespace_of(config: Config, weights: str, arithmetic: str) -> bytes:
 
 
 def check_weights(config: Config, expected: list[str] | None) -> None:
-    """Raises CheckpointError unless ``weights_state`` is ``expected``."""
+    """Raises CheckpointError if the weight files have changed since ``weights_state`` returned ``expected``. None: no
+    check."""
     if expected is not None and weights_state(config) != expected:
         raise CheckpointError("the weights have changed since the start of the server; restart the server")
 

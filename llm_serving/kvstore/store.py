@@ -258,9 +258,8 @@ class BlockStore:
     # The following methods copy offered blocks to the host and to the disk.
 
     def _take_offers(self, source: TierSource) -> None:
-        """Assigns host blocks to offered blocks while host blocks are available. The scheduler offers the rest again at
-        the next exchange.
-        """
+        """Assigns host blocks to offered blocks while host blocks are available. The scheduler offers the other blocks
+        again at the next exchange."""
         while offers := source.fresh_blocks(MAX_OFFERS):
             replies: list[int] = []
             for key in offers:

@@ -250,7 +250,8 @@ def _cpu_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem,
 
 
 def _draft_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem, ...]:
-    """Returns the items of the draft model: its weights, its KV cache, and the rest of its memory.
+    """Returns the items of the draft model: its weights, its KV cache, and its memory for steps (activations, logits,
+    kernel scratch and replays).
 
     Empty without a draft model.
     """

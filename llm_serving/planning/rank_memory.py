@@ -220,9 +220,8 @@ def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 
 def hand_over_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
-    """Returns the item of a rank's part of the hand-over pool, which all replicas of a machine share. Empty without
-    roles.
-    """
+    """Returns the item of a rank's part of the hand-over pool, which all replicas of a machine share. Empty if replicas
+    have no roles."""
     if not config.num_hand_over_blocks:
         return ()
     parallel = config.parallel_config

@@ -163,7 +163,7 @@ class Slo(MixedPolicy):
         self._has_completed = False
 
     def _seconds(self, step: ScheduledStep) -> float:
-        """Predicts the time of a step."""
+        """Returns the predicted time of a step in seconds."""
         _, num_decoding, num_context, num_prompt_tokens = step_counts(step)
         return self._model.seconds(int(num_decoding), int(num_context), int(num_prompt_tokens))
 

@@ -88,7 +88,8 @@ class HandOverDesk:
         return any(trip.source == replica.index or trip.target is replica for trip in self._trips)
 
     def _take_ended(self, now: float) -> None:
-        """Gives the requests of ended transfers to the replicas that have the blocks now."""
+        """Processes the transfers that have ended: gives their requests to the replicas whose pools have the blocks
+        now."""
         while self._ended:
             trip, error = self._ended.popleft()
             del self._trips[trip]

@@ -41,9 +41,9 @@ class Role(enum.Enum):
     """The task of a replica, by ``parallel_config.roles``."""
 
     PREFILL = "prefill"
-    """Computes long prompts, and hands their blocks over."""
+    """A replica that computes long prompts, and hands their blocks over to decode replicas."""
     DECODE = "decode"
-    """Takes short prompts and handed blocks, and decodes."""
+    """A replica that computes short prompts, takes over the blocks of long prompts, and decodes."""
     BOTH = "both"
     """Takes prompts of any length and handed blocks, and decodes."""
 

@@ -229,7 +229,7 @@ class Router:
         if self._desk is not None:
             self._desk.take(replica, now)
 
-    # Ends
+    # The following methods process requests that have ended, and forget them.
 
     def _take_ended(self, replica: RoutedReplica) -> None:
         """Processes the last updates of requests that the replica's scheduler has ended by itself, for example at their

@@ -102,7 +102,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
         self._may_have_suspects = False
         """True once a request was in flight when its agent was lost."""
 
-    # Requests
+    # The following methods admit and end requests.
 
     def add_request(self, request: Request) -> None:
         """Admits a request.
@@ -143,7 +143,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
         """
         return self._intake.take_ended()
 
-    # Steps
+    # The following methods schedule steps and process their results.
 
     def offer_drafts(self, offers: Iterable[tuple[str, list[int]]]) -> None:
         """Offers guesses of the tokens that follow the known tokens of running requests, by request id.
@@ -239,6 +239,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
             self._intake.note_ended([RequestUpdate(culprit.request, error=AgentLostTwiceError.TEXT)])
 
     def observe_cache(self, observer: IndexObserver) -> None:
-        """Reports each change of the prefix cache to ``observer``. Without a prefix cache, it gets no reports."""
+        """Reports each change of the prefix cache to ``observer``. Without a prefix cache, the observer gets no
+        reports."""
         self._kv_cache.prefix_index.observer = observer
 

@@ -84,7 +84,7 @@ class Sequence:
     """True after a step of this sequence failed or was dropped. The results of its steps in flight are then void, and
     the content of its blocks is unknown."""
     asked_from: int = -1
-    """Number of the first full block for which the KV tiers were last asked. -1 if they were not."""
+    """The KV tiers were last asked for the sequence's full blocks from this number on. -1: they were not asked."""
     waits_for_load: bool = False
     """True while the KV tiers look for blocks of the waiting sequence, or a step copies them to the device."""
     hand_over: HandOverState = HandOverState.NONE

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 FORCED = 9
-"""Stands for a match length in the case of drafts that a constraint forces. Real matches have at most 8 tokens."""
+"""Stands for a match length if a constraint forces the draft. (A draft of an earlier match has its length, 2 to 8
+tokens.)"""
 MODEL = 10
-"""Used instead of a match length for drafts of the draft model."""
+"""Stands for a match length if the draft model made the draft."""
 _NEW = 0.2
 """Weight of a new measurement in a running mean."""
 _OUTLIER = 1.5
@@ -86,7 +87,7 @@ class Chances:
         self._counts[match] = (right * _CLASS_DECAY + is_right, tried * _CLASS_DECAY + 1)
 
     def of(self, match: int) -> float:
-        """Returns the fraction of right drafts."""
+        """Returns the fraction of right drafts among the drafts that follow from a match of this length."""
         right, tried = self._counts[match]
         return right / tried
 

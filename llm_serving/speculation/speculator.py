@@ -198,7 +198,7 @@ class Speculator:
         return max(drafts, key=self._expected, default=_NO_DRAFT)
 
     def _expected(self, draft: Draft) -> float:
-        """Returns the expected number of right drafts, by the matches that led to them."""
+        """Returns the expected number of right drafts in ``draft``, computed from the match lengths of its tokens."""
         expected, survival = 0.0, 1.0
         for match in draft.matches:
             survival *= self._chances.of(match)
@@ -206,11 +206,11 @@ class Speculator:
         return expected
 
     def _constrained_draft(self, track: _Track, fork: ForkableConstraint) -> Draft:
-        """Returns a draft for a request with a constraint. It consists of the tokens that the constraint forces, and of
-        single tokens from the index between them.
+        """Returns a draft for a request with a constraint. It has the tokens that the constraint forces. Where the
+        constraint allows several tokens, the index of the request's own tokens proposes one.
 
-        If the next token is not forced, the draft begins with the tokens of the draft model.
-        ``fork`` is a copy of the request's constraint, which this method advances.
+        If the next token is not forced, the draft begins with the tokens of the draft model. ``fork`` is a copy of the
+        request's constraint, which this method advances.
         """
         draft = Draft([], [])
         while (free := self._max_drafts - len(draft.token_ids)) > 0:

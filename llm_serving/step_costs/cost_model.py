@@ -54,7 +54,7 @@ class StepCostModel(Stateful):
         self.max_prompt_tokens = 0.0
         """Largest number of prompt tokens in a recent step, up to which predictions are reliable. It decays slowly."""
         self._coefficients = (0.0, 0.0, 0.0, 0.0)
-        """The coefficients before their multiplication by the drift."""
+        """The fitted coefficients. Predictions use these numbers multiplied by ``_drift``."""
         self._drift = 1.0
         size = len(_SCALES)
         self._products = [[0.0] * size for _ in range(size)]

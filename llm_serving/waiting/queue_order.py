@@ -192,7 +192,7 @@ class _PriorityClass(Stateful):
         self.queue = FairQueue(fairness)
         self.by_arrival: KeyedHeap[Sequence] = KeyedHeap()
         self.known_oldest: Sequence | None = None
-        """The oldest sequence of the class. Its arrival time determines the order of this class among the classes."""
+        """The oldest sequence of the class. Its arrival time determines the place of this class among the classes."""
 
 
 class FairQueue(Stateful):

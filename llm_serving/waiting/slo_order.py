@@ -92,9 +92,9 @@ class SloOrder(QueueOrder):
     def is_spare(self, sequence: Sequence) -> bool:
         """Returns True if the start of ``sequence`` delays no request that is on time.
 
-        The sequence must be late, and the next start must not be reserved for a late request. (While late requests
-        wait, every ``LATE_SHARE``-th start is reserved for them.) A late request without a reserved start is first in
-        the queue only if no request on time waits.
+        This is so if the sequence is late and its start is not a reserved one. While late requests wait, every
+        ``LATE_SHARE``-th start is reserved for them. Without a reserved start, a late request becomes the first of the
+        queue only if no request on time waits.
         """
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 
@@ -143,7 +143,8 @@ class SloOrder(QueueOrder):
         return self._on_time.first()
 
     def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
-        """Returns the next sequence on time of the light keys ``tenants``, by the rule of the base class.
+        """Returns the next sequence on time of the light keys ``tenants``, or None. Leaves out keys that have had
+        ``LIGHT_CREDIT`` more service than another tenant.
 
         Also returns None if no late request has started within the last ``2 * LATE_SHARE - 1`` starts. A late request
         must then start next.
