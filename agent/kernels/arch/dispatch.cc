@@ -19,8 +19,8 @@ namespace {
 #define LLMK_TABLE_OF(isa) &isa::kTable,
 const KernelTable* const kCompiled[] = {LLMK_INSTRUCTION_SETS(LLMK_TABLE_OF)};
 
-// Returns the names of the compiled tables, separated by spaces. If `all` is false, returns only the names of the tables
-// that this processor can run.
+// Returns the names of the compiled tables, separated by spaces. If `all` is false, returns only the names of the
+// tables that this processor can run.
 std::string names(bool all) {
   std::string text;
   for (const KernelTable* table : kCompiled) {
