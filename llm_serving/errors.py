@@ -150,7 +150,7 @@ class QuotaExceededError(TryLaterError):
 
 
 class ModelUnavailableError(TryLaterError):
-    """The model of the request is not in memory now, and the request does not wait until the model is in memory."""
+    """The request's model is not in memory, and the request would have to wait too long for its start."""
 
     status = 503
     code = "model_unavailable"

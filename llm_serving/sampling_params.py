@@ -1,8 +1,8 @@
 """The table of sampling parameters. Each parameter is a field of ``SamplingParams``, with its range and its type in the
 step slot.
 
-HTTP fields, columns of step slots, the sampler's arguments and the reference page follow from this table. To add
-another parameter, add a field here and follow "Add a sampling parameter" in CONTRIBUTING.md.
+HTTP fields, columns of step slots, the sampler's arguments and the reference page are derived from this table. To add
+a parameter, add a field here and follow "Add a sampling parameter" in CONTRIBUTING.md.
 """
 
 from __future__ import annotations

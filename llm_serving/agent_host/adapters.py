@@ -100,7 +100,8 @@ class NodeAdapters:
         """The memory of each adapter that the agents load, and the number of missing replies, by message number."""
         self._prepared: deque[_Adapter] = deque()
         self._lock = threading.Lock()
-        """Held by a thread that uses ``descriptor`` or gives an adapter its memory. ``_is_closed`` changes with it."""
+        """A thread holds this lock while it checks ``_is_closed`` and then uses ``descriptor`` or sets an adapter's
+        memory. So no thread does this after ``close``."""
         self._is_closed = False
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reader, self._writer = _Worker("adapters: reader"), _Worker("adapters: writer")
@@ -161,7 +162,7 @@ class NodeAdapters:
     def note_reply(self, seq: int) -> None:
         """Records that one agent has replied to adapter message ``seq``. After the last reply, frees the memory.
 
-        Raises ProtocolError if the agent has no adapter to load.
+        Raises ProtocolError if the node has not sent this message to the agents.
         """
         if seq not in self._loading:
             raise ProtocolError(f"an agent has loaded adapter message {seq}, which it did not get")
@@ -214,7 +215,7 @@ class NodeAdapters:
         num_bytes = min(link.PIECE_BYTES, adapter.wanted.num_bytes - begin)
         self._ask(link.WantAdapter(adapter.wanted.seq, begin, num_bytes))
 
-    # The following methods run in the threads.
+    # The following methods run in the threads ``_reader`` and ``_writer``.
 
     def _look_up(self, adapter: _Adapter) -> None:
         """Creates the memory of an adapter, and fills it from the cache if the cache has the adapter."""

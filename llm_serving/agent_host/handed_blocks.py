@@ -75,8 +75,9 @@ class HandedBlocks:
         self._receiver.serve(link)
 
     def send(self, message: SendBlocks) -> None:
-        """Begins to send blocks to another node. ``take_sent`` later returns the end. Raises ProtocolError if a block
-        does not exist.
+        """Begins to send blocks to another node. ``take_sent`` reports when the transfer has ended.
+
+        Raises ProtocolError if a block does not exist.
         """
         try:
             self._transport(message).transfer(message.pairs, partial(self._note_sent, message.number))

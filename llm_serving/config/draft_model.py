@@ -19,7 +19,7 @@ EAGLE, MTP = "eagle", "mtp"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head of the model, which makes drafts from the model's hidden states.
+    """A draft head: a small network that makes drafts from the model's hidden states (EAGLE-3 or MTP).
 
     ``DraftModel.shape`` has the sizes of its layer. The ``vocab_size`` of that shape is the number of tokens that the
     head can guess.
@@ -28,7 +28,7 @@ class Head:
     kind: str
     """Kind of the head: ``EAGLE`` or ``MTP``. It is the value of ``speculative_config.method``."""
     layers: tuple[int, ...]
-    """Numbers of the model's layers whose output the head reads. The head joins these hidden states in this order."""
+    """Numbers of the model's layers whose output the draft head reads. It joins these hidden states in this order."""
     hidden_size: int
     vocab_size: int
     """``hidden_size`` and ``vocab_size`` are those of the model, not of the head."""
@@ -51,7 +51,7 @@ class DraftModel:
 
     @property
     def tapped_layers(self) -> tuple[int, ...]:
-        """Numbers of the model's layers whose output the head reads, ascending. See ``Config.tapped_layers``."""
+        """Numbers of the model's layers whose output the draft head reads, ascending. See ``Config.tapped_layers``."""
         return () if self.head is None else tuple(sorted(set(self.head.layers)))
 
 

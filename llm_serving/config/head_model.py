@@ -1,4 +1,4 @@
-"""Reads the heads of speculative decoding: EAGLE-3 heads from their own folders, MTP layers from the model's folder.
+"""Reads draft heads of speculative decoding: EAGLE-3 heads from their own folders, MTP layers from the model's folder.
 
 The formats are those of the published checkpoints of EAGLE-3 (arXiv:2503.01840) and DeepSeek-V3 (arXiv:2412.19437).
 """

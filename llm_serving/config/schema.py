@@ -37,7 +37,7 @@ class KeyInfo:
     auto: bool = False
     """Whether the text ``auto`` is accepted. It is stored as ``AUTO_SIZE`` until the loader replaces it."""
     no_effect: str = ""
-    """Reason why a published key has no effect here. Its type is checked. Empty for a key with an effect."""
+    """Reason why a key of MindSpore llm-serving has no effect in this server. Empty for a key with an effect."""
 
 
 def published(default: object, meaning: str, **details: Any) -> Any:

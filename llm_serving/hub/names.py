@@ -38,7 +38,7 @@ def parse_model_name(text: str) -> ModelName | None:
     """Parses the name of a model. Returns None if ``text`` can only be a path. Raises HubError if ``text`` begins with
     ``hf:`` or ``ms:`` and is not a valid name.
 
-    Without ``hf:`` or ``ms:``, only ``owner/name`` is a name, of a model on Hugging Face.
+    A text without ``hf:`` or ``ms:`` is a name only in the form ``owner/name``. It names a model on Hugging Face.
     """
     has_hub = text.startswith((f"{HUGGING_FACE}:", f"{MODEL_SCOPE}:"))
     found = _NAME.fullmatch(text)

@@ -62,8 +62,9 @@ class ChangeQueue:
         os.eventfd_write(self.wakes, 1)
 
     def note_sleep(self) -> bool:
-        """Called by the publisher before it sleeps until ``wakes`` is readable. Returns False if changes wait, so that
-        it must not sleep.
+        """The publisher calls this method before it sleeps. It may sleep only if the result is True.
+
+        The result is False if changes already wait. A sleeping publisher wakes when ``wakes`` becomes readable.
         """
         self._is_asleep = True
         return not self._changes

@@ -59,8 +59,8 @@ class EventPublisher:
             self._pub = self._socket(zmq.PUB, "endpoint", settings.endpoint, settings.buffer_batches)
             self._replay = None
             if settings.replay_endpoint is not None:
-                # ZeroMQ counts messages as unread until the subscriber has read half of this limit. So half of the
-                # limit may be taken by messages that were read, and a whole replay must fit into the other half.
+                # ZeroMQ notices only each time a subscriber has read half of this limit. Until then, messages that were
+                # read still count. They can fill half of the limit, so a whole replay must fit into the other half.
                 limit = 2 * (settings.buffer_batches + 1)
                 self._replay = self._socket(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, limit)
         except ConfigError:

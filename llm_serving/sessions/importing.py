@@ -34,10 +34,9 @@ from llm_serving.sessions.session_file import (
 from llm_serving.version import __version__
 
 MAX_TOKENS = 1 << 20
-"""Minimum for the limit on the tokens of a session file.
+"""Number of tokens of a session file that are read in any case, even if this model's sequences are shorter.
 
-A file may be longer than this model's longest sequence. The import then fails with a more useful reason, for example
-that the file is of another model.
+So the import of a longer file can fail with a more useful reason, for example that the file is of another model.
 """
 _SHOWN_CHARS = 80
 _FACTS_OF_THE_MODEL = ("shape", "model_type")

@@ -39,7 +39,7 @@ GAUGES = {
 
 
 def hand_over_families(figures: Mapping[str, float]) -> Iterable[Metric]:
-    """Returns the metrics of the hand-overs between all replicas. ``figures`` is ``PrefillSplit.as_json``."""
+    """Returns the metrics of the hand-overs between all replicas. ``figures`` comes from ``PrefillSplit.as_json``."""
     for field, (name, text) in COUNTERS.items():
         yield CounterMetricFamily(f"llm_serving_{name}", text, value=figures[field])
     for field, (name, text) in GAUGES.items():

@@ -88,7 +88,7 @@ class LogFile:
         self.lost_lines = 0
         self._losses = losses
         self._rotation = rotation or Rotation()
-        # This lock is re-entrant, so that a signal handler that logs does not wait for the thread that it interrupted.
+        # A signal handler may log while it interrupts a thread that holds this lock. So the lock must be re-entrant.
         self._lock = threading.RLock()
         self._unreported = False
         self._last_complaint = -COMPLAINT_INTERVAL_S

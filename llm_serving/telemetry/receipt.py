@@ -29,8 +29,8 @@ class Phase(enum.IntEnum):
     SWAPPED = 4
     """The phase from a preemption with swap, which moves blocks to host memory, to the next token."""
     RESTARTED = 5
-    """The phase from the loss of computed tokens to the next token, because an agent was lost or a step never ran. The
-    request waits for the agent's restart, waits again, and is computed again."""
+    """The phase from the loss of an agent, or of a step that never ran, to the next token. The request waits for the
+    restart of the agent and then in the queue, and its tokens are computed again."""
     DONE = 6
 
 

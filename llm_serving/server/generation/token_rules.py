@@ -18,8 +18,11 @@ from llm_serving.server.generation.work import off_loop
 from llm_serving.server.state import ServerState
 
 MASK_FIELDS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
-"""The fields that need the token masks of a step. For ``logit_bias`` alone, the mask allows every token: with a mask,
-the agents choose from all logits, as a bias requires."""
+"""The fields that need the token masks of a step.
+
+``logit_bias`` alone forbids no token, so its mask allows every token. The mask is still needed: for a sequence with a
+mask, the agents read all logits instead of only the best token, and a bias can change which token is the best.
+"""
 
 
 @dataclass(frozen=True, slots=True)

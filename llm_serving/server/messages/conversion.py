@@ -1,4 +1,4 @@
-"""Converts a request of Anthropic's API to a chat request, and the field names in the chat's errors back."""
+"""Converts a request of Anthropic's API to a chat request. Renames the fields in errors about the chat request back."""
 
 from __future__ import annotations
 
