@@ -6,11 +6,10 @@ let a sequence skip tokens: it also needs the state after them. Steps save state
 * At the end of the last full block of a prompt. The same prompt and the next prompt of a chat resume from it.
 * At the end of the part of a prompt that the prefix cache has, if no snapshot exists there. Two prompts have this
   beginning, so a third prompt is likely to have it.
-* While a sequence decodes, at the end of each block. The sequence has one snapshot for this, which each save
-  overwrites. The next prompt of a chat, or the sequence itself after a preemption, resumes from it. With drafts, a step
-  saves only the state at the first end of a block, which is the most likely one to be accepted.
-  Limit: if a draft is at this end, the save overwrites the last valid state before the draft is verified. If the draft
-  is rejected and the sequence ends before it computes this block again, no state of its decode steps is kept.
+* While a sequence decodes, at the end of each block. The next prompt of a chat, or the sequence itself after a
+  preemption, resumes from the last one. With drafts, a step saves only the state at the first end of a block, which is
+  the most likely one to be accepted. Each save overwrites the one before, except a save that may be in vain: after a
+  draft that can be rejected, or in a step ahead of an end token. It gets another snapshot, and the one before is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class _Saves(Stateful):
     blocks.
     """
 
-    STATE = ("resumed", "is_sent", "wanted", "awaited", "saved", "latest")
+    STATE = ("resumed", "is_sent", "wanted", "awaited", "saved", "latest", "earlier")
 
     def __init__(self, resumed: int = -1) -> None:
         self.resumed = resumed
@@ -48,6 +47,8 @@ class _Saves(Stateful):
         """(number of blocks, snapshot) of the states that steps in flight save."""
         self.latest: tuple[int, int] | None = None
         """(number of blocks, snapshot) of the state that decode steps saved last."""
+        self.earlier: tuple[int, int] | None = None
+        """(number of blocks, snapshot) of an earlier state of decode steps. Its tokens are certain."""
 
 
 class StateSupply(PrefixSupply, Stateful):
@@ -103,7 +104,7 @@ class StateSupply(PrefixSupply, Stateful):
             elif end % size == 0 and sequence is not saved:
                 # A sequence with drafts has several entries. If the draft at the end of the block is rejected, a later
                 # step computes another token there, and overwrites the snapshot.
-                snapshot = self._snapshots.take() if saves.latest is None else saves.latest[1]
+                snapshot = self._next_latest(saves, end, sequence.request.num_tokens)
                 if snapshot is not None:
                     saves.latest, saved = (end // size, snapshot), sequence
                     step.state_moves.append((index, 1, snapshot))
@@ -119,6 +120,9 @@ class StateSupply(PrefixSupply, Stateful):
         if saves.latest is not None and saves.latest[0] * size <= num_tokens:
             done.append(saves.latest)
             saves.latest = None
+        elif saves.earlier is not None and saves.earlier[0] * size <= num_tokens:
+            done.append(saves.earlier)
+            saves.earlier = None
         for number, snapshot in done:
             self._publish(sequence, number, snapshot)
         self._await_less(sequence, saves, len(saves.wanted) + len(saves.saved))
@@ -156,6 +160,22 @@ class StateSupply(PrefixSupply, Stateful):
         number = self._snapshots.longest(match.entries[: len(blocks)])
         return PrefixMatch(blocks[:number], match.entries[:number], number * self._kv_cache.block_size, None, 0)
 
+    def _next_latest(self, saves: _Saves, end: int, num_known: int) -> int | None:
+        """Returns the snapshot in which a decode step saves the state after ``end`` tokens. None: no snapshot.
+
+        ``num_known`` is the number of the sequence's known tokens. Later tokens are drafts, or of steps in flight. If
+        the new state has one of these and the last state has none, the last state is kept as ``saves.earlier``.
+        """
+        latest, size = saves.latest, self._kv_cache.block_size
+        if latest is None:
+            return self._snapshots.take()
+        if latest[0] * size <= num_known < end:
+            other = self._snapshots.take() if saves.earlier is None else saves.earlier[1]
+            if other is not None:
+                saves.earlier = latest
+                return other
+        return latest[1]
+
     def _last_awaited(self, sequence: Sequence) -> int:
         """Returns the largest n for which a running sequence will save the state after the first n blocks of
         ``sequence``.
@@ -189,7 +209,7 @@ class StateSupply(PrefixSupply, Stateful):
 
     @staticmethod
     def _taken(saves: _Saves) -> list[tuple[int, int]]:
-        return saves.saved if saves.latest is None else [*saves.saved, saves.latest]
+        return [*saves.saved, *(each for each in (saves.latest, saves.earlier) if each is not None)]
 
 
 def _hashes(sequence: Sequence, numbers: list[int]) -> list[bytes]:

@@ -24,7 +24,7 @@ import msgspec
 from llm_serving.errors import LLMServingError
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
 """Versions of the format that this program reads. It restores the scheduler's state only from files of the present
 version. A replay of an older recording must start at the beginning of a run.

@@ -91,19 +91,24 @@ def test_a_preempted_sequence_resumes_from_its_last_state() -> None:
     assert max(restarts) > 17, "the sequence resumes after tokens of its output"
 
 
-def drafted(simulation: Simulation, draft_at_end: int | None = None) -> tuple[Request, ScheduledStep]:
-    """Runs a request with a prompt of 6 tokens until a step verifies two drafts. Block 2 ends with the first draft.
+def drafted(
+    simulation: Simulation, draft_at_end: int | None = None, num_decoded: int = 0
+) -> tuple[Request, ScheduledStep]:
+    """Runs a request with a prompt of 6 tokens until a step verifies two drafts. A block ends with the first draft.
 
-    ``draft_at_end`` replaces the first draft by a wrong one. Returns the request and the completed step.
+    ``draft_at_end`` replaces the first draft by a wrong one. ``num_decoded`` steps before have no drafts. Returns the
+    request and the completed step.
     """
     request = make_request("a", 6, 12)
     simulation.add(request)
-    simulation.step()
-    draft = expected_tokens(request, 64)[1:3]
+    for _ in range(1 + num_decoded):
+        simulation.step()
+    draft = expected_tokens(request, 64)[1 + num_decoded : 3 + num_decoded]
     simulation.scheduler.offer_drafts([("a", draft if draft_at_end is None else [draft_at_end, draft[1]])])
     (step,) = simulation.schedule()
     simulation.answer()
-    assert (step.starts, step.num_drafts) == ([6, 7, 8], 2)
+    start = 6 + num_decoded
+    assert (step.starts, step.num_drafts) == ([start, start + 1, start + 2], 2)
     return request, step
 
 
@@ -137,6 +142,29 @@ def test_a_request_that_ends_after_a_rejected_draft_leaves_no_state_of_it(token:
     known = [*request.prompt_token_ids, *request.output_token_ids]
     prompt = [*known[:7], 0, 5] if token == "draft" else [*known, 5]
     assert finish(simulation, make_request("b", prompt, 3)) == [4]
+
+
+@pytest.mark.parametrize(("num_snapshots", "found"), [(8, 8), (2, 8), (1, 0)])
+def test_a_rejected_draft_at_the_end_of_a_block_keeps_the_state_before(num_snapshots: int, found: int) -> None:
+    """With a single snapshot, the save overwrites the state before."""
+    simulation = hybrid(num_snapshots)
+    request, step = drafted(simulation, draft_at_end=0, num_decoded=4)
+    assert [(entry, after) for entry, after, _ in step.state_moves] == [(1, 1)]
+    simulation.end("a", FinishReason.ABORT)
+    text = [*request.prompt_token_ids, *request.output_token_ids]
+    assert finish(simulation, make_request("b", [*text, 5], 3)) == [found]
+
+
+def test_a_step_ahead_of_the_last_token_keeps_the_state_before() -> None:
+    """When the 11th token ends the sequence, a step in flight computes a 12th token, which ends a block."""
+    simulation = hybrid(decode_steps_ahead=2)
+    stop = expected_tokens(make_request("a", 6, 20), 64)[4]
+    request = make_request("a", 6, 20, stop_token_ids=frozenset([stop]))
+    simulation.add(request)
+    simulation.finish()
+    assert len(request.output_token_ids) == 5
+    text = [*request.prompt_token_ids, *request.output_token_ids]
+    assert finish(simulation, make_request("b", [*text, 5], 3)) == [8]
 
 
 def test_the_least_recently_used_state_is_evicted() -> None:
