@@ -24,26 +24,27 @@ def call_id(plan: AnswerPlan | None) -> str:
 
 
 def message_of(
-    generation: Generation, plan: AnswerPlan | None, answer: Answer, more: Mapping[str, Any]
+    generation: Generation, plan: AnswerPlan | None, answer: Answer, max_tokens: int, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the message of a complete answer. Any thread may call this function.
 
-    ``more`` has further members of the message.
+    ``max_tokens`` is that of the request. ``more`` has further members of the message.
     """
     reader = PieceReader(plan)
     events = reader.events(answer.text, is_last=True)
     message = _head(generation)
     message["content"] = blocks_of(events, lambda: call_id(plan))
-    message |= _stop(answer.finish_reason, answer.stop_reason, has_calls=reader.has_calls)
+    message |= _stop(answer.choice, max_tokens, answer.finish_reason, answer.stop_reason, has_calls=reader.has_calls)
     message["usage"] = _usage(generation, len(answer.token_ids), generation.num_cached_tokens)
     return message | dict(more)
 
 
 class MessageStream:
-    """Formats the events of a streamed message."""
+    """Formats the events of a streamed message. ``max_tokens`` is that of the request."""
 
-    def __init__(self, generation: Generation, plan: AnswerPlan | None) -> None:
+    def __init__(self, generation: Generation, plan: AnswerPlan | None, max_tokens: int) -> None:
         self._generation = generation
+        self._max_tokens = max_tokens
         self._reader = PieceReader(plan)
         self._writer = BlockWriter(lambda: call_id(plan))
         self._num_tokens = 0
@@ -64,7 +65,8 @@ class MessageStream:
         found += self._writer.write(self._reader.events(piece.text, is_last=is_last))
         if piece.finish_reason is not None:
             found += self._writer.end()
-            self._end = _stop(piece.finish_reason.value, piece.stop_reason, has_calls=self._reader.has_calls)
+            reason, has_calls = piece.finish_reason.value, self._reader.has_calls
+            self._end = _stop(choice, self._max_tokens, reason, piece.stop_reason, has_calls=has_calls)
         return b"".join(map(_encoded, found))
 
     def last(self) -> bytes:
@@ -89,10 +91,16 @@ def _head(generation: Generation) -> dict[str, Any]:
     return {"id": generation.request_id, "type": "message", "role": "assistant", "model": model}
 
 
-def _stop(finish_reason: str | None, stop_reason: str | int | None, *, has_calls: bool) -> dict[str, Any]:
-    """Returns the members that state why the message ended."""
+def _stop(
+    choice: Choice, max_tokens: int, finish_reason: str | None, stop_reason: str | int | None, *, has_calls: bool
+) -> dict[str, Any]:
+    """Returns the members that state why the message ended.
+
+    If the context was full before ``max_tokens`` were generated, the reason is that of Anthropic's newer models.
+    """
     if finish_reason == FinishReason.LENGTH.value:
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        is_full = choice.sampling.max_tokens < max_tokens
+        return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
     if isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}

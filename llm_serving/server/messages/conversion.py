@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -47,7 +47,16 @@ _SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn the reasoning on and off."""
 
 
-def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> ChatRequest:
+class MessagesChat(ChatRequest):
+    """The chat that a request of Anthropic's API stands for.
+
+    Anthropic's clients always send a large ``max_tokens``, for example 32,000. They do not know the model's context.
+    """
+
+    fits_output: ClassVar[bool] = True
+
+
+def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> MessagesChat:
     """Converts ``body`` to a chat request with the same meaning. Raises RequestError.
 
     ``known_variables`` are the variables of the chat template that control the reasoning.
@@ -75,7 +84,7 @@ def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> 
         chat |= {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         chat["stop"] = list(body.stop)
     try:
-        return ChatRequest.model_validate({name: value for name, value in chat.items() if value is not None})
+        return MessagesChat.model_validate({name: value for name, value in chat.items() if value is not None})
     except ValidationError as error:
         raise named_back(request_error(error)) from None
 
@@ -247,7 +256,7 @@ def _thinking_fields(body: ConversationFields, known_variables: tuple[str, ...])
     """Returns the fields of the chat request that control the reasoning."""
     thinking, values = body.thinking, dict(body.chat_template_kwargs or {})
     fields: dict[str, Any] = {}
-    if body.output_config is not None and body.output_config.effort is not None:
+    if body.output_config is not None and body.output_config.effort is not None and known_variables:
         effort = body.output_config.effort
         fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
     if thinking is not None:

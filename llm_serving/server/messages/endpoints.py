@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
@@ -30,12 +32,11 @@ async def _create_message(state: ServerState, request: Request) -> AnyResponse:
     except RequestError as error:
         raise _named(error, body, chat) from None
     if body.stream:
-        return EventStream(generation, MessageStream(generation, plan))
+        return EventStream(generation, MessageStream(generation, plan, body.max_tokens))
     [answer] = await run_while_connected(state.active, request.receive, generation.answers())
     more = {"receipt": generation.receipt()} if generation.return_receipt else {}
-    return await whole_response(
-        generation.request_id, count_items([answer]), lambda: message_of(generation, plan, answer, more)
-    )
+    make = partial(message_of, generation, plan, answer, body.max_tokens, more)
+    return await whole_response(generation.request_id, count_items([answer]), make)
 
 
 async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:

@@ -64,6 +64,9 @@ class ChatRequest(ToolFields, SamplingFields):
         "moderation": (None,),
     }
     ignored = IGNORED
+    fits_output: ClassVar[bool] = False
+    """True if ``max_tokens`` may be larger than the rest of the context. The answer then ends when the context is full.
+    """
 
     messages: Messages
     max_tokens: MaxTokens = Field(
@@ -164,6 +167,8 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> tu
     newer = body.max_completion_tokens is not None
     wanted = body.max_completion_tokens if newer else body.max_tokens
     name = "max_completion_tokens" if newer else "max_tokens"
+    if wanted is not None and body.fits_output:
+        wanted = min(wanted, max_output_tokens(len(ids), None, state.settings, name))
     max_tokens = max_output_tokens(len(ids), wanted, state.settings, name)
     params = replace(
         base_sampling(body, state.settings.sampling_defaults),
