@@ -1,17 +1,20 @@
-"""Makes the system allocate the pages of the KV cache: some during the start, and the rest while the agent serves.
+"""Makes the system allocate the pages of the KV cache: some during the start, and the rest while the agent is idle.
 
 A system takes 0.2 to 2 seconds to allocate 1 GiB. So the agent does not wait until a large cache has all its pages. The
 server uses blocks with low numbers first, so these blocks get their pages first. If a step uses a block without pages,
 the step waits until the system has allocated them.
+
+The device thread itself allocates the rest, between two messages. A second thread would compete with the step for
+cores, for memory bandwidth and for Python's global lock.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,10 +26,12 @@ logger = logging.getLogger("agent.cache_pages")
 
 START_BYTES = 64 << 20
 """Size of the first part of the cache in bytes. The start waits until this part has pages."""
+IDLE_S = 0.02
+"""If no message arrives for this time, the agent counts as idle. The pause between two steps of a stream is shorter."""
+BUSY_SHARE = 0.02
+"""Maximum fraction of the time for which a busy agent allocates pages between its steps."""
 _PIECE_BYTES = 2 << 20
-"""Number of bytes whose pages one call allocates. A call for more bytes would delay the other threads of the process.
-"""
-_LOWEST_PRIORITY = 19
+"""Number of bytes whose pages one call allocates. A step that arrives during the call waits for the end of the call."""
 
 
 class CachePages:
@@ -42,7 +47,6 @@ class CachePages:
         pieces = [each[at : at + _PIECE_BYTES] for at in starts for each in flat if at < each.size]
         first = -(-START_BYTES // _PIECE_BYTES)
         self._first, self._rest = pieces[:first], pieces[first:]
-        self._thread: threading.Thread | None = None
 
     def allocate_first(self) -> None:
         """Allocates the first ``START_BYTES`` of the cache on all cores and waits for the end.
@@ -51,39 +55,77 @@ class CachePages:
         """
         _allocate(self._first)
 
-    def allocate_rest(self) -> None:
-        """Starts a thread of the lowest priority that allocates all pages after those of ``allocate_first``.
+    def take_rest(self) -> list[Array]:
+        """Returns the pieces of the cache after those of ``allocate_first``. The caller must allocate their pages."""
+        pieces, self._rest = self._rest, []
+        return pieces
+
+
+class LaterPages:
+    """Allocates pages of a ready agent piece by piece. Only the device thread may call it, and only between two steps.
+
+    The device thread waits ``wait_s`` seconds for a message. If none arrives, it calls ``allocate_idle``. After each
+    message, it calls ``allocate_busy``. When all pages are allocated, ``wait_s`` is None, and no call is necessary.
+    """
+
+    def __init__(self, pieces: Sequence[Array] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self._pieces = deque(pieces)
+        self._clock = clock
+        self._due = clock()
+        """Earliest time at which ``allocate_busy`` allocates the next piece."""
+        self._num_failed = 0
+        self.wait_s: float | None = IDLE_S if self._pieces else None
+
+    @classmethod
+    def of(cls, caches: Sequence[CachePages]) -> LaterPages:
+        """Returns the object that allocates the rest of the pages of ``caches``.
 
         Call this method when the agent is ready, before its first step. If the free memory may be too small, the method
-        allocates the pages itself before it returns. Then a lack of memory fails the start and not a later step.
+        allocates all pages itself before it returns. Then a lack of memory fails the start and not a later step.
         """
-        pieces, self._rest = self._rest, []
+        pieces = [piece for cache in caches for piece in cache.take_rest()]
         num_bytes = sum(piece.size for piece in pieces)
         # Linux counts the pages of the mapped weight file as available memory, because it can drop them and read them
         # again. The agent needs these pages in memory, so they are subtracted.
         is_safe = num_bytes <= Machine.detect().available_bytes - file_huge_page_bytes()
-        if not pieces:
-            return
-        if not is_safe or not populate(pieces[0], write=True):
-            _allocate(pieces)
-            return
-        self._thread = threading.Thread(target=_allocate_slowly, args=(pieces,), name="cache-pages", daemon=True)
-        self._thread.start()
+        later = cls(pieces)
+        if pieces and not (is_safe and populate(pieces[0], write=True)):
+            later.allocate_all()
+        return later
 
-    def wait(self) -> None:
-        """Waits for the thread of ``allocate_rest``."""
-        if self._thread is not None:
-            self._thread.join()
+    def allocate_idle(self) -> None:
+        """Allocates one piece of an agent without steps. The next call may follow at once if still no message waits."""
+        self._allocate_piece()
+        if self.wait_s is not None:
+            self.wait_s = 0.0
+
+    def allocate_all(self) -> None:
+        """Allocates all pages on all cores and waits for the end. No step may run meanwhile."""
+        _allocate(self._pieces)
+        self._pieces.clear()
+        self.wait_s = None
+
+    def allocate_busy(self) -> None:
+        """Allocates one piece, but only if that takes at most ``BUSY_SHARE`` of the time since the piece before.
+
+        So the cache gets its pages also if the agent is never idle.
+        """
+        self.wait_s = IDLE_S
+        if self._clock() >= self._due:
+            self._allocate_piece()
+
+    def _allocate_piece(self) -> None:
+        began = self._clock()
+        self._num_failed += not populate(self._pieces.popleft(), write=True)
+        ended = self._clock()
+        self._due = ended + (ended - began) / BUSY_SHARE
+        if not self._pieces:
+            self.wait_s = None
+            if self._num_failed:
+                size = self._num_failed * _PIECE_BYTES >> 20
+                logger.warning("%d MiB of the KV cache get their memory when they are used", size)
 
 
-def _allocate(pieces: Sequence[Array]) -> None:
+def _allocate(pieces: Iterable[Array]) -> None:
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
         list(pool.map(make_resident, pieces))
-
-
-def _allocate_slowly(pieces: Sequence[Array]) -> None:
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    failed = sum(not populate(piece, write=True) for piece in pieces)
-    if failed:
-        logger.warning("%d MiB of the KV cache get their memory when they are used", failed * _PIECE_BYTES >> 20)

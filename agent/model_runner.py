@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from agent.cache_pages import LaterPages
 from agent.drafting.making import make_drafter
 from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
@@ -117,6 +118,8 @@ class ModelRunner:
         self.hand_over_pool: HandOverMemory | None = None
         """The hand-over pool in shared memory. None if the replicas have no roles. Set it before ``load``."""
         self._handed: HandedBlocks | None = None
+        self.later_pages = LaterPages()
+        """Allocates the pages of the KV cache that have no memory after ``warm_up``."""
         self._seconds = {"import": process_seconds()}
         self.profiling = Profiling(config.device, rank, self._set_replaying)
 
@@ -184,7 +187,8 @@ class ModelRunner:
         self._entry.warm_up()
         self.run_moves(make_moves(self._config))
         self.reset()
-        self._model.kv_cache.pages.allocate_rest()
+        caches = [self._model.kv_cache.pages, *([] if self._drafter is None else [self._drafter.pages])]
+        self.later_pages = LaterPages.of(caches)
         gc.collect()
         gc.freeze()  # excludes objects made during the start from garbage collection, because they stay until the end
         self._seconds["warm_up"] = time.perf_counter() - start

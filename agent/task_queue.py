@@ -27,6 +27,10 @@ class StepComputed:
     """``TaskQueue.get`` returns this object instead of a message when the device has computed a step."""
 
 
+class Idle:
+    """``TaskQueue.get`` returns this object if no message has arrived in time."""
+
+
 _LAST_CLASS = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass.PREFILL}
 """The kind of step that runs last, for the policies that prefer the other kind. All other policies run prefill and
 decode steps in the order of their numbers.
@@ -73,18 +77,20 @@ class TaskQueue:
             self._num_computed += 1
             self._changed.notify()
 
-    def get(self) -> tuple[QueuedMessage | StepComputed, int]:
+    def get(self, wait_s: float | None = None) -> tuple[QueuedMessage | StepComputed | Idle, int]:
         """Waits for a message. Returns the message to run next, and the microseconds for which it has waited.
 
         If no message waits but the device has computed a step, returns StepComputed and 0. A waiting message comes
-        first, because the device would be idle until its step is launched.
+        first, because the device would be idle until its step is launched. If nothing happens for ``wait_s`` seconds,
+        returns Idle and 0. None: waits without limit.
         """
         with self._changed:
             while not self._heap:
                 if self._num_computed:
                     self._num_computed -= 1
                     return StepComputed(), 0
-                self._changed.wait()
+                if not self._changed.wait(wait_s) and not (self._heap or self._num_computed):
+                    return Idle(), 0
             _, _, _, message, queued_at = heapq.heappop(self._heap)
             if isinstance(message, Step):
                 self._num_steps -= 1

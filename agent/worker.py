@@ -11,7 +11,7 @@ from agent.model_runner import ModelRunner, StartReport
 from agent.row_check import RowCheckError
 from agent.server import AgentServer
 from agent.step_cost import StepCost
-from agent.task_queue import StepComputed, TaskQueue
+from agent.task_queue import Idle, StepComputed, TaskQueue
 from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError
 from llm_serving.ipc.messages import (
     AdapterLoad,
@@ -83,10 +83,16 @@ class Worker:
         ahead = runner.ahead
         if ahead is not None:
             ahead.on_computed = self._queue.step_computed
+        pages = runner.later_pages
         while not self._is_down:
-            message, queue_us = self._queue.get()
+            message, queue_us = self._queue.get(pages.wait_s)
             if isinstance(message, Step):
                 self._run_step(message, queue_us, memory, runner)
+                if pages.wait_s is not None:
+                    pages.allocate_busy()
+                continue
+            if isinstance(message, Idle):
+                pages.allocate_idle()
                 continue
             if isinstance(message, StepComputed):
                 assert ahead is not None, "only a device that runs ahead computes steps later"

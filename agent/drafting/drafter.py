@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from agent.cache_pages import CachePages
 from agent.drafting.network import DraftNetwork
 from agent.drafting.rows import DraftRows
 from agent.model_loading import LoadedModel
@@ -84,6 +85,11 @@ class Drafter:
     def warm_up(self) -> None:
         """Runs the largest steps of the draft model."""
         self._network.warm_up()
+
+    @property
+    def pages(self) -> CachePages:
+        """The memory pages of the draft model's KV cache."""
+        return self._network.model.kv_cache.pages
 
     def reset(self) -> None:
         """Forgets all sequences."""

@@ -75,7 +75,6 @@ class HeadNetwork(DraftNetwork):
             for own in (False, True) if kind == "decode" else (False,):
                 given = states[:, : self.config.shape.hidden_size] if own else states
                 self._run_step(make_step(self.config, *lens), kind == "decode", given, own=own)
-        self.model.kv_cache.pages.allocate_rest()
 
     def no_states(self, tokens: int) -> Array:
         """Returns hidden states that are zero, with the shape [tokens, places x hidden_size] and the type of

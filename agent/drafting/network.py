@@ -78,7 +78,6 @@ class DraftNetwork:
         """Runs the largest steps, which proves that they fit into the memory."""
         for kind, lens in largest_steps(self.config).items():
             self._best_ids(make_step(self.config, *lens), is_decode=kind == "decode")
-        self.model.kv_cache.pages.allocate_rest()
 
     def run(self, token_ids: Int32Array, query_lens: Int32Array, starts: Int32Array, tables: Int32Array) -> Int32Array:
         """Computes tokens of several sequences. Returns the best token after the last token of each sequence, int32

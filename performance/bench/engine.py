@@ -170,8 +170,8 @@ def offline_engine(config: Config, starter: RemoteStarter | None = None) -> Iter
 def _wait_until_children_rest() -> None:
     """Waits until the child processes use almost no processor time, at most ``_REST_LIMIT_S``.
 
-    A ready agent still allocates the pages of its KV cache. This work would disturb the measured steps of this agent.
-    It would disturb another agent even more, because the system does not compare priorities across sessions.
+    A ready agent still allocates the pages of its KV cache, while it has no step to run. This work would disturb the
+    measured steps of another agent.
     """
     deadline, used = time.monotonic() + _REST_LIMIT_S, _children_cpu_s()
     while time.monotonic() < deadline:

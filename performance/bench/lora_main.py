@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner.load()
     runner.compile()
     runner.warm_up()
+    runner.later_pages.allocate_all()
     load_adapters(config, runner, options.adapters, options.rank)
     figures = {
         f"decode, {count} sequences": measure(runner, decode_step(config, count), options)

@@ -107,6 +107,7 @@ def run_agent(arguments: argparse.Namespace, rank: int, group: tuple[int, int], 
     runner.load()
     runner.compile()
     runner.warm_up()
+    runner.later_pages.allocate_all()
     steps = {str(batch): decode_steps(runner, config, batch) for batch in BATCHES if batch <= config.max_decode_seqs}
     texts = [generate(runner, config, number) for number in range(arguments.texts)]
     return {"texts": texts, "steps": steps, "threads": runner.summary()["cpu_threads"]}

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from agent.task_queue import StepComputed, TaskQueue
+from agent.task_queue import Idle, StepComputed, TaskQueue
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import Decode, Move, Prefill, Shutdown
 
@@ -118,3 +118,13 @@ def test_messages_come_before_computed_steps_and_each_computed_step_wakes_the_th
     queue.step_computed()
     queue.put(Decode(seq=1, slot=0))
     assert [type(queue.get()[0]) for _ in range(3)] == [Decode, StepComputed, StepComputed]
+
+
+def test_a_queue_without_messages_reports_that_the_agent_is_idle():
+    queue = TaskQueue("fcfs", max_steps=8)
+    assert isinstance(queue.get(0.0)[0], Idle)
+    queue.step_computed()
+    assert isinstance(queue.get(0.0)[0], StepComputed)
+    queue.put(Decode(seq=1, slot=0))
+    assert queue.get(0.0)[0] == Decode(seq=1, slot=0)
+    assert isinstance(queue.get(0.001)[0], Idle)
