@@ -166,9 +166,10 @@ class Sampler:
         self.rows.append(rows[penalised], np.maximum(slot.sampled_ids[:seqs][penalised], 0))
 
     def _is_processed(self, slot: StepSlot) -> npt.NDArray[np.bool_]:
-        """Returns, for each sequence, whether the operator's processors change its logits: bool [sequences].
+        """Returns, for each sequence, whether logits processors change its logits: bool [sequences].
 
-        If there are processors, the server sends a mask for every request. Only the steps of the warm-up have no masks.
+        If there are logits processors, the server sends a mask for every request. Only the steps of the warm-up have no
+        masks.
         """
         seqs = slot.num_seqs
         return _has_mask(slot, seqs) if self._processors else np.zeros(seqs, np.bool_)
@@ -196,8 +197,8 @@ class Sampler:
         histories: list[Int32Array | None] | None = None,
         prompt_lens: Int32Array | None = None,
     ) -> None:
-        """Samples again those sequences that have a logit bias or whose logits the operator's processors change. Uses
-        all of their logits.
+        """Samples again the sequences that have a logit bias or whose logits are changed by logits processors. Uses all
+        of their logits.
 
         The bias is added before the processors run. The slot keeps the logsumexp and the best tokens of the raw logits,
         which the first sampling has written.

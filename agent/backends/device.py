@@ -1,4 +1,5 @@
-"""Facts about a device, the hooks of a device, and its copies of cache blocks.
+"""The interfaces of a device, apart from its operators: facts about it, methods that the agent calls around each run of
+a graph (hooks), and copies of cache blocks.
 
 ``agent.backends.base`` has the table of operators.
 """

@@ -1,4 +1,7 @@
-"""Adds and gathers arrays over the agents of a pipeline stage, through shared memory with flag lines."""
+"""Adds and gathers arrays over the agents of a pipeline stage, through shared memory.
+
+The agents wait for each other with flag lines, which are counters in the shared memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Makes the kind of graph that an op table needs. Imports mindspore."""
+"""Makes the object that runs the graphs of a model: static for the fused op table, dynamic for the native one.
+
+Imports mindspore.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-// The functions of experts.h as plain loops. Their time is negligible compared to the experts' matrix products.
+// Implements the functions of experts.h as plain loops, without vector instructions. Their time is negligible compared
+// to the experts' matrix products.
 #include "experts.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// The functions of grouped_routing.h as plain loops. Their time is negligible compared to the experts' matrix products.
+// Implements the functions of grouped_routing.h as plain loops, without vector instructions. Their time is negligible
+// compared to the experts' matrix products.
 #include "grouped_routing.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Packs weights and checks blobs. The layout is in linear.h.
+// Packs the weights of linear layers into blobs, and checks blobs. linear.h describes their layout.
 #include <cmath>
 
 #include "../common/check.h"

@@ -77,7 +77,8 @@ static inline void fetch_adapters(const LoraRows& lora, int64_t panel, int64_t r
   }
 }
 
-// Adds the products of B and `shrunk` to 16 outputs: the columns of vector number `vector`.
+// LoRA: multiplies the matrix B by `shrunk`, which is A times a row of activations. Adds the result to the row's 16
+// outputs in vector number `vector` of a packed weight.
 template <class W>
 LLMK_INLINE void expand(const LoraWeight& weight, int64_t vector, const float* shrunk, Vec* value) {
   const int64_t count = weight.num_ranks[vector];

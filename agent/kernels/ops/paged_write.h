@@ -121,7 +121,8 @@ static inline void scatter_value(const RotaryAttentionArgs& args, const char* ro
   C* out = reinterpret_cast<C*>(chunk) + value_element(args, index, 0);
   const C* in = reinterpret_cast<const C*>(row);
 #ifdef LLMK_VEC_AVX512
-  // Inserts byte `index` % 4 of 16 units at a time. In this layout, dim is a multiple of 16.
+  // Each int8 element of a value is one byte of a 4-byte unit: byte number `index` % 4. Writes the bytes of 16 units at
+  // a time. In this layout, dim is a multiple of 16.
   if constexpr (sizeof(C) == 1) {
     const int64_t byte = index % 4;
     for (int64_t d = 0; d < args.dim; d += kLanes) {
