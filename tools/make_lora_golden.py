@@ -78,7 +78,7 @@ def saved(name: str, model: Any) -> tuple[dict[str, Any], dict[str, list[int]]]:
 
 
 def fill(model: Any, shapes: dict[str, list[int]]) -> None:
-    """Gives the adapter's matrices the values of the seed."""
+    """Fills the adapter's matrices with random numbers from the seed."""
     import torch
     from peft import set_peft_model_state_dict
 

@@ -82,7 +82,7 @@ class HandOvers(BlockMover):
     # The router calls the following methods.
 
     def take_changes(self) -> list[HandOverChange]:
-        """Returns the changes since the last call, in order."""
+        """Returns what has happened to hand-overs since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 

@@ -1,4 +1,6 @@
-"""The base class of block supplies. It gives blocks on demand, without a prefix cache."""
+"""The base class of block supplies, which give KV cache blocks to sequences. It gives blocks on demand, and has no
+prefix cache.
+"""
 
 from __future__ import annotations
 

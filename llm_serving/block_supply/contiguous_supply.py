@@ -1,4 +1,4 @@
-"""The block supply without paged attention (``model_config.page_attention: false``)."""
+"""The block supply for ``model_config.page_attention: false``: each sequence gets one range of consecutive blocks."""
 
 from __future__ import annotations
 

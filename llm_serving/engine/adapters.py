@@ -28,7 +28,10 @@ class AgentAdapters:
         self._error = ""
 
     def load(self, slot: int, memory: AdapterMemory, command: int = 0) -> list[AdapterAnswer]:
-        """Begins to load an adapter into all ready replicas. If no replica is ready, returns the answer immediately."""
+        """Begins to load an adapter into all ready replicas. ``command`` is the number of the command.
+
+        Returns no answer if replicas must reply first. If no replica is ready, returns the answer to the command.
+        """
         self._remove(slot)
         self._memories[slot] = memory
         self._slot, self._command, self._error = slot, command, ""

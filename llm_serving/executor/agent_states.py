@@ -114,7 +114,7 @@ class AgentStates:
         return AgentStatus(agents)
 
     def describe(self, members: Sequence[Member]) -> list[dict[str, object]]:
-        """Returns the facts about each agent. See ``Executor.agents``."""
+        """Returns the facts about each agent for status pages: rank, pid, state, restarts and others."""
         by_rank = {member.rank: member for member in members}
         return [self._describe(rank, by_rank.get(rank)) for rank in self._ranks]
 

@@ -122,7 +122,7 @@ class Journal:
             self.flush()
         self._start_log()
 
-    # The following methods record all other calls.
+    # The following methods record calls other than ``schedule`` and ``update``.
 
     def begin(self) -> None:
         """Starts the first segment. Does nothing if a segment has been started before."""

@@ -86,7 +86,7 @@ class SlotContents:
         _fill([self._mask_part()], contents, f"the masks of step {self._slot.seq}")
 
     def results(self) -> bytes:
-        """Returns the results of the completed step."""
+        """Returns the results of the completed step as bytes, which another machine passes to ``write_results``."""
         return b"".join(self._result_parts())
 
     def write_results(self, contents: memoryview) -> None:

@@ -93,7 +93,7 @@ class StateSnapshots:
         self._published[entry] = known or (block, snapshot)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the state as plain data."""
+        """Returns the state of this object as plain data, from which ``restore`` restores it."""
         published = [[entry, block, number] for entry, (block, number) in self._published.items()]
         holds = [list(each) for each in self._holds.items()]
         return {"free": self._free.copy(), "published": published, "holds": holds}

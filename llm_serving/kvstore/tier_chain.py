@@ -120,7 +120,7 @@ class _Countdown:
 
 
 def _part(transfer: Transfer, chosen: Sequence[bool]) -> Transfer:
-    """Returns the part of a read for one tier."""
+    """Returns the part of a read for one tier: the blocks for which ``chosen`` is True."""
     rows = [row for row, is_chosen in zip(_rows(transfer), chosen, strict=True) if is_chosen]
     return Transfer([key for key, _, _ in rows], [place for _, place, _ in rows], [host for _, _, host in rows], [])
 

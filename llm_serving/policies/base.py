@@ -1,4 +1,4 @@
-"""The base class of the scheduling policies."""
+"""The base class of the scheduling policies, which decide what kind of step runs next."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class DraftLengths:
         return self._num_trials_left > 0 and not self._always
 
     def note(self, step: ScheduledStep, result: StepResult) -> None:
-        """Records the result of a decode step."""
+        """Learns the time of a pass of the draft model from the result of a decode step. Counts the steps of trials."""
         if step.num_wanted:
             self._num_plain = 0
             self._num_trials_left = max(0, self._num_trials_left - 1)

@@ -144,7 +144,10 @@ class Study:
         self._num_loads = 0
 
     def run(self) -> dict[str, Any]:
-        """Runs all loads and returns the figures."""
+        """Sends the loads of the benchmark and returns its figures as a JSON object.
+
+        The loads are: increasing rates to find the peak, the light keys alone, and the overload.
+        """
         parsed = self._parsed
         self._load([self._keys.load("peak", parsed.warm_up_rate)], parsed.peak_duration / 2)
         rows = self._peak_rows()

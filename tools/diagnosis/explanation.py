@@ -1,4 +1,4 @@
-"""Explains codes and logs: ``doctor.py explain``."""
+"""Implements ``doctor.py explain``, which explains error codes and the errors in logs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""The sixty checks of reliability and security. Each has a promise, and a test or program that measures a figure."""
+"""The sixty checks of reliability and security.
+
+Each check has a sentence that states what is checked (the promise), and a test or program that measures a figure.
+"""
