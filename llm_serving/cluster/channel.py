@@ -15,8 +15,7 @@ _READ_BYTES = 32 * 1024
 freed for each read.
 """
 MAX_UNSENT_FRAMES = 4096
-"""Maximum number of frames that wait to be sent. If the peer reads so slowly that more would wait, it counts as lost.
-"""
+"""Maximum number of frames that wait to be sent. If a slow peer lets more frames wait, the peer counts as lost."""
 
 
 class UnreadFramesError(ConnectionError):

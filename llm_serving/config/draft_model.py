@@ -47,7 +47,7 @@ class DraftModel:
     """Format of the draft model's quantized weights, like ``Config.stored_weight_format`` for the model."""
     stored_weight_group: int = 1
     head: Head | None = None
-    """The head. None if the draft model is a complete model."""
+    """The draft head. None if the draft model is a complete model."""
 
     @property
     def tapped_layers(self) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ _NEEDED = (
 )
 _WEIGHTS = "*.safetensors"
 _OTHER_LAYOUT = "consolidated*.safetensors"
-"""Files with the same weights in the layout of the model's author. Some repositories have them in addition."""
+"""Files with a second copy of the weights, in the layout of the model's author. Some repositories have them."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 

@@ -81,8 +81,8 @@ class ModelShape:
     partial_rotary_dim: int = 0
     """Number of a head's elements that are rotated, from the first one on. 0: all."""
     num_extra_layers: int = 0
-    """Number of MTP layers in the checkpoint, after the last layer. They predict further tokens. Only a head uses MTP
-    layers."""
+    """Number of MTP layers (multi-token prediction) after the last layer of the checkpoint. Only speculative decoding
+    with the method ``mtp`` uses these layers."""
     vision: VisionShape | None = None
     """The vision encoder. None for a model that reads only text."""
     rotary_sections: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class ModelShape:
 
     @property
     def rotary_width(self) -> int:
-        """Number of elements in a row of the rotary tables, with the elements of a head that are not rotated."""
+        """Number of elements in a row of the rotary tables. The part of a head without rotation has elements, too."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
@@ -320,7 +320,8 @@ def shape_of_fields(
 ) -> ModelShape:
     """Returns the model's shape from ``config.json``, or from a section of a MindFormers YAML with the same keys.
 
-    End tokens of ``generation`` (``generation_config.json``) go first. ``activations``: the allowed ``hidden_act``.
+    If ``generation`` (``generation_config.json``) states end tokens, they take precedence. ``activations`` are the
+    accepted values of ``hidden_act``.
     """
     text = text_part(fields)
     whole = fields if text is None else text
@@ -399,7 +400,10 @@ def _fields_of_text_model(fields: TypedFields, family: Family) -> TypedFields:
 
 
 def _rope_fields(fields: TypedFields, *, is_grid: bool) -> TypedFields:
-    """Returns the section of ``config.json`` about rotary positions. ``is_grid``: positions of a grid (M-RoPE)."""
+    """Returns the section of ``config.json`` about rotary positions.
+
+    ``is_grid`` is True if the positions have three dimensions (M-RoPE).
+    """
     rope = fields.mapping("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     return rope.with_value("type", "default") if is_grid and rope.value("type") == "mrope" else rope
 

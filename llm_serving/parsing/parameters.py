@@ -1,5 +1,6 @@
-"""Finds the JSON types of a tool's parameters in its schema. Formats without quotes need these types, because text and
-other values look alike.
+"""Finds the JSON types of a tool's parameters in its schema.
+
+Some formats of tool calls write values without quotes. There, the parser needs the type to tell a text from a number.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from llm_serving.server.state import ServerState
 MASK_FIELDS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
 """The fields that need the token masks of a step.
 
-``logit_bias`` alone forbids no token, so its mask allows every token. The mask is still needed: for a sequence with a
-mask, the agents read all logits instead of only the best token, and a bias can change which token is the best.
+``logit_bias`` alone forbids no token, so its mask allows every token. The mask is still needed. Only for sequences with
+a mask, the agents read all logits and not just the best token. A bias can change which token is the best.
 """
 
 
