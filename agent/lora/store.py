@@ -102,7 +102,10 @@ class AdapterStore:
             loaded[slot] = 1
 
     def _places_of(self, tensor: str) -> tuple[Place, ...]:
-        """Returns the places of a tensor. There are none if another pipeline stage has the tensor."""
+        """Returns the places of a checkpoint tensor in this agent's parameters.
+
+        There are none if another pipeline stage has the tensor.
+        """
         if tensor not in self._places:
             raise AgentError(f"the model has no linear layer {tensor} that may have an adapter")
         return self._places[tensor]

@@ -293,7 +293,7 @@ def _is_joined(shape: ModelShape) -> bool:
 
 
 def _rows_of(name: str, parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
-    """Returns ``parts`` as consecutive rows of one tensor of the checkpoint, ``name``."""
+    """Returns ``parts`` with their places in the checkpoint's tensor ``name``, in which they are consecutive rows."""
     whole = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return tuple(replace(part, rows_of=RowsOf(name, whole, rows.start)) for part, rows in rows_of(parts))
 

@@ -32,8 +32,8 @@ class SchedulerState(Stateful):
     num_started: int = 0
     """Number of requests that have started and not ended, in any state."""
     no_capacity: tuple[int, int, int] | None = None
-    """The values at the last time when the first waiting request lacked capacity: ``RunningSet.num_changes``, free
-    batch rows, free blocks. None if it did not lack capacity, or if a request has ended since."""
+    """``RunningSet.num_changes``, free batch rows and free blocks at the last time when the first waiting request
+    lacked capacity. None if it did not lack capacity, or if a request has ended since."""
     wakeup: float | None = None
     """Time in seconds at which ``schedule`` must be called again, because a request or step may not be held back
     longer. None if nothing is held back."""

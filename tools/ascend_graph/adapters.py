@@ -39,7 +39,7 @@ class AdapterRules:
 
     @property
     def inputs(self) -> dict[str, TensorType]:
-        """The input that adapters add to the graph: the number of rows of each adapter slot, by name."""
+        """Name and type of the input that adapters add to the graph. It has the number of rows of each adapter slot."""
         return {ROWS: TensorType("i64", (self._sizes.num_groups,))}
 
     @property

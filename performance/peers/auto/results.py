@@ -15,7 +15,10 @@ Round = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The range of our ratio to the fastest peer, over the rounds in which all ``peers`` have a rate."""
+    """The range of a ratio: this server's rate divided by that of the fastest peer.
+
+    It covers the rounds in which all ``peers`` have a rate.
+    """
 
     least: float
     largest: float
