@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from agent.cache_pages import LaterPages
 from agent.model_runner import StartReport
 from agent.process import run_agent
 from agent.profiling import Profiling
@@ -85,6 +86,7 @@ class StubRunner:
         self._config = config
         self._report = report
         self.ahead = None
+        self.later_pages = LaterPages()
         self.profiling = StubProfiling("stub", rank, lambda replaying: None)
         parallel, replica = config.parallel_config, rank // config.parallel_config.group_size
         self._member = rank - group_ranks(replica, parallel).start
