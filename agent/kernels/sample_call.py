@@ -36,7 +36,7 @@ If ``do_sample`` is 0, the row is skipped and its token becomes -1. Without ``do
 allowed.
 """
 SampleInputs = Mapping[str, npt.NDArray[Any]]
-"""Arrays by the names of ``SAMPLE_INPUTS``; they may be longer than the rows."""
+"""Maps each name of ``SAMPLE_INPUTS`` to an array. An array may have more entries than there are rows."""
 _OPTIONAL = ("do_sample", "rows", "mask_number")
 
 

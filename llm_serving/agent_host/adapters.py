@@ -202,7 +202,7 @@ class NodeAdapters:
             self._note(f"an adapter is not kept for later starts: {MAX_UNWRITTEN} others wait to be written")
 
     def _load_first(self, adapter: _Adapter, memory: AdapterMemory) -> None:
-        """Lets the agents load the first adapter, and begins with the next one."""
+        """Lets the agents load the first waiting adapter, and starts to fill the memory of the next one."""
         wanted = adapter.wanted
         self._waiting.popleft()
         self._loading[wanted.seq] = (memory, self._num_agents)

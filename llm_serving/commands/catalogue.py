@@ -37,12 +37,12 @@ class Command:
     """True if the program only prints and ends. A closed pipe (``| head``) then ends it without an error."""
 
     def load_main(self) -> Callable[[Sequence[str]], int]:
-        """Returns the function that runs the program. Raises MissingPackageError."""
+        """Imports and returns the function that runs the program. Raises MissingPackageError."""
         main: Callable[[Sequence[str]], int] = self._load(self.main)
         return main
 
     def load_parser(self) -> argparse.ArgumentParser:
-        """Returns the parser of the options. Raises MissingPackageError."""
+        """Imports the program and returns the parser of its arguments. Raises MissingPackageError."""
         parser: argparse.ArgumentParser = self._load(self.parser)()
         return parser
 

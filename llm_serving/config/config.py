@@ -93,8 +93,9 @@ class Config:
     """Whether ``pa_config.num_blocks`` was ``auto``. ``load_config`` sets the smallest number that works. Then
     ``llm_serving.planning.auto_blocks`` sets the largest number that fits the machine."""
     auto_length: bool = False
-    """Whether ``pa_config.decode_seq_length`` was ``auto``. ``load_config`` then sets the largest length that the model
-    and the blocks permit, and ``llm_serving.planning.auto_blocks`` the largest that fits the machine."""
+    """Whether ``pa_config.decode_seq_length`` was ``auto``. ``load_config`` sets the largest length that the model and
+    the number of blocks permit. Then ``llm_serving.planning.auto_blocks`` reduces it if the memory of the machine is
+    too small."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Sampling parameters from the model folder, or from the file in ``serving_config.generation_config``. Requests
     without these parameters use them. Empty if the config ignores them."""

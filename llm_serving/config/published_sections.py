@@ -45,4 +45,4 @@ class FastServeConfig:
 
 
 PUBLISHED_SECTIONS: dict[str, type] = {"model_path": ModelPathConfig, "fa_config": FastServeConfig}
-"""The sections without effect by their name in the YAML."""
+"""Maps the name of a section in the YAML to its class, for all sections without effect."""

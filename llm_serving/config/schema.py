@@ -46,7 +46,7 @@ def published(default: object, meaning: str, **details: Any) -> Any:
 
 
 def own(default: object, meaning: str, **details: Any) -> Any:
-    """Declares a key that only this project has."""
+    """Declares a config key that MindSpore llm-serving does not have."""
     return _key(default, KeyInfo(meaning, published=False, **details))
 
 

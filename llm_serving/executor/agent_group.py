@@ -48,7 +48,7 @@ class AgentGroup:
     ) -> None:
         """``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. Empty without roles.
 
-        ``min_sleep_s``: agents that sleep during a step count as lost after this number of seconds at the earliest.
+        Agents that sleep during a step are not counted as lost before ``min_sleep_s`` seconds have passed.
         ``memory`` is the group's shared memory. If it is None, it is created here, which takes seconds for each GiB of
         host blocks.
         """

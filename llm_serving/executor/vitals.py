@@ -43,7 +43,7 @@ class Vitals:
     """Watches the processes of a group of agents while they have a step. ``pids`` are in order of rank.
 
     ``may_sleep`` is True if a device computes the step. All threads of an agent may then sleep until the device is
-    done. ``min_sleep_s`` is the minimum patience with agents that sleep, in seconds.
+    done. Agents that sleep are not counted as lost before ``min_sleep_s`` seconds have passed.
     """
 
     def __init__(self, pids: Sequence[int], first_rank: int, *, may_sleep: bool, min_sleep_s: float = 0.0) -> None:

@@ -85,8 +85,8 @@ class DecodeLog:
         self._iteration_results = self._iteration_steps = 0
         self._ending_token_ids: set[int] = set()
         self._positions = 0
-        """Sum of ``starts`` and ``sample_positions`` of the latest step. One comparison of sums shows whether each
-        entry has grown by one.
+        """Sum of all entries of ``starts`` and ``sample_positions`` of the latest step. An entry grows by 0 or 1 per
+        step. So a comparison of two sums shows whether every entry has grown by 1.
         """
         self._keeps_updates = False
 

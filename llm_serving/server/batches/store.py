@@ -54,7 +54,7 @@ from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
-"""Number of bytes that a smaller file, or a record, counts towards the storage limits.
+"""A smaller file counts as this number of bytes towards the storage limits, and so does the record of a batch.
 
 Because of this minimum, the limits in bytes also limit the number of tiny files.
 """

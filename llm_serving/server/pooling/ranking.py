@@ -205,7 +205,7 @@ async def _compared(
 ) -> list[float]:
     """Returns the cosine of the two embeddings of each pair of texts.
 
-    ``before`` has the prompts for the texts of ``first`` and of ``second``.
+    ``before`` are two prompts: one is put before each text of ``first``, the other before each text of ``second``.
     """
     for name in ("instruction", "use_activation"):
         if getattr(body, name) is not None:
