@@ -194,8 +194,9 @@ class ModelRunner:
         self._seconds["warm_up"] = time.perf_counter() - start
 
     def _is_proved(self, model: LoadedModel) -> bool:
-        """Runs the proof of stored launches (``ModelStart.is_proved``). If the launches fail the proof, compiles the
-        graph.
+        """Returns True if the stored launches give the bits that MindSpore's graph gave in an earlier start.
+
+        Otherwise compiles the graph, which replaces the launches.
         """
         self._report("warm up", 0, 1)
         is_proved = self._start.is_proved(model, partial(self.run_step, is_decode=False))

@@ -88,8 +88,8 @@ class ModelStart:
         return graph
 
     def is_proved(self, model: LoadedModel, run_step: Callable[[StepSlot], object]) -> bool:
-        """Runs the proof of the stored launches. Returns True if they give the bits that MindSpore's graph gave in an
-        earlier start.
+        """Runs test steps with the stored launches. Returns True if they give the bits that MindSpore's graph gave in
+        an earlier start.
 
         Otherwise deletes the stored launches. The caller must then compile the graph.
         """

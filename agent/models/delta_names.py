@@ -16,7 +16,10 @@ _MODEL = "model."
 
 
 def beside_encoder(spec: WeightSpec) -> WeightSpec:
-    """Returns a parameter of a text model with the tensor names of a checkpoint that also has a vision encoder."""
+    """Returns ``spec`` with other names of tensors: those in a checkpoint that also has a vision encoder.
+
+    ``spec`` is a parameter of the text model, with the names in a checkpoint without a vision encoder.
+    """
 
     def renamed(part: WeightPart) -> WeightPart:
         if not part.name.startswith(_MODEL):

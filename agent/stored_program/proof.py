@@ -41,7 +41,7 @@ def proof_steps(config: Config) -> list[StepSlot]:
 
 
 def proof_digest(config: Config, ops: FusedCpuOps, run_step: Callable[[StepSlot], object]) -> str:
-    """Runs the steps of the proof and returns a digest of their logits and best tokens."""
+    """Runs the steps of ``proof_steps`` and returns a digest of their logits and best tokens."""
     digest = hashlib.sha256()
     for slot in proof_steps(config):
         run_step(slot)

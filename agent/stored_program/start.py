@@ -69,9 +69,10 @@ class StoredStart:
         return StoredStepGraph(model.ops, buffers, launches, compiled)
 
     def is_proved(self, model: LoadedModel, run_step: Callable[[StepSlot], object]) -> bool:
-        """Runs the proof. Returns whether its results have the bits that MindSpore's graph gave in an earlier start.
+        """Runs the test steps of ``proof_digest`` with the stored program.
 
-        If not, deletes the stored program.
+        Returns True if the results have the bits that MindSpore's graph gave in an earlier start. Otherwise deletes the
+        stored program.
         """
         assert self._found is not None, "find() has found a program"
         assert isinstance(model.ops, FusedCpuOps), "only fused operators are stored"

@@ -115,7 +115,7 @@ class KvTiers:
 
     @property
     def is_busy(self) -> bool:
-        """True while a mover runs."""
+        """True while the thread of a mover runs. A mover reads and writes the blocks of a tier."""
         return any(tier.mover.is_busy for tier in self._tiers)
 
     def close(self) -> None:

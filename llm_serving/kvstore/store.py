@@ -299,9 +299,10 @@ class BlockStore:
         self._hosts.release(host)
 
     def _write_behind(self) -> None:
-        """Asks the mover to write host blocks to the disk. At most half of the host blocks are held for this.
+        """Asks the mover to write host blocks to the disk.
 
-        Other blocks wait without a hold. A block that is reused before the mover has written it is not written.
+        While a block is being written, it cannot be reused. This applies to at most half of the host blocks. The others
+        wait and may be reused. A block that is reused before its write begins is not written.
         """
         disk, pool, hosts = self._disk, self._pool, self._hosts
         if disk is None or pool is None or not disk.may_write:

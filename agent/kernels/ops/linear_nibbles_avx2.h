@@ -1,8 +1,10 @@
-// The step for nibbles with AVX2 (linear_tiles.h). VPMADDUBSW multiplies unsigned by signed bytes, adds neighbouring
-// products, and saturates each sum at 16 bits. Sums with nibbles are too small to saturate, so the results are exact.
-// This takes fewer instructions than widening every nibble to 16 bits.
+// NibbleStep: multiplies 4-bit weights (nibbles) by int8 activations with AVX2, for linear_tiles.h.
 //
-// AVX2 has only 16 registers, so this step has its own loop (kOwnLoop). The loop sums 8 columns, half of a vector, for
+// VPMADDUBSW multiplies unsigned by signed bytes, adds neighbouring products, and saturates each sum at 16 bits. Sums
+// with nibbles are too small to saturate, so the results are exact. This takes fewer instructions than widening every
+// nibble to 16 bits.
+//
+// AVX2 has only 16 registers, so NibbleStep has its own loop (kOwnLoop). The loop sums 8 columns, half of a vector, for
 // all rows of the tile. If the tile has few rows, the loop sums several halves at a time. It reads the activations from
 // memory for each half.
 #pragma once

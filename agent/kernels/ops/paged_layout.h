@@ -11,8 +11,8 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// Maximum size in bytes of a sequence's keys and values for which they are copied. If they are larger, each task packs
-// its own panels.
+// Keys and values of a sequence are copied only up to this size in bytes. If they are larger, each task packs its own
+// panels.
 constexpr int64_t kMostLaidOutBytes = int64_t{64} << 20;
 
 static inline int64_t laid_out_groups(const RotaryAttentionArgs& args, int64_t seq) {

@@ -116,8 +116,8 @@ constexpr int64_t kWeightStride = F::kRowWords * kPartition / F::kPerUnit + kLan
 template <class F>
 constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
 
-// A prefetch that several blocks of rows share, because they read the same keys. Each block requests a part of the
-// lines.
+// A prefetch that several blocks of rows share, because they read the same keys. Each block prefetches a part of the
+// cache lines.
 struct SharedFetch {
   TileFetch* fetch;  // or null
   int64_t blocks;

@@ -142,8 +142,8 @@ struct Int8Form {
           high(reinterpret_cast<uint8_t*>(out)),
           low(high + kPartition) {}
 
-    // Adds the weights of two groups of keys. The caller passes groups in ascending order, and a multiple of four
-    // groups. Every second call stores the weights of four groups.
+    // Adds the softmax weights of two groups of keys. The caller passes groups in ascending order, and a multiple of
+    // four groups. Every second call stores the weights of four groups.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
       const Ints mixed = pack_words(whole(first, group), whole(second, group + 1));
