@@ -56,7 +56,7 @@ class CachePages:
         _allocate(self._first)
 
     def take_rest(self) -> list[Array]:
-        """Returns the pieces of the cache after those of ``allocate_first``. The caller must allocate their pages."""
+        """Returns the pieces of the cache that ``allocate_first`` did not allocate. The caller must allocate them."""
         pieces, self._rest = self._rest, []
         return pieces
 

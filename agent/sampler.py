@@ -272,9 +272,9 @@ class Sampler:
     ) -> list[Int32Array | None]:
         """Returns the history (prompt and output) of each sequence with penalties, and None for each other sequence.
 
-        If the step has drafts, each draft is an entry of its own, and the result has an element for each entry.
-        ``drafts`` counts the drafts of the entry's sequence up to and including the entry. The history of the entry
-        includes these drafts.
+        If the step has drafts, the result has an element for each entry of the step. An entry is a draft or the token
+        before a sequence's drafts. ``drafts`` is the result of ``_num_drafts_before``. The history of an entry includes
+        the drafts that are counted there.
         """
         table = self.rows
         histories: list[Int32Array | None] = [None] * slot.num_seqs

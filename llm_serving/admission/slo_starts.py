@@ -43,8 +43,8 @@ class SloStarts(Stateful):
         self._state = state
         self._order = order
         self._credit = 1.0
-        """Number of late requests that may start. Each start subtracts 1, also that of a request on time, so the number
-        can be negative.
+        """Number of late requests that may start. The start of a request on time also subtracts 1, so the number can be
+        negative.
         """
         self._num_started = 0
         self._num_left: int | None = None

@@ -72,10 +72,10 @@ class TierMoves(Stateful):
         self._prefixes = state.kv_cache.prefixes
         self._prefixes.fresh = []
         self._to_store: list[tuple[int, int, int]] = []
-        """Accepted blocks that no step has copied yet: block, its index entry, host block."""
+        """Blocks that the tiers have accepted and no step has copied yet: (block, its index entry, host block)."""
         self._to_load: list[_Load] = []
         self._storing: dict[int, list[tuple[int, int]]] = {}
-        """By number of a step in flight: the blocks that it copies, each with its host block."""
+        """Maps the number of a step in flight to the blocks that it copies: (block, host block) each."""
         self._loading: dict[int, _Load] = {}
         self._prefill = Rate()
         self._move = Rate()

@@ -172,7 +172,7 @@ def _thread_states(pid: int) -> set[str]:
 def _any_works(pids: Sequence[int], states: Sequence[set[str]]) -> bool:
     """Returns whether a thread of the processes ``pids`` or of their descendants works.
 
-    ``states`` are those of the threads of each of ``pids``.
+    ``states`` has the states of the threads of each process in ``pids``.
     """
     if any(found & _WORKING for found in states):
         return True

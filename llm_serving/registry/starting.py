@@ -122,9 +122,9 @@ def with_fingerprint(config: Config) -> Config:
 
 
 def _copy_adapters(adapters: Sequence[Adapter], engine: AsyncEngine) -> None:
-    """Loads into ``engine`` those of ``adapters`` that it lacks, the ones that were loaded over HTTP.
+    """Loads into ``engine`` all ``adapters`` that it does not have yet. Raises AdapterError.
 
-    Raises AdapterError.
+    These are the adapters that were loaded over HTTP. The adapters of the config are already there.
     """
     for adapter in adapters:
         if engine.adapters.find(adapter.name) is None:

@@ -1,4 +1,5 @@
-"""Writes a session file with the tokens of a session and those of its blocks that the KV tiers have."""
+"""Writes a session file: the tokens of a session, and the KV blocks of these tokens, as far as the KV tiers have them.
+"""
 
 from __future__ import annotations
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 FORCED = 9
-"""Stands for a match length if a constraint forces the draft. (A draft of an earlier match has its length, 2 to 8
-tokens.)"""
+"""Used as the match length of a draft that a constraint forces. Real match lengths are 2 to 8."""
 MODEL = 10
-"""Stands for a match length if the draft model made the draft."""
+"""Used as the match length of a draft that the draft model made."""
 _NEW = 0.2
 """Weight of a new measurement in a running mean."""
 _OUTLIER = 1.5

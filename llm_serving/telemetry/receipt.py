@@ -225,8 +225,8 @@ class Receipt:
             return
         self.blocked_us = self._blocked_in_lines(now_us)
         self._line, self._joined_at, self._blocked_before = None, {}, {}
-        # Without blockers of its own, this request was never the first of the queue. The requests that blocked the
-        # first one also blocked this one.
+        # If no blockers are noted for this request, it was never the first of the queue. Then the requests that blocked
+        # the first one also blocked this one.
         if self.blocked_us and not self._blockers:
             for request_id in line.blockers:
                 self._note_blocker(request_id)
