@@ -7,9 +7,7 @@ block checks its copy, so damaged or outdated blocks cannot change a text.
 machine. It has its own thread and socket, so no step waits for a transfer:
 
     receiver                              sender
-       |---- magic, nonce ------------------->|
-       |<--- magic, proof, sizes -------------|   the sizes of the sender's blocks must be those of the receiver's
-       |---- magic, or an error text -------->|
+       |<--- introduction -------------------|   ``ipc.introduction``; both must have blocks of the same sizes
        |<--- number, count, destinations -----|   a transfer
        |<--- count x pools x (header, block) -|   a pool for each agent of a replica
        |---- number -------------------------->|   all blocks are in the receiver's pool
@@ -18,7 +16,6 @@ machine. It has its own thread and socket, so no step waits for a transfer:
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import ssl
 import struct
@@ -32,13 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import LLMServingError, ProtocolError
-from llm_serving.ipc.messages import NONCE_BYTES, check_proof, prove
+from llm_serving.ipc.introduction import admit, introduce, receive, receive_into, shut_down
 
-MAGIC = b"LLMHAND2"
+MAGIC = b"LLMHAND3"
 TIMEOUT_S = 10.0
 """Seconds without progress of the peer after which the connection counts as lost."""
 MAX_CONNECTIONS = 256
-MAX_POOLS = 256
 IDLE_S = 60.0
 """Seconds without a transfer after which the thread of ``TcpTransport`` ends and its connection is closed."""
 _END_WAIT_S = 1.0
@@ -47,13 +43,9 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEP
 """TCP keep-alive: seconds until the first check of an idle connection, and seconds between two checks. The third number
 is the number of checks without a reply after which the connection ends.
 """
-_CHALLENGE = struct.Struct(f"<8s{NONCE_BYTES}s")
-_HELLO = struct.Struct("<8s32sI")
 _SIZES = struct.Struct("<QQ")
-_REPLY = struct.Struct("<8sI")
 _TRANSFER = struct.Struct("<QI")
 _ACKNOWLEDGEMENT = struct.Struct("<Q")
-_MAX_ERROR_BYTES = 1024
 _MAX_PARTS = 512
 """Maximum number of buffers in a call of ``sendmsg``. The limit of the operating system is higher."""
 
@@ -176,7 +168,7 @@ class TcpTransport:
         with self._lock:
             self._is_closed.set()
             if self._socket is not None:
-                _shut_down(self._socket)
+                shut_down(self._socket)
         self._waiting.put(None)
 
     def close(self) -> None:
@@ -249,20 +241,8 @@ class TcpTransport:
                 raise ConnectionError("the transport is closed")
         link.settimeout(TIMEOUT_S)
         _set_options(link)
-        self._introduce(link)
+        introduce(link, MAGIC, self._secret, _packed(_sizes_of(self._pools)))
         return link
-
-    def _introduce(self, link: socket.socket) -> None:
-        magic, nonce = _CHALLENGE.unpack(_receive(link, _CHALLENGE.size))
-        if magic != MAGIC:
-            raise ProtocolError(f"the peer begins with {magic!r}; it does not receive handed blocks")
-        sizes = b"".join(_SIZES.pack(*each) for each in _sizes_of(self._pools))
-        link.sendall(_HELLO.pack(MAGIC, prove(self._secret, "sender", nonce), len(self._pools)) + sizes)
-        magic, length = _REPLY.unpack(_receive(link, _REPLY.size))
-        if magic != MAGIC or length > _MAX_ERROR_BYTES:
-            raise ProtocolError(f"the receiver replied {magic!r} with {length} bytes")
-        if length:
-            raise ProtocolError(f"the receiver refused: {_receive(link, length).decode(errors='replace')}")
 
     def _send(self, link: socket.socket, pairs: Pairs) -> None:
         self._number += 1
@@ -272,7 +252,7 @@ class TcpTransport:
             for pool in self._pools:
                 parts += [pool.headers[source].data, pool.blocks[source].data]
         _send_all(link, parts)
-        (number,) = _ACKNOWLEDGEMENT.unpack(_receive(link, _ACKNOWLEDGEMENT.size))
+        (number,) = _ACKNOWLEDGEMENT.unpack(receive(link, _ACKNOWLEDGEMENT.size))
         if number != self._number:
             raise ProtocolError(f"the receiver acknowledged transfer {number} instead of {self._number}")
 
@@ -299,7 +279,7 @@ class PoolReceiver:
             if not is_full:
                 link.settimeout(TIMEOUT_S)
                 _set_options(link)
-                self._introduce(link)
+                admit(link, MAGIC, self._secret, self._problem_of)
                 link.settimeout(None)
                 while True:
                     self._take(link)
@@ -316,43 +296,32 @@ class PoolReceiver:
         with self._changed:
             self._is_closed = True
             for link in self._links:
-                _shut_down(link)
+                shut_down(link)
             self._changed.wait_for(lambda: not self._links)
 
-    def _introduce(self, link: socket.socket) -> None:
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        link.sendall(_CHALLENGE.pack(MAGIC, nonce))
-        magic, proof, count = _HELLO.unpack(_receive(link, _HELLO.size))
-        if magic != MAGIC or not 1 <= count <= MAX_POOLS:
-            raise ProtocolError(f"a sender begins with {magic!r} and {count} pools")
-        sizes, own = [_SIZES.unpack(_receive(link, _SIZES.size)) for _ in range(count)], _sizes_of(self._pools)
-        problem = ""
-        try:
-            check_proof(self._secret, "sender", nonce, proof)
-        except ProtocolError as error:
-            problem = str(error)
-        if not problem and sizes != own:
-            problem = f"its blocks have headers and contents of {sizes} bytes, those of the receiver have {own}"
-        text = problem.encode()[:_MAX_ERROR_BYTES]
-        link.sendall(_REPLY.pack(MAGIC, len(text)) + text)
-        if problem:
-            raise ProtocolError(problem)
+    def _problem_of(self, facts: bytes) -> str:
+        """Compares the sizes of a sender's blocks with its own. Returns the difference, or an empty text."""
+        own = _sizes_of(self._pools)
+        if facts == _packed(own):
+            return ""
+        sizes = list(_SIZES.iter_unpack(facts[: len(facts) // _SIZES.size * _SIZES.size]))
+        return f"its blocks have headers and contents of {sizes} bytes, those of the receiver have {own}"
 
     def _take(self, link: socket.socket) -> None:
         """Receives one transfer into the pools. Raises ProtocolError if a destination does not exist."""
         num_blocks = self._pools[0].blocks.shape[0]
-        number, count = _TRANSFER.unpack(_receive(link, _TRANSFER.size))
+        number, count = _TRANSFER.unpack(receive(link, _TRANSFER.size))
         if not 1 <= count <= num_blocks:
             raise ProtocolError(f"a transfer has {count} blocks; the pool has {num_blocks}")
-        destinations = np.frombuffer(_receive(link, 4 * count), "<u4").tolist()
+        destinations = np.frombuffer(receive(link, 4 * count), "<u4").tolist()
         if max(destinations) >= num_blocks:
             raise ProtocolError(f"a transfer writes block {max(destinations)}; the pool has {num_blocks}")
         link.settimeout(TIMEOUT_S)
         for destination in destinations:
             for pool in self._pools:
                 pool.headers[destination] = 0  # no agent may read a block with half of its new content
-                header = _receive(link, pool.headers.shape[1])
-                _receive_into(link, pool.blocks[destination].data)
+                header = receive(link, pool.headers.shape[1])
+                receive_into(link, pool.blocks[destination].data)
                 pool.headers[destination] = np.frombuffer(header, np.uint8)
         link.settimeout(None)
         link.sendall(_ACKNOWLEDGEMENT.pack(number))
@@ -363,10 +332,8 @@ def _sizes_of(pools: Sequence[Pool]) -> list[tuple[int, int]]:
     return [(pool.headers.shape[1], pool.blocks.shape[1]) for pool in pools]
 
 
-def _shut_down(link: socket.socket) -> None:
-    """Ends a connection that another thread uses. ``SSLSocket.shutdown`` would remove the TLS state of that thread."""
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(link, socket.SHUT_RDWR)
+def _packed(sizes: Sequence[tuple[int, int]]) -> bytes:
+    return b"".join(_SIZES.pack(*each) for each in sizes)
 
 
 def _set_options(connection: socket.socket) -> None:
@@ -396,18 +363,3 @@ def _send_all(link: socket.socket, parts: list[memoryview]) -> None:
             first += 1
         if sent:
             parts[first] = parts[first][sent:]
-
-
-def _receive(link: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray(num_bytes)
-    _receive_into(link, memoryview(data))
-    return bytes(data)
-
-
-def _receive_into(link: socket.socket, view: memoryview) -> None:
-    """Fills ``view``. Raises ConnectionError if the peer has closed the connection."""
-    while view.nbytes:
-        count = link.recv_into(view)
-        if not count:
-            raise ConnectionError("the peer closed the connection")
-        view = view[count:]

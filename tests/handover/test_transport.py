@@ -164,7 +164,7 @@ def test_a_transfer_out_of_range_ends_the_connection(rig: Rig, count: int, desti
     with rig.connect() as link:
         challenge = link.recv(8 + NONCE_BYTES, socket.MSG_WAITALL)
         proof = prove(SECRET, "sender", challenge[8:])
-        link.sendall(struct.pack("<8s32sIQQ", MAGIC, proof, 1, 64, BLOCK_BYTES))
+        link.sendall(struct.pack("<8s32sIQQ", MAGIC, proof, 16, 64, BLOCK_BYTES))
         assert link.recv(12, socket.MSG_WAITALL) == MAGIC + bytes(4)
         link.sendall(struct.pack("<QI", 1, count) + struct.pack("<I", destination) * (count == 1))
         assert link.recv(8) == b""
@@ -276,7 +276,7 @@ def test_an_unfinished_block_has_no_header(rig: Rig) -> None:
     with rig.connect() as link:
         challenge = link.recv(8 + NONCE_BYTES, socket.MSG_WAITALL)
         proof = prove(SECRET, "sender", challenge[8:])
-        link.sendall(struct.pack("<8s32sIQQ", MAGIC, proof, 1, 64, BLOCK_BYTES))
+        link.sendall(struct.pack("<8s32sIQQ", MAGIC, proof, 16, 64, BLOCK_BYTES))
         link.recv(12, socket.MSG_WAITALL)
         link.sendall(struct.pack("<QII", 1, 1, 5) + bytes(64) + bytes(BLOCK_BYTES // 2))
     rig.receiver.close()
