@@ -100,6 +100,7 @@ HEAVY = (
     "tests/integration/test_batches.py",
     "tests/integration/test_traces.py",
     "tests/integration/test_cluster.py",
+    "tests/integration/test_spanning_nodes.py",
     "tests/integration/test_tools.py",
     "tests/integration/test_hybrid_model.py",
     "tests/integration/test_access.py",

@@ -53,14 +53,16 @@ def _use_cores(config: Config, rank: int) -> None:
     """Sets the niceness and the cores of the process. Must run before MindSpore or the kernels start a thread."""
     _set_niceness(config.model_config.cpu_nice)
     if config.model_config.cpu_cores:
-        os.sched_setaffinity(0, own_cores(config.model_config.cpu_cores, rank, config.parallel_config.world_size))
+        cores, parallel = config.model_config.cpu_cores, config.parallel_config
+        os.sched_setaffinity(0, own_cores(cores, parallel.place_on_machine(rank), parallel.agents_per_machine))
 
 
 def _use_own_threads(config: Config) -> None:
     _allow_spinning(config.power.mode != "quiet")
     threads = config.model_config.cpu_threads
-    if threads == 0 and config.parallel_config.world_size > 1 and not config.model_config.cpu_cores:
-        threads = max(1, len(os.sched_getaffinity(0)) // config.parallel_config.world_size)
+    num_agents = config.parallel_config.agents_per_machine
+    if threads == 0 and num_agents > 1 and not config.model_config.cpu_cores:
+        threads = max(1, len(os.sched_getaffinity(0)) // num_agents)
     if threads:
         _use_threads(threads)
 

@@ -1,4 +1,4 @@
-"""Passes activations and sampled tokens between the agents of a group on CPUs, through shared memory (the exchange).
+"""Passes activations and sampled tokens between the agents of a group, through shared memory (the exchange).
 
 All agents of a group run the same steps in the same order, and each agent counts its steps. In the exchange, each agent
 has a counter of its completed steps. ``llm_serving/ipc/exchange.py`` has the layout of the memory.
@@ -31,6 +31,8 @@ class Exchange:
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(memory.mapping, np.uint8)
         self._base = int(self._bytes.ctypes.data)
         self._down = self._base + 4 * DOWN_WORD
+        spans_nodes = part.parallel.nodes_per_replica > 1
+        self._bell = self._base + layout.bell_line if spans_nodes else 0
         self._tokens = self._bytes[layout.tokens :].view(np.int32)[: layout.max_rows]
         self._steps_sent = self._steps_received = self._steps_sampled = 0
         if part.is_split:
@@ -45,13 +47,14 @@ class Exchange:
                 timeout_s=timeout_s,
                 size=size,
                 index=part.place.tp_index,
+                bell=layout.bell_line if spans_nodes else 0,
             )
 
     def meet(self, timeout_s: float) -> None:
         """Waits until every agent of the group has called this method. Raises GroupDownError if the group failed."""
         layout, own = self._layout, self._base + self._layout.arrival_line(self._part.member)
         arrivals = int(self._bytes[own - self._base :][:4].view(np.uint32)[0]) + 1
-        collectives.publish(own, arrivals)
+        collectives.publish(own, arrivals, 0, self._bell)
         for member in range(layout.group_size):
             self._wait("start of the group", layout.arrival_line(member), arrivals, timeout_s)
 
@@ -77,7 +80,8 @@ class Exchange:
                 line = self._layout.ring_read_line(member)
                 self._wait("activations for the next stage", line, number - RING_STEPS + 1)
             self._ring(border, number, stream.dtype, stream.size)[:] = stream.reshape(-1)
-            collectives.publish(self._base + self._layout.ring_written_line(border), number + 1)
+            line = self._base + self._layout.ring_written_line(border)
+            collectives.publish(line, number + 1, stream.nbytes, self._bell)
         self._steps_sent += 1
 
     def receive(self, out: Array) -> None:
@@ -89,7 +93,7 @@ class Exchange:
         self._wait("activations of the stage before", self._layout.ring_written_line(border), number + 1)
         out.reshape(-1)[:] = self._ring(border, number, out.dtype, out.size)
         self._steps_received += 1
-        collectives.publish(self._base + self._layout.ring_read_line(self._part.member), number + 1)
+        collectives.publish(self._base + self._layout.ring_read_line(self._part.member), number + 1, 0, self._bell)
 
     def post_tokens(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Publishes the tokens that the current step sampled for the batch rows ``rows``.
@@ -100,7 +104,8 @@ class Exchange:
         """
         self._tokens[rows] = token_ids
         self._steps_sampled += 1
-        collectives.publish(self._base + self._layout.token_line, self._steps_sampled)
+        line = self._base + self._layout.token_line
+        collectives.publish(line, self._steps_sampled, self._tokens.nbytes, self._bell)
 
     def tokens_after(self, step: int) -> Int32Array:
         """Waits until step number ``step`` (counted from 0) has been sampled. Returns the last token of every batch

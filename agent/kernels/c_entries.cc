@@ -103,8 +103,8 @@ LLMK_ENTRY void llmk_forget_primitive(const void* values) { llmk::forget_primiti
 
 LLMK_ENTRY int llmk_exchange_open(const llmk::ExchangeArgs* args) { return llmk::open_exchange(*args); }
 
-LLMK_ENTRY void llmk_line_publish(void* line, uint32_t value) {
-  llmk::publish(static_cast<llmk::FlagLine*>(line), value);
+LLMK_ENTRY void llmk_line_publish(void* line, uint32_t value, uint32_t num_bytes, void* bell) {
+  llmk::publish(static_cast<llmk::FlagLine*>(line), value, num_bytes, static_cast<llmk::FlagLine*>(bell));
 }
 
 LLMK_ENTRY int llmk_line_wait(const char* what, void* line, uint32_t target, void* down, int64_t timeout_ms) {

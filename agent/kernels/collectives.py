@@ -20,7 +20,7 @@ _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 _GROUP_DOWN = 3
 # ctypes classes with the members of the C structs of the same names in exchange/collectives.h.
 _ExchangeArgs = structure(
-    "ExchangeArgs", "pointer: base; int64: down lines buffers piece_bytes timeout_ms; int32: size index"
+    "ExchangeArgs", "pointer: base; int64: down lines buffers piece_bytes timeout_ms bell; int32: size index"
 )
 _GatherRowsArgs = structure("GatherRowsArgs", "pointer: input output; int64: rows in_width stride whole out_stride")
 _Times = structure("ExchangeTimes", "int64: total_ns waiting_ns pieces")
@@ -37,23 +37,36 @@ class ExchangeTimes:
 
 
 def open_exchange(
-    base: int, *, down: int, lines: int, buffers: int, piece_bytes: int, timeout_s: float, size: int, index: int
+    base: int,
+    *,
+    down: int,
+    lines: int,
+    buffers: int,
+    piece_bytes: int,
+    timeout_s: float,
+    size: int,
+    index: int,
+    bell: int = 0,
 ) -> None:
     """Joins the exchange of a pipeline stage, as agent ``index`` of ``size`` agents.
 
-    ``base`` is the address of the shared memory. ``down``, ``lines`` and ``buffers`` are byte offsets in this memory;
-    exchange/collectives.h describes them.
+    ``base`` is the address of the shared memory. ``down``, ``lines``, ``buffers`` and ``bell`` are byte offsets in this
+    memory; exchange/collectives.h describes them.
 
     Raises KernelError if the arguments are not valid.
     """
-    args = _ExchangeArgs(base, down, lines, buffers, piece_bytes, int(timeout_s * 1000), size, index)
+    args = _ExchangeArgs(base, down, lines, buffers, piece_bytes, int(timeout_s * 1000), bell, size, index)
     if load_library().llmk_exchange_open(ctypes.byref(args)) != 0:
         raise KernelError("the exchange was refused; the reason is on standard error")
 
 
-def publish(line: int, value: int) -> None:
-    """Sets the counter of the flag line at address ``line``, and wakes the agents that wait for it."""
-    load_library().llmk_line_publish(line, value & 0xFFFFFFFF)
+def publish(line: int, value: int, num_bytes: int, bell: int) -> None:
+    """Sets the counter of the flag line at address ``line``, and wakes the agents that wait for it.
+
+    ``num_bytes`` is the size of the data that the counter announces. ``bell`` is the address of the flag line that
+    announces changes to other machines, or 0 if all agents are on one machine.
+    """
+    load_library().llmk_line_publish(line, value & 0xFFFFFFFF, num_bytes, bell or None)
 
 
 def wait_for(reason: str, line: int, target: int, down: int, timeout_s: float) -> None:

@@ -42,7 +42,7 @@ _ENTRIES: dict[str, tuple[Any, ...]] = {
     "llmk_isa": (_TEXT,),
     "llmk_join_weight_parts": (_INT, _POINTER, _INT64, _INT),
     "llmk_keep_primitive": (_INT, _POINTER, _POINTER, _INT64),
-    "llmk_line_publish": (None, _POINTER, ctypes.c_uint32),
+    "llmk_line_publish": (None, _POINTER, ctypes.c_uint32, ctypes.c_uint32, _POINTER),
     "llmk_line_wait": (_INT, _TEXT, _POINTER, ctypes.c_uint32, _POINTER, _INT64),
     "llmk_num_threads": (_INT,),
     "llmk_pack_weight": (_INT, _POINTER, _POINTER, _INT64),

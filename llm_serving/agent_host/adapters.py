@@ -93,7 +93,7 @@ class NodeAdapters:
         self._cache, self._ask, self._load, self._fail, self._note = cache, ask, load, fail, note
         self._max_bytes = largest_memory_bytes(config)
         self._max_adapters = config.lora_config.max_adapters
-        self._num_agents = config.parallel_config.group_size
+        self._num_agents = config.parallel_config.agents_per_machine
         self._waiting: deque[_Adapter] = deque()
         """The adapters that are not loaded yet. The first one is being prepared."""
         self._loading: dict[int, tuple[AdapterMemory, int]] = {}

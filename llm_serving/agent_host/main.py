@@ -19,7 +19,7 @@ from llm_serving.agent_host.session import Session, greet
 from llm_serving.agent_host.settings import NodeSettings
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.dialling import read_listen_address
-from llm_serving.cluster.key import BLOCKS_PROTOCOL, ClusterKey
+from llm_serving.cluster.key import BLOCKS_PROTOCOL, EXCHANGE_PROTOCOL, ClusterKey
 from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S
 from llm_serving.errors import ConfigError, ProtocolError
 from llm_serving.ipc.segment import remove_leftovers
@@ -75,13 +75,14 @@ class AgentHost:
     def _welcome(self, plain: socket.socket, peer: tuple[str, int]) -> None:
         """Does the handshake of a new connection, and then serves it. The peer must have the same cluster key.
 
-        If the peer is a server and the node is free, serves the link. If the peer is a node, receives its blocks.
+        If the peer is a server and the node is free, serves the link. If the peer is a node, receives its blocks
+        or the data of its agents.
         """
         try:
             plain.settimeout(HANDSHAKE_TIMEOUT_S)
             secure = self._key.server.wrap_socket(plain, server_side=True)
-            sends_blocks = secure.selected_alpn_protocol() == BLOCKS_PROTOCOL
-            channel = None if sends_blocks else SecureChannel(secure)
+            protocol = secure.selected_alpn_protocol()
+            channel = None if protocol else SecureChannel(secure)
         except OSError as error:
             self._handshakes.release()
             note(f"refused {peer[0]}: {getattr(error, 'reason', None) or error}")
@@ -89,7 +90,7 @@ class AgentHost:
             return
         if channel is None:
             self._handshakes.release()
-            self._receive_blocks(secure)
+            self._receive_data(secure, protocol)
             return
         is_free = self._is_used.acquire(blocking=False)
         try:
@@ -99,13 +100,16 @@ class AgentHost:
             if is_free:
                 self._is_used.release()
 
-    def _receive_blocks(self, link: ssl.SSLSocket) -> None:
-        """Passes a connection of another node to the hand-over pools. Without agents, closes it."""
-        session = self._session
-        if session is None or session.handed_blocks is None:
+    def _receive_data(self, link: ssl.SSLSocket, protocol: str | None) -> None:
+        """Passes a connection of another node to the memory that receives its data. Without this memory, closes it."""
+        session, receiver = self._session, None
+        if session is not None:
+            receivers = {BLOCKS_PROTOCOL: session.handed_blocks, EXCHANGE_PROTOCOL: session.bridge}
+            receiver = receivers.get(protocol or "")
+        if receiver is None:
             link.close()
         else:
-            session.handed_blocks.receive(link)
+            receiver.receive(link)
 
     def _serve(self, channel: SecureChannel, peer: tuple[str, int], *, is_free: bool) -> None:
         try:

@@ -18,7 +18,6 @@ from llm_serving.cluster.key import ClusterKey
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentStartError
 from llm_serving.executor.agent_link import GroupMemory
-from llm_serving.model.parallel import group_ranks
 
 if TYPE_CHECKING:
     from llm_serving.agent_host.handed_blocks import HandedBlocks
@@ -35,8 +34,8 @@ class RunMemory:
     """The tiles of images. None if the model reads no images."""
 
     @classmethod
-    def create(cls, config: Config, key: ClusterKey) -> RunMemory:
-        """Reserves all pages. Raises AgentStartError if /dev/shm is too small."""
+    def create(cls, config: Config, key: ClusterKey, ranks: range) -> RunMemory:
+        """Reserves all pages for the agents ``ranks``. Raises AgentStartError if /dev/shm is too small."""
         try:
             with ExitStack() as made:
                 blocks = _hand_over_pools(config, key)
@@ -45,7 +44,7 @@ class RunMemory:
                 tiles = NodeTiles.of(config)
                 if tiles is not None:
                     made.callback(tiles.close)
-                group = GroupMemory.create(config, group_ranks(0, config.parallel_config))
+                group = GroupMemory.create(config, ranks)
                 made.pop_all()
                 return cls(group, blocks, tiles)
         except OSError as error:
@@ -70,13 +69,14 @@ def _hand_over_pools(config: Config, key: ClusterKey) -> HandedBlocks | None:
 class Preparation:
     """Prepares the start of agents in a thread. ``descriptor`` becomes readable when ``result`` may be called.
 
-    ``files`` describes the model's files on the server, see ``check_node``.
+    ``files`` describes the model's files on the server, see ``check_node``. ``ranks`` are those of this node's agents.
     """
 
-    def __init__(self, config: Config, files: dict[str, str], key: ClusterKey) -> None:
+    def __init__(self, config: Config, files: dict[str, str], key: ClusterKey, ranks: range) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
         self._result: RunMemory | str | AgentError = "the preparation has not ended"
-        self._thread = threading.Thread(target=self._run, args=(config, files, key), name="preparation", daemon=True)
+        arguments = (config, files, key, ranks)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="preparation", daemon=True)
         self._thread.start()
 
     def result(self) -> RunMemory | str:
@@ -98,9 +98,9 @@ class Preparation:
             self._result.close()
         os.close(self.descriptor)
 
-    def _run(self, config: Config, files: dict[str, str], key: ClusterKey) -> None:
+    def _run(self, config: Config, files: dict[str, str], key: ClusterKey, ranks: range) -> None:
         try:
-            self._result = check_node(config, files) or RunMemory.create(config, key)
+            self._result = check_node(config, files) or RunMemory.create(config, key, ranks)
         except AgentError as error:
             self._result = error
         except Exception as error:

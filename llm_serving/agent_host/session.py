@@ -19,21 +19,30 @@ from llm_serving.cluster.key import ClusterKey
 from llm_serving.cluster.messages import BEAT, BEAT_S, NODE_PATIENCE_S, Carried
 from llm_serving.cluster.program import difference, own_program
 from llm_serving.config import Config
-from llm_serving.errors import AgentError, AgentStartError, ConfigError, ProtocolError
+from llm_serving.errors import AgentError, AgentLostError, AgentStartError, ConfigError, ProtocolError
 from llm_serving.executor.agent_group import AgentGroup
+from llm_serving.executor.agent_link import GroupMemory
 from llm_serving.executor.agent_process import AgentProgram
+from llm_serving.executor.hccl_cluster import GroupPart, free_port
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import MAX_FRAME_BYTES
 from llm_serving.ipc.messages import AgentMessage, StepDone, StepFailed, Unhealthy
 from llm_serving.ipc.shm import SlotLayout
 from llm_serving.ipc.slot_contents import SlotContents
+from llm_serving.model.parallel import group_ranks
 from llm_serving.planning.machine import Machine
 
 if TYPE_CHECKING:
     from llm_serving.agent_host.adapters import NodeAdapters
+    from llm_serving.agent_host.exchange_bridge import ExchangeBridge
     from llm_serving.agent_host.handed_blocks import HandedBlocks
     from llm_serving.agent_host.tiles import NodeTiles
 
+BRIDGE_GRACE_S = 0.5
+"""Seconds between the loss of a connection to another node of the group and the end of the agents.
+
+The loss mostly follows from another one, which that node reports itself, or from an orderly end of all nodes.
+"""
 FLUSH_TIMEOUT_S = 1.0
 """Maximum seconds to send the last frame of a link."""
 _ANSWERS = (StepDone, StepFailed, Unhealthy)
@@ -66,6 +75,11 @@ class Session:
         self._key = key
         self.handed_blocks: HandedBlocks | None = None
         """The hand-over pools. None before the start of the agents, and if replicas have no roles."""
+        self.bridge: ExchangeBridge | None = None
+        """The connections to the other nodes of the group. None before the start, and if the group has one node."""
+        self._bridge_lost_at: float | None = None
+        self._share: link.Share | None = None
+        self._part: GroupPart | None = None
         self._adapters: NodeAdapters | None = None
         """The LoRA adapters. None before the start of the agents, and if they have no adapter slots."""
         self._tiles: NodeTiles | None = None
@@ -105,7 +119,7 @@ class Session:
 
     def _loop_once(self) -> None:
         now = time.monotonic()
-        due = self._next_beat
+        due = self._next_beat if self._bridge_lost_at is None else min(self._next_beat, self._bridge_lost_at)
         look = self._next_look()
         for key, _ in self._selector.select(max(0.0, min(due, due if look is None else look) - now)):
             handler: Callable[[], None] = key.data
@@ -117,12 +131,18 @@ class Session:
         silent_s = now - self._channel.last_received
         if silent_s > NODE_PATIENCE_S and not self._selector.select(0):
             raise LinkEndedError(f"the server sent no sign of life for {silent_s:.1f} s")
+        if self._bridge_lost_at is not None and now >= self._bridge_lost_at and self.bridge is not None:
+            raise AgentLostError(self.bridge.problem)
         if (look := self._next_look()) is not None and now >= look and self._group is not None:
             self._group.look(now, self._last_result, self._in_flight)
 
     @property
     def _is_ready(self) -> bool:
         return self._group is not None and self._group.is_ready
+
+    @property
+    def _group_answers(self) -> bool:
+        return self._group is not None and self._group.answers
 
     def _next_look(self) -> float | None:
         return None if self._group is None or not self._in_flight else self._group.next_look(self._last_result)
@@ -159,8 +179,32 @@ class Session:
             self._config = config_of_node(Config.from_json(start.config_json), self._settings)
         except ConfigError as error:
             self._refuse(str(error))
-        self._preparation = Preparation(self._config, start.model, self._key)
+        ranks = group_ranks(0, self._config.parallel_config)
+        if self._config.parallel_config.nodes_per_replica > 1 or start.share is not None:
+            self._part = part = self._take_share(self._config, start.share)
+            ranks = ranks[part.members.start : part.members.stop]
+        self._preparation = Preparation(self._config, start.model, self._key, ranks)
         self._selector.register(self._preparation.descriptor, selectors.EVENT_READ, self._start)
+
+    def _take_share(self, config: Config, share: link.Share | None) -> GroupPart:
+        """Returns this node's part of a group that spans several nodes. The first node replies where the group's
+        agents find each other. Raises ProtocolError if the share does not fit the config.
+        """
+        parallel = config.parallel_config
+        count = 1 if share is None else len(share.nodes)
+        if share is None or count != parallel.nodes_per_replica or share.number >= count or parallel.group_size % count:
+            raise ProtocolError(
+                f"a group of {parallel.group_size} agents on {parallel.nodes_per_replica} nodes cannot have the share "
+                f"{None if share is None else share.number} of {count} nodes"
+            )
+        host, cluster, is_first = self._channel.own_host, share.cluster, share.number == 0
+        if is_first:
+            cluster = None if config.device == "CPU" else link.Place(host, free_port(host))
+            self._send(link.control(link.ClusterAt(cluster)))
+        self._share = share
+        members = share.members(parallel.group_size, share.number)
+        scheduler = None if cluster is None else (cluster.host, cluster.port)
+        return GroupPart(members, host, scheduler, runs_scheduler=is_first)
 
     def _refuse(self, reason: str) -> NoReturn:
         self._send_last(link.Refused(reason[: 60 * 1024]))
@@ -178,7 +222,7 @@ class Session:
         self.handed_blocks, self._tiles = memory.handed_blocks, memory.tiles
         try:
             with contextlib.ExitStack() as owned:
-                listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.group_size)]
+                listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.agents_per_machine)]
                 names = self._watch_pools()
                 tiles_name = "" if self._tiles is None else self._tiles.memory.name
                 local = (config, 0, listeners, settings.log_folder, self._report, AgentProgram(settings.agent_module))
@@ -190,7 +234,9 @@ class Session:
                     hand_over_names=names,
                     min_sleep_s=NODE_PATIENCE_S,
                     memory=memory.group,
+                    part=self._part,
                 )
+                self._open_bridge(memory.group)
         except OSError as error:
             raise AgentStartError(f"the agents could not be started: {error}") from error
         for source, receive in self._group.sources():
@@ -198,6 +244,22 @@ class Session:
         self._open_adapters(config)
         self._note(f"starts {len(self._group.links)} agents of {config.model_name}")
         self._channel.allow(SlotLayout.of(config.slot_limits()).slot_bytes + MAX_FRAME_BYTES)
+
+    def _open_bridge(self, memory: GroupMemory) -> None:
+        """Connects the exchange to those of the other nodes, if the group spans several nodes."""
+        if self._share is None:
+            return
+        from llm_serving.agent_host.exchange_bridge import ExchangeBridge
+
+        assert memory.exchange is not None, "a group on several nodes has several agents"
+        self.bridge = ExchangeBridge(memory.exchange, self._share, self._key)
+        self._selector.register(self.bridge.descriptor, selectors.EVENT_READ, self._note_lost_bridge)
+
+    def _note_lost_bridge(self) -> None:
+        assert self.bridge is not None
+        self._selector.unregister(self.bridge.descriptor)
+        self._note(self.bridge.problem)
+        self._bridge_lost_at = time.monotonic() + BRIDGE_GRACE_S
 
     def _watch_pools(self) -> list[str]:
         """Watches the transfers of the hand-over pools, if there are pools, and returns the names of the pools."""
@@ -223,7 +285,7 @@ class Session:
         """Replies for all agents that an adapter could not be loaded."""
         reply = messages.encode(messages.AdapterLoaded(seq=seq, adapter_slot=slot, error=error))
         assert self._config is not None
-        for member in range(self._config.parallel_config.group_size):
+        for member in range(self._config.parallel_config.agents_per_machine):
             self._send(link.carry(reply, member))
 
     def _take_data(self, message: link.SendBlocks | link.LoadAdapter | link.AdapterPart | link.TilePart) -> None:
@@ -245,7 +307,8 @@ class Session:
             self._send(link.control(sent))
 
     def _report(self, rank: int, stage: str, done: int, total: int) -> None:
-        self._send(link.control(link.Progress(rank, stage, done, total)))
+        first = 0 if self._part is None else self._part.members.start
+        self._send(link.control(link.Progress(rank - first, stage, done, total)))
 
     def _forward(self, carried: Carried) -> None:
         """Passes a message of the server to all agents. If the message announces a step or masks, first writes their
@@ -320,15 +383,17 @@ class Session:
     def _pass_on(self, member: int, message: AgentMessage) -> None:
         """Sends an agent's message to the server.
 
-        The results of a step are sent with the last agent's reply to the step. Every agent may still mark a damaged
-        block in the results before its reply, so the results are complete only then.
+        The results of a step are sent by the node whose agent writes them, with the last agent's reply to the step.
+        Every agent may still mark a damaged block in the results before its reply, so the results are complete only
+        then.
         """
         contents = b""
         if isinstance(message, _ANSWERS):
             if message.slot not in self._in_flight:
                 raise ProtocolError(f"agent {member} answered for slot {message.slot}, which has no step")
             self._last_result = time.monotonic()
-            if isinstance(message, StepDone) and not message.aborted and self._in_flight[message.slot] == 1:
+            is_last = self._in_flight[message.slot] == 1
+            if is_last and isinstance(message, StepDone) and not message.aborted and self._group_answers:
                 contents = self._contents[message.slot].results()
             self._in_flight[message.slot] -= 1
             if not self._in_flight[message.slot]:
@@ -364,7 +429,7 @@ class Session:
         self._channel.close()
         if self._group is not None:
             self._group.close()
-        for owned in (self._adapters, self._memory):
+        for owned in (self.bridge, self._adapters, self._memory):
             if owned is not None:
                 owned.close()
         if self._preparation is not None:

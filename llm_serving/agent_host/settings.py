@@ -28,7 +28,7 @@ class NodeSettings:
 
 
 def config_of_node(config: Config, settings: NodeSettings) -> Config:
-    """Returns the server's config for one replica on this machine, with this machine's paths and devices."""
+    """Returns the server's config for one replica, or a part of its agents, with this machine's paths and devices."""
     own = ParallelConfig()
     parallel = replace(
         config.parallel_config,
@@ -40,7 +40,7 @@ def config_of_node(config: Config, settings: NodeSettings) -> Config:
         ray_cpus=own.ray_cpus,
         idle_s=None,
     )
-    serving = replace(config.serving_config, agent_ip="127.0.0.1", agent_ports=(0,) * parallel.group_size)
+    serving = replace(config.serving_config, agent_ip="127.0.0.1", agent_ports=(0,) * parallel.agents_per_machine)
     if settings.first_device is not None:
         serving = replace(serving, start_device_id=settings.first_device)
     log = replace(config.log_config, path=str(settings.log_folder / "agent_host.log"))

@@ -44,6 +44,12 @@ class SecureChannel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def own_host(self) -> str:
+        """The IP address of this end of the connection."""
+        host: str = self._socket.getsockname()[0]
+        return host
+
     def allow(self, num_bytes: int) -> None:
         """Sets the maximum size of frames, in both directions."""
         self._max_bytes = self._buffer.max_bytes = num_bytes

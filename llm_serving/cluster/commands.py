@@ -86,7 +86,13 @@ def build_parser() -> argparse.ArgumentParser:
     up.add_argument("--key-file", required=True, metavar="FILE", help="the cluster key")
     up.add_argument("--node", action="append", default=[], metavar="HOST:PORT", help="a node; may be repeated")
     up.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="let Ray choose the machines")
-    up.add_argument("--replicas", type=int, metavar="N", help="highest number of replicas (default: one for each node)")
+    up.add_argument(
+        "--replicas", type=int, metavar="N", help="highest number of replicas (default: as many as the nodes make)"
+    )
+    up.add_argument(
+        "--nodes-per-replica", type=int, default=1, metavar="N", help="nodes that share one copy of the model "
+        "(default: %(default)s)"
+    )  # fmt: skip
     status = commands.add_parser("status", help="show the nodes of a running server", allow_abbrev=False)
     status.add_argument("--json", action="store_true", help="print JSON")
     add = commands.add_parser("add", help="add a node, or use a drained one again", allow_abbrev=False)
@@ -115,10 +121,13 @@ def _up(arguments: argparse.Namespace, rest: list[str]) -> int:
     if uses_ray == bool(arguments.node):
         sys.stderr.write("error: give the nodes with --node, or --ray, and not both\n")
         return EXIT_USAGE
-    replicas = arguments.replicas if arguments.replicas is not None else max(1, len(arguments.node))
+    replicas = arguments.replicas
+    if replicas is None:
+        replicas = max(1, len(arguments.node) // max(1, arguments.nodes_per_replica))
     settings: dict[str, object] = {
         "executor": RAY if uses_ray else NODES,
         "data_parallel": replicas,
+        "nodes_per_replica": arguments.nodes_per_replica,
         "cluster_key_file": str(Path(arguments.key_file).absolute()),
     }
     settings |= {"ray_address": arguments.ray} if uses_ray else {"nodes": arguments.node}

@@ -6,7 +6,9 @@ messages of its own, about the node and about all its agents together:
     server                                node (agent_host)
       |--- Hello ------------------------>|   version and code of the server
       | <--------------- Welcome | Refused|
-      |--- Start ------------------------>|   the config, and facts about the model's files
+      |--- Start ------------------------>|   the config, facts about the model's files, and the node's share of a group
+      | <------------------------ ClusterAt|   only from the first node of a group that spans several nodes; the server
+      |                                   |   then starts the agents of its other nodes
       | <------------- Refused | Progress |
       | <--------------------- GroupReady |   every agent is ready
       |--- steps and other messages ----->|
@@ -39,7 +41,7 @@ from llm_serving.config.parallel_section import MAX_SENT_BLOCKS
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import LongText, ShortText, UInt
 
-LINK_VERSION = 4
+LINK_VERSION = 5
 BEAT_S = 0.5
 """Seconds between two signs of life (messages ``Beat``)."""
 SERVER_PATIENCE_S = 2.4
@@ -111,14 +113,47 @@ class Refused(LinkMessage, frozen=True, tag="refused"):
     is_busy: bool = False
 
 
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A host and a port."""
+
+    host: ShortText
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A node's share of a group that spans several nodes. Each node has the same number of agents, in order of rank."""
+
+    number: UInt
+    """Number of the node among ``nodes``."""
+    nodes: Annotated[list[Place], msgspec.Meta(min_length=2, max_length=256)]
+    """The addresses at which the nodes reach each other."""
+    secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    """The secret of this run of the group. A node must know it to send data to another node."""
+    cluster: Place | None = None
+    """Where the agents find each other, as the first node has replied. None if they need not, and for the first node.
+    """
+
+    def members(self, group_size: int, number: int) -> range:
+        """Returns the numbers of the agents of one node in a group of ``group_size`` agents."""
+        count = group_size // len(self.nodes)
+        return range(number * count, (number + 1) * count)
+
+
 class Start(LinkMessage, frozen=True, tag="start"):
-    """Server to node: start the agents of a replica.
+    """Server to node: start the agents of a replica, or the node's ``share`` of them.
 
     ``model`` describes the files of the model, see ``llm_serving.cluster.program.model_files``.
     """
 
     config_json: Annotated[str, msgspec.Meta(max_length=MAX_CONFIG_BYTES)]
     model: Annotated[dict[str, ShortText], msgspec.Meta(max_length=65536)]
+    share: Share | None = None
+
+
+class ClusterAt(LinkMessage, frozen=True, tag="cluster_at"):
+    """First node of a group to server: where the group's agents find each other, or None if they need not."""
+
+    place: Place | None
 
 
 class Progress(LinkMessage, frozen=True, tag="progress"):
@@ -221,7 +256,7 @@ class Beat(LinkMessage, frozen=True, tag="beat"):
 
 
 ToNode = Hello | Start | SendBlocks | LoadAdapter | AdapterPart | TilePart | End | Beat
-ToServer = Welcome | Refused | Progress | GroupReady | GroupLost | BlocksSent | WantAdapter | Beat
+ToServer = Welcome | Refused | ClusterAt | Progress | GroupReady | GroupLost | BlocksSent | WantAdapter | Beat
 
 _ENCODER = msgspec.msgpack.Encoder()
 _NODE_DECODER = msgspec.msgpack.Decoder(ToNode)

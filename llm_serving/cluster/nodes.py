@@ -204,13 +204,17 @@ class NodePool:
         self.event("node_removed", **_event_fields(node))
         return True
 
-    def take(self, replica: int) -> Node | None:
-        """Reserves a free node, with its link, for a replica. Returns None if no node is free."""
+    def take(self, replica: int, count: int) -> list[Node]:
+        """Reserves ``count`` free nodes, with their links, for a replica. If fewer nodes are free, reserves none and
+        returns an empty list. So two replicas never wait for each other's nodes.
+        """
         with self._changed:
-            node = next((each for each in self._nodes.values() if each.state is NodeState.FREE), None)
-            if node is not None:
+            free = [each for each in self._nodes.values() if each.state is NodeState.FREE][:count]
+            if len(free) < count:
+                return []
+            for node in free:
                 node.state, node.replica = NodeState.USED, replica
-            return node
+            return free
 
     def give_back(self, node: Node, problem: str = "", *, is_refused: bool = False) -> None:
         """Takes back a node whose link the replica has closed. ``problem`` is the reason for the end, empty after an

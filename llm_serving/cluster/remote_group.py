@@ -8,6 +8,7 @@ import selectors
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from llm_serving.cluster import messages as link
 from llm_serving.cluster.adapters import AdapterSender
@@ -22,8 +23,6 @@ from llm_serving.errors import (
     AgentError,
     AgentLostError,
     AgentStartError,
-    LLMServingError,
-    MemoryPlanError,
     NodeDrainedError,
     ProtocolError,
 )
@@ -39,8 +38,6 @@ from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, StepSlot
 from llm_serving.ipc.slot_contents import SlotContents
 from llm_serving.ipc.tile_memory import TileMemory
 from llm_serving.model.parallel import answering_rank, group_ranks
-from llm_serving.planning.machine import Machine
-from llm_serving.planning.memory_plan import plan_node
 
 
 @dataclass(slots=True)
@@ -54,11 +51,28 @@ class RemoteMember:
     pid: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RemotePart:
+    """The part of a group on one node, if the group spans several nodes."""
+
+    members: range
+    """Numbers of the node's agents in the group."""
+    slots: Sequence[StepSlot]
+    """The step slots of the whole group."""
+
+
+def new_slots(config: Config) -> list[StepSlot]:
+    """Returns step slots in the memory of this process."""
+    layout = SlotLayout.of(config.slot_limits())
+    return [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
+
+
 class RemoteGroup:
     """A ``Group`` of agents on a node. It owns the node's link until its end, and then returns the node to the pool.
 
     ``model`` describes the files of the model, as ``program.model_files`` returns them. ``tiles`` is the server's
-    memory with the tiles of images, or None.
+    memory with the tiles of images, or None. If ``part`` is given, this object is a part of a ``SpanningGroup``, which
+    must call ``start``.
     """
 
     pools: Sequence[HostPoolMemory] = ()
@@ -73,13 +87,22 @@ class RemoteGroup:
         report: ProgressReport,
         standby: Standby | None = None,
         tiles: TileMemory | None = None,
+        part: RemotePart | None = None,
     ) -> None:
         assert node.channel is not None, "a node that is taken has a link"
-        ranks = group_ranks(replica, config.parallel_config)
+        group = group_ranks(replica, config.parallel_config)
+        ranks = group if part is None else group[part.members.start : part.members.stop]
+        answering = answering_rank(replica, config.parallel_config)
+        self.first_member = ranks.start - group.start
+        self.answers = answering in ranks
+        """True if the agent that writes the results of steps is on this node."""
+        self.on_cluster: Callable[[link.Place | None], None] | None = None
+        """Called once when the first node of a group replies where the group's agents find each other."""
         self.members = [RemoteMember(rank, str(node.address)) for rank in ranks]
         self.started_at = time.monotonic()
         self.is_ready = False
-        self._answering = answering_rank(replica, config.parallel_config) - ranks.start
+        self._answering = answering - ranks.start if self.answers else 0
+        self._start = partial(link.Start, config.to_json(), model)
         self._node = node
         self._pool = pool
         self._standby = standby
@@ -91,8 +114,7 @@ class RemoteGroup:
         self._problem = ""
         self._broken = ""
         """The error of the link that no read reports, or an empty text."""
-        layout = SlotLayout.of(config.slot_limits())
-        self.slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
+        self.slots = new_slots(config) if part is None else part.slots
         self._contents = [SlotContents(slot) for slot in self.slots]
         self._selector = selectors.DefaultSelector()
         self._events = self._channel.events
@@ -106,8 +128,17 @@ class RemoteGroup:
         self._num_sent = 0
         self._adapters = AdapterSender(len(self.members), self._send)
         self._tiles = None if tiles is None else TileSender(tiles, self._send)
-        self._send(link.control(link.Start(config.to_json(), model)))
-        self._channel.allow(layout.slot_bytes + MAX_FRAME_BYTES)
+        if part is None:
+            self.start(None)
+
+    def start(self, share: link.Share | None) -> None:
+        """Asks the node to start the agents, or its ``share`` of the agents of a group."""
+        self._send(link.control(self._start(share)))
+        self._channel.allow(self.slots[0].layout.slot_bytes + MAX_FRAME_BYTES)
+
+    @property
+    def node_name(self) -> str:
+        return self._node.name
 
     @property
     def is_leaving(self) -> bool:
@@ -264,10 +295,10 @@ class RemoteGroup:
             )
         message = messages.decode_agent_message(bytes(carried.payload))
         if len(carried.contents):
-            if not isinstance(message, StepDone) or message.slot >= NUM_SLOTS:
+            if not isinstance(message, StepDone) or message.slot >= NUM_SLOTS or not self.answers:
                 raise ProtocolError(
                     f"a {type(message).__name__} message has contents of a slot; only StepDone may have them, for the "
-                    f"slots 0 to {NUM_SLOTS - 1}"
+                    f"slots 0 to {NUM_SLOTS - 1}, from the node whose agent writes the results"
                 )
             self._contents[message.slot].write_results(carried.contents)
         if isinstance(message, messages.AdapterLoaded):
@@ -281,6 +312,9 @@ class RemoteGroup:
             self._note_ready(message)
         elif isinstance(message, GroupLost):
             raise self._lost(message.error)
+        elif isinstance(message, link.ClusterAt) and self.on_cluster is not None:
+            start_others, self.on_cluster = self.on_cluster, None
+            start_others(message.place)
         elif isinstance(message, link.BlocksSent):
             self._end_transfer(message)
         elif isinstance(message, link.WantAdapter):
@@ -327,65 +361,3 @@ class RemoteGroup:
     def _lost(self, reason: str) -> AgentStartError | AgentLostError:
         text = f"node {self._node.name}: {reason}"
         return AgentLostError(text) if self.is_ready else AgentStartError(text)
-
-
-class RemoteStarter:
-    """Starts the agents of a replica on a free node. Its ``__call__`` is a ``StartGroup``."""
-
-    def __init__(
-        self,
-        config: Config,
-        replica: int,
-        pool: NodePool,
-        model: Callable[[], dict[str, str]],
-        report: ProgressReport,
-        standby: Standby | None = None,
-        tiles: TileMemory | None = None,
-    ) -> None:
-        """``standby`` decides when nodes may be used. None: always. ``model`` returns the description of the model's
-        files. ``tiles`` is the server's memory with the tiles of images, or None.
-        """
-        self._config = config
-        self._replica = replica
-        self.pool = pool
-        self.standby = standby
-        self._model = model
-        self._report = report
-        self._tiles = tiles
-
-    def __call__(self) -> RemoteGroup | None:
-        """Starts the agents on a free node. Returns None if no node is free, or if the standby wants no nodes now.
-
-        Raises AgentStartError if the model's files cannot be read, or the agents could not be started.
-        """
-        if not is_wanted(self.standby):
-            return None
-        model = self._model()
-        node = self._take_node()
-        if node is None:
-            return None
-        try:
-            parts = (node, self.pool, model, self._report, self.standby, self._tiles)
-            return RemoteGroup(self._config, self._replica, *parts)
-        except (OSError, LLMServingError) as error:
-            if node.channel is not None:
-                node.channel.close()
-            self.pool.give_back(node, f"the agents could not be started there: {error}")
-            raise AgentStartError(f"node {node.name}: the agents could not be started there: {error}") from error
-
-    def _take_node(self) -> Node | None:
-        """Takes a free node with enough memory for the agents from the pool. Nodes with too little memory are marked as
-        refused. Returns None if no node is left.
-        """
-        while (node := self.pool.take(self._replica)) is not None:
-            assert node.welcome is not None, "a node that is taken has a link"
-            report = node.welcome
-            try:
-                plan_node(self._config, Machine(report.memory_bytes, f"{report.memory_from} of the node", report.cores))
-            except MemoryPlanError as error:
-                if node.channel is not None:
-                    node.channel.close()
-                self.pool.give_back(node, f"the model does not fit the node: {error}", is_refused=True)
-                continue
-            return node
-        return None

@@ -15,7 +15,7 @@ from llm_serving.cluster.named_nodes import PREFIX, NamedNodes
 from llm_serving.cluster.nodes import NodePool
 from llm_serving.cluster.program import model_files, own_program
 from llm_serving.cluster.ray_nodes import RayNodes, placement_of
-from llm_serving.cluster.remote_group import RemoteStarter
+from llm_serving.cluster.remote_starter import RemoteStarter
 from llm_serving.cluster.standby import Standby
 from llm_serving.config import Config
 from llm_serving.config.parallel_section import RAY

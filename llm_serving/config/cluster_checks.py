@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 from llm_serving.config.config import Config
-from llm_serving.config.parallel_section import NODES
+from llm_serving.config.parallel_section import NODES, ParallelConfig
 from llm_serving.config.source import RawConfig
 
 
@@ -13,6 +15,8 @@ def check_cluster(raw: RawConfig, config: Config) -> None:
     if parallel.idle_s is not None and parallel.executor != NODES:
         problem = f"is for executor: nodes; executor: {parallel.executor} keeps its agents; remove it"
         raise raw.error("parallel_config.idle_s", parallel.idle_s, problem)
+    if parallel.nodes_per_replica > 1 and (obstacle := _obstacle_to_spanning(parallel)) is not None:
+        raise raw.error("parallel_config.nodes_per_replica", parallel.nodes_per_replica, obstacle)
     if not parallel.is_remote:
         if parallel.nodes:
             problem = "has no effect with executor: local; set parallel_config.executor: nodes"
@@ -31,3 +35,29 @@ def check_cluster(raw: RawConfig, config: Config) -> None:
                 "of other machines; remove it, and keep host_blocks"
             )
             raise raw.error(f"kv_tier_config.{name}", folder, problem)
+
+
+def _obstacle_to_spanning(parallel: ParallelConfig) -> str | None:
+    """Returns the reason why the agents of a replica cannot be on several nodes, or None if they can."""
+    product = f"tensor_parallel x pipeline_parallel = {parallel.group_size}"
+    if parallel.executor != NODES:
+        return f"is for executor: nodes; with executor: {parallel.executor}, a replica has one machine; use 1"
+    if parallel.group_size % parallel.nodes_per_replica:
+        return f"does not divide the agents of a replica ({product}) equally; use a divisor of {parallel.group_size}"
+    if parallel.has_roles:
+        return "is not possible with roles, because the blocks of a replica are then on several nodes; use 1"
+    here = [node for node in parallel.nodes or () if _is_loopback(node)]
+    if here and len(here) < len(parallel.nodes or ()):
+        return (
+            f"needs nodes that reach each other, and {here[0]} is an address of this machine only; write the address "
+            "that the other nodes reach"
+        )
+    return None
+
+
+def _is_loopback(node: str) -> bool:
+    host = node.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

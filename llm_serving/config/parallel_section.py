@@ -81,16 +81,25 @@ class ParallelConfig:
 
     executor: str = own(
         LOCAL,
-        "Where the agents are. `local`: on the machine of the server. `nodes`: on the machines of `nodes`, one replica "
-        "on each. `ray`: on machines that Ray chooses. `docs/cluster.md` has the details.",
+        "Where the agents are. `local`: on the machine of the server. `nodes`: on the machines of `nodes`, by default "
+        "one replica on each. `ray`: on machines that Ray chooses. `docs/cluster.md` has the details.",
         choices=(LOCAL, NODES, RAY),
     )
     nodes: tuple[str, ...] | None = own(
         None,
         "With `executor: nodes`: the addresses of the nodes, each `HOST:PORT`. On each, `llm-serving cluster host` "
-        "runs. `data_parallel` is the highest number of nodes that are used at a time. `dns:HOST:PORT` stands for all "
+        "runs. At most `data_parallel` x `nodes_per_replica` nodes are used at a time. `dns:HOST:PORT` stands for all "
         "addresses that the name has in DNS, now and later.",
         null="none",
+    )
+    nodes_per_replica: int = own(
+        1,
+        "With `executor: nodes`: number of nodes that share one copy of the model, for a model that does not fit one "
+        "node. Each of them has the same number of the agents of `tensor_parallel` x `pipeline_parallel`, in order of "
+        "rank.",
+        unit="nodes",
+        low=1,
+        high=MAX_RANKS,
     )
     idle_s: float | None = own(
         None,
@@ -139,8 +148,18 @@ class ParallelConfig:
 
     @property
     def agents_per_machine(self) -> int:
-        """Number of agents on one machine. For remote agents, it is assumed that each replica has its own machine."""
-        return self.group_size if self.is_remote else self.world_size
+        """Number of agents on one machine. A node has the agents of one replica, or an equal part of them."""
+        return (self.group_size if self.is_remote else self.world_size) // self.nodes_per_replica
+
+    def place_on_machine(self, rank: int) -> int:
+        """Returns the number of an agent among the agents of its machine."""
+        return rank if self.nodes_per_replica == 1 else rank % self.agents_per_machine
+
+    @property
+    def ranks_of_machines(self) -> list[range]:
+        """The ranks of the agents on each machine of the first replica."""
+        count = self.agents_per_machine
+        return [range(number * count, (number + 1) * count) for number in range(self.nodes_per_replica)]
 
     @property
     def as_summed(self) -> ParallelConfig:

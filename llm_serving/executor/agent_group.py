@@ -14,7 +14,7 @@ from llm_serving.errors import AgentError, AgentLostError, AgentStartError
 from llm_serving.executor.agent_link import AgentLink, GroupMemory, ProgressReport
 from llm_serving.executor.agent_process import STOP_GRACE_S, AgentProgram
 from llm_serving.executor.group import Received, Source
-from llm_serving.executor.hccl_cluster import HcclCluster
+from llm_serving.executor.hccl_cluster import ClusterPlace, GroupPart, HcclCluster
 from llm_serving.executor.step_forecast import OtherWork, StepForecast
 from llm_serving.executor.vitals import Vitals
 from llm_serving.ipc import messages
@@ -45,14 +45,17 @@ class AgentGroup:
         hand_over_names: Sequence[str] = (),
         min_sleep_s: float = 0.0,
         memory: GroupMemory | None = None,
+        part: GroupPart | None = None,
     ) -> None:
         """``hand_over_names`` are the names of the agents' hand-over pools, in order of rank. Empty without roles.
 
         Agents that sleep during a step are not counted as lost before ``min_sleep_s`` seconds have passed.
         ``memory`` is the group's shared memory. If it is None, it is created here, which takes seconds for each GiB of
-        host blocks.
+        host blocks. ``part`` is this machine's part of the group, or None if all agents are on this machine. All
+        sequences have an element for each agent of this machine.
         """
-        ranks = group_ranks(replica, config.parallel_config)
+        group = group_ranks(replica, config.parallel_config)
+        ranks = group if part is None else group[part.members.start : part.members.stop]
         self.links: list[AgentLink] = []
         self.is_ready = False
         """True if every agent of the group is ready."""
@@ -63,15 +66,22 @@ class AgentGroup:
         """True if steps call logits processors, which are Python code of the operator with an unpredictable run time.
         """
         self._min_sleep_s = min_sleep_s
-        self._first_rank, self._may_sleep = ranks.start, config.device != "CPU"
-        self._answering = answering_rank(replica, config.parallel_config) - ranks.start
+        self._first_rank = ranks.start
+        self._may_sleep = config.device != "CPU" or part is not None
+        """True if all agents of this machine may sleep in a step, until a device or another machine is done."""
+        answering = answering_rank(replica, config.parallel_config)
+        self.answers = answering in ranks
+        """True if the agent that writes the results of steps is on this machine."""
+        self._answering = answering - ranks.start if self.answers else 0
         self.memory = memory or GroupMemory.create(config, ranks)
         self._cluster: HcclCluster | None = None
         try:
-            self._cluster = HcclCluster.of(config, log_folder / f"cluster_{replica}.log")
+            place = ClusterPlace.of(config, part)
+            if place is not None and (part is None or part.runs_scheduler):
+                self._cluster = HcclCluster(place, log_folder / f"cluster_{replica}.log")
             for rank, listener in zip(ranks, listeners, strict=True):
                 log_path = log_folder / f"agent_{rank}.log"
-                environment = self._cluster.environment(rank - ranks.start) if self._cluster else {}
+                environment = {} if place is None else place.environment(rank - group.start)
                 pools = self.memory.pools
                 pool_name = pools[rank - ranks.start].name if pools else ""
                 self.links.append(

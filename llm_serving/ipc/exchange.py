@@ -6,7 +6,10 @@ group with more than one agent, the server creates one segment, and each agent m
 (``agent/kernels/exchange/``) and Python (``agent/group/exchange.py``) write to it:
 
     header              magic, version, group size, and the word that is set if the group has failed
-    flag lines          one cache line each: a counter that one agent increments, and the number of sleeping waiters
+    flag lines          one cache line each: a counter that one agent increments, the number of sleeping waiters, and
+                        the sizes of the last two pieces of data that the counter announced
+    bell                a flag line that all agents of a machine increment after each change, if the group spans
+                        several machines. It wakes the process that copies data between these machines
     tokens              the last sampled token of each batch row; the agent that samples writes them
     collective buffers  two for each agent, used alternately: one piece of its contribution to a sum or a gather
     activation rings    one for each border between stages: the residual stream of the last ``RING_STEPS`` steps
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from llm_serving.model.shape import ModelShape
 
 EXCHANGE_MAGIC = 0x0E8C4A6E
-EXCHANGE_VERSION = 1
+EXCHANGE_VERSION = 2
 COLLECTIVE_BYTES = 512 * 1024
 """Bytes of one collective buffer. Larger sums and gathers are computed in pieces of this size, for the CPU's cache."""
 COLLECTIVE_BUFFERS = 2
@@ -102,9 +105,14 @@ class ExchangeLayout:
         return LINE_BYTES * (1 + 3 * self.group_size + self.pipeline_parallel)
 
     @property
+    def bell_line(self) -> int:
+        """Offset of a counter: the number of changes of other counters on this machine."""
+        return self.token_line + LINE_BYTES
+
+    @property
     def tokens(self) -> int:
         """Offset of the last sampled token of each batch row, int32 [max_rows]."""
-        return self.token_line + LINE_BYTES
+        return self.bell_line + LINE_BYTES
 
     @property
     def collective_buffers(self) -> int:

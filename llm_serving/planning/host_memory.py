@@ -24,13 +24,12 @@ LOAD_THREADS = 4
 """Maximum number of threads of an agent that convert weights (``MAX_THREADS`` of ``agent/weights/loader.py``)."""
 
 
-def host_items(config: Config, processes: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
+def host_items(config: Config, processes: tuple[MemoryItem, ...], world: range) -> tuple[MemoryItem, ...]:
     """Returns the items that are in host memory when the need is highest.
 
     These are ``processes``, LoRA adapters, and the larger of two: the weights during loading, or the host blocks for
-    swapped sequences.
+    swapped sequences. ``world`` are the ranks of the machine's agents.
     """
-    world = range(config.parallel_config.agents_per_machine)
     weights = sum(item.num_bytes for rank in world for item in device_items(config, rank) if item.name == WEIGHTS)
     conversion = sum(_conversion_bytes(config, rank) for rank in world)
     blocks = tuple(item for rank in world for item in host_block_items(config, rank))

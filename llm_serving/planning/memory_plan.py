@@ -97,6 +97,8 @@ class MemoryPlan:
     max_model_len: int
     ranks: tuple[tuple[MemoryItem, ...], ...] = ()
     """Items of each agent, in order of rank. Empty if there is only one agent."""
+    first_rank: int = 0
+    """Rank of the first agent in ``ranks``."""
     counted: str = ""
     """The agents that ``items`` counts if there are several: ``all`` (CPU), or ``fullest`` (Ascend, the device that
     needs the most memory).
@@ -151,7 +153,8 @@ class MemoryPlan:
         for each in self.host_items:
             rows.append((f"host: {each.name}", *("" for _ in kinds), format_bytes(each.num_bytes), each.basis))
         if kinds:
-            rows.insert(0, ("", *(_name_ranks(ranks) for ranks in kinds), self.counted, ""))
+            names = [_name_ranks([self.first_rank + number for number in ranks]) for ranks in kinds]
+            rows.insert(0, ("", *names, self.counted, ""))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
         return "\n".join(_line(row, widths) for row in rows)
 
@@ -171,8 +174,8 @@ class MemoryPlan:
 def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
     """Returns the memory plan. If the plan does not fit, raises MemoryPlanError with the largest setting that fits.
 
-    If the agents are on other machines, the plan is for one of these machines, because all machines need the same.
-    ``plan_node`` later compares the plan with the memory that a machine reports.
+    If the agents are on other machines, the plan is for the machine that needs the most memory. ``plan_node`` later
+    compares the plan with the memory that a machine reports.
     """
     if config.parallel_config.is_remote:
         plan = estimate_memory(config, machine)
@@ -201,18 +204,28 @@ def plan_node(config: Config, machine: Machine) -> MemoryPlan:
 
 
 def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
-    """Returns the memory plan, even if it needs more memory than the machine has."""
-    world = range(config.parallel_config.agents_per_machine)
+    """Returns the memory plan, even if it needs more memory than the machine has.
+
+    If a replica spans several machines, the plan is for the machine that needs the most memory.
+    """
+    plans = [
+        replace(_estimate(config, machine, ranks), first_rank=ranks.start)
+        for ranks in config.parallel_config.ranks_of_machines
+    ]
+    return max(plans, key=lambda plan: plan.total_bytes)
+
+
+def _estimate(config: Config, machine: Machine, world: range) -> MemoryPlan:
     if config.device == "CPU":
         ranks = [_cpu_items(config, n, machine) for n in world]
         items = (*_summed(ranks), *_exchange_items(config), _SERVER)
         return _plan(config, items, ranks, sum(rank_kv_bytes_per_token(config, n) for n in world), machine)
     ranks = [device_items(config, n) for n in world]
-    fullest = max(world, key=lambda n: sum(item.num_bytes for item in ranks[n]))
+    fullest = max(world, key=lambda n: sum(item.num_bytes for item in ranks[n - world.start]))
     available = Machine(config.context.max_device_memory_bytes or 0, "max_device_memory")
-    plan = _plan(config, ranks[fullest], ranks, rank_kv_bytes_per_token(config, fullest), available)
+    plan = _plan(config, ranks[fullest - world.start], ranks, rank_kv_bytes_per_token(config, fullest), available)
     agents = _summed([(_agent_item(config),) for _ in world])
-    plan = replace(plan, host_items=host_items(config, (*agents, _SERVER)))
+    plan = replace(plan, host_items=host_items(config, (*agents, _SERVER), world))
     return plan if config.context.max_device_memory_bytes is not None else replace(plan, available_bytes=None)
 
 
@@ -311,8 +324,8 @@ def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
 
 def _check_host_memory(config: Config, machine: Machine) -> None:
     """Raises MemoryPlanError if the host memory is too small for the host blocks alone."""
-    world = range(config.parallel_config.agents_per_machine)
-    needed = sum(item.num_bytes for rank in world for item in host_block_items(config, rank))
+    machines = config.parallel_config.ranks_of_machines
+    needed = max(sum(item.num_bytes for rank in world for item in host_block_items(config, rank)) for world in machines)
     if needed > machine.available_bytes:
         largest = machine.available_bytes // (needed // config.num_pool_blocks)
         tiers = config.kv_tier_config.host_blocks
@@ -334,7 +347,7 @@ def _exchange_items(config: Config) -> tuple[MemoryItem, ...]:
     from llm_serving.ipc.exchange import exchange_bytes  # imported here, because it imports numpy, which takes long
 
     parallel = config.parallel_config
-    num_groups = parallel.agents_per_machine // parallel.group_size
+    num_groups = max(1, parallel.agents_per_machine // parallel.group_size)
     num_bytes = exchange_bytes(config.shape, config.slot_limits(), parallel) * num_groups
     groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
     return (MemoryItem("exchange", num_bytes, f"of {groups} of agents"),) if num_bytes else ()

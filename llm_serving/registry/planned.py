@@ -48,7 +48,8 @@ def need_of(config: Config, machine: Machine) -> dict[str, int]:
     """
     plan = estimate_memory(config, machine)
     if config.parallel_config.is_remote:
-        return {HOST: 0, NODES: config.parallel_config.data_parallel * (plan.total_bytes - SERVER_PROCESS_BYTES)}
+        num_nodes = config.parallel_config.data_parallel * config.parallel_config.nodes_per_replica
+        return {HOST: 0, NODES: num_nodes * (plan.total_bytes - SERVER_PROCESS_BYTES)}
     if config.device == "CPU":
         return {HOST: plan.total_bytes - SERVER_PROCESS_BYTES}
     ranks = plan.ranks or (plan.items,)

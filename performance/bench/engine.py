@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from llm_serving.cluster.remote_group import RemoteStarter
+from llm_serving.cluster.remote_starter import RemoteStarter
 from llm_serving.config import Config
 from llm_serving.engine.commands import Add
 from llm_serving.engine.core import EngineCore

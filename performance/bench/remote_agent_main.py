@@ -26,7 +26,7 @@ from llm_serving.cli import DEFAULT_CONFIG, add_model_options, load_for_model, s
 from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.cluster.nodes import NodePool
 from llm_serving.cluster.program import model_files
-from llm_serving.cluster.remote_group import RemoteStarter
+from llm_serving.cluster.remote_starter import RemoteStarter
 from llm_serving.config import Config
 from llm_serving.planning.machine import Machine
 from performance.bench.engine import OfflineEngine, offline_engine

@@ -136,10 +136,10 @@ LLMK_ENTRY void llmk_measure_ping_pong(void* own, void* other, int serves, int64
   for (int64_t i = 0; i < times; ++i) {
     const int64_t start = llmk::now_ns();
     const auto round = static_cast<uint32_t>(i + 1);
-    if (serves != 0) llmk::publish(mine, round);
+    if (serves != 0) llmk::publish(mine, round, 0, nullptr);
     while (!llmk::has_reached(*theirs, round)) {
     }
-    if (serves == 0) llmk::publish(mine, round);
+    if (serves == 0) llmk::publish(mine, round, 0, nullptr);
     nanoseconds[i] = llmk::now_ns() - start;
   }
 }

@@ -7,7 +7,7 @@ import pytest
 from llm_serving.cluster.key import ClusterKey
 from llm_serving.cluster.nodes import NodePool
 from llm_serving.cluster.program import model_files
-from llm_serving.cluster.remote_group import RemoteStarter
+from llm_serving.cluster.remote_starter import RemoteStarter
 from llm_serving.executor.agent_executor import AgentExecutor
 from support.cluster import NodeProcess, new_key
 from support.executor_steps import shm_entries

@@ -11,12 +11,13 @@ import time
 
 import pytest
 
-from llm_serving.cluster import channel, nodes, remote_group
+from llm_serving.cluster import channel, nodes, remote_starter
 from llm_serving.cluster.dialling import Address
 from llm_serving.cluster.messages import BEAT_S, Welcome
 from llm_serving.cluster.nodes import Node, NodeState
 from llm_serving.cluster.program import own_program
-from llm_serving.cluster.remote_group import RemoteGroup, RemoteStarter
+from llm_serving.cluster.remote_group import RemoteGroup
+from llm_serving.cluster.remote_starter import RemoteStarter
 from llm_serving.errors import AgentStartError, ProtocolError
 from support.small_configs import small_config
 from support.time_limits import time_limit
@@ -110,7 +111,7 @@ def test_a_sign_of_life_is_sent_only_when_it_is_due():
 @pytest.mark.parametrize("command", ["drain", "remove"])
 def test_a_link_that_a_replica_has_taken_stays_open(held, pool, command):
     node, channel, thread = held
-    assert pool.take(0) is node
+    assert pool.take(0, 1) == [node]
     assert pool.drain("one", 60.0) is node if command == "drain" else pool.remove("one") is node
     thread.join(time_limit(10.0))
     assert not thread.is_alive()
@@ -132,7 +133,7 @@ def test_a_node_whose_agents_cannot_be_started_is_given_back(held, pool, tmp_pat
     def refuse(*arguments):
         raise ProtocolError("a frame is too long")
 
-    monkeypatch.setattr(remote_group, "RemoteGroup", refuse)
+    monkeypatch.setattr(remote_starter, "RemoteGroup", refuse)
     node, channel, _ = held
     node.welcome = Welcome(own_program(), "here", 1, memory_bytes=1 << 40, memory_from="a test", cores=1)
     starter = RemoteStarter(small_config(tmp_path, []), 0, pool, dict, lambda *progress: None)

@@ -14,6 +14,7 @@ from llm_serving.registry.arbiter import HOST, NODES
 from llm_serving.registry.planned import PlannedModel, limits_of, need_of
 from support.small_configs import small_config
 
+SPAN, PAIR = "parallel_config.nodes_per_replica=2", ("parallel_config.tensor_parallel=2",)
 REMOTE = ("parallel_config.executor=nodes", "parallel_config.cluster_key_file=/etc/cluster.key")
 
 
@@ -26,6 +27,17 @@ REMOTE = ("parallel_config.executor=nodes", "parallel_config.cluster_key_file=/e
         (
             ["parallel_config.executor=ray", "parallel_config.cluster_key_file=k", "parallel_config.nodes=[a:1]"],
             "is for executor: nodes; Ray has its own nodes",
+        ),
+        ([*PAIR, SPAN], "nodes_per_replica = 2: is for executor: nodes; with executor: local, a replica has"),
+        ([*REMOTE, SPAN], "does not divide the agents of a replica (tensor_parallel x pipeline_parallel = 1) equally"),
+        ([*REMOTE, SPAN, "parallel_config.pipeline_parallel=3"], "= 3) equally; use a divisor of 3"),
+        (
+            [*REMOTE, SPAN, *PAIR, "parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]"],
+            "nodes_per_replica = 2: is not possible with roles",
+        ),
+        (
+            [*REMOTE, SPAN, *PAIR, "parallel_config.nodes=['10.0.0.5:1', '127.0.0.1:2']"],
+            "nodes_per_replica = 2: needs nodes that reach each other, and 127.0.0.1:2 is an address of this machine",
         ),
         (
             [*REMOTE, "kv_tier_config.host_blocks=10", "kv_tier_config.ssd_folder=/ssd"],
@@ -50,6 +62,20 @@ def test_a_config_of_nodes_counts_the_memory_of_one_node(tmp_path: Path) -> None
     assert plan_memory(config, machine).total_bytes == alone.total_bytes
     assert config.agent_threads(8) == 8
     assert Config.from_json(config.to_json()) == config
+
+
+def test_the_plan_of_a_spanning_replica_is_that_of_the_fullest_node(tmp_path: Path) -> None:
+    machine = Machine(1 << 40, "a large machine")
+    stages = "parallel_config.pipeline_parallel=2"
+    whole = estimate_memory(small_config(tmp_path, [stages]), machine)
+    config = small_config(tmp_path, [*REMOTE, stages, SPAN])
+    parallel = config.parallel_config
+    assert [*map(list, parallel.ranks_of_machines)] == [[0], [1]]
+    assert (parallel.agents_per_machine, [parallel.place_on_machine(rank) for rank in (0, 1)]) == (1, [0, 0])
+    plan = estimate_memory(config, machine)
+    own = [sum(item.num_bytes for item in items) for items in whole.ranks]
+    assert plan.total_bytes == max(own) + whole.bytes_of("exchange") + whole.bytes_of("server process")
+    assert config.agent_threads(8) == 8
 
 
 def test_agents_on_nodes_need_no_memory_of_the_server(tmp_path: Path) -> None:

@@ -11,64 +11,90 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llm_serving.executor.hccl_cluster import HcclCluster
+from llm_serving.errors import AgentStartError
+from llm_serving.executor.hccl_cluster import ClusterPlace, GroupPart, HcclCluster, free_port
 from support.small_configs import small_config
 from support.time_limits import time_limit
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 
 
-@pytest.mark.timeout(240)
-def test_agents_find_each_other_and_have_the_ranks_they_were_given(tmp_path):
-    cluster = HcclCluster("localhost", 2, 120.0, tmp_path / "cluster_0.log")
-    workers = []
+def add_up(places, tmp_path):
+    """Starts a cluster at the address of the first place, and a worker at each place. Returns what the workers print.
+
+    Worker 1 starts first, so that the first process that connects does not have rank 0.
+    """
+    cluster, workers = HcclCluster(places[0], tmp_path / "cluster_0.log"), {}
     try:
-        for member in (1, 0):  # the first process that connects does not have rank 0
-            environment = {**os.environ, **cluster.environment(member), "GLOG_v": "3"}
-            workers.append(subprocess.Popen([sys.executable, str(WORKER)], env=environment, stdout=subprocess.PIPE))
-        outputs = [worker.communicate(timeout=time_limit(200))[0].decode().split() for worker in workers]
-        assert outputs == [["RESULT", "1", "2", "3"], ["RESULT", "0", "2", "3"]]
+        for member in reversed(range(len(places))):
+            environment = {**os.environ, **places[member].environment(member), "GLOG_v": "3"}
+            workers[member] = subprocess.Popen(
+                [sys.executable, str(WORKER)], env=environment, stdout=subprocess.PIPE
+            )
+        return [workers[member].communicate(timeout=time_limit(200))[0].decode().split() for member in sorted(workers)]
     finally:
-        for worker in workers:
+        for worker in workers.values():
             worker.kill()
             worker.wait()
         cluster.close()
-    assert not psutil.pid_exists(cluster.pid)
+        assert not psutil.pid_exists(cluster.pid)
+
+
+@pytest.mark.timeout(240)
+def test_agents_find_each_other_and_have_the_ranks_they_were_given(tmp_path):
+    """The scheduler listens on another address than that of the agents, as on another machine."""
+    place = ClusterPlace("127.0.0.2", free_port("127.0.0.2"), 2, 120.0, own_host="127.0.0.1")
+    assert add_up([place, place], tmp_path) == [["RESULT", "0", "2", "3"], ["RESULT", "1", "2", "3"]]
 
 
 def test_a_cluster_that_is_killed_while_it_waits(tmp_path):
-    cluster = HcclCluster("127.0.0.1", 2, 120.0, tmp_path / "cluster_0.log")
+    cluster = HcclCluster(ClusterPlace.on_this_machine("localhost", 2, 120.0), tmp_path / "cluster_0.log")
     assert psutil.pid_exists(cluster.pid)
     cluster.kill()
     cluster.close()
     assert not psutil.pid_exists(cluster.pid)
 
 
-def test_each_agent_gets_its_environment(tmp_path):
-    first, second = (HcclCluster("127.0.0.1", 4, 600.0, tmp_path / f"cluster_{n}.log") for n in (0, 1))
-    try:
-        environment = first.environment(3)
-        port = environment.pop("MS_SCHED_PORT")
-        assert environment == {
-            "MS_WORKER_NUM": "4",
-            "MS_SCHED_HOST": "127.0.0.1",
-            "MS_TOPO_TIMEOUT": "600",
-            "MS_ROLE": "MS_WORKER",
-            "MS_NODE_ID": "3",
-        }
-        assert 1024 <= int(port) <= 65535
-        assert second.environment(0)["MS_SCHED_PORT"] != port
-    finally:
-        first.close()
-        second.close()
+def test_each_agent_gets_its_environment():
+    first, second = (ClusterPlace.on_this_machine("localhost", 4, 600.0) for _ in range(2))
+    environment = first.environment(3)
+    port = environment.pop("MS_SCHED_PORT")
+    assert environment == {
+        "MS_WORKER_NUM": "4",
+        "MS_SCHED_HOST": "127.0.0.1",
+        "MS_TOPO_TIMEOUT": "600",
+        "MS_ROLE": "MS_WORKER",
+        "MS_NODE_ID": "3",
+    }
+    assert 1024 <= int(port) <= 65535
+    assert second.port != first.port
+
+
+def ascend_pair(tmp_path):
+    pair = small_config(tmp_path, ["parallel_config.tensor_parallel=2"])
+    return replace(pair, model_config=replace(pair.model_config, device_target="Ascend"))
 
 
 def test_only_groups_on_ascends_have_one(tmp_path):
-    pair = small_config(tmp_path, ["parallel_config.tensor_parallel=2"])
-    assert HcclCluster.of(pair, tmp_path / "log") is None
-    alone = small_config(tmp_path)
-    ascend = replace(alone, model_config=replace(alone.model_config, device_target="Ascend"))
-    assert HcclCluster.of(ascend, tmp_path / "log") is None
-    cluster = HcclCluster.of(replace(pair, model_config=ascend.model_config), tmp_path / "cluster_0.log")
-    assert cluster is not None
-    cluster.close()
+    pair, ascend = small_config(tmp_path, ["parallel_config.tensor_parallel=2"]), ascend_pair(tmp_path)
+    assert ClusterPlace.of(pair) is None
+    alone = replace(ascend, parallel_config=replace(ascend.parallel_config, tensor_parallel=1))
+    assert ClusterPlace.of(alone) is None
+    place = ClusterPlace.of(ascend)
+    assert place is not None
+    assert (place.host, place.num_agents, place.own_host) == ("127.0.0.1", 2, "")
+
+
+def test_agents_on_another_machine_connect_to_the_first_one(tmp_path, monkeypatch):
+    for name in ("HCCL_IF_IP", "HCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    ascend, part = ascend_pair(tmp_path), GroupPart(range(1, 2), "10.0.0.6", ("10.0.0.5", 4711))
+    place = ClusterPlace.of(ascend, part)
+    assert place is not None
+    wanted = {"MS_SCHED_HOST": "10.0.0.5", "MS_SCHED_PORT": "4711", "MS_NODE_ID": "1", "MS_WORKER_NUM": "2"}
+    wanted |= {"MS_WORKER_IP": "10.0.0.6", "HCCL_IF_IP": "10.0.0.6"}
+    assert wanted.items() <= place.environment(1).items()
+    monkeypatch.setenv("HCCL_SOCKET_IFNAME", "eth7")
+    assert "HCCL_IF_IP" not in place.environment(1), "the operator has chosen the network"
+    with pytest.raises(AgentStartError, match="has no address at which its agents find each other"):
+        ClusterPlace.of(ascend, replace(part, scheduler=None))

@@ -34,7 +34,7 @@ def layout_of(tp: int, pp: int) -> ExchangeLayout:
 @pytest.mark.parametrize(("tp", "pp"), SIZES)
 def test_areas_of_the_exchange_do_not_overlap(tp: int, pp: int) -> None:
     layout, size = layout_of(tp, pp), tp * pp
-    lines = [0, layout.token_line]
+    lines = [0, layout.token_line, layout.bell_line]
     lines += [place(member) for member in range(size) for place in (layout.collective_line, layout.arrival_line)]
     lines += [layout.ring_read_line(member) for member in range(size)]
     lines += [layout.ring_written_line(border) for border in range(pp - 1)]

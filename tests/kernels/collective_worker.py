@@ -1,8 +1,8 @@
 """Runs one agent of a pipeline stage in its own process: computes sums and gathers, then prints the results as JSON.
 
-python tests/kernels/collective_worker.py EXCHANGE_NAME LAYOUT_JSON INDEX WHAT
+python tests/kernels/collective_worker.py EXCHANGE_NAME LAYOUT_JSON INDEX WHAT TIMEOUT_S BELL
 
-The argument WHAT names the calls to make.
+The argument WHAT names the calls to make. If BELL is 1, the agent announces its changes to other machines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llm_serving.ipc.exchange import COLLECTIVE_BYTES, DOWN_WORD, ExchangeLayout
 from support.collective_values import DTYPES, SIZES, contribution  # noqa: E402
 
 
-def open_stage(memory: ExchangeMemory, index: int, timeout_s: float) -> None:
+def open_stage(memory: ExchangeMemory, index: int, timeout_s: float, *, bell: bool) -> None:
     layout = memory.layout
     base = int(np.frombuffer(memory.mapping, np.uint8).ctypes.data)
     collectives.open_exchange(
@@ -38,6 +38,7 @@ def open_stage(memory: ExchangeMemory, index: int, timeout_s: float) -> None:
         timeout_s=timeout_s,
         size=layout.tensor_parallel,
         index=index,
+        bell=layout.bell_line if bell else 0,
     )
 
 
@@ -109,9 +110,9 @@ def run_lonely(index: int, size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    name, layout, index, what, timeout_s = sys.argv[1:]
+    name, layout, index, what, timeout_s, bell = sys.argv[1:]
     memory = ExchangeMemory.attach(name, ExchangeLayout(**json.loads(layout)))
-    open_stage(memory, int(index), float(timeout_s))
+    open_stage(memory, int(index), float(timeout_s), bell=bell == "1")
     print("open", flush=True)
     result = globals()[f"run_{what}"](int(index), memory.layout.tensor_parallel)
     print(json.dumps(result), flush=True)

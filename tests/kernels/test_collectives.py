@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +14,8 @@ from agent.weights.storage import from_float32, to_float32
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from performance.kernels.calls import store
 from performance.kernels.collective_calls import sum_parts
-from support.collective_values import DTYPES, SIZES, contribution
-from support.time_limits import time_limit
-
-WORKER = Path(__file__).resolve().parent / "collective_worker.py"
+from support.collective_runs import check_gathers, check_sums, finish, start
+from support.collective_values import DTYPES
 
 
 @contextmanager
@@ -35,57 +27,19 @@ def exchange(size: int) -> Iterator[ExchangeMemory]:
         memory.close()
 
 
-def start(memory: ExchangeMemory, index: int, what: str, timeout_s: float = 60.0) -> subprocess.Popen[str]:
-    layout = json.dumps(asdict(memory.layout))
-    command = [sys.executable, str(WORKER), memory.name, layout, str(index), what, str(timeout_s)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(agents: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """Waits for all processes. Returns the last line of each as JSON."""
-    results = []
-    try:
-        for agent in agents:
-            out, err = agent.communicate(timeout=time_limit(120))
-            assert agent.returncode == 0, err
-            results.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
-    return results
-
-
 def run(size: int, what: str) -> list[dict[str, Any]]:
     with exchange(size) as memory:
         return finish([start(memory, index, what) for index in range(size)])
 
 
-def digest(array: np.ndarray[Any, Any]) -> str:
-    return hashlib.sha256(array.tobytes()).hexdigest()
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_sum_is_of_the_agents_in_order_and_the_same_for_all(size: int) -> None:
-    results = run(size, "sums")
-    for dtype in DTYPES:
-        for count in SIZES:
-            total = to_float32(contribution(0, dtype, count), dtype).copy()
-            for index in range(1, size):
-                total += to_float32(contribution(index, dtype, count), dtype)
-            expected = digest(from_float32(total, dtype))
-            assert [result[f"{dtype} {count}"] for result in results] == [expected] * size, (dtype, count)
+    check_sums(run(size, "sums"))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_gathers_collect_every_part(size: int) -> None:
-    results = run(size, "gathers")
-    for count in (1, 100, 300_001):
-        whole = np.stack([contribution(index, "float32", count) for index in range(size)])
-        assert {result[f"all {count}"] for result in results} == {digest(whole)}
-    rows = {key: value for key, value in results[0].items() if key.startswith("rows")}
-    assert len(rows) == 3
-    assert all(rows.values())
+    check_gathers(run(size, "gathers"))
 
 
 def test_calls_never_mix() -> None:

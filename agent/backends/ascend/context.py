@@ -81,11 +81,12 @@ def jit_config(config: Config) -> dict[str, str]:
 
 
 def device_id(config: Config, rank: int = 0) -> int:
-    """Returns the number of an agent's device: the number of the first device plus the agent's rank.
+    """Returns the number of an agent's device: the number of the first device plus the agent's number on its machine.
 
     The first device is ``serving_config.start_device_id``. If this setting is 0, it is ``context.device_id``.
     """
-    return (config.serving_config.start_device_id or config.context.device_id) + rank
+    first = config.serving_config.start_device_id or config.context.device_id
+    return first + config.parallel_config.place_on_machine(rank)
 
 
 def prepare_environment(config: Config, variables: MutableMapping[str, str] = os.environ) -> None:

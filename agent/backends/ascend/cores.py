@@ -40,7 +40,8 @@ def bind_cores(config: Config, rank: int, read: Callable[[], Sequence[Chip]] = r
     allowed = os.sched_getaffinity(0)
     threads, model = config.agent_threads(len(allowed)), config.model_config
     if model.cpu_cores:
-        cores, reason = own_cores(model.cpu_cores, rank, config.parallel_config.world_size), "model_config.cpu_cores"
+        parallel, reason = config.parallel_config, "model_config.cpu_cores"
+        cores = own_cores(model.cpu_cores, parallel.place_on_machine(rank), parallel.agents_per_machine)
     else:
         device = visible_number(device_id(config, rank), os.environ)
         cores, reason = cores_near_device(device, read(), allowed, root), f"the NUMA node of device {device}"

@@ -52,7 +52,10 @@ class Stage {
     ++sequence_;
     return wait_all(op, sequence_ - 1) == 0 ? const_cast<void*>(buffer(args_.index)) : nullptr;
   }
-  void publish_piece() { publish(line(args_.index), sequence_); }
+  void publish_piece(int64_t num_bytes) {
+    auto* bell = args_.bell == 0 ? nullptr : reinterpret_cast<FlagLine*>(static_cast<char*>(args_.base) + args_.bell);
+    publish(line(args_.index), sequence_, static_cast<uint32_t>(num_bytes), bell);
+  }
   int wait_for_piece(const char* op) { return wait_all(op, sequence_); }
   void end_piece() {
     times_.total_ns += now_ns() - begun_ns_;
@@ -111,7 +114,7 @@ int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, voi
     void* buffer = stage.begin_piece(op);
     if (buffer == nullptr) return kGroupDown;
     std::memcpy(buffer, own, static_cast<size_t>(piece * element));
-    stage.publish_piece();
+    stage.publish_piece(piece * element);
     error = stage.wait_for_piece(op);
     if (error != 0) return error;
     for (int r = 0; r < stage.size(); ++r) parts[r] = r == stage.index() ? own : stage.buffer(r);
@@ -131,7 +134,7 @@ int all_gather(const char* op, const void* in, void* out, int64_t bytes) {
     void* buffer = stage.begin_piece(op);
     if (buffer == nullptr) return kGroupDown;
     std::memcpy(buffer, own, piece);
-    stage.publish_piece();
+    stage.publish_piece(static_cast<int64_t>(piece));
     error = stage.wait_for_piece(op);
     if (error != 0) return error;
     for (int r = 0; r < stage.size(); ++r) {
@@ -154,15 +157,16 @@ int gather_tile(const char* op, const GatherRowsArgs& args, int64_t row, int64_t
   const auto columns_of = [&](int r) {  // returns how many columns of this piece agent r has
     return larger(0, smaller(columns, smaller(args.stride, args.whole - r * args.stride) - column));
   };
+  int64_t own = 0;
   if (!first) {
-    const int64_t own = columns_of(stage.index());
+    own = columns_of(stage.index());
     for (int64_t i = 0; i < rows; ++i) {
       std::memcpy(static_cast<char*>(buffer) + i * own * kElementBytes,
                   static_cast<const char*>(args.in) + ((row + i) * args.in_width + column) * kElementBytes,
                   static_cast<size_t>(own * kElementBytes));
     }
   }
-  stage.publish_piece();
+  stage.publish_piece(rows * own * kElementBytes);
   if (first) {
     const int error = stage.wait_for_piece(op);
     if (error != 0) return error;

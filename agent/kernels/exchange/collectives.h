@@ -24,6 +24,7 @@ struct ExchangeArgs {
   int64_t buffers;  // offset of the first agent's kBuffers buffers; the buffers of the other agents follow
   int64_t piece_bytes;  // size of a buffer
   int64_t timeout_ms;
+  int64_t bell;  // offset of the line that announces changes to other machines; 0 if all agents are on one machine
   int32_t size;
   int32_t index;
 };

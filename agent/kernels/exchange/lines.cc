@@ -27,6 +27,10 @@ void sleep_on(std::atomic<uint32_t>* word, uint32_t expected) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &timeout, nullptr, 0);
 }
 
+void wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
 bool spin(const FlagLine& line, uint32_t target) {
   const auto deadline = Clock::now() + kSpinTime;
   do {
@@ -40,10 +44,13 @@ bool spin(const FlagLine& line, uint32_t target) {
 
 }  // namespace
 
-void publish(FlagLine* line, uint32_t value) {
+void publish(FlagLine* line, uint32_t value, uint32_t num_bytes, FlagLine* bell) {
+  line->num_bytes[value % 2] = num_bytes;
   line->value.store(value, std::memory_order_seq_cst);
-  if (line->sleepers.load(std::memory_order_seq_cst) > 0) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&line->value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  if (line->sleepers.load(std::memory_order_seq_cst) > 0) wake_all(&line->value);
+  if (bell != nullptr) {
+    bell->value.fetch_add(1, std::memory_order_seq_cst);
+    wake_all(&bell->value);
   }
 }
 

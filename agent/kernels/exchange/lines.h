@@ -11,6 +11,7 @@ namespace llmk {
 struct alignas(64) FlagLine {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> sleepers;
+  uint32_t num_bytes[2];  // sizes of the last two pieces of data that the counter announced, by value % 2
 };
 static_assert(sizeof(FlagLine) == 64, "a flag has a cache line to itself");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share no locks");
@@ -22,7 +23,9 @@ static inline bool has_reached(const FlagLine& line, uint32_t target) {
 }
 
 // Sets the counter and wakes the waiting processes. They then see everything that this process wrote before the call.
-void publish(FlagLine* line, uint32_t value);
+// `num_bytes` is the size of the data that the counter announces. If the agents of the group are on several machines,
+// `bell` is the line that wakes the process that copies the data to other machines. Otherwise `bell` is null.
+void publish(FlagLine* line, uint32_t value, uint32_t num_bytes, FlagLine* bell);
 
 // Waits until the counter has reached `target` and returns 0. Tests the counter in a loop for 50 us, then sleeps, so
 // that the other agents can use the processor. Returns kGroupDown if another process sets `down`, or after

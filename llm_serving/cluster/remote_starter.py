@@ -1,0 +1,98 @@
+"""Starts the agents of a replica on free nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llm_serving.cluster.nodes import Node, NodePool
+from llm_serving.cluster.remote_group import RemoteGroup
+from llm_serving.cluster.spanning_group import SpanningGroup
+from llm_serving.cluster.standby import Standby, is_wanted
+from llm_serving.config import Config
+from llm_serving.errors import AgentStartError, LLMServingError, MemoryPlanError
+from llm_serving.executor.agent_link import ProgressReport
+from llm_serving.ipc.tile_memory import TileMemory
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import plan_node
+
+
+class RemoteStarter:
+    """Starts the agents of a replica on a free node, or on several nodes. Its ``__call__`` is a ``StartGroup``."""
+
+    def __init__(
+        self,
+        config: Config,
+        replica: int,
+        pool: NodePool,
+        model: Callable[[], dict[str, str]],
+        report: ProgressReport,
+        standby: Standby | None = None,
+        tiles: TileMemory | None = None,
+    ) -> None:
+        """``standby`` decides when nodes may be used. None: always. ``model`` returns the description of the model's
+        files. ``tiles`` is the server's memory with the tiles of images, or None.
+        """
+        self._config = config
+        self._replica = replica
+        self.pool = pool
+        self.standby = standby
+        self._model = model
+        self._report = report
+        self._tiles = tiles
+
+    def __call__(self) -> RemoteGroup | SpanningGroup | None:
+        """Starts the agents on ``nodes_per_replica`` free nodes. Returns None if too few nodes are free, or if the
+        standby wants no nodes now.
+
+        Raises AgentStartError if the model's files cannot be read, or the agents could not be started.
+        """
+        if not is_wanted(self.standby):
+            return None
+        model = self._model()
+        nodes = self._take_nodes()
+        if not nodes:
+            return None
+        try:
+            return self._start(nodes, model)
+        except (OSError, LLMServingError) as error:
+            names = ", ".join(node.name for node in nodes)
+            for node in nodes:
+                self._give_back(node, f"the agents could not be started there: {error}")
+            text = f"node{'s' if len(nodes) > 1 else ''} {names}: the agents could not be started there: {error}"
+            raise AgentStartError(text) from error
+
+    def _start(self, nodes: list[Node], model: dict[str, str]) -> RemoteGroup | SpanningGroup:
+        parts = (self.pool, model, self._report, self.standby, self._tiles)
+        if len(nodes) == 1:
+            return RemoteGroup(self._config, self._replica, nodes[0], *parts)
+        return SpanningGroup(
+            self._config, nodes, lambda node, part: RemoteGroup(self._config, self._replica, node, *parts, part)
+        )
+
+    def _take_nodes(self) -> list[Node]:
+        """Takes free nodes with enough memory for the agents from the pool. Nodes with too little memory are marked as
+        refused. Returns an empty list if too few nodes are left.
+        """
+        while nodes := self.pool.take(self._replica, self._config.parallel_config.nodes_per_replica):
+            problems = [self._problem_of(node) for node in nodes]
+            if not any(problems):
+                return nodes
+            for node, problem in zip(nodes, problems, strict=True):
+                self._give_back(node, problem, is_refused=bool(problem))
+        return []
+
+    def _problem_of(self, node: Node) -> str:
+        """Compares the memory plan with the memory that a node reports. Returns the problem, or an empty text."""
+        assert node.welcome is not None, "a node that is taken has a link"
+        report = node.welcome
+        try:
+            plan_node(self._config, Machine(report.memory_bytes, f"{report.memory_from} of the node", report.cores))
+        except MemoryPlanError as error:
+            return f"the model does not fit the node: {error}"
+        return ""
+
+    def _give_back(self, node: Node, problem: str, *, is_refused: bool = False) -> None:
+        """Returns a node without agents to the pool, which connects to the node again."""
+        if node.channel is not None:
+            node.channel.close()
+        self.pool.give_back(node, problem, is_refused=is_refused)

@@ -1,0 +1,212 @@
+"""Tests groups whose agents are on several nodes: real agents, an exchange for each node, TLS on the loopback address.
+
+Each agent attaches the exchange of its own node. The bridges run in the process of the test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import select
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent.group.exchange import Exchange
+from llm_serving.agent_host.exchange_bridge import MAGIC, ExchangeBridge
+from llm_serving.cluster.key import EXCHANGE_PROTOCOL, ClusterKey
+from llm_serving.cluster.messages import Place, Share
+from llm_serving.config import ParallelConfig
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from llm_serving.ipc.introduction import introduce
+from support.collective_runs import check_gathers, check_sums, finish, start
+from support.sweeps import with_sweeps
+from support.time_limits import time_limit
+
+SECRET = bytes(range(32))
+
+
+class NodeExchange:
+    """The exchange of a node, its bridge, and a listener that passes connections to the bridge."""
+
+    def __init__(self, layout: ExchangeLayout, key: ClusterKey) -> None:
+        self.memory, self._key = ExchangeMemory.create(layout), key
+        self.bridge: ExchangeBridge | None = None
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.place = Place("127.0.0.1", self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def join(self, share: Share) -> None:
+        self.bridge = ExchangeBridge(self.memory, share, self._key)
+
+    def problem(self) -> str:
+        """Waits until a connection has ended, and returns the reason."""
+        assert self.bridge is not None
+        assert select.select([self.bridge.descriptor], [], [], time_limit(20.0))[0]
+        return self.bridge.problem
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                plain = self._listener.accept()[0]
+                link = self._key.server.wrap_socket(plain, server_side=True)
+            except OSError:
+                return
+            if self.bridge is None or link.selected_alpn_protocol() != EXCHANGE_PROTOCOL:
+                link.close()
+            else:
+                threading.Thread(target=self.bridge.receive, args=(link,), daemon=True).start()
+
+    def close(self) -> None:
+        socket.socket.shutdown(self._listener, socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(time_limit(10.0))
+        if self.bridge is not None:
+            self.bridge.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def make_nodes(key: Path) -> Iterator[Any]:
+    """Makes the exchanges of a group's nodes, and connects them unless ``joined`` is false."""
+    with ExitStack() as owned:
+
+        def make(tp: int, pp: int, num_nodes: int, *, joined: bool = True) -> list[NodeExchange]:
+            layout = ExchangeLayout(tp, pp, hidden_size=64, max_tokens=16, max_rows=4)
+            nodes = [NodeExchange(layout, ClusterKey(str(key))) for _ in range(num_nodes)]
+            for node in nodes:
+                owned.callback(node.close)
+            places = [node.place for node in nodes]
+            for number, node in enumerate(nodes if joined else ()):
+                node.join(Share(number, places, SECRET))
+            return nodes
+
+        yield make
+
+
+def run(nodes: Sequence[NodeExchange], size: int, what: str) -> list[dict[str, Any]]:
+    """Runs ``what`` in ``size`` agents, which are divided among the nodes in order."""
+    each = size // len(nodes)
+    return finish([start(nodes[index // each].memory, index, what, bell=True) for index in range(size)])
+
+
+@pytest.mark.parametrize(("size", "num_nodes"), with_sweeps([(4, 2), (2, 2), (3, 3)], lambda size, nodes: size != 4))
+def test_sums_and_gathers_are_those_of_one_machine(make_nodes: Any, size: int, num_nodes: int) -> None:
+    check_sums(run(make_nodes(size, 1, num_nodes), size, "sums"))
+    check_gathers(run(make_nodes(size, 1, num_nodes), size, "gathers"))
+
+
+@pytest.mark.parametrize("size", with_sweeps([(2,), (3,)], lambda size: size == 3))
+def test_calls_never_mix(make_nodes: Any, size: int) -> None:
+    assert run(make_nodes(size, 1, size), size, "race") == [{"wrong": None}] * size
+
+
+def stage(node: NodeExchange, index: int) -> Exchange:
+    """Returns the exchange of stage ``index`` of a pipeline with two stages, each of one agent."""
+    parallel = ParallelConfig(pipeline_parallel=2, nodes_per_replica=2)
+    place = SimpleNamespace(pp_index=index, tp_index=0)
+    part = SimpleNamespace(parallel=parallel, place=place, is_split=False, member=index)
+    return Exchange(node.memory, part, time_limit(30.0))  # type: ignore[arg-type]
+
+
+def test_a_pipeline_passes_activations_and_tokens_between_nodes(make_nodes: Any) -> None:
+    first, last = (stage(node, index) for index, node in enumerate(make_nodes(1, 2, 2)))
+    steps = [np.random.default_rng(n).random((1 + n % 16, 64), np.float32) for n in range(60)]
+    found: list[np.ndarray[Any, Any]] = []
+
+    def compute() -> None:
+        last.meet(time_limit(30.0))
+        for number, step in enumerate(steps):
+            out = np.empty_like(step)
+            last.receive(out)
+            found.append(out)
+            last.post_tokens(np.array([number % 4], np.int32), np.array([number], np.int32))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    first.meet(time_limit(30.0))
+    for number, step in enumerate(steps):
+        first.send(step)
+        if number % 3 == 2:
+            assert first.tokens_after(number)[number % 4] == number
+    thread.join()
+    for step, out in zip(steps, found, strict=True):
+        np.testing.assert_array_equal(step, out)
+
+
+def test_a_lost_connection_is_reported_by_both_nodes(make_nodes: Any) -> None:
+    nodes = make_nodes(2, 1, 2)
+    run(nodes, 2, "gathers")
+    assert nodes[0].bridge.problem == ""
+    nodes[0].bridge.close()
+    assert f"127.0.0.1:{nodes[0].place.port} of the same group ended" in nodes[1].problem()
+    nodes[0].bridge = None
+
+
+def test_a_node_that_is_not_ready_yet_is_asked_again(make_nodes: Any) -> None:
+    nodes = make_nodes(2, 1, 2, joined=False)
+    places = [node.place for node in nodes]
+    nodes[1].join(Share(1, places, bytes(32)))
+    nodes[0].join(Share(0, places, SECRET))
+    agent = start(nodes[0].memory, 0, "gathers", bell=True)
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "open\n"
+    nodes[1].bridge.close()
+    nodes[1].join(Share(1, places, SECRET))
+    check_gathers(finish([agent, start(nodes[1].memory, 1, "gathers", bell=True)]))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"secret": bytes(32)}, "did not prove the launch secret"),
+        ({"facts": b"\0" * 24}, "its exchange differs"),
+        ({"facts": b""}, "its exchange differs"),
+    ],
+)
+def test_a_sender_of_another_group_is_refused(
+    make_nodes: Any, key: Path, change: dict[str, bytes], problem: str
+) -> None:
+    nodes = make_nodes(2, 1, 2, joined=False)
+    nodes[0].join(Share(0, [node.place for node in nodes], SECRET))
+    facts = np.array([1, *dataclasses.astuple(nodes[0].memory.layout)], "<u4").tobytes()
+    wanted = {"secret": SECRET, "facts": facts, **change}
+    with connected(nodes[0], key) as link, pytest.raises(Exception, match=problem):
+        introduce(link, MAGIC, wanted["secret"], wanted["facts"])
+    assert nodes[0].bridge.problem == ""
+
+
+@pytest.mark.parametrize(
+    ("update", "problem"),
+    [
+        ((0, 1, 0), "sent stream 0, which it does not write"),
+        ((99, 1, 0), "sent stream 99, which it does not write"),
+        ((1, 0, 0), "sent value 0 with 0 bytes for stream 1"),
+        ((1, 1, 4), "room for 0 bytes"),
+        ((3, 1, 512 * 1024 + 1), "room for 524288 bytes"),
+    ],
+)
+def test_a_wrong_update_ends_the_connection_and_writes_nothing(
+    make_nodes: Any, key: Path, update: tuple[int, int, int], problem: str
+) -> None:
+    nodes = make_nodes(2, 1, 2, joined=False)
+    nodes[0].join(Share(0, [node.place for node in nodes], SECRET))
+    facts = np.array([1, *dataclasses.astuple(nodes[0].memory.layout)], "<u4").tobytes()
+    before = bytes(nodes[0].memory.mapping)
+    with connected(nodes[0], key) as link:
+        introduce(link, MAGIC, SECRET, facts)
+        link.sendall(np.array(update, "<u4").tobytes())
+        assert problem in nodes[0].problem()
+    assert bytes(nodes[0].memory.mapping) == before
+
+
+def connected(node: NodeExchange, key: Path) -> socket.socket:
+    plain = socket.create_connection((node.place.host, node.place.port), timeout=time_limit(10.0))
+    return ClusterKey(str(key)).exchange.wrap_socket(plain)

@@ -1,0 +1,62 @@
+"""Tests a server whose model is divided among two nodes: the tokens are the oracle's, also after a node is killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from support.cluster import NodeProcess, new_key
+from support.golden_files import golden_of
+from support.oracle_ties import complete
+from support.server_process import running_server
+from support.small_configs import TINY_LLAMA
+from support.time_limits import time_limit
+
+CASES = golden_of("tiny_llama")["cases"]
+
+
+def states(server):
+    return {node["name"]: node["state"] for node in server.get("/v1/cluster")["nodes"]}
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + time_limit(60)
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(600)
+def test_the_tokens_are_the_oracles_also_after_a_node_is_killed(tmp_path):
+    key = new_key(tmp_path)
+    nodes = [NodeProcess(tmp_path / f"node{number}", key) for number in range(3)]
+    addresses = [node.address for node in nodes]
+    settings = [
+        *(f"model_config.model_path={TINY_LLAMA}", "model_config.model_dtype=float32", "model_config.cpu_threads=1"),
+        *("parallel_config.tensor_parallel=2", "parallel_config.nodes_per_replica=2"),
+        *("parallel_config.executor=nodes", f"parallel_config.cluster_key_file={key}"),
+        f"parallel_config.nodes={json.dumps(addresses)}",
+    ]
+    try:
+        with running_server(tmp_path / "server", settings) as server:
+            for case in CASES:
+                assert complete(server, case["prompt"], 64) == case["tokens"]
+            before = states(server)
+            assert sorted(before.values()) == ["free", "used", "used"]
+            killed = next(node for node in nodes if before[node.address] == "used")
+            with ThreadPoolExecutor(8) as pool:
+                asked = [pool.submit(complete, server, case["prompt"], 64) for case in CASES for _ in range(2)]
+                wait_for(lambda: server.get("/v1/cluster")["replicas"][0]["running"])
+                killed.send_signal(signal.SIGKILL)
+                answers = [each.result(time_limit(200)) for each in asked]
+            assert answers == [case["tokens"] for case in CASES for _ in range(2)]
+            wait_for(lambda: server.events("agent_lost"))
+            others = [node.address for node in nodes if node is not killed]
+            wait_for(lambda: [states(server)[address] for address in others] == ["used", "used"])
+    finally:
+        for node in nodes:
+            node.stop()
