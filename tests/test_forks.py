@@ -16,6 +16,7 @@ import pytest
 
 from llm_serving.executor.agent_process import Launch, launch_python
 from support.forks import SHARED_FOLDER, ForkedProcess, fork_server, forked_agents, forked_program
+from support.processes import has_ended
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
@@ -108,7 +109,7 @@ def test_a_fork_server_ends_with_its_last_user():
         user.stdout.read(1)
     [server] = fork_servers(folder)
     for user in users:
-        assert server.is_running()
+        assert not has_ended(server)
         user.communicate()
     psutil.wait_procs([server], timeout=time_limit(20))
     assert fork_servers(folder) == []

@@ -16,6 +16,7 @@ from llm_serving.chat.main import main
 from llm_serving.errors import LLMServingError
 from support.chat_terminal import CTRL_C, CTRL_D, chat_terminal
 from support.fake_openai_server import Reply, fake_openai_server
+from support.processes import has_ended
 from support.server_process import shm_entries
 from support.small_configs import REPOSITORY, small_overrides
 from support.time_limits import time_limit
@@ -56,7 +57,7 @@ def test_a_chat_with_a_server_of_its_own(tmp_path: Path) -> None:
         terminal.expect(r"April comes after March\..*>>> ")
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
-        assert not server.is_running()
+        assert has_ended(server)
         assert shm_entries(server.pid) == set()
 
 

@@ -30,6 +30,7 @@ from support.executor_steps import (
     shm_entries,
     submit_decode_before_prefill,
 )
+from support.processes import has_ended
 from support.stub_agent import BUSY, COMPILE, DIE, HANG, RAISE, REFUSE, SLOW, SPIN, SPIN_CHILD, stub_token
 from support.time_limits import time_limit
 
@@ -198,7 +199,7 @@ def test_a_stopped_agent_is_replaced_and_cannot_come_back(make_executor):
     with contextlib.suppress(psutil.NoSuchProcess):
         old.resume()
     events_until(executor, AgentReady)
-    assert not old.is_running()
+    assert has_ended(old)
     executor.submit(prefill(0, 5))
     [result] = events_until(executor, StepResult)
     assert result.sampled_ids == [stub_token(1, 0)]

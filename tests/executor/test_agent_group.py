@@ -7,7 +7,6 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 
 from llm_serving.errors import AgentStartError
@@ -23,6 +22,7 @@ from support.executor_steps import (
     shm_entries,
     submit_decode_before_prefill,
 )
+from support.processes import running
 from support.stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
 from support.sweeps import with_sweeps
 
@@ -33,10 +33,6 @@ BAD_LAST = (*PAIR, "model_config.model_name=bad-last-agent")
 
 def pids(executor):
     return [agent["pid"] for agent in executor.agents()]
-
-
-def is_alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(("overrides", "size"), [(PAIR, 2), (FOUR, 4)])
@@ -159,7 +155,7 @@ def test_any_killed_agent_takes_the_group_down_and_it_comes_back(make_executor, 
     assert {agent["state"] for agent in executor.agents()} == {"restarting"}
     assert executor.num_free_slots == 0
     events_until(executor, AgentReady)
-    assert [pid for pid in before if is_alive(pid)] == []
+    assert running(before) == []
     assert [agent["restarts"] for agent in executor.agents()] == [1] * 4
     executor.submit(prefill(1, 5))
     assert results(executor, 1)[0].sampled_ids == [stub_token(1, 0)]
@@ -178,7 +174,7 @@ def test_an_agent_that_is_killed_while_it_starts_ends_the_group(make_executor):
     [lost] = events_until(executor, AgentLost)
     assert lost.final
     assert lost.error.startswith("agent 1, process")
-    assert [pid for pid in before if is_alive(pid)] == []
+    assert running(before) == []
     assert {agent["state"] for agent in executor.agents()} == {"stopped"}
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 
 from support.lazy_module import LazyModule
+from support.processes import has_ended
 from support.server_process import ServerProcess, running_server
 from support.time_limits import time_limit
 
@@ -55,7 +56,7 @@ def test_a_killed_server_leaves_each_line_exactly_once(tmp_path):
     until(lambda: sum(map(num_lines, results(tmp_path, file.id).values())) >= LINES // 4)
     agents = first.agents()
     first.stop(signal.SIGKILL)
-    assert not [agent for agent in agents if agent.is_running()]
+    assert not [agent for agent in agents if not has_ended(agent)]
     done = results(tmp_path, file.id)
     assert LINES // 4 <= sum(map(num_lines, done.values())) < LINES
     with running_server(tmp_path / "second", settings) as second:

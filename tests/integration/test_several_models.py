@@ -18,6 +18,7 @@ import pytest
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS
 from support.golden_files import golden_of
+from support.processes import has_ended
 from support.server_process import ServerProcess, running_server
 from support.time_limits import time_limit
 
@@ -75,14 +76,6 @@ def agent_of(server: ServerProcess, name: str) -> psutil.Process:
     model = next(each for each in server.get("/server_info")["models"] if each["name"] == name)
     [agent] = model["engine"]["agents"]
     return psutil.Process(agent["pid"])
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """A zombie has ended, too: its memory is free. ``is_running`` counts it as running."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

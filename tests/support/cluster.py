@@ -14,6 +14,7 @@ import psutil
 
 from llm_serving.cluster.key import make_key
 from support.forks import ForkedProcess, fork_server, forked_agents
+from support.processes import has_ended
 from support.server_process import shm_entries
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
@@ -71,7 +72,7 @@ class NodeProcess:
         """Returns the agents that run now, and remembers them for ``stop``."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._family.update(psutil.Process(self.pid).children(recursive=True), forked_agents(self.pid))
-        return [process for process in self._family if process.is_running()]
+        return [process for process in self._family if not has_ended(process)]
 
     def send_signal(self, number: int) -> None:
         self.agents()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from support.processes import has_ended
 from support.small_configs import REPOSITORY
 from support.time_limits import time_limit
 
@@ -52,14 +53,14 @@ class RayNode:
         return self._family
 
     def raylet(self) -> psutil.Process:
-        return next(each for each in self.family() if each.is_running() and each.name() == "raylet")
+        return next(each for each in self.family() if not has_ended(each) and each.name() == "raylet")
 
     def hosts(self) -> list[psutil.Process]:
         """Returns the processes ``agent_host`` of this node that run."""
         found = []
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.is_running() and "llm_serving.agent_host" in process.cmdline():
+                if not has_ended(process) and "llm_serving.agent_host" in process.cmdline():
                     found.append(process)
         return found
 
