@@ -94,7 +94,7 @@ class LaterPages:
         return later
 
     def allocate_idle(self) -> None:
-        """Allocates one piece of an agent without steps. The next call may follow at once if still no message waits."""
+        """Allocates one piece of an agent without steps. The next call may follow without a pause."""
         self._allocate_piece()
         if self.wait_s is not None:
             self.wait_s = 0.0

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from llm_serving.config import Config
 from llm_serving.errors import (
+    AdapterError,
     CheckpointError,
     ConfigError,
     LLMServingError,
@@ -44,8 +45,9 @@ async def reload(
     version first completes its requests and ends, while new requests wait. If the model is not in memory, only its
     config changes, for the next start.
 
-    Raises ModelStateError if the memory is too small, if the new version does not start, or if a LoRA adapter is being
-    loaded. The old version then continues to serve, unless it had to end first.
+    The new version gets the LoRA adapters of the old version. Raises ModelStateError if the memory is too small, if the
+    new version does not start, or if a LoRA adapter is being loaded. The old version then continues to serve, unless it
+    had to end first.
     """
     _check(model)
     model.is_reloading = True
@@ -56,10 +58,13 @@ async def reload(
             model.config, model.need, model.tokenizer = following.config, following.need, None
             return
         work = _Reload(transitions, model, old, following)
-        victims, adapters = work.victims(drain_first=drain_first), old.engine.adapters.freeze()
+        adapters = old.engine.adapters.freeze()
         try:
+            if drain_first:
+                await work.check_adapters(adapters)
+            victims = work.victims(drain_first=drain_first)
             if victims is None:
-                await work.exchange()
+                await work.exchange(adapters)
             else:
                 await work.switch(victims, adapters)
         finally:
@@ -101,6 +106,18 @@ class _Reload(Generic[V]):
         self._old = old
         self._next = following
         self._began = transitions.clock()
+
+    async def check_adapters(self, adapters: list[Adapter]) -> None:
+        """Reads the adapters of the old version, which may have to end before the new version reads them.
+
+        Raises ModelStateError if the new version cannot use an adapter, or if the old version has ended meanwhile.
+        """
+        try:
+            await self._transitions.starter.check_adapters(adapters, self._next.config)
+        except AdapterError as error:
+            raise ModelStateError(f"The model is not reloaded: {error}", code="model_invalid") from None
+        if self._model.version is not self._old:
+            raise ModelStateError(f"The model {self._model.name!r} has ended; send the command again.")
 
     def victims(self, *, drain_first: bool) -> list[ServedModel[V]] | None:
         """Returns the other models that must end, so that a second version of this model fits into memory.
@@ -149,19 +166,19 @@ class _Reload(Generic[V]):
             model.retired.append(self._old)
             transitions.keep(self._retire())
 
-    async def exchange(self) -> None:
-        """Ends the old version when its requests have completed, and then starts the new version. New requests wait
-        meanwhile.
+    async def exchange(self, adapters: list[Adapter]) -> None:
+        """Ends the old version when its requests have completed, and then starts the new version with the ``adapters``
+        of the old version. New requests wait meanwhile.
         """
         model = self._model
         model.state = ModelState.UNLOADING
-        model.change = self._transitions.keep(self._end_then_start())
+        model.change = self._transitions.keep(self._end_then_start(adapters))
         await asyncio.wait((model.change,))
         if model.state is ModelState.FAILED:
             raise ModelStateError(f"The old version has ended, and the new one does not start: {model.error}")
         self._note()
 
-    async def _end_then_start(self) -> None:
+    async def _end_then_start(self, adapters: list[Adapter]) -> None:
         transitions, model = self._transitions, self._model
         await self._old.drained()
         transitions.starting[model.name] = self._next.need
@@ -170,7 +187,7 @@ class _Reload(Generic[V]):
             if not model.is_main:  # the server's own handlers always need a version of the main model
                 model.version = None
             model.config, model.need, model.tokenizer = self._next.config, self._next.need, None
-            await transitions.load(model, ModelState.COLD)
+            await transitions.load(model, ModelState.COLD, adapters)
         finally:
             del transitions.starting[model.name]
             model.change = None

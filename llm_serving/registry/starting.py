@@ -15,7 +15,7 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.schedulers import ObserveCache
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
-from llm_serving.errors import AgentStartError
+from llm_serving.errors import AdapterError, AgentStartError
 from llm_serving.lora.loading import read_into_memory
 from llm_serving.lora.registry import Adapter
 from llm_serving.model.source_files import files_fingerprint
@@ -85,6 +85,10 @@ class VersionStarter(Generic[V]):
         self.begin_checks(version)
         return version
 
+    async def check_adapters(self, adapters: Sequence[Adapter], config: Config) -> None:
+        """Reads adapters and checks whether a version with ``config`` can use them. Raises AdapterError if not."""
+        await asyncio.to_thread(_check_adapters, adapters, config)
+
     def begin_checks(self, version: RunningVersion[V]) -> None:
         """Starts the canary (regular test requests) of a version if its config has an interval for it."""
         config = version.engine.config
@@ -119,6 +123,15 @@ def with_fingerprint(config: Config) -> Config:
     except OSError as error:
         raise AgentStartError(f"the files of the model cannot be read: {error}") from error
     return replace(config, files_fingerprint=fingerprint)
+
+
+def _check_adapters(adapters: Sequence[Adapter], config: Config) -> None:
+    for adapter in adapters:
+        try:
+            _, memory = read_into_memory(Path(adapter.path), config)
+        except AdapterError as error:
+            raise AdapterError(f"the LoRA adapter {adapter.name!r} ({adapter.path}) cannot be used: {error}") from None
+        memory.close()
 
 
 def _copy_adapters(adapters: Sequence[Adapter], engine: AsyncEngine) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from llm_serving.errors import LLMServingError
+from llm_serving.lora.registry import Adapter
 from llm_serving.registry.arbiter import Arbiter, Claim, Need
 from llm_serving.registry.freeing import return_free_memory
 from llm_serving.registry.served_model import ServedModel
@@ -99,16 +100,19 @@ class Transitions(Generic[V]):
             self._note_main(version.view)
         self.keep(self._watch(model, version))
 
-    async def load(self, model: ServedModel[V], before: ModelState) -> None:
-        """Starts a model with its present config, and measures how long that takes. The memory must already be
-        reserved.
+    async def load(self, model: ServedModel[V], before: ModelState, adapters: Sequence[Adapter] = ()) -> None:
+        """Starts a model with its present config and ``adapters``, and measures how long that takes. The memory must
+        already be reserved.
 
         If the start fails, the model's state is ``FAILED``, and ``error`` is the reason.
         """
         began = self.clock()
         try:
             version = await self.starter.start(
-                *(model.config, model.take_number(), model.need), tokenizer=model.tokenizer, is_main=model.is_main
+                *(model.config, model.take_number(), model.need),
+                tokenizer=model.tokenizer,
+                adapters=adapters,
+                is_main=model.is_main,
             )
         except (LLMServingError, OSError) as error:
             self.fail(model, str(error))

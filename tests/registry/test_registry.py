@@ -410,3 +410,36 @@ def test_adapters_can_change_after_a_reload_that_failed(tmp_path: Path) -> None:
         add_adapter(models.registry.main.engine, "a")
 
     play(script, tmp_path, {})
+
+
+@pytest.mark.parametrize(("name", "size"), [("main", 7), ("a", 6)])
+def test_a_reload_that_drains_first_keeps_the_adapters(tmp_path: Path, name: str, size: int) -> None:
+    async def script(models: Models) -> None:
+        (await models.registry.acquire(models[name])).release()
+        models.next_size[name] = size
+        old = models[name].version.engine  # type: ignore[union-attr]
+        add_adapter(old, "one")
+        add_adapter(old, "two")
+        await models.registry.reload(models[name], None, drain_first=True)
+        new = models[name].version.engine  # type: ignore[union-attr]
+        assert old.is_stopped  # type: ignore[attr-defined]
+        assert [each.name for each in new.adapters.adapters] == ["one", "two"]
+        new.adapters.remove("one")
+
+    play(script, tmp_path, {"a": 5})
+
+
+def test_a_reload_that_drains_first_is_refused_if_the_new_version_cannot_use_an_adapter(tmp_path: Path) -> None:
+    async def script(models: Models) -> None:
+        models.next_size["main"] = 7
+        engine = models.registry.main.engine
+        add_adapter(engine, "one")
+        models.starter.unusable.add("one")
+        with pytest.raises(ModelStateError, match=r"not reloaded: the LoRA adapter 'one' cannot be used") as refused:
+            await models.registry.reload(models["main"], None, drain_first=True)
+        assert refused.value.code == "model_invalid"
+        assert models.registry.main.engine is engine
+        assert models.starter.started == []
+        add_adapter(engine, "two")
+
+    play(script, tmp_path, {})

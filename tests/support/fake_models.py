@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 from llm_serving.config import Config
-from llm_serving.errors import AgentStartError, ModelUnavailableError, QueueFullError
+from llm_serving.errors import AdapterError, AgentStartError, ModelUnavailableError, QueueFullError
 from llm_serving.lora.registry import Adapter, AdapterRegistry
 from llm_serving.registry.arbiter import Arbiter
 from llm_serving.registry.planned import PlannedModel
@@ -71,6 +71,8 @@ class FakeStarter:
         self.gate.set()
         """Each start of a version waits for this event."""
         self.fails = self.is_broken = False
+        self.unusable: set[str] = set()
+        """Names of adapters that no version can use."""
         self.started: list[str] = []
         self.with_tokenizer: list[bool] = []
         self.now = 0.0
@@ -100,6 +102,11 @@ class FakeStarter:
         for name in names:
             add_adapter(started.engine, name)
         return started
+
+    async def check_adapters(self, adapters: Sequence[Adapter], config: Config) -> None:
+        for adapter in adapters:
+            if adapter.name in self.unusable:
+                raise AdapterError(f"the LoRA adapter {adapter.name!r} cannot be used")
 
     def begin_checks(self, version: RunningVersion[Any]) -> None:
         pass
