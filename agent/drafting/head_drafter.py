@@ -194,8 +194,9 @@ class HeadDrafter(Drafter):
         return list(lines.values())
 
     def _line(self, row: int, index: int) -> Line:
-        """Returns a ``Line`` for the sequence on a batch row. ``index`` is its entry in the step, or negative if the
-        sequence gets no drafts.
+        """Returns what the head needs to continue the sequence on batch row ``row``.
+
+        ``index`` is the sequence's entry in the step, or negative if the sequence gets no drafts.
         """
         table, num_own = self._table(row, int(self._contexts[row]), self._tables[row])
         start, end = int(self._rows.num_computed[row]), int(self._ends[row])

@@ -95,7 +95,7 @@ class StoredStart:
         if not isinstance(graph, StaticStepGraph) or not isinstance(ops, FusedCpuOps) or not proof_steps(self._config):
             return
         # The graph records its launches in its first step with few tokens, and compares a replay in the second. So
-        # running the proof twice also records and compares.
+        # running the same test steps twice also records and compares.
         proof_digest(self._config, ops, run_step)
         replayed = proof_digest(self._config, ops, run_step)
         graph.set_replaying(False)

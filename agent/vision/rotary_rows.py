@@ -97,8 +97,7 @@ class GraphRotaryPositions(RotaryPositions):
 class RotaryRows(RotaryPositions):
     """Gathers the cosines and sines of the tokens from the tables of all positions, for a graph that reads them.
 
-    Replaces the positions of a step by rotary positions. The tokens of an image get the positions that text tokens
-    would have.
+    Also sets ``positions`` of the step's inputs to rotary positions. Tokens of images get those that text would have.
     """
 
     def __init__(self, config: Config, out: tuple[Array, Array]) -> None:

@@ -74,14 +74,15 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """The right to read or write one block outside the engine thread: a held host block, or the place of a block on the
-    disk.
+    """The right to read or write one block outside the engine thread.
+
+    The loan is for a host block, which is not reused until the loan ends, or for a place on the disk.
     """
 
     key: BlockKey
     pool: HostPool
     host: int | None
-    """The held host block. None if only the disk has the block."""
+    """The host block. None if only the disk has the block."""
     place: Place | None
     epoch: int
     """Number of times that the replica had lost its agents when the loan began."""
@@ -237,9 +238,9 @@ class BlockStore:
         return self._hosts.num_blocks // 2
 
     def accept(self, key: BlockKey) -> Loan | None:
-        """Returns a held host block. The caller writes the content of ``key`` into it and then calls ``accepted``.
+        """Returns a loan of a host block. The caller writes the content of ``key`` into it and then calls ``accepted``.
 
-        Returns None if all host blocks are held, or while the agents are lost.
+        Returns None if all host blocks are in use, or while the agents are lost.
         """
         pool = self._pool
         host = None if pool is None else self._hosts.allocate(key)

@@ -50,7 +50,7 @@ class Share:
 
     @classmethod
     def of(cls, clients: int, seconds: float, before: Mapping[str, float], after: Mapping[str, float]) -> Share:
-        """Calculates the cost from the server's metrics before and after a run.
+        """Returns the recorder's cost in a run of ``seconds``, from the server's metrics before and after the run.
 
         Raises LoadTestError if a metric is missing or the server ran no step.
         """

@@ -57,7 +57,10 @@ class HandedBlocks:
         """Bytes of blocks that went from one node to another."""
 
     def sent(self, step: ScheduledStep, node: int) -> dict[int, float]:
-        """Records the moves of a step that is sent to ``node``. Returns the bytes that other nodes send for it."""
+        """Records which handed blocks a step moves. ``node`` runs the step.
+
+        Returns, for each other node that must send blocks to ``node`` for this step, the number of bytes.
+        """
         sources: dict[int, float] = {}
         for move in step.moves:
             if move.kind is MoveKind.HAND_OUT:

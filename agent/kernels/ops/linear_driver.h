@@ -43,8 +43,7 @@ struct PlainForm {
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
   // Returns the distance in bytes between the weights of two consecutive steps, within half a panel (32 columns).
   static int64_t unit_stride(const WeightShape& shape) { return shape.step_bytes / 2; }
-  // Returns the number of bytes from the first half of a piece to its second half. This is the size of half a panel (32
-  // columns).
+  // Returns the distance in bytes from the weights of a panel's first 32 columns to those of its last 32 columns.
   static int64_t half_bytes(const WeightShape& shape, int64_t) { return shape.steps * shape.step_bytes / 2; }
 
   template <int R, int kLines>

@@ -148,8 +148,8 @@ void pack_panel(const PackSource& source, const PackedWeightHeader& header, cons
   }
 }
 
-// Copies one number for each column to the position of the column in the panels. Positions without a column become
-// zero.
+// Copies `columns`, one number for each output column, to `out` in the order that the columns have in the panels. Where
+// a panel has no column, `out` is zero.
 template <class T>
 void place_columns(const T* columns, const PackedWeightHeader& header, const WeightShape& shape, T* out) {
   for (int64_t i = 0; i < shape.panels * kPanelColumns; ++i) {

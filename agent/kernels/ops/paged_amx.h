@@ -251,9 +251,10 @@ static inline void value_tiles(const TilePanels& panels, GroupRange groups, int6
   }
 }
 
-// Runs the products of whole blocks of rows in small steps of four tile products, between other work. First it computes
-// the scores of one block, then the weighted sums of values of another block. It stores the sums of a column of
-// products only after the products of the next column have begun. Thus no store waits for a running product.
+// A queue of matrix products with AMX tiles. The caller queues the scores of one block of rows and the weighted sums of
+// another block. It then calls some() between other computations, which runs a few steps of four tile products. The
+// scores come first. The sums of a column of products are stored only after the products of the next column have begun.
+// Thus no store waits for a running product.
 template <class F>
 class TileWork {
  public:

@@ -114,7 +114,8 @@ LLMK_INLINE float widen(Unit unit, int i) {
   return bits_to_float(unit);
 }
 
-// Widens the keys of a cache with 4-byte units to floats, in a panel [group][dim][kGroupKeys].
+// Converts the keys of a cache with 4-byte units to floats in a panel [group][dim][kGroupKeys]. A unit of the cache has
+// kPer dims of a key.
 template <class C>
 static inline void widen_keys(const HeadTile& now, int64_t dim, Unit* panel) {
   constexpr int kPer = 4 / sizeof(C);

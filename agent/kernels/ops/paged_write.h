@@ -186,7 +186,8 @@ static inline void place_key_group(const char* rows, int64_t row_bytes, Unit* ou
   }
 }
 
-// Packs the values of 16 tokens into `out` [unit of keys][dim].
+// Packs the values of 16 tokens into `out` [16 / kPer][dim]. A unit of 4 bytes has the same dim of kPer consecutive
+// tokens.
 template <class C>
 static inline void place_value_group(const char* rows, int64_t dim, Unit* out) {
   constexpr int kPer = 4 / sizeof(C);
