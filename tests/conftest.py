@@ -127,7 +127,7 @@ REPETITIONS = (
 )
 """Beginnings of the names of slow cases.
 
-They repeat a guarantee for another type, op table or server, so only ``make test-sweeps`` runs them.
+They repeat a case of ``make test`` with another type, op table or server, so only ``make test-sweeps`` runs them.
 """
 
 # MindSpore contains protobuf messages that only protobuf's Python implementation accepts. MindSpore chooses this

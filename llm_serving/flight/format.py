@@ -83,9 +83,9 @@ class Tag(enum.IntEnum):
     """A call that raised an unexpected error. Fields: tag of the call, name of the error."""
     PLACE = 10
     """A call of ``place_request`` by a router. Fields: those of ``ADD``, with the pseudonyms of prompt and output; then
-    arrival index and number of output tokens. If prefill and decode have separate replicas, two more fields may follow:
-    whether the request leaves this replica after its prompt, and the blocks of the hand-over pool that have its keys
-    and values?.
+    arrival index and number of output tokens. If prefill and decode have separate replicas, two more fields may follow.
+    The first states whether the request leaves this replica after its prompt. The second has the blocks of the
+    hand-over pool that contain its keys and values, or None.
     """
     RELEASE = 11
     """A call of ``release_requests``. Fields: numbers of the waiting requests that moved to another replica."""

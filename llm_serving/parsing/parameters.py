@@ -1,6 +1,7 @@
 """Finds the JSON types of a tool's parameters in its schema.
 
-Some formats of tool calls write values without quotes. There, the parser needs the type to tell a text from a number.
+Some formats of tool calls write values without quotes. For such a value, the parser needs the type to distinguish a
+text from a number.
 """
 
 from __future__ import annotations

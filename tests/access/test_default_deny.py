@@ -1,4 +1,4 @@
-"""Tests that one key closes every route except ``/health/live`` and the files of the web pages.
+"""Tests that a server with API keys answers without a key only ``/health/live`` and the files of the web pages.
 
 The tests cover every route, every spelling of its path, and every way to send a key.
 """

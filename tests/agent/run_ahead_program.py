@@ -104,7 +104,7 @@ def plan(
 
 
 def alternating_plan() -> list[Step]:
-    """Returns decodes of two sequences each, every second one with a sequence whose sampling needs whole logits."""
+    """Returns decode steps of two sequences. In every second step, sampling one sequence needs whole logits."""
     part = Parts(np.random.default_rng(8), lambda row: GREEDY | ({"repetition_penalty": 1.3} if row == 2 else {}))
     steps = [Step(Prefill, [part(0), part(1)]), Step(Prefill, [part(2)])]
     return steps + [Step(Decode, [part(0), part(1 + number % 2)]) for number in range(ROUNDS)]

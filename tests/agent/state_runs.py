@@ -13,7 +13,9 @@ STEPS = 6
 
 
 def run_states(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
-    """Returns the digests of some output positions, by the name of the way, and the error text for a missing state."""
+    """Returns the digests of some output positions for each way of computing them, and the error text for a missing
+    state.
+    """
     case = golden["cases"][-1]
     prompt, forced = case["prompt"], case["tokens"][:STEPS]
     return {

@@ -123,7 +123,7 @@ def test_auto_leaves_mindformers_unconfined(tmp_path):
 
 
 def test_a_link_without_a_target_stops_no_agent(tmp_path, monkeypatch):
-    """A loop of links, and a link that the system refuses to follow. Any user's folder may have them."""
+    """Tests a loop of links, and a link that the system refuses to follow. Users' folders may contain both."""
     folders = [tmp_path / name for name in ("code", "model", "venv/site-packages", "venv/site-packages/package")]
     for folder in folders:
         if folder.name == "model":

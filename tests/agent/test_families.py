@@ -74,15 +74,15 @@ DISCONTINUOUS = (
 )
 """Models whose router can choose other experts after a rounding to a half type. Then any token may change."""
 LEAST_NEAR = 0.95
-"""Minimum fraction of the tokens of ``DISCONTINUOUS`` among the oracle's best four."""
+"""For the models in ``DISCONTINUOUS``: minimum fraction of the tokens that are among the oracle's best four."""
 MOST_TIES = 0.08
 """Maximum fraction of a model's tokens that may differ.
 
 float16 checkpoints lose bits when they become bfloat16, so the bound is higher than for Llama.
 """
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
-"""Minimum fraction of at least 300 tokens that are among the oracle's best four. Rounding changes random weights'
-tokens most.
+"""Minimum fraction of the tokens that are among the oracle's best four, measured over at least 300 tokens. It is low,
+because rounding often changes the tokens of models with random weights.
 """
 
 Setup = tuple[str, str, str, str]

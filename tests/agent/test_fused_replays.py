@@ -32,7 +32,7 @@ REASONS = {
     "differs later": ("with other inputs gives another result", "with other inputs gives another result"),
     "writes nothing": ("a replay gives another result", "a replay gives another result"),
 }
-"""The reasons that the agents report: agent 0, in which the fault is planted, and the other agents of its stage."""
+"""For each fault: the reason that agent 0 reports, which has the fault, and that of the other agents of its stage."""
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,8 @@ def floats_of(source: GGUFFile, part: WeightPart, cut: TensorCut | None = None) 
 
 @pytest.mark.parametrize("family", ["deepseek2", "qwen3next", "qwen35", "qwen35moe"])
 def test_integers_and_parts_are_those_of_the_floats(tmp_path: Path, family: str) -> None:
-    """Q8_0 is read without rounding, so integers times scales equal the floats, also in tensors whose rows a recipe
-    moves.
+    """Q8_0 is read without rounding, so integers times scales equal the floats. This also holds for tensors whose rows
+    are stored in another order.
     """
     _, file = write_pair(family, "Q8_0", tmp_path)
     source = GGUFFile(file)

@@ -30,13 +30,13 @@ WORKER = Path(__file__).with_name("gguf_worker.py")
 TYPES = tuple(kind.name for kind in TENSOR_TYPES.values())
 CELLS = tuple(itertools.product(WIDE_FAMILIES, TYPES))
 NEAR = 0.95
-"""Minimum fraction of the tokens in the served format among the oracle's best four."""
+"""Minimum fraction of the tokens, generated in the served format, that are among the oracle's best four."""
 MOST = 0.95
 """Minimum fraction of the elements of a file's matrices that have the type of the cell. The other elements are in
 routers, or in rows that are not a whole number of blocks.
 """
 TOKEN_CELLS = {("llama", "Q4_K"), ("qwen3moe", "Q6_K"), ("gpt-oss", "MXFP4"), ("deepseek2", "Q5_K")}
-"""The cells whose tokens ``make test`` computes."""
+"""The cells (pairs of architecture and GGUF type) whose tokens ``make test`` computes."""
 
 
 def fraction_of(kind: str, file: Path) -> float:

@@ -68,7 +68,7 @@ LATENT = tuple(name for name in FAMILY_VARIANTS if "kv_lora_rank" in FAMILY_VARI
 
 
 UNTESTED = ("gpt_oss_mxfp4",)
-"""``gpt_oss`` is the same network with weights of floats."""
+"""Models that are left out here, because ``gpt_oss`` is the same network with float weights."""
 STATE_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models with linear attention. The config refuses stages of a pipeline for them, and int4 rounding changes their text.
 """

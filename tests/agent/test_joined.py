@@ -30,8 +30,8 @@ SCHEME = Scheme("int8", 3)
 
 
 class OneTensor:
-    """A WeightSource with the tensor ``whole``, as floats and quantised. Each value and each scale shows its place in
-    it.
+    """A WeightSource with the tensor ``whole``, as floats and quantised. Each value and each scale encodes its own
+    place in the tensor.
     """
 
     def scheme(self, part: WeightPart) -> Scheme | None:

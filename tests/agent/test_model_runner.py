@@ -86,7 +86,7 @@ NATIVE_SETUPS = tuple(setup for setup in ALL_SETUPS if setup[1] == "native")
 MOST_TIES = 0.06
 """Maximum fraction of a model's tokens that may differ. More would be an error, not ties."""
 LOGIT_TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.15}
-"""Maximum logit difference of a tie, as a multiple of the standard deviation of the oracle's logits."""
+"""Two logits count as a tie up to this difference, in units of the standard deviation of the oracle's logits."""
 
 Setup = tuple[str, str, str, str]
 """Type, op table, format of the weights, format of the KV cache."""

@@ -146,7 +146,9 @@ def test_a_request_that_ends_after_a_rejected_draft_leaves_no_state_of_it(token:
 
 @pytest.mark.parametrize(("num_snapshots", "found"), [(8, 8), (2, 8), (1, 0)])
 def test_a_rejected_draft_at_the_end_of_a_block_keeps_the_state_before(num_snapshots: int, found: int) -> None:
-    """With a single snapshot, the save overwrites the state before."""
+    """With a single snapshot, the state after the rejected draft overwrites the state before it. Then no state is
+    found.
+    """
     simulation = hybrid(num_snapshots)
     request, step = drafted(simulation, draft_at_end=0, num_decoded=4)
     assert [(entry, after) for entry, after, _ in step.state_moves] == [(1, 1)]

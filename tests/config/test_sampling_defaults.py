@@ -35,8 +35,8 @@ def test_the_values_of_the_model_folder(tmp_path: Path) -> None:
 
 
 def test_the_values_of_another_file(tmp_path: Path) -> None:
-    """A relative path is searched next to the config. If another model replaces the YAML's, the file of the YAML is not
-    used.
+    """A relative path is searched next to the config. If ``--set`` names another model than the YAML, the file that the
+    YAML names is not used.
     """
     folder = write_model_folder(tmp_path / "model", generation={"temperature": 0.6})
     (tmp_path / "own.json").write_text('{"top_k": 7}')

@@ -100,7 +100,7 @@ def test_a_late_answer_does_not_end_the_wait_for_the_next_adapter() -> None:
 
 
 def test_an_adapter_whose_load_timed_out_is_dropped() -> None:
-    """Otherwise its memory stays, and restarted agents load it."""
+    """If the adapter were not dropped, its memory would stay, and restarted agents would load it."""
 
     async def run() -> None:
         commands: list[Any] = []

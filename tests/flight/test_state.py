@@ -70,8 +70,8 @@ def _decisions(step):
 
 
 def test_a_restored_scheduler_waits_for_the_same_states_of_linear_attention():
-    """Request b waits for the state that the prompt of request a will save. The snapshot must keep this without token
-    hashes.
+    """Request b waits for the state that the prompt of request a will save. The restored scheduler must know this,
+    although the snapshot contains no hashes of tokens.
     """
     states = {"prefix_cache": True, "num_state_snapshots": 4, "decode_steps_ahead": 0}
     limits = make_limits(**states, policy=Policy.CHUNKED, max_num_batched_tokens=12)

@@ -25,7 +25,7 @@ SIZES += ["scheduler_config.max_num_batched_tokens=128"]  # the warm-up runs the
 FLOAT32 = ["model_config.weight_format=float32", "model_config.weight_cache_gib=0"]
 """Settings of a server that computes with the weights as floats, and writes no converted weights for a later start."""
 TIE = 1e-3
-"""Difference of the two best logits below which float32 sums in another order may choose the other token."""
+"""If the two best logits differ by less than this, float32 sums in another order may choose the other token."""
 
 
 def ask_all(folder: Path, answers: Sequence[dict[str, Any]], *overrides: str, forks: bool = False) -> list[str]:

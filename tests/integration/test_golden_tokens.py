@@ -25,8 +25,8 @@ SERVED = {
     ("mha", "bfloat16", "native"),
     ("llama3_rope", "bfloat16", "fused"),
 }
-"""The half-precision runs of ``make test``. Models with random weights are served in one of them. The rest are sweeps.
-tests/agent/test_model_runner.py checks the same tokens of the same models without a server, in all variants."""
+"""The half-precision runs of ``make test``: model, type and op table. All other runs are sweeps, because
+tests/agent/test_model_runner.py checks the same tokens without a server, in all variants."""
 HALF = [(model, dtype, table) for model in MODELS for table in ("native", "fused") for dtype in ("float16", "bfloat16")]
 
 

@@ -171,7 +171,9 @@ def test_a_restarted_agent_has_all_adapters(server: ServerProcess) -> None:
 def test_other_bytes_under_the_same_name_use_no_old_keys_and_values(
     server: ServerProcess, folders: dict[str, Path], shallow_model: Path
 ) -> None:
-    """The prefix cache has the prompt of the earlier adapter. A reload of equal bytes finds it again."""
+    """The prefix cache has blocks that the earlier adapter has computed. The new adapter must not use them. When the
+    earlier bytes are loaded again, the answer is the same as before.
+    """
     before = complete(server, "third")
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "third"})["deleted"] is True
     load(server, "third", folders["other"])

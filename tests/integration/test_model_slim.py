@@ -17,18 +17,22 @@ MODEL = VARIANTS["mha"]
 PROMPT = list(range(20, 60))
 TOKENS = 24
 TIE = 0.02
-"""Difference of two logits (their standard deviation is 4) below which float32 sums in another order may swap them."""
+"""If two logits differ by less than this, float32 sums in another order may swap them. The standard deviation of the
+logits is 4.
+"""
 
 
 NATIVE_TIE = 0.6
-"""The same for bfloat16. The scales of the inputs are rounded to it, and the output layer has integers."""
+"""The limit for native operators in bfloat16. They round the scales of the inputs to bfloat16, and their output layer
+has integer weights.
+"""
 
 
 @pytest.mark.parametrize(
     ("agents", "norm_biases", "op_table"),
     with_sweeps(
         [(1, False, "fused"), (2, True, "fused"), (1, True, "native"), (2, True, "native")],
-        # The fused agents of a pair cover how layers are divided, and the single native agent the native operators.
+        # The two fused agents test how layers are divided. The single native agent tests the native operators.
         lambda agents, norm_biases, op_table: (agents == 2) != (op_table == "fused"),
     ),
 )

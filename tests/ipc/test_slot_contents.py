@@ -43,7 +43,7 @@ def sizes(rng: random.Random) -> dict[str, int]:
 
 
 def used(slot: StepSlot) -> dict[str, int]:
-    """Returns the number of used elements of each array, written down a second time for this test."""
+    """Returns the number of used elements of each array, computed without the code under test."""
     tokens, seqs = slot.num_tokens, slot.num_seqs
     counts = dict.fromkeys(slot.arrays, seqs)
     counts |= {"header": 16, "token_ids": tokens, "positions": tokens, "slot_mapping": tokens,

@@ -25,7 +25,7 @@ LOGGED = 20
 FORM = (KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS, LOGGED)
 STATE = VALUE_HEADS * KEY_DIM * VALUE_DIM + (TAPS - 1 + LOGGED) * CHANNELS + 2 * LOGGED * VALUE_HEADS
 SETTLED = VALUE_HEADS * KEY_DIM * VALUE_DIM + (TAPS - 1) * CHANNELS
-"""Number of values of a state before its log."""
+"""Number of values of a state without its log."""
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 Float64Array = npt.NDArray[np.float64]
 

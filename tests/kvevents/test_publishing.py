@@ -1,4 +1,5 @@
-"""Tests that subscribers of the events of the prefix cache know exactly the blocks of the index. They use sockets."""
+"""Tests that a subscriber of the events of the prefix cache knows exactly the blocks of the index, over real sockets.
+"""
 
 from __future__ import annotations
 

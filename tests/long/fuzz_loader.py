@@ -25,7 +25,9 @@ from support.fuzzing import Findings  # noqa: E402
 from support.loader_fuzz import FORMATS, LoaderFuzz  # noqa: E402
 
 MAX_MEMORY_BYTES = 2 * 1024**3
-"""Maximum address space of a child. A damaged file may state a huge size; allocating it raises MemoryError, a crash."""
+"""Maximum address space of a child. A reader that tries to allocate a huge size that a damaged file states gets a
+MemoryError, which counts as a crash.
+"""
 
 
 def main() -> int:

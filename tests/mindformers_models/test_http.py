@@ -20,7 +20,9 @@ pytestmark = needs_mindformers
 
 MODELS = ("qwen3_tied", "qwen3_moe")
 TIE_MARGIN = 0.05
-"""Maximum difference of a tie, between log-probabilities of float16 logits whose standard deviation is about 4."""
+"""Two log-probabilities count as a tie up to this difference. They come from float16 logits with a standard deviation
+of about 4.
+"""
 NUM_TOKENS = 64
 PRESSED = [
     "model_config.max_generate_length=192",

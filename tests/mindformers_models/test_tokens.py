@@ -22,7 +22,7 @@ pytestmark = [needs_mindformers, pytest.mark.timeout(700)]
 WORKER = Path(__file__).with_name("worker.py")
 DTYPES = ("float16", "bfloat16")
 TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
-"""Maximum difference of a tie, as a multiple of the standard deviation of the logits, as in
+"""Two logits count as a tie up to this difference, in units of the standard deviation of the logits. As in
 tests/agent/test_families.py.
 """
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -1,6 +1,7 @@
 """Tests when the HTTP server reports output as delivered.
 
-This is when the server writes the output. For a slow client, it is when the client has read enough for the write.
+Output counts as delivered when the server has written it to the socket. While a slow client does not read, the socket
+is full, so the output is written and delivered later.
 """
 
 import asyncio

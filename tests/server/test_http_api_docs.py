@@ -13,7 +13,7 @@ from support.small_configs import REPOSITORY
 
 TEXT = (REPOSITORY / "docs" / "http_api.md").read_text("utf-8")
 POOLED = {endpoint.path for endpoint in (*embeddings.ENDPOINTS, *ranking.ENDPOINTS, *classification.ENDPOINTS)}
-"""Endpoints that a server of text refuses. tests/integration/test_embeddings.py runs them."""
+"""Endpoints that a server refuses if its model generates text. tests/integration/test_embeddings.py runs them."""
 BASE = "http://127.0.0.1:8835"
 
 

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 COVER = 0
-"""The interval of a function whose sample has each value of each parameter, in as few cases as possible."""
+"""A special value instead of an interval: the sample of the function then has each value of each parameter, in as few
+cases as possible.
+"""
 
 
 def read_intervals(options: Sequence[str]) -> dict[str, int]:

@@ -55,8 +55,8 @@ RANDOM_BLOCKS = {
     "IQ4_NL": {0: 1.0},
     "IQ4_XS": {0: 1.0},
 }
-"""Byte positions of the float16 factors in a block, by type. The second factor scales the minima, which centre the
-values.
+"""For each type: maps the byte positions of the float16 factors in a block to their values, in units of the block's
+scale. The second factor scales the minima, so that the mean of the random values is near 0.
 """
 
 

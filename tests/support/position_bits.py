@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 FORCED_STEPS = 20
-"""Tokens that follow the prompt. With the prompt's last position, one position more than this is compared."""
+"""Number of output tokens that follow the prompt. ``FORCED_STEPS`` + 1 positions are compared: those of the output
+tokens, and the prompt's last position.
+"""
 LEAST_PIECES = 4
 SHARED_TOKENS = 14
 """Number of output tokens for each kind of block sharing. The last tokens are in a block that the sequence does not

@@ -377,7 +377,7 @@ def test_the_html_is_well_formed_self_contained_and_escaped(maker: LogMaker, tmp
 def test_the_comparison_with_the_load_test(maker: LogMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tool compares a server's log with the results of the load test program.
 
-    Only the two requests that are in both count. Their times of transfer are the differences of both measurements.
+    Only the two requests that are in both count. The transfer time of a request is the difference of its times in both.
     """
     write_small_log(maker)
     client = tmp_path / "load.json"

@@ -54,7 +54,7 @@ from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
-"""A smaller file counts as this number of bytes towards the storage limits, and so does the record of a batch.
+"""Number of bytes as which a smaller file, or the record of a batch, counts towards the storage limits.
 
 Because of this minimum, the limits in bytes also limit the number of tiny files.
 """
