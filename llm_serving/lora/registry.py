@@ -68,6 +68,11 @@ class AdapterRegistry:
         """The adapters in alphabetical order of their names."""
         return [self._named[name] for name in sorted(self._named)]
 
+    @property
+    def open_requests(self) -> dict[str, int]:
+        """The number of open requests of each adapter, by its name."""
+        return {adapter.name: self._uses[adapter.slot].num_requests for adapter in self.adapters}
+
     def find(self, name: str) -> Adapter | None:
         """Returns the adapter with a name, or None."""
         return self._named.get(name)

@@ -28,6 +28,7 @@ from llm_serving.server.models.lookup import release_lease
 from llm_serving.server.routes import ENDPOINTS
 from llm_serving.server.state import AnyResponse, Endpoint, ServerSettings, ServerState
 from llm_serving.sessions.book import SessionBook
+from llm_serving.telemetry.adapter_metrics import AdapterCollector
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.tracing.export import Tracing
@@ -55,6 +56,7 @@ def create_app(
     if settings.structured_outputs:
         grammars = GrammarCompiler(engine.tokenizer, settings.vocab_size, sorted(engine.end_token_ids))
     state = ServerState(engine, log, metrics, settings, ENDPOINTS, access, grammars, tracing, batches=batches)
+    metrics.registry.register(AdapterCollector(lambda: state.engine.adapters))
     if isinstance(config, Config):
         state.sessions = SessionBook(config.kv_tier_config.sessions_per_key, time.time)
     return ServerApp(state)

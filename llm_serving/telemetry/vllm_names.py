@@ -6,13 +6,16 @@ names always show the same values.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+
+from llm_serving.telemetry.adapter_metrics import REQUESTS, SLOTS
 
 ENGINE = "0"
 """Value of the label ``engine``. In vLLM, each engine has a number; here, all replicas together count as one engine."""
@@ -65,7 +68,15 @@ VLLM_NAMES = (
     VllmName("vllm:prefix_cache_queries_total", "llm_serving_prefix_cache_query_tokens_total"),
     VllmName("vllm:prefix_cache_hits_total", "llm_serving_prefix_cache_hit_tokens_total"),
 )
-"""All names. ``vllm:lora_requests_info`` is missing, because this server has no metric of requests by adapter."""
+"""All names except ``LORA_INFO``."""
+
+LORA_INFO = VllmName(
+    "vllm:lora_requests_info",
+    REQUESTS,
+    difference="only with adapter slots; the labels are `max_lora`, `running_lora_adapters` (all loaded adapters) and "
+    "`waiting_lora_adapters` (empty, because a loaded adapter needs not wait); the value is the time of the scrape",
+)
+"""The metric by which the endpoint picker finds a server that has the adapter of a request."""
 
 
 class VllmCollector(Collector):
@@ -83,6 +94,16 @@ class VllmCollector(Collector):
         for row in VLLM_NAMES:
             if row.source in sources:  # the engine's gauges are missing until the engine has a status
                 yield self._copy(row, sources[row.source])
+        if SLOTS in sources:
+            yield self._lora_info(sources[SLOTS], sources[REQUESTS])
+
+    def _lora_info(self, slots: Metric, requests: Metric) -> Metric:
+        """Returns the metric ``LORA_INFO``. Its labels have the loaded adapters, and its value is the present time."""
+        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        info = GaugeMetricFamily(LORA_INFO.name, "Loaded LoRA adapters. The value is the present time.", labels=labels)
+        names = ",".join(sample.labels["adapter"] for sample in requests.samples)
+        info.add_metric([f"{slots.samples[0].value:g}", names, ""], time.time())
+        return info
 
     def _copy(self, row: VllmName, source: Metric) -> Metric:
         """Returns ``source`` under the name of ``row``. Samples that then have the same labels are added up."""

@@ -192,6 +192,8 @@ def test_the_list_of_models_has_the_adapters(server: ServerProcess, folders: dic
     assert {each["parent"] for each in adapters} == {base["id"]}
     assert server.get("/v1/models/first")["root"] == str(folders["first"])
     assert "parent" not in base
+    counted = [line for line in server.get_text("/metrics").splitlines() if "adapter_requests{" in line]
+    assert [line.split('"')[1] for line in counted] == sorted(NAMES)
 
 
 def test_other_apis_name_an_adapter(server: ServerProcess) -> None:

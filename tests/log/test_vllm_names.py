@@ -1,11 +1,15 @@
 """Tests the metrics under the names of vLLM: which names exist, and that their values equal the server's metrics."""
 
+import time
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from llm_serving.lora.registry import Adapter, AdapterRegistry
 from llm_serving.request import FinishReason, RequestOutput, RequestTimings
+from llm_serving.telemetry.adapter_metrics import AdapterCollector
 from llm_serving.telemetry.metrics import Metrics
-from llm_serving.telemetry.vllm_names import VLLM_NAMES
+from llm_serving.telemetry.vllm_names import LORA_INFO, VLLM_NAMES
 from support.fake_engine import make_status
 
 LABELS = {"model_name": "llama", "engine": "0"}
@@ -67,6 +71,27 @@ def test_a_label_is_renamed_or_its_samples_are_added(metrics):
     assert found["vllm:request_success_total", frozenset({**LABELS, "finished_reason": "stop"}.items())] == 1
     assert found["vllm:request_success_total", frozenset({**LABELS, "finished_reason": "error"}.items())] == 0
     assert found["vllm:num_preemptions_total", frozenset(LABELS.items())] == 3
+
+
+def test_loaded_adapters_are_labels(metrics):
+    """The endpoint picker of the Gateway API Inference Extension reads these labels."""
+    names = {name for name, _ in samples(metrics)}
+    assert "vllm:lora_requests_info" not in names
+    adapters = AdapterRegistry(max_adapters=4)
+    for name in ("sql", "mail"):
+        adapters.add(Adapter(name, "/adapters", b"", adapters.take_slot()))
+    sql = adapters.find("sql")
+    assert sql is not None
+    adapters.acquire(sql)
+    metrics.registry.register(AdapterCollector(lambda: adapters))
+    before = time.time()
+    found = samples(metrics)
+    assert found["llm_serving_adapter_slots", frozenset()] == 4
+    requests = [found["llm_serving_adapter_requests", frozenset({("adapter", name)})] for name in ("mail", "sql")]
+    assert requests == [0, 1]
+    [(labels, value)] = [(dict(labels), value) for (name, labels), value in found.items() if name == LORA_INFO.name]
+    assert labels == {"max_lora": "4", "running_lora_adapters": "mail,sql", "waiting_lora_adapters": ""}
+    assert before <= value <= time.time()
 
 
 def test_without_the_setting_there_are_no_copies():

@@ -11,12 +11,13 @@ from llm_serving.kvstore.store import TierFigures
 from llm_serving.registry.states import ModelState
 from llm_serving.routing.placement import Placed
 from llm_serving.telemetry import hand_over_metrics
+from llm_serving.telemetry.adapter_metrics import AdapterCollector
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.model_metrics import ModelCollector
 from llm_serving.telemetry.npu_metrics import NpuCollector
 from llm_serving.telemetry.npu_smi import Chip
 from llm_serving.telemetry.shadow_metrics import ShadowCollector
-from llm_serving.telemetry.vllm_names import VLLM_NAMES
+from llm_serving.telemetry.vllm_names import LORA_INFO, VLLM_NAMES
 
 INTRODUCTION = """\
 # Metrics
@@ -59,6 +60,7 @@ def metrics_page() -> str:
     npus.update()
     metrics.registry.register(npus)
     metrics.registry.register(_energy())
+    metrics.registry.register(AdapterCollector(lambda: SimpleNamespace(max_adapters=1, open_requests={"": 0})))
     model = _Status(name="", state="ready")
     metrics.registry.register(ModelCollector(lambda: [model], [each.value for each in ModelState]))
     shadow = {"answers": {"compared": 0}, "recommendation": "wait"}
@@ -91,7 +93,7 @@ def _vllm_names() -> str:
     rows = (
         f"| `{row.name}` | `{row.source}` |{f' {row.label[1]} = {row.label[0]} ' if row.label else ' '}"
         f"| {row.difference} |\n"
-        for row in VLLM_NAMES
+        for row in (*VLLM_NAMES, LORA_INFO)
     )
     return VLLM_INTRODUCTION + "".join(rows)
 
@@ -110,5 +112,5 @@ def _labels(family: Any) -> list[str]:
 def _label(name: str, family: Any) -> str:
     """Returns a metric's label as text, with its possible values if the server defines them in advance."""
     values = list(dict.fromkeys(sample.labels[name] for sample in family.samples if name in sample.labels))
-    fixed = values and name not in ("model", "replica", "rank", "device")
+    fixed = values and name not in ("adapter", "model", "replica", "rank", "device")
     return f"`{name}` ({', '.join(values)})" if fixed else f"`{name}`"
