@@ -1,7 +1,7 @@
 """Tests that log-probabilities of a long prompt take no more memory than those of a short one.
 
-The logits of 8192 positions and 151,936 tokens would be 5 GB in float32. The agents compute only those of a few positions
-at a time.
+The logits of 8192 positions and 151,936 tokens would be 5 GB in float32. The agents compute only those of a few
+positions at a time.
 """
 
 from __future__ import annotations
