@@ -1,6 +1,6 @@
 """Finds the JSON types of a tool's parameters in its schema.
 
-Some formats of tool calls write values without quotes. For such a value, the parser needs the type to distinguish a
+Some formats of tool calls write values without quotes. For these formats, the parser needs the type to distinguish a
 text from a number.
 """
 

@@ -56,7 +56,7 @@ REASONS = {
     "differs later": ("a replay gives another result", "a replay gives another result"),
     "refuses": ("a replay gives another result", "a replay gives another result"),
 }
-"""The reasons that the agents report: agent 0, in which the fault is planted, and the other agent."""
+"""For each fault: the reason that agent 0 reports, which has the fault, and that of the other agent."""
 
 
 @pytest.fixture(scope="module")

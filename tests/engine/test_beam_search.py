@@ -164,7 +164,7 @@ def test_the_bounds_of_a_search_are_checked(params: dict[str, Any], text: str) -
         BeamSearchParams(max_tokens=4, **params)
 
 
-# On the engine
+# The following tests run beam search in the engine.
 
 
 def outputs(result: SearchResult) -> list[tuple[int, ...]]:

@@ -20,7 +20,7 @@ from support.sweeps import with_sweeps
 
 NUM_REQUESTS = 500
 TESTED_REQUESTS = 200
-"""``make test`` compares the first of the requests."""
+"""Number of requests that ``make test`` compares: the first ones of ``NUM_REQUESTS``."""
 VOCAB = 1900
 BLOCK = 16
 

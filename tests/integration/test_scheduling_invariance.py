@@ -19,7 +19,7 @@ from support.sweeps import with_sweeps
 
 NUM_REQUESTS = 200
 TESTED_REQUESTS = 80
-"""``make test`` compares the first of the requests."""
+"""Number of requests that ``make test`` compares: the first ones of ``NUM_REQUESTS``."""
 VOCAB = 1900
 PROMPTS = [
     "Once upon a time",

@@ -23,7 +23,7 @@ from support.sweeps import with_sweeps
 
 NUM_REQUESTS = 50
 TESTED_REQUESTS = 25
-"""``make test`` sends the first of the requests, and ``make test-sweeps`` all of them with other policies."""
+"""Number of requests that ``make test`` sends: the first ones. ``make test-sweeps`` sends all, with other policies."""
 LIST = "one two three, one two three, one two three, one two"
 PERSON = {
     "type": "object",

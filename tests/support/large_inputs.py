@@ -17,7 +17,7 @@ MIB = 2**20
 SIZES = (64 * 1024, MIB, 8 * MIB - 1024, 50_000_000)
 """Bytes of a text. With the third size, the body has almost ``serving_config.max_body_bytes``."""
 COUNTS = (10_000, 131_072, 1_500_000)
-"""Numbers of token ids."""
+"""Numbers of token ids in the requests that send token ids instead of a text."""
 UNITS = {
     "a letter": "a",
     "white space": " ",

@@ -260,7 +260,7 @@ void sample_row(const SampleArgs& args, int64_t row) {
 bool is_left(const SampleArgs& args, int64_t row) { return args.logits_rows != nullptr && args.logits_rows[row] < 0; }
 
 // Returns true if the row needs no sampling: it is skipped, or it is greedy and its best token is known. The function
-// `sample` finishes such rows at the start of the batch itself, because waking another thread would take longer.
+// `sample` finishes the known rows at the start of the batch itself, because waking another thread would take longer.
 bool is_known(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return true;
   return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&
