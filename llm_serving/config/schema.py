@@ -18,9 +18,10 @@ _METADATA_KEY = "config_key"
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """The declaration of a configuration key. The dataclass field has its type and default. Limits are inclusive.
+    """The declaration of a configuration key, apart from its type and default.
 
-    If the key is a list, limits and choices apply to each element.
+    The key's field in the dataclass of its section has these. ``low`` and ``high`` are permitted values. If the key is
+    a list, they and ``choices`` apply to each element.
     """
 
     meaning: str

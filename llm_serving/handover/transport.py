@@ -300,7 +300,10 @@ class PoolReceiver:
             self._changed.wait_for(lambda: not self._links)
 
     def _problem_of(self, facts: bytes) -> str:
-        """Compares the sizes of a sender's blocks with its own. Returns the difference, or an empty text."""
+        """Compares the sizes of a sender's blocks with those of this process's pools.
+
+        Returns the difference, or an empty text.
+        """
         own = _sizes_of(self._pools)
         if facts == _packed(own):
             return ""

@@ -194,7 +194,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         # Tiles of images whose rows replace the embeddings of some tokens.
         Field("tiles", "int32", limits.max_tiles * TILE_WIDTH, "[num_tiles, TILE_WIDTH] see llm_serving.ipc.tiles"),
         # Results of the step.
-        Field("sampled_ids", "int32", seqs, "[S] the token, -1 where do_sample is 0, NOT_FINITE or REJECTED"),
+        Field("sampled_ids", "int32", seqs, "[S] the token, or NOT_FINITE, or REJECTED; -1 if do_sample is 0"),
         Field("sampled_logit", "float32", seqs, "[S] its raw logit, before penalties and temperature"),
         Field("logsumexp", "float32", seqs, "[S] log of the sum of exp of the raw logits"),
         Field("top_ids", "int32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] best first, -1 past num_top_logits"),

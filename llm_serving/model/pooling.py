@@ -77,7 +77,7 @@ class Pooling:
     """Numbers of dimensions to which a client may shorten an embedding. Empty if the model declares none."""
     prompts: tuple[Prompt, ...] = ()
     default_prompt: str = ""
-    """Name of the prompt of texts without ``prompt_name``. Empty if there is none."""
+    """Name of the prompt for texts that name no prompt in ``prompt_name``. Empty: such texts get no prompt."""
     score_tokens: tuple[int, ...] = ()
     """Token ids whose logits give a score: the token for no, and the token for yes. Empty for embeddings."""
 

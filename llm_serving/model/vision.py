@@ -142,8 +142,9 @@ class VisionShape:
     def activation_floats(self, num_pixels: int) -> int:
         """Returns the maximum number of values that the encoder keeps in memory for a tile of ``num_pixels`` pixels."""
         patches = num_pixels // self.patch_size**2
-        # Counts scores and their rounded copies, then queries, keys and values, hidden values of the MLP, and their
-        # copies.
+        # Attention scores [patches, patches], queries, keys and values, and hidden values of the MLP. All count three
+        # times, an upper limit for their copies. An encoder with windows computes the scores of QUERY_ROWS patches at
+        # a time, and its MLP has a gate.
         if self.windows is None:
             return 3 * patches * (patches + 3 * self.hidden_size + self.intermediate_size)
         scores = min(patches, QUERY_ROWS) * patches

@@ -79,7 +79,7 @@ class SchedulerLimits:
     decode_steps_ahead: int = 1
     """Number of decode steps that may wait at the agent while another decode step runs."""
     chunk_tokens: int | None = None
-    """Tokens of a mixed step, including those of decoding sequences. None for the default of ``mixed_step_tokens``."""
+    """Maximum tokens of a mixed step, with those of decoding sequences. None: the default of ``mixed_step_tokens``."""
     batching: BatchingStrategy = BatchingStrategy.CONTINUOUS
     batch_size: int | None = None
     """Number of requests in a static or dynamic batch. None: as many as a decode step can have."""

@@ -118,7 +118,9 @@ class Receipt:
         self.num_blocked: dict[BlockReason, int] = {}
         """Number of failed attempts to start the request while it was first in its queue, by reason."""
         self.blocked_us: dict[BlockReason, int] = {}
-        """Microseconds for which the request, or the first request of its queue, could not start, by reason."""
+        """Microseconds for which the request waited because the first request of its queue could not start, by reason.
+        The request itself may be the first.
+        """
         self._blockers: dict[str, int] = {}
         self._reason: BlockReason | None = None
         self._blocked_since = 0

@@ -173,11 +173,12 @@ class Intake(Stateful):
         return num_free_rows if self._max_starts is None else min(num_free_rows, self._max_starts)
 
     def limit_starts(self, num_starts: int) -> None:
-        """Limits the result of ``num_startable`` to ``num_starts``, because of blocks, admission or policy.
+        """Limits the result of ``num_startable`` to ``num_starts``.
 
-        The lowest limit of several calls holds until the queue is empty, even if blocks become free before. Without
-        this limit, the queue would accept a request for every free batch row, and most of these requests could not
-        start.
+        The scheduler calls this method if free blocks, admission or the policy permit fewer starts than there are free
+        batch rows. After several calls, the lowest limit holds. It holds until the queue is empty, even if blocks
+        become free earlier. Without the limit, the queue would take in a request for every free batch row, and most of
+        these requests could not start.
         """
         self._max_starts = num_starts if self._max_starts is None else min(self._max_starts, num_starts)
 

@@ -76,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(config: Config, plan: MemoryPlan, options: Any, settings: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Starts a server, loads it, and returns the parts of its peak memory and the peak of the start."""
+    """Starts a server and sends requests to it.
+
+    Returns the parts of its memory at the peak under these requests, and its peak memory during the start, in bytes.
+    """
     with (
         sampled(INTERVAL_S, usage_of_children) as samples,
         configured_server("memory", options.config, settings, folder, options.start_timeout) as server,

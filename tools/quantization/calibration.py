@@ -20,7 +20,7 @@ from tools.tiny_llama.tokenizer import BOS, ROLE_TOKENS, render
 
 BUILTIN = "builtin"
 BUILTIN_SEED = 77
-"""Seed of the built-in calibration text. The embedded model was trained with texts of other seeds."""
+"""Seed of the built-in calibration text. The tiny model in ``models/`` was trained with texts of other seeds."""
 
 
 def calibration_tokens(folder: Path, source: str, sequences: int, length: int) -> NDArray[np.int32]:

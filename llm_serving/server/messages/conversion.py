@@ -40,7 +40,7 @@ _FIELDS = (
 )
 """Renames fields of the chat request to fields of Anthropic's API, for errors.
 
-Each pair has a pattern for a field of the chat request, and the name of the field from which it was made.
+Each pair has a pattern for a field of the chat request, and the name of the Anthropic field that it came from.
 """
 
 _SWITCHES = ("enable_thinking", "thinking")
