@@ -188,6 +188,7 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(Swiglu, swiglu(arguments)) \
   X(SiLU, plugin_silu(arguments)) \
   X(GeluExt, plugin_gelu(arguments)) \
+  X(Sigmoid, plugin_sigmoid(arguments)) \
   X(MoveTo, plugin_move_to(arguments)) \
   X(NanToNum, plugin_nan_to_num(arguments)) \
   X(MaskedFill, plugin_masked_fill(arguments)) \
@@ -195,6 +196,7 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(ReshapeAndCache, reshape_and_cache(arguments)) \
   X(FlashAttentionScore, plugin_flash_attention(arguments)) \
   X(PagedAttention, plugin_paged_attention(arguments)) \
+  X(FusedInferAttentionScore, plugin_fused_infer_attention(arguments)) \
   X(MatMul, plugin_matmul(arguments)) \
   X(BatchMatMul, plugin_batch_matmul(arguments)) \
   X(Transpose, plugin_transpose(arguments)) \

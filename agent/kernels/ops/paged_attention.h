@@ -7,6 +7,8 @@
 // loop. In two cases, all keys and values are written before the tasks start instead. The first case is a sequence with
 // more rows than a task. The second case is a sequence that reads blocks which another sequence writes in this step.
 #pragma once
+#include <cmath>
+
 #include "paged_layout.h"
 #include "paged_rows.h"
 #include "paged_write.h"
@@ -147,15 +149,17 @@ static inline void place_queries(const RotaryAttentionArgs& args, const PagedTas
 
 template <class F>
 static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& task, int64_t kv_head, int64_t row,
-                              int64_t padded_dim, bool in_order, float mass, float* sums) {
+                              int64_t padded_dim, bool in_order, const SoftmaxState& total) {
   const int64_t group = args.heads / args.kv_heads, position = task.first_row + row;
   const int64_t token = args.query_starts[task.seq] + position / group;
-  const Vec share = broadcast(1.0f / mass);
+  float* sums = total.sums;
+  const Vec share = broadcast(1.0f / *total.mass);
   // Adds zero, which turns -0 into +0.
   for (int64_t d = 0; d < padded_dim; d += kLanes) store(sums + d, add(mul(load(sums + d), share), zero()));
   for (int64_t d = 0; d < padded_dim && !in_order; d += F::kDimStep) F::restore_order(sums + d);
-  const int64_t place = (token * args.heads + kv_head * group + position % group) * args.dim;
-  store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
+  const int64_t head = token * args.heads + kv_head * group + position % group;
+  store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + head * args.dim * size_of(args.dtype));
+  if (args.lse != nullptr) args.lse[head] = *total.best / kLog2E + std::log(*total.mass);  // best is a power of two
 }
 
 // Returns the memory in which a task leaves the result of one partition for one row. The last task combines these
@@ -195,7 +199,7 @@ static inline void fold_joined(const RotaryAttentionArgs& args, const PagedTask&
       float* from = joined_part(task, join, h, row, part, all.padded_dim);
       fold_partition({from, from + 1, from + kLanes}, 1, all.padded_dim, total);
     }
-    finish_row<F>(args, task, task.head + h, row, all.padded_dim, in_order, *total.mass, total.sums);
+    finish_row<F>(args, task, task.head + h, row, all.padded_dim, in_order, total);
   }
 }
 
@@ -489,8 +493,8 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
   walk_partitions<F, C>(args, plan, task, next, join, memory, fetch);
   if (join == nullptr) {
     for (int64_t i = 0; i < all.heads * all.rows; ++i) {
-      finish_row<F>(args, task, task.head + i / all.rows, i % all.rows, padded_dim, in_order, all.total.mass[i],
-                    all.total.sums + i * padded_dim);
+      finish_row<F>(args, task, task.head + i / all.rows, i % all.rows, padded_dim, in_order,
+                    rows_from(all.total, i, padded_dim));
     }
   } else if (__atomic_sub_fetch(&join->waiting, 1, __ATOMIC_ACQ_REL) == 0) {
     fold_joined<F>(args, task, *join, all, in_order);

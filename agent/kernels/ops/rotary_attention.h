@@ -22,7 +22,7 @@
 // Options. With gammas, every query and key head passes RMSNorm before the rotation, in float32 (Qwen3). With a window,
 // a row sees only the last `window` keys, including its own (Mistral). With sinks, the softmax of a query head has one
 // more term, exp(sink), which has no value (gpt-oss). With first_keys, a token sees no key before
-// position first_keys[token].
+// position first_keys[token]. With lse, the logarithm of each row's sum of exponentials is also returned.
 //
 // With `ready`, only the attention runs, for the native primitives: qkv is the rotated query [tokens, heads * dim], and
 // keys and values are already stored. The heads of a token are then adjacent: the cache is
@@ -40,6 +40,7 @@ namespace llmk {
 struct RotaryAttentionArgs {
   const void* qkv;
   void* out;
+  float* lse;  // [tokens, heads]: receives log(sum of exp(score)) over the visible keys; null: not needed
   void* key_cache;
   void* value_cache;
   const float* cos;  // table of the rotary embedding: [table_rows, dim]

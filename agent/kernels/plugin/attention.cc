@@ -1,7 +1,7 @@
-// The primitives FlashAttentionScore and PagedAttention. This file translates their arguments for the kernel of
-// ops/rotary_attention.h.
+// The primitives FlashAttentionScore, PagedAttention and FusedInferAttentionScore. This file translates their arguments
+// for the kernel of ops/rotary_attention.h.
 //
-// Both primitives get a query that is already rotated, and keys and values that are already stored. So they run the
+// All primitives get a query that is already rotated, and keys and values that are already stored. So they run the
 // kernel with `ready` set. Prompts, chunks and decode steps all use this kernel.
 #include <cstring>
 #include <vector>
@@ -87,6 +87,7 @@ int plugin_flash_attention(const Call& call) {
 }
 
 static bool is_masked(const Call& call, int mask, int64_t index) {
+  if (call.has_dtype(mask, "bool")) return call.as<uint8_t>(mask)[index] != 0;
   if (call.dtype(mask) == DType::kFloat32) return call.as<float>(mask)[index] != 0;
   return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: tests all bits except the sign
 }
@@ -101,7 +102,7 @@ static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args
       call.dim(mask, 1) < longest_context(args)) {
     return 0;
   }
-  const int error = check_float(call, mask);
+  const int error = call.has_dtype(mask, "bool") ? 0 : check_float(call, mask);
   if (error != 0) return error;
   first_keys->assign(static_cast<size_t>(args.tokens), 0);
   bool hides = false;
@@ -208,6 +209,72 @@ int plugin_paged_attention(const Call& call) {
   if (error != 0) return error;
   args.first_keys = first_keys.empty() ? nullptr : first_keys.data();
   run_paged(&args, mla_v_dim);
+  return 0;
+}
+
+// Runs FusedInferAttentionScore with a block table: query [tokens, 1, heads * dim], caches
+// [blocks, block_size, kv_heads * dim], block_table int32 [tokens, width], actual_seq_lengths_kv [tokens]. Each row of
+// the table has one query, which sees the keys before its length. attn_mask bool [tokens, positions] is true for hidden
+// keys. The visible keys of a query must be consecutive and end at its length.
+//
+// The second result is softmax_lse, float32 [tokens, heads, 1, 1]: the logarithm of the sum of exp(score) over the
+// visible keys.
+int plugin_fused_infer_attention(const Call& call) {
+  enum { kQuery, kKey, kValue, kPseShift, kAttnMask, kQueryLens, kKeyLens, kDequantScale1, kBlockTable = 14,
+         kQueryPadding, kPrefixLens = 23, kNumHeads, kScale, kLayout = 28, kNumKvHeads, kBlockSize = 32,
+         kLseFlag = 34, kOut = 37, kLse, kArguments };
+  constexpr int64_t kLayoutBSH = 0;  // number of BSH in FASInputLayoutMode of MindSpore 2.9
+  if (call.count != kArguments) return refuse_text(call.op, "%d arguments; it takes one key and one value", call.count);
+  for (int i = kPseShift; i <= kPrefixLens; ++i) {
+    const bool is_known = i == kAttnMask || i == kQueryLens || i == kKeyLens || i == kBlockTable;
+    if (!is_known && call.is_tensor(i)) return refuse_text(call.op, "argument %d is not supported", i);
+  }
+  int error = check_equal_dtype(call, kQuery, kKey);
+  if (error == 0) error = check_equal_dtype(call, kQuery, kValue);
+  if (error != 0) return error;
+  RotaryAttentionArgs args{};
+  args.ready = true;
+  args.qkv = call.data[kQuery];
+  args.key_cache = call.data[kKey];
+  args.value_cache = call.data[kValue];
+  args.out = call.data[kOut];
+  args.lse = call.as<float>(kLse);
+  args.dtype = call.dtype(kQuery);
+  args.heads = call.integer(kNumHeads);
+  args.kv_heads = call.integer(kNumKvHeads);
+  args.block_size = call.integer(kBlockSize);
+  args.scale = static_cast<float>(call.real(kScale));
+  if (call.ndims[kQuery] != 3 || call.dim(kQuery, 1) != 1 || call.ndims[kKey] != 3 ||
+      call.size(kKey) != call.size(kValue) || call.dim(kKey, 1) != args.block_size || !call.is_tensor(kBlockTable) ||
+      !call.has_dtype(kBlockTable, "int32") || call.ndims[kBlockTable] != 2 || !call.is_tensor(kKeyLens) ||
+      call.integer(kLayout) != kLayoutBSH || !call.boolean(kLseFlag)) {
+    return refuse_text(call.op,
+                       "takes a query [tokens, 1, width], caches [blocks, block_size, width], an int32 block_table and "
+                       "actual_seq_lengths_kv, in layout BSH with softmax_lse_flag");
+  }
+  args.tokens = call.dim(kQuery, 0);
+  args.num_seqs = args.tokens;
+  args.num_blocks = call.dim(kKey, 0);
+  args.dim = args.kv_heads > 0 ? call.dim(kKey, 2) / args.kv_heads : 0;
+  error = check_heads(call, args, call.dim(kQuery, 2), call.dim(kKey, 2));
+  if (error != 0) return error;
+  const std::vector<int32_t> key_lens = integers(call, kKeyLens);
+  const std::vector<int32_t> query_lens(key_lens.size(), 1);
+  if (static_cast<int64_t>(key_lens.size()) != args.tokens || call.dim(kBlockTable, 0) != args.tokens) {
+    return refuse_text(call.op, "%zu lengths and %lld rows of block_table for %lld queries; they must be equal",
+                       key_lens.size(), static_cast<long long>(call.dim(kBlockTable, 0)),
+                       static_cast<long long>(args.tokens));
+  }
+  args.block_tables = call.as<int32_t>(kBlockTable);
+  args.table_width = call.dim(kBlockTable, 1);
+  args.query_lens = query_lens.data();
+  args.context_lens = key_lens.data();
+  std::vector<int64_t> starts(2 * key_lens.size() + 1), first_keys;
+  error = check_ready_attention(call.op, &args, 0, starts.data());
+  if (error == 0) error = read_mask(call, kAttnMask, args, &first_keys);
+  if (error != 0) return error;
+  args.first_keys = first_keys.empty() ? nullptr : first_keys.data();
+  kernels().rotary_attention(args);
   return 0;
 }
 

@@ -1,4 +1,5 @@
-// GeluExt, which Gemma uses, and SiLU, MoveTo, NanToNum and MaskedFill, which only MindFormers' models use.
+// GeluExt, which Gemma uses, and Sigmoid, which gpt-oss uses. SiLU, MoveTo, NanToNum and MaskedFill, which only
+// MindFormers' models use.
 #include <cmath>
 
 #include "../common/dtype_bytes.h"
@@ -37,6 +38,23 @@ void gelu(const T* in, int64_t count, T* out) {
     for (int64_t i = 0; i < size; ++i) {
       const float part = bent[i] < 0 ? weights[i] : 1.0f;
       from_float(to_float(in[start + i]) * part / (1.0f + weights[i]), out + start + i);
+    }
+  }
+}
+
+// Computes the sigmoid of `count` elements, in pieces that stay in the first cache. The exponent is never positive, so
+// it does not overflow.
+template <class T>
+void sigmoid(const T* in, int64_t count, T* out) {
+  constexpr int64_t kPiece = 256;
+  float weights[kPiece];
+  for (int64_t start = 0; start < count; start += kPiece) {
+    const int64_t size = smaller(kPiece, count - start);
+    for (int64_t i = 0; i < size; ++i) weights[i] = -std::fabs(to_float(in[start + i]));
+    kernels().logits.weights(weights, size, 0.0f, weights);
+    for (int64_t i = 0; i < size; ++i) {
+      const float part = to_float(in[start + i]) < 0 ? weights[i] : 1.0f;
+      from_float(part / (1.0f + weights[i]), out + start + i);
     }
   }
 }
@@ -89,6 +107,21 @@ int plugin_gelu(const Call& call) {
     parallel_for(ceil_div(count, kElementsPerTask), [&](int64_t task) {
       const int64_t first = task * kElementsPerTask;
       gelu(call.as<T>(0) + first, smaller(kElementsPerTask, count - first), call.as<T>(call.count - 1) + first);
+    });
+  });
+  return 0;
+}
+
+// Runs Sigmoid(input), computed in float32 and rounded once. A result depends only on its element.
+int plugin_sigmoid(const Call& call) {
+  const int error = check_float(call, 0);
+  if (error != 0) return error;
+  const int64_t count = call.size(0);
+  with_element_type(call.dtype(0), [&](auto type) {
+    using T = decltype(type);
+    parallel_for(ceil_div(count, kElementsPerTask), [&](int64_t task) {
+      const int64_t first = task * kElementsPerTask;
+      sigmoid(call.as<T>(0) + first, smaller(kElementsPerTask, count - first), call.as<T>(call.count - 1) + first);
     });
   });
   return 0;

@@ -14,12 +14,16 @@
 //       x @ ((weight + antiquant_offset) * antiquant_scale)
 //       Both are [groups, columns]. For int4, they may also be [groups, n, columns] for n equal parts of the depth.
 //
+// Products of floats, or of floats and integer weights, may have a bias [groups, columns]: float32 for results of
+// bfloat16, otherwise of the type of the result. It is added in float32, before the sum is rounded once.
+//
 // The input split_item must be 3 (one output) and group_type 0 (rows). The input group_list has the ends of the groups
 // if group_list_type is 0, and the sizes of the groups if it is 1.
 //
 // The kernel of ops/linear.h multiplies each group by the packed form of its weight, as in linear.cc. So the order of
 // the additions depends only on the weight. A float weight that was not packed before (keep_primitive() in
-// ops/primitive_weight.h) goes to ops/matmul_any.h, which transposes it in each call.
+// ops/primitive_weight.h) goes to ops/matmul_any.h, which transposes it in each call. With a bias, it is packed in each
+// call instead.
 #include <cstring>
 
 #include "../common/dtype_bytes.h"
@@ -54,8 +58,22 @@ bool is_integer(const Call& call, int argument) {
   return call.has_dtype(argument, "int8") || call.has_dtype(argument, "int4");
 }
 
+// Checks the bias, which may be missing.
+int check_bias(const Call& call) {
+  if (!call.is_tensor(kBias)) return 0;
+  const char* wanted = call.has_dtype(kOut, "bfloat16") ? "float32" : call.dtypes[kOut];
+  const int64_t groups = call.dim(kWeight, 0), columns = call.dim(kOut, -1);
+  if (!call.has_dtype(kX, "int8") && call.has_dtype(kBias, wanted) && call.dtype(kOut) != DType::kUnsupported &&
+      call.ndims[kBias] == 2 && call.dim(kBias, 0) == groups && call.dim(kBias, 1) == columns) {
+    return 0;
+  }
+  return refuse_text(call.op, "a bias of %s and %lld elements; results of %s take %lld x %lld of %s, and int8 x none",
+                     call.dtypes[kBias], static_cast<long long>(call.size(kBias)), call.dtypes[kOut],
+                     static_cast<long long>(groups), static_cast<long long>(columns), wanted);
+}
+
 int check_call(const Call& call) {
-  for (const int i : {kBias, kOffset, kActivationInput, kActivationScale, kActivationOffset}) {
+  for (const int i : {kOffset, kActivationInput, kActivationScale, kActivationOffset}) {
     if (call.count == kArguments && call.is_tensor(i)) return refuse_text(call.op, "argument %d is not supported", i);
   }
   if (call.count != kArguments || call.ndims[kX] != 2 || call.ndims[kWeight] != 3 || !call.is_tensor(kGroupList) ||
@@ -65,7 +83,7 @@ int check_call(const Call& call) {
                        "takes one x [rows, depth], one weight [groups, depth, columns] and an int64 group_list, with "
                        "split_item 3, group_type 0, act_type 0");
   }
-  return 0;
+  return check_bias(call);
 }
 
 // Checks that the types of x, weight and scales are one of the combinations listed at the top of this file.
@@ -145,12 +163,36 @@ int describe(const Call& call, GroupedWeight* all) {
                      static_cast<long long>(call.dim(kX, 0)));
 }
 
+// The memory that receives the products of some rows: the output, or floats to which a bias is added.
+struct Target {
+  void* out;
+  bool floats;
+};
+
+// Adds the bias of a group to `rows` rows of sums, and writes the rounded results.
+void add_bias(const Call& call, int64_t group, const float* sums, int64_t rows, int64_t first_row) {
+  const int64_t columns = call.dim(kOut, -1);
+  with_element_type(call.dtype(kBias), [&](auto bias_type) {
+    using B = decltype(bias_type);
+    const B* bias = call.as<B>(kBias) + group * columns;
+    with_element_type(call.dtype(kOut), [&](auto type) {
+      using T = decltype(type);
+      T* out = call.as<T>(kOut) + first_row * columns;
+      for_rows(rows, columns, [&](int64_t row) {
+        for (int64_t c = row * columns; c < (row + 1) * columns; ++c) {
+          from_float(sums[c] + to_float(bias[c - row * columns]), out + c);
+        }
+      });
+    });
+  });
+}
+
 // Multiplies rows [begin, end) by the weight of one group without packing it, for any type.
-int plain_product(const Call& call, const PrimitiveWeight& weight, int64_t begin, int64_t end) {
+int plain_product(const Call& call, const PrimitiveWeight& weight, void* out, int64_t begin, int64_t end) {
   AnyMatMulArgs args{};
   args.a = call.as<char>(kX) + begin * weight.depth * dtype_bytes(call.dtypes[kX]);
   args.b = weight.values;
-  args.out = call.as<char>(kOut) + begin * weight.columns * dtype_bytes(call.dtypes[kOut]);
+  args.out = out;
   args.rows = end - begin;
   args.columns = weight.columns;
   args.depth = weight.depth;
@@ -160,20 +202,20 @@ int plain_product(const Call& call, const PrimitiveWeight& weight, int64_t begin
 }
 
 // Multiplies rows [begin, end) by the packed weight of a group. If x is int8, `quantized` must have all rows of x.
-int group_product(const Call& call, const PrimitiveWeight& weight, const QuantizedRows* quantized, int64_t begin,
-                  int64_t end) {
+int group_product(const Call& call, const PrimitiveWeight& weight, const QuantizedRows* quantized, Target target,
+                  int64_t begin, int64_t end) {
   Blob blob;
-  if (weight.scales == nullptr) {
+  if (weight.scales == nullptr && !target.floats) {
     int error = 0;
     const bool known = call.dtype(kX) != DType::kUnsupported && kept_blob(call.op, weight, &error) != nullptr;
     if (error != 0) return error;
-    if (!known) return plain_product(call, weight, begin, end);
+    if (!known) return plain_product(call, weight, target.out, begin, end);
   }
   const int error = blob.find(call.op, weight);
   if (error != 0) return error;
   const DType dtype = call.dtype(kOut);
-  LinearArgs linear = linear_args(blob.data(), dtype, end - begin,
-                                  call.as<char>(kOut) + begin * weight.columns * size_of(dtype));
+  LinearArgs linear = linear_args(blob.data(), dtype, end - begin, target.out);
+  linear.epilogue = target.floats ? Epilogue::kStoreFloat : Epilogue::kStore;
   QuantizedRows rows{};
   if (quantized == nullptr) {
     linear.x = call.as<char>(kX) + begin * weight.depth * size_of(dtype);
@@ -185,6 +227,26 @@ int group_product(const Call& call, const PrimitiveWeight& weight, const Quantiz
     linear.quantized = &rows;
   }
   kernels().linear(linear);
+  return 0;
+}
+
+// Multiplies rows [begin, end) by the weight of group number `group`, and adds its bias if there is one. With a bias,
+// the sums of some rows at a time are floats in scratch memory.
+int whole_product(const Call& call, const GroupedWeight& all, int64_t group, const QuantizedRows* quantized,
+                  int64_t begin, int64_t end) {
+  constexpr int64_t kBiasedRows = 256;
+  const PrimitiveWeight weight = all.of(group);
+  if (!call.is_tensor(kBias)) {
+    void* out = call.as<char>(kOut) + begin * weight.columns * dtype_bytes(call.dtypes[kOut]);
+    return group_product(call, weight, quantized, {out, false}, begin, end);
+  }
+  for (int64_t row = begin; row < end; row += kBiasedRows) {
+    const int64_t rows = smaller(kBiasedRows, end - row);
+    float* sums = static_cast<float*>(thread_scratch(kScratchInner, rows * weight.columns * 4));
+    const int error = group_product(call, weight, quantized, {sums, true}, row, row + rows);
+    if (error != 0) return error;
+    add_bias(call, group, sums, rows, row);
+  }
   return 0;
 }
 
@@ -207,7 +269,7 @@ int plugin_grouped_matmul(const Call& call) {
                   end = call.integer(kGroupListType) == 1 ? begin + told : told;
     if (end < begin || end > rows) return refuse_index(call.op, "group_list", group, told, rows + 1);
     if (end == begin) continue;
-    error = group_product(call, all.of(group), given ? &quantized : nullptr, begin, end);
+    error = whole_product(call, all, group, given ? &quantized : nullptr, begin, end);
     if (error != 0) return error;
     begin = end;
   }
