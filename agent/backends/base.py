@@ -57,6 +57,8 @@ class LinearParameters:
     sum_offset: Any = None
     """int32, one number for each output. It is added to the integer sum of the output and corrects for
     ``input_offset``."""
+    bias: Any = None
+    """The bias of an expert router or of the experts, if it is not part of the weight."""
 
 
 Operator = Any
@@ -76,6 +78,8 @@ class AttentionForm:
     """Epsilon of the RMSNorm of query and key heads. None means that there is no norm."""
     sinks: bool = False
     """True: the softmax of each query head has one more term, exp(sink), which has no value."""
+    block_size: int = 0
+    """Number of tokens of a cache block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,15 @@ class OpTable(ABC):
         return True
 
     @property
+    def attends_by_token(self) -> bool:
+        """Whether attention takes a block table and a context for each token, not for each sequence.
+
+        ``block_tables`` is then [tokens, blocks], and ``context_lens`` and ``query_lens`` are [tokens]. One graph
+        computes all steps. The value is valid after the model has been built.
+        """
+        return False
+
+    @property
     def holds_biases(self) -> bool:
         """Whether a linear weight includes the bias of its layer. Then the bias has no parameter of its own."""
         return self.traits.packs_weights
@@ -184,6 +197,14 @@ class OpTable(ABC):
 
         The weight is one blob with the packed weights of all experts, or an array [experts, in, out].
         """
+
+    def router_bias(self, num_experts: int) -> Any | None:
+        """Makes the Parameter of an expert router's bias [num_experts]. None if the router's weight includes it."""
+        return None
+
+    def expert_bias(self, num_experts: int, out_features: int) -> Any | None:
+        """Makes the Parameter of the experts' biases [num_experts, out_features]. None if the weight includes them."""
+        return None
 
     @property
     def num_adapter_groups(self) -> int:
@@ -338,7 +359,8 @@ class OpTable(ABC):
 
         ``weights`` is a tuple: router, gate_up of all experts, down of all experts. If the router has a correction, its
         float32 array [experts] follows. If there are shared experts, their gate_up and down weights follow, and then
-        the float32 weight of their gate if ``experts.shared_gate``.
+        the float32 weight of their gate if ``experts.shared_gate``. If the table makes ``expert_bias``, the biases of
+        router, gate_up and down come last. The last is None if another agent adds it.
 
         The router computes a float32 softmax over all experts and chooses the ``experts.per_token`` experts with the
         largest values. If values are equal, it chooses the expert with the lower number. If ``experts.normalised``, the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mindspore import Tensor, nn
 
 from agent.backends.base import AttentionForm, OpTable
@@ -39,7 +41,7 @@ class Attention(nn.Cell):
         self.has_scales = scale_layout is not None
         if scale_layout is not None:
             self.scale_cache = unbound_parameter(*scale_layout)
-        self.attention = ops.attention(attention_form(shape, layer))
+        self.attention = ops.attention(replace(attention_form(shape, layer), block_size=block_size))
         self.has_norms = shape.query_key_norm
         if self.has_norms:
             self.query_norm = NormWeight(ops, head_dim, shape.norm_dtype)

@@ -24,7 +24,7 @@ class Weight(nn.Cell):
         super().__init__()
         self.weight, self.scale, self.offset = parameters.weight, parameters.scale, parameters.offset
         self.input_scale, self.input_offset = parameters.input_scale, parameters.input_offset
-        self.sum_offset = parameters.sum_offset
+        self.sum_offset, self.bias = parameters.sum_offset, parameters.bias
         self.is_adapted = adapters is not None
         if adapters is not None:
             self.adapter_a, self.adapter_b = adapters

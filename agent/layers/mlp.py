@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mindspore import Tensor, nn
@@ -48,10 +49,15 @@ class ExpertMLP(nn.Cell):
 
     def __init__(self, ops: OpTable, hidden_size: int, experts: Experts, epsilon: float) -> None:
         super().__init__()
-        self.router = Weight(LinearParameters(ops.router_weight(hidden_size, experts.count)))
-        inner = experts.intermediate_size
-        self.gate_up = Weight(ops.expert_weight(experts.held, hidden_size, 2 * inner))
-        self.down = Weight(ops.expert_weight(experts.held, inner, hidden_size))
+        inner, held, biased = experts.intermediate_size, experts.held, experts.biased
+        adds_down_bias = biased and (ops.is_first or experts.num_held is not None)
+        router_bias = ops.router_bias(experts.count) if biased else None
+        gate_up_bias = ops.expert_bias(held, 2 * inner) if biased else None
+        down_bias = ops.expert_bias(held, hidden_size) if adds_down_bias else None
+        self.router = Weight(LinearParameters(ops.router_weight(hidden_size, experts.count), bias=router_bias))
+        self.gate_up = Weight(replace(ops.expert_weight(held, hidden_size, 2 * inner), bias=gate_up_bias))
+        self.down = Weight(replace(ops.expert_weight(held, inner, hidden_size), bias=down_bias))
+        self.has_biases = router_bias is not None
         self.is_corrected = experts.routing is not None and experts.routing.corrected
         self.has_shared = experts.shared_size > 0
         if self.is_corrected:
@@ -79,5 +85,7 @@ class ExpertMLP(nn.Cell):
             weights = (*weights, self.shared_gate_up.operands(), self.shared_down.operands())
         if self.has_shared_gate:
             weights = (*weights, self.shared_gate.weight)
+        if self.has_biases:
+            weights = (*weights, self.router.bias, self.gate_up.bias, self.down.bias)
         out, total = self.mlp(hidden, residual, gamma, weights, step)
         return (out if self.sum is None else self.sum(out, step)), total

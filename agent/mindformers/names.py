@@ -124,7 +124,7 @@ def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     A bias has its own entry. If the embedding is also the output weight, the output weight has no entry.
     """
     specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
-    biases = [spec.bias_spec() for spec in specs if spec.bias]
+    biases = [spec.bias_spec("float32") for spec in specs if spec.bias]  # the type does not change the shape
     return {spec.parameter: _loaded_shape(spec) for spec in [*specs, *biases]}
 
 

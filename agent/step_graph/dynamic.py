@@ -27,6 +27,7 @@ from agent.step_graph.dynamic_cell import GraphKind, dynamic_step, gathers_block
 from agent.step_graph.interface import Operators, StepGraph, empty_entry
 from agent.step_graph.replay.native import NativeReplays
 from agent.step_graph.step_blocks import StepBlocks
+from agent.step_graph.token_rows import by_token
 from agent.step_inputs import NUM_ROTARY_DIMENSIONS, Int32Array, StepInputs
 from agent.weights.storage import Array
 from llm_serving.ipc.shm import NO_ADAPTER, PADDING_SLOT, SlotLimits
@@ -71,6 +72,7 @@ class DynamicStepGraph(StepGraph):
         assert not (step_blocks and decode_sizes), "captured launches have one size, and lists of blocks have any size"
         self._step_blocks = step_blocks
         assert step_blocks or not ops.gathers_blocks, "graphs that gather blocks need the lists of blocks"
+        self._attends_by_token = ops.attends_by_token
         self._gathering = {kind for kind in GraphKind if gathers_blocks(ops, kind)}
         self._adapter_order: AdapterOrder | None = None
         if ops.num_adapter_groups:
@@ -114,6 +116,7 @@ class DynamicStepGraph(StepGraph):
             max_blocks=self._step_blocks.most if kind in self._gathering and self._step_blocks is not None else 0,
             adapter_order=self._adapter_order,
             reads_rotary_positions=self._reads_rotary_positions,
+            attends_by_token=self._attends_by_token,
         )
 
     def operators(self) -> Mapping[str, Operators]:
@@ -182,6 +185,8 @@ class DynamicStepGraph(StepGraph):
             kind = self.kind_of(inputs)
             if self._adapter_order is not None:
                 inputs, entry, inserted = self._adapter_order.sorted(inputs, entry, inserted)
+            if self._attends_by_token:
+                inputs = by_token(inputs)
             blocks = None
             if kind in self._gathering and self._step_blocks is not None:
                 blocks, tables = self._step_blocks.of(inputs.block_tables, inputs.context_lens)
@@ -201,7 +206,8 @@ class DynamicStepGraph(StepGraph):
         seqs = inputs.query_lens.size
         if inputs.whole_prompts and seqs <= self._max_whole_prompts:
             return GraphKind.PREFILL
-        return GraphKind.DECODE if inputs.positions.size == seqs else GraphKind.CHUNKED
+        is_decode = inputs.positions.size == seqs and not self._attends_by_token
+        return GraphKind.DECODE if is_decode else GraphKind.CHUNKED
 
     def _tensors(
         self,

@@ -34,6 +34,8 @@ class GraphKind(enum.Enum):
 
 def graph_kinds(ops: OpTable) -> tuple[GraphKind, ...]:
     """Returns the kinds of graphs of a model that has been built with ``ops``."""
+    if ops.attends_by_token:
+        return (GraphKind.CHUNKED,)
     return tuple(kind for kind in GraphKind if kind != GraphKind.PREFILL or ops.has_whole_prompt_graph)
 
 
@@ -96,7 +98,7 @@ class _DynamicStep(nn.Cell):
         self.best_tokens = best_tokens
         self.insert = InsertIds() if ops.inserts_ids else None
         self.whole_prompts = kind == GraphKind.PREFILL
-        self.chunk_mask = ops.chunk_mask() if kind == GraphKind.CHUNKED else None
+        self.chunk_mask = ops.chunk_mask() if kind == GraphKind.CHUNKED and not ops.attends_by_token else None
         self.has_taps = ops.num_taps > 0
         self.set_train(False)
         names = {GraphKind.PREFILL: "prefill", GraphKind.CHUNKED: "chunked" if captures else "increment"}

@@ -222,6 +222,12 @@ def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> Li
             packing,
             f"expert {spec.parameter} is {columns} x {depth}; GroupedMatmulV4 takes at most {MAX_WEIGHT_ONLY_SIZE}",
         )
+    if spec.bias and wanted.quantises_activations:
+        raise _error(
+            packing,
+            f"the experts of {spec.parameter} have biases, which GroupedMatmulV4 does not add to products of int8 "
+            f"activations; use {wanted.stored_as}_weight_only or auto",
+        )
     if not wanted.has_groups and group:
         raise _error(
             packing,

@@ -134,9 +134,13 @@ class WeightSpec:
         own = slice(index * each, (index + 1) * each)
         return replace(self, parts=self.parts[own], bias=self.bias[own], experts=0)
 
-    def bias_spec(self) -> WeightSpec:
-        """Returns the description of the bias as a separate parameter."""
-        return WeightSpec(f"{self.parameter.removesuffix('.weight')}.bias", self.bias)
+    def bias_spec(self, dtype: str) -> WeightSpec:
+        """Returns the description of the bias as a separate parameter, for activations of type ``dtype``.
+
+        GroupedMatmulV4 takes float32 biases of experts for activations of bfloat16.
+        """
+        name, in_float32 = f"{self.parameter.removesuffix('.weight')}.bias", self.experts > 0 and dtype == "bfloat16"
+        return WeightSpec(name, self.bias, experts=self.experts, float32=self.float32 or in_float32)
 
 
 def rows_of(parts: Sequence[WeightPart]) -> Iterator[tuple[WeightPart, slice]]:

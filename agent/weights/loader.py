@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def load_weights(
     cannot be packed to ``packing.weight_format``, or cannot be divided for ``parallel_config.sum_parts``.
     """
     holds_bias = forms is not None and forms.layers.holds_bias
-    specs = list(specs) if packing is not None else _unpacked(specs, holds_bias=holds_bias)
+    specs = list(specs) if packing is not None else _unpacked(specs, dtype, holds_bias=holds_bias)
     if packing is not None:
         packer = LinearPacker(packing, source, dtype)
         for spec in specs:
@@ -116,14 +117,19 @@ def load_weights(
     return weights
 
 
-def _unpacked(specs: Sequence[WeightSpec], *, holds_bias: bool) -> list[WeightSpec]:
+def _unpacked(specs: Sequence[WeightSpec], dtype: str, *, holds_bias: bool) -> list[WeightSpec]:
     """Returns the parameters of a model whose weights are not packed.
 
     Each bias is a separate parameter. With ``holds_bias``, the biases are instead included in the offsets that layers
     add to their integer sums.
     """
     kept = [spec for spec in specs if not spec.packed_only]
-    return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias and not holds_bias else (spec,))]
+    biased = [bool(spec.bias) and not holds_bias for spec in kept]
+    return [
+        each
+        for spec, is_biased in zip(kept, biased, strict=True)
+        for each in ((spec, spec.bias_spec(dtype)) if is_biased else (spec,))
+    ]
 
 
 def _form_of(spec: WeightSpec, forms: LinearForms | None) -> LinearForm:
@@ -135,6 +141,8 @@ def _form_of(spec: WeightSpec, forms: LinearForms | None) -> LinearForm:
 
 
 def _load_plain(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
+    if spec.experts and len(spec.shape) == 2:  # the experts' biases [experts, out]
+        return _load_plain(replace(spec, experts=0), source, dtype).reshape(spec.shape)
     if spec.experts:
         return _load_experts(spec, source, dtype)
     if spec.head_rows is not None:

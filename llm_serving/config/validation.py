@@ -81,8 +81,9 @@ def check_model_parts(raw: RawConfig, config: Config) -> None:
     routing = None if shape.experts is None else shape.experts.routing
     if routing is not None and not routing.sigmoid and routing.groups > 1:
         refuse_native(raw, config, f"router with {routing.groups} groups of experts and a float32 softmax")
-    if shape.sinks:
-        refuse_native(raw, config, "attention sinks and no clamped SwiGLU")
+    if shape.sinks and config.kv_format == "int8":
+        problem = "attention with sinks needs a cache of floats with native operators; use auto"
+        raise raw.error("model_config.kv_format", config.model_config.kv_format, problem)
     if shape.delta is not None:
         refuse_native(raw, config, "Gated DeltaNet and no states of sequences")
 
@@ -252,6 +253,7 @@ def check_ascend_options(raw: RawConfig, config: Config) -> None:
         "model_config.backend ge, which runs the whole graph by itself": model.backend != "kbk",
         "model_type mindformers": model.model_type == "mindformers",
         "model_config.kv_format int8, whose steps gather a varying number of blocks": config.kv_format == "int8",
+        "attention sinks, as their attention reads the lengths of sequences on the host": config.shape.sinks,
         "parallel_config.pipeline_parallel above 1, as sends and receives have not been captured yet": (
             config.parallel_config.pipeline_parallel > 1
         ),

@@ -8,7 +8,8 @@ from llm_serving.formats.typed_fields import TypedFields
 
 ACTIVATION = "clamped_silu"
 """Activation of the experts: SwiGLU with a steeper sigmoid and clamped factors. 1 is added to the second factor."""
-_SLOPE, _LIMIT = 1.702, 7.0
+SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0
+"""The factor of the gate in the sigmoid, and the limit of gate and up."""
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -33,7 +34,7 @@ def with_defaults(fields: TypedFields, num_layers: int) -> TypedFields:
     Without ``layer_types``, every second layer has a window, beginning with the first. Raises the error class of
     ``fields`` if the activation is not that of the published models.
     """
-    for key, known in (("swiglu_alpha", _SLOPE), ("swiglu_limit", _LIMIT)):
+    for key, known in (("swiglu_alpha", SWIGLU_SLOPE), ("swiglu_limit", SWIGLU_LIMIT)):
         if fields.number(key, known, 0.0, 1e6) != known:
             raise fields.fail(key, f"is not supported; only {known}")
     for key, value in _DEFAULTS.items():

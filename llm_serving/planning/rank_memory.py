@@ -9,6 +9,7 @@ from llm_serving.config.image_section import DECODED_PIXEL_BYTES, DECODING_THREA
 from llm_serving.config.mindformers_models import rotary_positions
 from llm_serving.lora.targets import largest_adapter, stacked_values
 from llm_serving.model.deepseek import LatentAttention
+from llm_serving.model.gpt_oss import ACTIVATION as CLAMPED_SILU
 from llm_serving.model.number_formats import AUTO, SCALE_ELEMENT_BYTES, scale_row_width
 from llm_serving.model.parallel import Shard, answering_rank, local_shape, place
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
@@ -295,6 +296,9 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
     if config.op_table == "native" and shape.sliding_window:
         # A sliding window also needs its mask, and the positions from which the mask is computed.
         per_token += 2 * config.max_model_len
+    if config.op_table == "native" and shape.sinks:
+        # Each token has a block table of 32-bit numbers. The results of attention are multiplied in float32.
+        per_token += 2 * config.max_blocks_per_seq + 4 * query
     return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
 
 
@@ -327,6 +331,8 @@ def _expert_bytes(config: Config, shape: ModelShape) -> int:
         per_token = shape.experts.per_token * per_row + (shared if shape.experts.shared_size else 0)
         return min(rows, EXPERT_PIECE_ROWS) * per_token
     per_row = (2 * hidden + 3 * inner) * config.dtype_bytes
+    if shape.experts.activation == CLAMPED_SILU:
+        per_row += 6 * inner * FLOAT32_BYTES  # gate and up as floats, before and after they are clamped
     if config.quantises_activations:
         per_row += hidden + inner + 2 * FLOAT32_BYTES
     return rows * shape.experts.per_token * per_row

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("configs_program.py")
 CONFIGS = (*deployments(), *VARIANTS)
 TIMEOUT_S = 400
-CHOSEN_EXPERTS = ("deepseek",)
+CHOSEN_EXPERTS = ("deepseek", "gpt_oss")
 """Beginnings of the names of configs whose router may choose other experts after a rounding. Then any token may differ.
 """
 Results = dict[str, Any]
@@ -57,8 +57,12 @@ def without_sizes(lines: Sequence[str]) -> tuple[str, ...]:
     lines = [re.sub(r"(step|before|layer[0-9]+|output)?%[0-9]+", "%", line) for line in lines]
     lines = [re.sub(r"(\w+\[[0-9, ]*\]) (of \S+?|from \S+ to \S+, sha256 \w+)(?=[,)])", r"\1", line) for line in lines]
     lines = [re.sub(r"(?<![\w.])-?[0-9][0-9.e-]*", "#", line) for line in lines]
-    sections = [list(group) for _, group in groupby(lines, key=_SectionCounter())]
-    return tuple(line for section, _ in groupby(sections) for line in section)
+    kept: list[list[str]] = []
+    for _, group in groupby(lines, key=_SectionCounter()):
+        section = list(group)
+        if section not in kept[-2:]:  # layers are equal, or two kinds of layers alternate
+            kept.append(section)
+    return tuple(line for section in kept for line in section)
 
 
 class _SectionCounter:

@@ -33,10 +33,16 @@ CASES = (
     (WHOLE_EXPERTS, "gpt_oss"),
     (COLUMNS, "gpt_oss"),
 )
-NATIVE_CASES = ((NATIVE, "deepseek_v2_lite"), (NATIVE, "qwen3_moe"))
-SWEPT_CASES = (NATIVE_CASES[1],)
-"""These run in ``make test-sweeps`` only. The other native model has the same products of experts."""
-SETUPS = {"experts": WHOLE_EXPERTS, "columns": COLUMNS, "native": NATIVE}
+NATIVE_COLUMNS = Setup(2, 1, "float16", "native")
+NATIVE_CASES = (
+    (NATIVE, "deepseek_v2_lite"),
+    (NATIVE, "gpt_oss"),
+    (NATIVE, "qwen3_moe"),
+    (NATIVE_COLUMNS, "gpt_oss"),
+)
+SWEPT_CASES = NATIVE_CASES[2:]
+"""These run in ``make test-sweeps`` only. The other native models have the same products of experts."""
+SETUPS = {"experts": WHOLE_EXPERTS, "columns": COLUMNS, "native": NATIVE, "native columns": NATIVE_COLUMNS}
 NAMES = {id(setup): name for name, setup in SETUPS.items()}
 MOST_TIES = 0.08
 """Maximum fraction of a model's tokens in float16 that may differ."""

@@ -39,7 +39,7 @@ QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "phi4_mi
                     "gpt_oss_mxfp4")  # fmt: skip
 """The models that ``make test`` quantises."""
 NATIVE = ("bfloat16", "native", "auto", "auto")
-NATIVE_MODELS = ("mixtral", "phi4_mini", "qwen2_yarn_window", "gemma3", "deepseek_v3")
+NATIVE_MODELS = ("mixtral", "phi4_mini", "qwen2_yarn_window", "gemma3", "deepseek_v3", "gpt_oss_mxfp4")
 """The models that ``make test`` runs with native operators: one of each architecture, without ``NATIVE_ELSEWHERE``."""
 NATIVE_ELSEWHERE = {
     "LlamaForCausalLM": "test_model_runner.py",
@@ -55,7 +55,7 @@ The value names the tests that cover the architecture in ``make test``.
 HALF_MODELS = ("llama_dynamic", "mistral_full", "mixtral", "phi3", "gemma3", "gpt_oss", "qwen2_tied", "qwen3_window",
                "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v2", "deepseek_v3")  # fmt: skip
 """The models that ``make test`` runs in a half type with fused operators: one of each architecture."""
-REFUSED_BY_NATIVE = ("gpt_oss", "gpt_oss_mxfp4", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+REFUSED_BY_NATIVE = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models that the native operators refuse."""
 STATE_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models with linear attention. int4 rounding changes the text of these small random models, so int4 is not tested."""

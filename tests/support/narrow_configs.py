@@ -48,6 +48,8 @@ def narrow(shape: ModelShape) -> ModelShape:
         experts = replace(experts, count=8 if routing is None else experts.count, intermediate_size=128)
         if experts.shared_size:
             experts = replace(experts, shared_size=128)
+    if shape.full_attention_layers:
+        layers += 1  # the first layer, and one more layer of each kind
     latent = shape.latent
     if latent is not None:
         query_rank = 64 if latent.query_rank else 0

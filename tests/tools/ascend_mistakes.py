@@ -35,7 +35,9 @@ from agent.backends.native import latent as native_latent
 from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
 from agent.backends.native import sections as native_sections
+from agent.backends.native import sinks as native_sinks
 from agent.device_sampling import cells as sampling_cells
+from agent.layers import attention as attention_layer
 from agent.models import llama
 from agent.step_graph import dynamic_cell
 from agent.weights.forms import LinearForm, LinearForms
@@ -126,6 +128,15 @@ ADAPTED_DEEPSEEK = replace(DEEPSEEK, lora_config=LORA)
 DEEPSEEK_PAIR = replace(DEEPSEEK, parallel_config=ParallelConfig(tensor_parallel=2, expert_parallel=True))
 assert DEEPSEEK.shape.latent is not None
 WIDE_DEEPSEEK = replace(DEEPSEEK, shape=replace(DEEPSEEK.shape, latent=replace(DEEPSEEK.shape.latent, rank=528)))
+
+GPT_OSS = ascend_config("gpt_oss_20b_kbk_pa_dyn.yaml")
+GPT_OSS = replace(GPT_OSS, shape=replace(GPT_OSS.shape, num_layers=2))
+"""A model with sinks and clamped SwiGLU. Layer 0 has a window, and layer 1 has none."""
+INT8_WEIGHTS_GPT_OSS = replace(
+    GPT_OSS, model_config=replace(GPT_OSS.model_config, weight_format="int8_weight_only", model_dtype="float16")
+)
+GPT_OSS_PAIR = replace(GPT_OSS, parallel_config=ParallelConfig(tensor_parallel=2))
+ADAPTED_GPT_OSS = replace(GPT_OSS, lora_config=LORA)
 
 
 STATIC, STATIC_PAIR, STATIC_QWEN2 = (
@@ -740,6 +751,107 @@ def short_rows() -> Any:
     return patches
 
 
+class WithoutSinks(native_sinks.SinkAttention):
+    """Plants a mistake: the softmax has no sinks."""
+
+    def _with_sinks(self, attended: Any, sums: Any, sinks: Any) -> Any:
+        return self.reshape(attended, self.all_heads)
+
+
+class AddedSinks(native_sinks.SinkAttention):
+    """Plants a mistake: adds the sinks to the logarithms of the sums."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.subtract = ops.Add()
+
+
+class SharedSinks(native_sinks.SinkAttention):
+    """Plants a mistake: all query heads of a key-value head have the sink of the first one."""
+
+    def __init__(self, form: Any, dtype: str) -> None:
+        super().__init__(form, dtype)
+        group = form.num_heads // form.num_kv_heads
+        self.first = Tensor(np.repeat(np.arange(form.num_kv_heads) * group, group).astype(np.int32))
+        self.gather = ops.Gather()
+
+    def _with_sinks(self, attended: Any, sums: Any, sinks: Any) -> Any:
+        return super()._with_sinks(attended, sums, self.gather(sinks, self.first, 0))
+
+
+class EarlyRead(native_sinks.SinkAttention):
+    """Plants a mistake: attention does not wait until the new keys are in the cache."""
+
+    def construct(self, qkv: Any, of_heads: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
+        query, key, value = self.split(qkv, self.widths, -1)
+        query, key = self.rotate(query, key, rotary[0], rotary[1], step[2])
+        keys, values = self.reshape(caches[0], self.blocks), self.reshape(caches[1], self.blocks)
+        attended, sums = self.attend(
+            self.reshape(query, self.one_query), (keys,), (values,), None, rotary[2] if self.has_window else None,
+            None, step[2], None, None, None, None, None, None, None, step[1],
+        )  # fmt: skip
+        written = self.write_cache(key, value, caches[0], caches[1], step[0])
+        return ops.depend(self._with_sinks(attended, sums, of_heads[0]), written)
+
+
+def sink_attention(**changes: Any) -> Any:
+    """Returns a patch that changes attributes of the attention with sinks."""
+
+    def make(form: Any, dtype: str) -> nn.Cell:
+        cell = native_sinks.SinkAttention(form, dtype)
+        for name, value in changes.items():
+            setattr(cell, name, value)
+        return cell
+
+    return patched("SinkAttention", make)
+
+
+def fused_attention(**settings: Any) -> Any:
+    """Returns a patch that makes FusedInferAttentionScore with other settings."""
+    real = native_sinks.FusedInferAttentionScore
+    return mock.patch.object(native_sinks, "FusedInferAttentionScore", lambda **given: real(**(given | settings)))
+
+
+def rounded_sinks() -> Any:
+    """Plants a mistake: the sinks have the type of the activations."""
+    real = attention_layer.unbound_parameter
+
+    def parameter(shape: Any, dtype: str) -> Any:
+        return real(shape, "bfloat16" if dtype == "float32" else dtype)
+
+    return mock.patch.object(attention_layer, "unbound_parameter", parameter)
+
+
+class WideWindow(native_sinks.WindowFlags):
+    """Plants a mistake: a token also sees the token just before its window."""
+
+    def __init__(self, max_positions: int, window: int) -> None:
+        super().__init__(max_positions, window + 1)
+
+
+class Unclamped(native_sinks.ClampedSwiglu):
+    """Plants a mistake: gate and up have no upper limit."""
+
+    def construct(self, both: Any) -> Any:
+        width = self.shape(both)[1] // 2
+        gate, up = self.split(self.cast(both, ms.float32), (width, width), -1)
+        up = self.add(self.maximum(up, self.lowest), self.one)
+        gate = self.multiply(gate, self.sigmoid(self.multiply(gate, self.slope)))
+        return self.cast(self.multiply(gate, up), self.dtype)
+
+
+class WithoutOne(native_sinks.ClampedSwiglu):
+    """Plants a mistake: adds 0 to up instead of 1."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__(dtype)
+        self.one = Tensor(0.0, ms.float32)
+
+
+def clamped(replacement: Any) -> Any:
+    return mock.patch.object(native_experts, "ClampedSwiglu", replacement)
+
+
 def fused(flags: str) -> Any:
     """Returns ``CONFIG`` with graph-kernel fusion and these flags."""
     return replace(CONFIG, context=replace(CONFIG.context, enable_graph_kernel=True, graph_kernel_flags=flags))
@@ -932,6 +1044,25 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "int8 cache, products in float16": ("chunked", INT8_CACHE, lambda: in_integer_cache("ms", HalfFloats)),
     "int8 cache, float32 scales": ("decode", INT8_CACHE, lambda: other_scales("float32")),
     "int8 cache, short rows of scales": ("decode", INT8_CACHE, short_rows),
+    "sinks, left out": ("chunked", GPT_OSS, lambda: patched("SinkAttention", WithoutSinks)),
+    "sinks, added": ("chunked", GPT_OSS, lambda: patched("SinkAttention", AddedSinks)),
+    "sinks, of key-value heads": ("chunked", GPT_OSS, lambda: patched("SinkAttention", SharedSinks)),
+    "sinks, rounded": ("chunked", GPT_OSS, rounded_sinks),
+    "sinks, no wait for the cache": ("chunked", GPT_OSS, lambda: patched("SinkAttention", EarlyRead)),
+    "sinks, window of one more token": ("chunked", GPT_OSS, lambda: patched("WindowFlags", WideWindow)),
+    "sinks, window in every layer": ("chunked", GPT_OSS, lambda: sink_attention(has_window=True)),
+    "sinks, no window": ("chunked", GPT_OSS, lambda: sink_attention(has_window=False)),
+    "sinks, cache with heads": ("chunked", GPT_OSS, lambda: sink_attention(blocks=(-1, 128, 8, 64))),
+    "sinks, key-value heads": ("chunked", GPT_OSS, lambda: fused_attention(num_key_value_heads=64)),
+    "sinks, no sums": ("chunked", GPT_OSS, lambda: fused_attention(softmax_lse_flag=False)),
+    "sinks, gate without a limit": ("chunked", GPT_OSS, lambda: clamped(Unclamped)),
+    "sinks, up without 1": ("chunked", GPT_OSS, lambda: clamped(WithoutOne)),
+    "sinks, no biases of experts": (
+        "chunked",
+        GPT_OSS,
+        lambda: mock.patch.object(native.NativeOps, "expert_bias", return_value=None),
+    ),
+    "sinks, rounded biases": ("chunked", GPT_OSS, lambda: patched("expert_bias_type", lambda dtype: dtype)),
     "kernels, graph kernel level": ("decode", CONFIG, lambda: jit("O1", "off")),
 }
 
@@ -965,6 +1096,8 @@ TOGETHER = (
     ("static, offsets of integers", "static, no sum offsets"),
     ("latent, turned row", "latent, groups by their best expert"),
     ("int8 cache, blocks before the write", "int8 cache, scales of values for keys"),
+    ("sinks, left out", "sinks, window of one more token", "sinks, gate without a limit", "sinks, rounded biases"),
+    ("sinks, of key-value heads", "sinks, up without 1", "sinks, no biases of experts"),
 )
 """Mistakes in different parts of the same graph. ``make test`` plants the mistakes of a group in one graph, because the
 compilation takes long. Each mistake has its own error. ``make test-sweeps`` plants them one at a time."""
@@ -1069,13 +1202,13 @@ def main() -> None:
             + right(KINDS, (INT8_CACHE,))
             + right(("candidates", "rows"), (CONFIG, PAIR))
             + right(KINDS[:2], (CONFIG, INT8_MOE))
-            + right(("chunked",), (DEEPSEEK, QWEN_VL, GEMMA))
+            + right(("chunked",), (DEEPSEEK, QWEN_VL, GEMMA, GPT_OSS))
         ),
         "right, more": lambda: (
             right(KINDS[:2], (*ALONE[1:], *SHARED, SQUARE, QWEN2, QWEN3, STATIC, INT8_WEIGHTS))
             + right(KINDS[:2], (INT8_PAIR, INT4_PAIR, STATIC_PAIR))
             + right(("decode",), (*SEPARATE, *COMBINED, ADAPTED_QWEN2))
-            + right(("chunked",), (INT8_DEEPSEEK,))
+            + right(("chunked",), (INT8_DEEPSEEK, INT8_WEIGHTS_GPT_OSS, GPT_OSS_PAIR, ADAPTED_GPT_OSS))
             + right(("prefill", "decode"), (QWEN_VL, GEMMA))
             + right(KINDS[1:], (ADAPTED_DEEPSEEK, ADAPTED_CACHE))
         ),

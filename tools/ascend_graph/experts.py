@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from agent.backends.native.linear import expert_parameters
+from agent.backends.native.linear import expert_bias_type, expert_parameters
 from agent.weights.forms import LinearForm
 from llm_serving.model.families import Experts
 from llm_serving.model.shape import ModelShape
@@ -115,6 +115,9 @@ class ExpertRules:
     def _choice_problems(self, node: Node) -> Iterator[str]:
         x, finished, k = self._wiring.operands(node)
         source = self._wiring.node_of(x)
+        if self._experts.biased:
+            yield from self._router_bias_problems(node, source)
+            source = None if source is None else self._wiring.node_of(source.operands[0])
         if source is None or not self.is_router(source):
             yield "the experts are not chosen by the expert router's logits"
         if finished.value is not None or k.value != self._experts.per_token:
@@ -122,6 +125,12 @@ class ExpertRules:
                 f"k is {k.value} and finished is {finished.value or finished.kind}; k must be "
                 f"{self._experts.per_token}, the experts of a token, and finished must be None"
             )
+
+    def _router_bias_problems(self, node: Node, added: Node | None) -> Iterator[str]:
+        name, wanted = f"layers.{node.layer}.mlp.router.bias", TensorType("f32", (self._experts.count,))
+        bias = None if added is None or added.primitive != "Add" else self._wiring.source(added.operands[1])[0]
+        if bias is None or bias.name != name or bias.type != wanted:
+            yield f"the router's logits do not have {name} {wanted} added"
 
     def _grouped_choice_problems(self, node: Node) -> Iterator[str]:
         operands, routing = self._wiring.operands(node), self._experts.routing
@@ -176,6 +185,7 @@ class ExpertRules:
         yield from self._rows_problems(given)
         present = {"x", "weight", "group_list", *self._scales().values()}
         present |= {"pre_token_scale"} if self._form.quantises_activations else set()
+        present |= {"bias"} if self._experts.biased else set()
         for name, operand in given.items():
             is_given = operand.kind != "constant" or operand.value is not None
             if is_given != (name in present):
@@ -235,7 +245,8 @@ class ExpertRules:
             node = self._wiring.node_of(rows)
             assert node is not None, "it was found above"
             rows = self._wiring.operands(node)[0]
-        wanted = ("Swiglu", 0) if self._place(given["weight"]) == "mlp.down" else ("MoeInitRoutingV2", 0)
+        activation = "Swiglu" if self._experts.activation == "silu" else "Cast"  # ``SinkRules`` checks the other one
+        wanted = (activation, 0) if self._place(given["weight"]) == "mlp.down" else ("MoeInitRoutingV2", 0)
         if self._origin(rows)[::2] != wanted:
             yield f"the rows do not come from {wanted[0]}"
 
@@ -247,7 +258,11 @@ class ExpertRules:
         depth, columns = (inner, self._hidden) if place == "mlp.down" else (self._hidden, 2 * inner)
         wanted = expert_parameters(self._form, self._experts.held, depth, columns, self._dtype)
         stem = f"layers.{node.layer}.{place}"
-        for name, operand in ({"weight": "weight"} | self._scales()).items():
+        names = {"weight": "weight"} | self._scales()
+        if self._experts.biased:
+            names |= {"bias": "bias"}
+            wanted |= {"bias": ((self._experts.held, columns), expert_bias_type(self._dtype))}
+        for name, operand in names.items():
             source, _ = self._wiring.source(given[operand])
             shape, dtype = wanted[name]
             if source.kind != "parameter" or source.type != TensorType(TYPES[dtype], shape):

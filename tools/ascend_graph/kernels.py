@@ -54,6 +54,10 @@ _ROW_BYTES = 32
 """The bytes of a cache row must be a multiple of this. Source: CANN 9.0, ReshapeAndCacheOperation, page 0230, which
 states it for the layout NZ.
 """
+_MAX_FUSED_BLOCK, _MAX_FUSED_ROW, _MAX_FUSED_GROUP, _MAX_FUSED_CACHE = 512, 65535, 64, 2**31 - 1
+"""Limits of FusedInferAttentionScore with a block table and one query for each of its rows: tokens of a block, elements
+of a row of the cache, query heads of a key-value head, and elements of a cache.
+"""
 _DEFAULT_MASK, _TRAPEZOIDAL_MASK = 0, 1
 """``mask_mode`` of PagedAttention. Source: ``MaskMode`` in the wheel's ``op_param.h``."""
 
@@ -101,6 +105,7 @@ class KernelRules:
         self._checks: dict[str, Callable[[Node], Iterator[str]]] = {
             "PagedAttention": self._paged_attention,
             "FlashAttentionScore": self._flash_attention,
+            "FusedInferAttentionScore": self._fused_attention,
             "ReshapeAndCache": self._cache_write,
             "MatMul": self._matrix_product,
             "GroupedMatmulV4": self._grouped_product,
@@ -210,6 +215,31 @@ class KernelRules:
         # The mask must have the type of the query. Source: vllm-mindspore, model_executor/models/attention_mask.py.
         if mask is not None and query is not None and mask.dtype != query.dtype:
             yield f"attn_mask is {mask.dtype} and query is {query.dtype}; the kernel needs one type for both"
+
+    def _fused_attention(self, node: Node) -> Iterator[str]:
+        """Yields an error unless the kernel of decode steps accepts the operands.
+
+        MindSpore calls aclnnFusedInferAttentionScoreV2. Sources: hicann/ops-transformer,
+        attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV2.md (Q_S is 1, page attention), and
+        attention/incre_flash_attention/op_host/incre_flash_attention_tiling_check.cpp; docstring of the primitive.
+        """
+        operands = self._wiring.operands(node)
+        query, cache, mask = (self._type_of(operands[at]) for at in (0, 1, 4))
+        heads, kv_heads, block_size = (operands[at].value for at in (24, 29, 32))
+        if query is None or len(query.shape) != 3 or query.shape[1] != 1:
+            yield f"query is {query}; with a block table and layout BSH it must be [rows of the table, 1, width]"
+        if mask is not None and (mask.dtype not in ("bool", "i8", "u8") or len(mask.shape) != 2):
+            yield f"attn_mask is {mask}; for single queries it must be bool [rows of the table, positions]"
+        if kv_heads == 0 or heads // kv_heads > _MAX_FUSED_GROUP:
+            yield f"{heads} query heads share {kv_heads} key-value heads; a group has at most {_MAX_FUSED_GROUP}"
+        if cache is None or len(cache.shape) != 3:
+            yield f"key is {cache}; with layout BSH a cache must be [blocks, block size, heads x head size]"
+            return
+        blocks, block, row = cache.shape
+        if block != block_size or block % 16 or block > _MAX_FUSED_BLOCK:
+            yield f"blocks have {block} tokens, and block_size is {block_size}; they must be equal multiples of 16"
+        if row > _MAX_FUSED_ROW or blocks * block * row > _MAX_FUSED_CACHE:
+            yield f"key is {cache}; rows have at most {_MAX_FUSED_ROW} elements, and caches {_MAX_FUSED_CACHE}"
 
     def _cache_write(self, node: Node) -> Iterator[str]:
         yield from self._inference_mode()

@@ -32,6 +32,7 @@ from tools.ascend_graph.products import PRODUCTS, TYPES, ProductRules
 from tools.ascend_graph.sampling import KINDS as SAMPLING_KINDS
 from tools.ascend_graph.sampling import sampling_problems
 from tools.ascend_graph.sections import POSITIONS, SECTION_PRIMITIVES, SectionRules
+from tools.ascend_graph.sinks import SINK_PRIMITIVES, SinkRules
 
 PRIMITIVES = frozenset(
     {
@@ -119,6 +120,9 @@ class _Rules:
         self._takes_rows = self._shape.vision is not None
         self._gemma = GemmaRules(self._wiring, self._shape, self._dtype) if self._shape.gemma is not None else None
         sizes = StackedSizes.of_config(config)
+        self._sinks = None
+        if self._shape.sinks:
+            self._sinks = SinkRules(self._wiring, self._type, self._shape, config, self._dtype)
         self._adapters = None if sizes is None else AdapterRules(self._wiring, sizes, self._shape, self._dtype)
         self._integer_cache = None
         if config.gathers_blocks:
@@ -145,6 +149,7 @@ class _Rules:
         if self._sections is not None:
             checks["Greater"] = self._sections.mask_problems
         checks |= {} if self._gemma is None else self._gemma.checks
+        checks |= {} if self._sinks is None else self._sinks.checks
         for node in self._calls:
             check = self._experts.router_problems if self._experts.is_router(node) else checks.get(node.primitive)
             if self._adapters is not None and self._adapters.is_adapter(node):
@@ -184,6 +189,7 @@ class _Rules:
         known |= frozenset() if self._sections is None else SECTION_PRIMITIVES
         known |= frozenset() if self._gemma is None else GEMMA_PRIMITIVES
         known |= frozenset() if self._integer_cache is None else INTEGER_CACHE_PRIMITIVES
+        known |= frozenset() if self._sinks is None else SINK_PRIMITIVES
         for name in sorted(set(names) - known):
             yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
         layers, routers, shared = self._shape.num_layers, self._experts.num_routers, self._experts.num_shared
@@ -209,6 +215,9 @@ class _Rules:
         if self._gemma is not None:
             counts |= self._gemma.counts(is_last=is_last)
             counts["Add"] += self._gemma.num_sums(is_last=is_last)
+        if self._sinks is not None:
+            counts |= self._sinks.counts(is_split=is_split)
+            counts["Add"] += self._sinks.num_sums
         for rules in (self._integer_cache, self._adapters):
             for name, more in (rules.counts() if rules is not None else {}).items():
                 counts[name] += more

@@ -16,6 +16,10 @@ MAX_HEAD_GROUP = 128
 """Maximum number of query heads that share a key-value head in PagedAttention."""
 MAX_LATENT_DIM = 576
 """Maximum number of elements of one token in the cache of latent attention (PagedAttention with latent vectors)."""
+MAX_SINK_GROUP = 64
+"""Maximum number of query heads that share a key-value head in FusedInferAttentionScore (attention with sinks)."""
+MAX_SINK_CACHE = 2**31 - 1
+"""Maximum number of elements of a layer's key cache in FusedInferAttentionScore."""
 MAX_EXPERTS = 1024
 """Maximum number of weight matrices, one for each expert, in one call of GroupedMatmulV4."""
 
@@ -43,7 +47,9 @@ def check_limits(config: Config) -> None:
             f"at most {MAX_EXPERTS}: {other_device}"
         )
     window = shape.sliding_window
-    if 0 < window < config.max_model_len:
+    if shape.sinks:
+        _check_sinks(config, other_device)
+    elif 0 < window < config.max_model_len:
         raise AgentStartError(
             f"the model's attention window is {window} tokens, and sequences may have {config.max_model_len}; "
             "PagedAttention on an Ascend supports no window: set pa_config.decode_seq_length to at most "
@@ -56,6 +62,22 @@ def check_limits(config: Config) -> None:
         raise AgentStartError(
             f"pa_config.block_size = {block_size}; for heads of {head_dim} elements the Ascend's PagedAttention takes "
             f"{', '.join(map(str, sizes))}"
+        )
+
+
+def _check_sinks(config: Config, other_device: str) -> None:
+    shape, cache = config.shape, config.pa_config
+    group = shape.num_attention_heads // shape.num_key_value_heads
+    if group > MAX_SINK_GROUP:
+        raise AgentStartError(
+            f"{group} query heads of the model share a key-value head; FusedInferAttentionScore on an Ascend takes at "
+            f"most {MAX_SINK_GROUP}: {other_device}"
+        )
+    row = shape.num_key_value_heads * shape.head_dim * cache.block_size
+    if cache.num_blocks * row > MAX_SINK_CACHE:
+        raise AgentStartError(
+            f"pa_config.num_blocks = {cache.num_blocks}; with attention sinks, a layer's key cache on an Ascend has at "
+            f"most {MAX_SINK_CACHE} elements: set num_blocks to at most {MAX_SINK_CACHE // row}"
         )
 
 

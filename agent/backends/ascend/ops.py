@@ -26,7 +26,7 @@ class AscendOps(NativeOps):
     """The native op table for an Ascend. This table does not pad whole prompts, and it keeps weights and caches in the
     device's memory. The native table for a CPU does the opposite.
 
-    The Ascend's operators have no attention window. Therefore ``check_limits`` accepts a model with a window only if no
+    Only attention with sinks has a window there. For all other models with a window, ``check_limits`` requires that no
     sequence can be longer than the window.
     """
 
@@ -61,7 +61,7 @@ class AscendOps(NativeOps):
         return DeviceBlockMoves(parameters, host, pool)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
-        return super().rotary(cos, sin, 0)
+        return super().rotary(cos, sin, window if self._has_sinks else 0)
 
     def attention(self, form: AttentionForm) -> Operator:
-        return super().attention(replace(form, window=0))
+        return super().attention(form if form.sinks else replace(form, window=0))

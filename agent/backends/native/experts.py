@@ -20,10 +20,12 @@ from mindspore.ops.auto_generate import (
 
 from agent.backends.base import Operator
 from agent.backends.native.linear import matrix_product
+from agent.backends.native.sinks import ClampedSwiglu
 from agent.layers.parameter import MINDSPORE_DTYPES
 from agent.weights.forms import LinearForm, LinearForms
 from llm_serving.model.deepseek import Routing
 from llm_serving.model.families import Experts
+from llm_serving.model.gpt_oss import ACTIVATION as CLAMPED_SILU
 
 _COUNTS = 2
 """Argument of MoeInitRoutingV2: return the number of tokens of each expert instead of running sums."""
@@ -46,7 +48,8 @@ def grouped_product(form: LinearForm) -> Operator:
     expert.
 
     ``rows`` [rows, in] are ordered by expert. ``weight`` has the weights of all experts (``OpTable.expert_weight``).
-    ``counts`` int64 [experts] has the number of rows of each expert. The products are [rows, out].
+    ``counts`` int64 [experts] has the number of rows of each expert. The products are [rows, out]. The operator takes a
+    bias [experts, out] as one more input, which may be None.
     """
     if form.is_float:
         return _FloatProducts()
@@ -58,21 +61,27 @@ class _FloatProducts(nn.Cell):
         super().__init__()
         self.multiply = GroupedMatmulV4()
 
-    def construct(self, rows: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
+    def construct(self, rows: Tensor, weight: Tensor, groups: Tensor, bias: Tensor | None = None) -> Tensor:
+        biases = None if bias is None else (bias,)
         return self.multiply(
-            (rows,), (weight,), None, None, None, None, None, None,
+            (rows,), (weight,), biases, None, None, None, None, None,
             groups, None, None, None, _ONE_OUTPUT, _ROWS, _SIZES,
         )[0]  # fmt: skip
 
 
 class _DynamicProducts(nn.Cell):
-    """Multiplies rows by integer weights of experts. First quantises the rows to int8, with one scale for each row."""
+    """Multiplies rows by integer weights of experts. First quantises the rows to int8, with one scale for each row.
+
+    The primitive adds no bias of floats to these products, so the loader refuses biased experts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.quantise, self.multiply = DynamicQuantExt(), GroupedMatmulV4()
 
-    def construct(self, rows: Tensor, weight: tuple[Tensor, Tensor], groups: Tensor) -> Tensor:
+    def construct(
+        self, rows: Tensor, weight: tuple[Tensor, Tensor], groups: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         integers, scales = self.quantise(rows, None)
         return self.multiply(
             (integers,), (weight[0],), None, (weight[1],), None, None, None, (scales,),
@@ -87,9 +96,12 @@ class _WeightOnlyProducts(nn.Cell):
         super().__init__()
         self.multiply = GroupedMatmulV4()
 
-    def construct(self, rows: Tensor, weight: tuple[Tensor, Tensor, Tensor], groups: Tensor) -> Tensor:
+    def construct(
+        self, rows: Tensor, weight: tuple[Tensor, Tensor, Tensor], groups: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        biases = None if bias is None else (bias,)
         return self.multiply(
-            (rows,), (weight[0],), None, None, None, (weight[1],), (weight[2],), None,
+            (rows,), (weight[0],), biases, None, None, (weight[1],), (weight[2],), None,
             groups, None, None, None, _ONE_OUTPUT, _ROWS, _SIZES,
         )[0]  # fmt: skip
 
@@ -185,10 +197,11 @@ class ExpertMLP(nn.Cell):
         self.without_undefined = NanToNum(0.0, 0.0, 0.0)
         self.order = MoeInitRoutingV2()
         self.gate_up, self.down = grouped_product(form), grouped_product(form)
-        self.activation = Swiglu()
+        self.activation = ClampedSwiglu(dtype) if experts.activation == CLAMPED_SILU else Swiglu()
         self.restore = MoeTokenUnpermute()
         self.shared = _SharedExperts(forms.layers, dtype) if experts.shared_size else None
         self.add = ops.Add()
+        self.is_biased = experts.biased
         self.count = experts.count
         self.dtype = MINDSPORE_DTYPES[dtype]
         self.float32, self.int64 = MINDSPORE_DTYPES["float32"], MINDSPORE_DTYPES["int64"]
@@ -203,15 +216,18 @@ class ExpertMLP(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         router, gate_up, down = weights[:3]
         correction = weights[3] if self.is_corrected else None
+        biases = weights[-3:] if self.is_biased else (None, None, None)
         normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
         logits = self.matmul(self.cast(normed, self.float32), router)
+        if self.is_biased:
+            logits = self.add(logits, biases[0])
         fractions, experts = self.choose(logits, correction)
         if self.own is not None:
             fractions, experts = self.own(fractions, experts)
         ordered, places, counts, _ = self.order(normed, experts, 0, 0, self.count, 0, _COUNTS, False)
         groups = self.cast(counts if self.own is None else self.own.counts(counts), self.int64)
-        inner = self.activation(self.gate_up(ordered, gate_up, groups))
-        rows = self.down(inner, down, groups)
+        inner = self.activation(self.gate_up(ordered, gate_up, groups, biases[1]))
+        rows = self.down(inner, down, groups, biases[2])
         if self.own is not None:
             # The rows for experts of other agents are undefined, and could be NaN. Their weights are 0.
             rows = self.without_undefined(rows)

@@ -52,6 +52,11 @@ def expert_parameters(
     return found | {"offset": scale} if form.has_offsets else found
 
 
+def expert_bias_type(dtype: str) -> str:
+    """Returns the type of the experts' biases that GroupedMatmulV4 takes for activations of ``dtype``."""
+    return "float32" if dtype == "bfloat16" else dtype
+
+
 def is_transposed(form: LinearForm) -> bool:
     """Returns True if the weight is stored as [out, in], and False if it is stored as [in, out].
 

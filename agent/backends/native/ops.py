@@ -23,8 +23,9 @@ from agent.backends.native.attention import Attention, ChunkMask, Rotary, Rotary
 from agent.backends.native.experts import ExpertMLP
 from agent.backends.native.gemma import AddThenNorm, GatedGelu, ResultNorm
 from agent.backends.native.latent import LatentAttention
-from agent.backends.native.linear import expert_parameters, linear_parameters, matrix_product
+from agent.backends.native.linear import expert_bias_type, expert_parameters, linear_parameters, matrix_product
 from agent.backends.native.sections import BySequence, SectionedRotary
+from agent.backends.native.sinks import SinkAttention, WindowFlags
 from agent.group.model_part import ModelPart
 from agent.layers.parameter import bind, unbound_parameter
 from agent.lora.stacked import A_NAME, B_NAME, HostMatrices, StackedMatrices, StackedSizes, StackedSlots
@@ -71,10 +72,15 @@ class NativeOps(OpTable):
         self._adapters = adapters
         self._masks: dict[bool, Tensor] = {}
         self._has_latent_attention = False
+        self._has_sinks = part is not None and part.whole.sinks
 
     @property
     def has_whole_prompt_graph(self) -> bool:
-        return not self._has_latent_attention
+        return not (self._has_latent_attention or self._has_sinks)
+
+    @property
+    def attends_by_token(self) -> bool:
+        return self._has_sinks
 
     @property
     def holds_biases(self) -> bool:
@@ -115,6 +121,12 @@ class NativeOps(OpTable):
 
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         return unbound_parameter((num_experts, in_features), "float32")
+
+    def router_bias(self, num_experts: int) -> Any:
+        return unbound_parameter((num_experts,), "float32")
+
+    def expert_bias(self, num_experts: int, out_features: int) -> Any:
+        return unbound_parameter((num_experts, out_features), expert_bias_type(self.dtype))
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         return (num_blocks, block_size, num_kv_heads, head_dim), "int8" if self._int8_cache else self.dtype
@@ -178,6 +190,8 @@ class NativeOps(OpTable):
         rotary = SectionedRotary(cos, sin, sections, self.dtype) if sections else Rotary(cos, sin, self.dtype)
         if window == 0:
             return rotary
+        if self._has_sinks:
+            return RotaryAndMask(rotary, WindowFlags(self._max_positions, window))
         return RotaryAndMask(rotary, self._by_sequence(WindowMask(len(cos), self.dtype, window)))
 
     def chunk_mask(self) -> Operator:
@@ -189,6 +203,9 @@ class NativeOps(OpTable):
         return BySequence(mask) if self.reads_rotary_positions else mask
 
     def attention(self, form: AttentionForm) -> Operator:
+        if form.sinks:
+            sinks = SinkAttention(form, self.dtype)
+            return WithoutAdapters(sinks) if self._is_adapted else sinks
         has_window = form.window > 0
         if has_window not in self._masks:
             self._masks[has_window] = causal_mask(form, self.dtype)

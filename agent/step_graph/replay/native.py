@@ -31,6 +31,7 @@ from agent.kernels.launches import AllAgree, Results, copies
 from agent.layers.parameter import as_storage, as_tensor
 from agent.run_ahead.inserted import InsertedIds
 from agent.step_graph.adapter_order import AdapterOrder
+from agent.step_graph.token_rows import by_token
 from agent.step_inputs import NUM_ROTARY_DIMENSIONS, Int32Array, StepInputs
 from agent.weights.storage import Array
 from llm_serving.ipc.shm import NO_ADAPTER, PADDING_SLOT, SlotLimits
@@ -75,6 +76,7 @@ class NativeReplays:
         max_blocks: int = 0,
         adapter_order: AdapterOrder | None = None,
         reads_rotary_positions: bool = False,
+        attends_by_token: bool = False,
     ) -> None:
         """Allocates the memory of the inputs. Call ``record`` next.
 
@@ -88,6 +90,7 @@ class NativeReplays:
         - ``max_blocks``: maximum number of blocks that a step gathers. If 0, the graph gathers no blocks.
         - ``adapter_order``: counts the rows of each adapter slot. If None, the graph has no adapters.
         - ``reads_rotary_positions``: whether ``positions`` is [4, tokens] (``StepInputs.graph_positions``).
+        - ``attends_by_token``: whether block tables and lengths have a row for each token (``token_rows.by_token``).
         """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
         self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
@@ -98,9 +101,12 @@ class NativeReplays:
         self._rotary_dimensions = NUM_ROTARY_DIMENSIONS if reads_rotary_positions else 0
         self._positions = np.zeros((1 + self._rotary_dimensions) * self.max_tokens, np.int32)
         self._slots = np.zeros(self.max_tokens, np.int32)
-        self._last_tokens, self._contexts, self._queries = (np.zeros(limits.max_seqs, np.int32) for _ in range(3))
+        self._attends_by_token = attends_by_token
+        table_rows = self.max_tokens if attends_by_token else limits.max_seqs
+        self._last_tokens = np.zeros(limits.max_seqs, np.int32)
+        self._contexts, self._queries = (np.zeros(table_rows, np.int32) for _ in range(2))
         self._padded_queries = np.zeros(max_prompts, np.int64)
-        self._tables = np.zeros(limits.max_seqs * self._table_width, np.int32)
+        self._tables = np.zeros(table_rows * self._table_width, np.int32)
         self._blocks = np.zeros(max(max_blocks, *_RECORDED_BLOCKS) if max_blocks else 0, np.int32)
         self._adapter_order = adapter_order
         self._adapter_rows = None if adapter_order is None else adapter_order.rows(np.zeros(0, np.int32))
@@ -171,7 +177,7 @@ class NativeReplays:
         Exceptions of ``all_agree`` are passed on.
         """
         arrays = self._copy_inputs(inputs, entry, inserted, blocks)
-        tokens, seqs = len(entry), inputs.query_lens.size
+        tokens, seqs = len(entry), inputs.last_tokens.size
         is_small = tokens <= max(MAX_COMPARED_TOKENS, seqs)
         is_paused = self.is_confirmed and self.is_paused
         if self._launches is None or is_paused or not (self.is_confirmed or is_small):
@@ -232,6 +238,8 @@ class NativeReplays:
             whole_prompts=True,
             rotary_positions=np.repeat(positions[:, None], self._rotary_dimensions, axis=1),
         )
+        if self._attends_by_token:
+            inputs = by_token(inputs)
         blocks = np.zeros(sizes.blocks, np.int32) if sizes.blocks else None
         return self._copy_inputs(inputs, self._entry[: sizes.tokens], blocks=blocks)
 
@@ -247,22 +255,22 @@ class NativeReplays:
         Block tables always get the maximum width, because MindSpore must compute all shapes again whenever the width
         changes.
         """
-        tokens, (seqs, width) = len(entry), inputs.block_tables.shape
+        tokens, seqs, (rows, width) = len(entry), inputs.last_tokens.size, inputs.block_tables.shape
         self._entry[:tokens] = entry
         positions = inputs.graph_positions
         position_rows = self._positions[: positions.size].reshape(positions.shape)
         position_rows[:] = positions
         self._slots[:tokens] = inputs.slot_mapping
         self._last_tokens[:seqs] = inputs.last_tokens
-        self._contexts[:seqs] = inputs.context_lens
-        tables = self._tables[: seqs * self._table_width].reshape(seqs, self._table_width)
+        self._contexts[:rows] = inputs.context_lens
+        tables = self._tables[: rows * self._table_width].reshape(rows, self._table_width)
         tables[:, :width] = inputs.block_tables
         tables[:, width:] = 0
-        queries: npt.NDArray[np.int32 | np.int64] = self._queries[:seqs]
+        queries: npt.NDArray[np.int32 | np.int64] = self._queries[:rows]
         if self._padded_queries.size:
             queries = self._padded_queries
-            queries[seqs:] = 0
-        queries[:seqs] = inputs.query_lens
+            queries[rows:] = 0
+        queries[:rows] = inputs.query_lens
         vectors = (position_rows, self._last_tokens[:seqs], self._slots[:tokens])
         listed: tuple[Array, ...] = ()
         if blocks is not None:
@@ -272,7 +280,7 @@ class NativeReplays:
             self._adapter_rows[:] = self._adapter_order.rows(inputs.adapters)
             listed = (*listed, self._adapter_rows)
         ids = self._copy_inserted(tokens, inserted) if self._inserts_ids else ()
-        return (self._entry[:tokens], *vectors, tables, self._contexts[:seqs], queries, *listed, *ids)
+        return (self._entry[:tokens], *vectors, tables, self._contexts[:rows], queries, *listed, *ids)
 
     def _copy_inserted(self, tokens: int, inserted: InsertedIds | None) -> tuple[Array, ...]:
         """Copies the inputs of ``InsertIds`` into this object's memory, and returns the copies.
