@@ -45,7 +45,9 @@ class StepInputs:
     """The inputs of one step. The arrays are views of the step reader's memory, valid until the next step is read."""
 
     token_ids: Int32Array
-    """[tokens]. LAST_TOKEN occurs only if the reader does not know the last tokens of the batch rows."""
+    """[tokens]. LAST_TOKEN stands for the token that was sampled last in a batch row. The step reader replaces it,
+    unless only the device knows this token.
+    """
     positions: Int32Array
     """[tokens]: the position of each token in its sequence."""
     slot_mapping: Int32Array

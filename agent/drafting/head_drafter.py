@@ -123,8 +123,8 @@ class HeadDrafter(Drafter):
         return (time.perf_counter_ns() - start) // 1000
 
     def _known(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_], states: Array) -> _Known:
-        """Returns the tokens of the step as copies, except the tokens of rejected entries. ``counts`` is True for the
-        entries that were not rejected.
+        """Returns copies of the step's tokens, without those of rejected drafts. Each draft is an entry of the step.
+        ``counts`` [entries] is True for an entry that was not rejected.
         """
         sampled, contexts = slot.sampled_ids[: slot.num_seqs], inputs.context_lens
         used, has_token = np.repeat(counts, inputs.query_lens), sampled >= 0

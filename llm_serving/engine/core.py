@@ -236,10 +236,13 @@ class EngineCore:
     ) -> list[Replica]:
         """Returns the replicas that may be able to schedule a new step.
 
-        These are the replicas with an event or a due wakeup. If the only commands were new requests, adds one replica
-        with a free step slot. The router places the requests when this replica's next step is scheduled.
-        ``_send_steps`` then also calls the replicas that got requests. After the loss or drain of a replica, and after
-        other commands, returns all replicas, because each of them may receive requests.
+        These are the replicas with an event or a due wakeup. ``has_only_added`` tells which commands came:
+
+        * None: no commands.
+        * True: only new requests. One replica with a free step slot is added. The router distributes the requests when
+          it schedules a step for this replica. ``_send_steps`` then also calls the replicas that got requests.
+        * False: others. Each replica may receive requests, so all replicas are returned. The same holds if a replica
+          was lost or drained.
         """
         replicas = self._replicas
         is_any = has_only_added is False or any(isinstance(event, AgentLost | AgentLeaving) for _, event in events)

@@ -50,7 +50,9 @@ in the snapshot, see ``agent/sequence_states.py``.
 """
 
 HEADER_WORDS = 8
-"""Number of 32-bit words of a handed block's header in a slot, see ``llm_serving.handover.header``."""
+"""Number of 32-bit words in a step slot for the header of a KV block that one replica hands over to another. See
+``llm_serving.handover.header``.
+"""
 
 NO_ADAPTER = -1
 """Value in ``adapters`` of a sequence that uses no LoRA adapter."""

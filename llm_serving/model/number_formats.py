@@ -153,8 +153,9 @@ _WEIGHT_FORMATS = (
 WEIGHT_FORMATS = {each.name: each for each in _WEIGHT_FORMATS}
 INTEGER_FORMATS = tuple(each for each in _WEIGHT_FORMATS if not each.is_float)
 STORED_FORMATS = tuple(each for each in INTEGER_FORMATS if each.stored_as == each.name)
-"""The integer formats of checkpoints. Weight-only formats are not in the list. A checkpoint stores their integers under
-the name of the format with the same integers."""
+"""The integer formats whose names occur in checkpoints. No weight-only format is among them: its checkpoint is the same
+as that of the format with equal integers, and has the name of that format.
+"""
 _ALIASES = {"bf16": "bfloat16"}
 
 

@@ -67,7 +67,9 @@ QUOTA_SHARE = 0.1
 """Quota per minute of a heavy key, as a fraction of the peak goodput."""
 QUOTA_IN_FLIGHT = 8
 PEAK_STEPS = (0.85, 1.0, 1.15, 1.3)
-"""Measured request rates, in multiples of the goodput at which the doubling of the rate ended."""
+"""The request rates that are measured to find the peak of the goodput. They are multiples of a first estimate: the
+goodput at the rate that was doubled last (see ``KEPT_SHARE``).
+"""
 MAX_FURTHER_STEPS = 4
 KEPT_SHARE = 0.9
 """The search for the peak stops doubling the rate when the goodput is below this fraction of the rate."""

@@ -121,8 +121,9 @@ class _Lister:
     def _find_sections(self) -> dict[str, str | int]:
         """Returns the section of each node by the node's name: ``step``, a layer's index, or ``output``.
 
-        A node that depends only on the graph's inputs belongs to ``step``. Other nodes of a layer belong to this layer.
-        A node outside the layers belongs to ``output`` if it depends on a layer, otherwise to ``step``.
+        A node that uses only inputs of the graph and constants, directly or through other nodes, belongs to ``step``,
+        even if its name is in a layer. Every other node that a layer names belongs to this layer. A node outside the
+        layers belongs to ``output`` if it uses results of a layer, otherwise to ``step``.
         """
         from_inputs: dict[str, bool] = {}
         behind: dict[str, bool] = {}

@@ -157,11 +157,11 @@ static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t bl
 // sequence to zero.
 int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* query_starts);
 
-// Checks the arguments of attention over rotated queries and existing keys (`ready`). Returns 0, or an error code after
-// one line on standard error.
+// Checks the arguments of attention whose queries are rotated already, and whose keys and values exist already. Returns
+// 0, or an error code after one line on standard error.
 //
-// `starts` [2 * num_seqs] receives query_starts, and key_starts if there are no block tables. Without block tables,
-// `key_rows` is the number of rows of the keys and of the values.
+// `starts` has room for 2 * num_seqs numbers: first query_starts, then key_starts. The latter are written only if there
+// are no block tables. In this case, `key_rows` is the number of rows of the keys and of the values.
 int check_ready_attention(const char* op, RotaryAttentionArgs* args, int64_t key_rows, int64_t* starts);
 
 }  // namespace llmk
