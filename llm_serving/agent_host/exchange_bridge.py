@@ -27,7 +27,7 @@ from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S, Place, Share
 from llm_serving.errors import LLMServingError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.exchange_streams import Stream, streams_of
-from llm_serving.ipc.introduction import admit, introduce, receive, receive_into, shut_down
+from llm_serving.ipc.introduction import admit, introduce, receive, receive_into, set_options, shut_down
 
 MAGIC = b"LLMEXCH1"
 CONNECT_TIMEOUT_S = 3.0
@@ -148,7 +148,7 @@ class ExchangeBridge:
             try:
                 link = socket.create_connection((place.host, place.port), timeout=CONNECT_TIMEOUT_S)
                 link = self._key.exchange.wrap_socket(link)
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                set_options(link)
                 if self._keep(link):
                     introduce(link, MAGIC, self._share.secret, self._facts(self._share.number))
                     link.settimeout(None)
@@ -191,7 +191,7 @@ class ExchangeBridge:
     def _receive(self, link: ssl.SSLSocket) -> None:
         try:
             link.settimeout(HANDSHAKE_TIMEOUT_S)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_options(link)
             facts = admit(link, MAGIC, self._share.secret, self._problem_of)
             link.settimeout(None)
         except (OSError, LLMServingError):

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import LLMServingError, ProtocolError
-from llm_serving.ipc.introduction import admit, introduce, receive, receive_into, shut_down
+from llm_serving.ipc.introduction import admit, introduce, receive, receive_into, set_options, shut_down
 
 MAGIC = b"LLMHAND3"
 TIMEOUT_S = 10.0
@@ -39,10 +39,6 @@ IDLE_S = 60.0
 """Seconds without a transfer after which the thread of ``TcpTransport`` ends and its connection is closed."""
 _END_WAIT_S = 1.0
 """Seconds that ``TcpTransport.close`` waits for its thread, which may be in the middle of connecting."""
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""TCP keep-alive: seconds until the first check of an idle connection, and seconds between two checks. The third number
-is the number of checks without a reply after which the connection ends.
-"""
 _SIZES = struct.Struct("<QQ")
 _TRANSFER = struct.Struct("<QI")
 _ACKNOWLEDGEMENT = struct.Struct("<Q")
@@ -240,7 +236,7 @@ class TcpTransport:
             if self._is_closed.is_set():
                 raise ConnectionError("the transport is closed")
         link.settimeout(TIMEOUT_S)
-        _set_options(link)
+        set_options(link)
         introduce(link, MAGIC, self._secret, _packed(_sizes_of(self._pools)))
         return link
 
@@ -278,7 +274,7 @@ class PoolReceiver:
         try:
             if not is_full:
                 link.settimeout(TIMEOUT_S)
-                _set_options(link)
+                set_options(link)
                 admit(link, MAGIC, self._secret, self._problem_of)
                 link.settimeout(None)
                 while True:
@@ -337,19 +333,6 @@ def _sizes_of(pools: Sequence[Pool]) -> list[tuple[int, int]]:
 
 def _packed(sizes: Sequence[tuple[int, int]]) -> bytes:
     return b"".join(_SIZES.pack(*each) for each in sizes)
-
-
-def _set_options(connection: socket.socket) -> None:
-    """Makes the system send small messages immediately, and check idle connections (TCP keep-alive).
-
-    A machine that loses its power or its network does not close its connections. Without these checks, the thread of a
-    receiver would wait for that machine forever.
-    """
-    with contextlib.suppress(OSError):  # a socket pair has no TCP options
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def _send_all(link: socket.socket, parts: list[memoryview]) -> None:

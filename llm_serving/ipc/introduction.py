@@ -25,6 +25,10 @@ _CHALLENGE = struct.Struct(f"<8s{NONCE_BYTES}s")
 _HELLO = struct.Struct("<8s32sI")
 _REPLY = struct.Struct("<8sI")
 _MAX_ERROR_BYTES = 1024
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""TCP keep-alive: seconds until the first check of an idle connection, and seconds between two checks. The third number
+is the number of checks without a reply after which the connection ends.
+"""
 
 
 def introduce(link: socket.socket, magic: bytes, secret: bytes, facts: bytes) -> None:
@@ -87,3 +91,16 @@ def shut_down(link: socket.socket) -> None:
     """Ends a connection that another thread uses. ``SSLSocket.shutdown`` would remove the TLS state of that thread."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(link, socket.SHUT_RDWR)
+
+
+def set_options(connection: socket.socket) -> None:
+    """Makes the system send small messages immediately, and check idle connections (TCP keep-alive).
+
+    A machine that loses its power or its network does not close its connections. Without these checks, the thread of a
+    receiver would wait for that machine forever.
+    """
+    with contextlib.suppress(OSError):  # a socket pair has no TCP options
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, name, value)

@@ -141,7 +141,7 @@ def test_a_pipeline_passes_activations_and_tokens_between_nodes(make_nodes: Any)
         np.testing.assert_array_equal(step, out)
 
 
-def test_a_lost_connection_is_reported_by_both_nodes(make_nodes: Any) -> None:
+def test_a_lost_connection_is_reported(make_nodes: Any) -> None:
     nodes = make_nodes(2, 1, 2)
     run(nodes, 2, "gathers")
     assert nodes[0].bridge.problem == ""
