@@ -1,11 +1,12 @@
-"""Makes the system allocate the pages of the KV cache: some during the start, and the rest while the agent is idle.
+"""Makes the system allocate the memory pages of the KV cache: the first 64 MiB during the start, and all other pages
+while the agent is idle.
 
-A system takes 0.2 to 2 seconds to allocate 1 GiB. So the agent does not wait until a large cache has all its pages. The
-server uses blocks with low numbers first, so these blocks get their pages first. If a step uses a block without pages,
-the step waits until the system has allocated them.
+A system takes 0.2 to 2 seconds to allocate 1 GiB, so a start that allocates a large cache would take long. The server
+uses blocks with low numbers first, so these blocks get their pages first. If a step uses a block without pages, the
+step waits until the system has allocated them.
 
-The device thread itself allocates the rest, between two messages. A second thread would compete with the step for
-cores, for memory bandwidth and for Python's global lock.
+After the start, the device thread itself allocates the pages, between two messages. A second thread would compete with
+the step for cores, for memory bandwidth and for Python's global lock.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class CachePages:
 
 
 class LaterPages:
-    """Allocates pages of a ready agent piece by piece. Only the device thread may call it, and only between two steps.
+    """Allocates the cache's other pages while the agent serves, 2 MiB at a time. Only the device thread may call it,
+    and only between two steps.
 
     The device thread waits ``wait_s`` seconds for a message. If none arrives, it calls ``allocate_idle``. After each
     message, it calls ``allocate_busy``. When all pages are allocated, ``wait_s`` is None, and no call is necessary.
@@ -78,10 +80,11 @@ class LaterPages:
 
     @classmethod
     def of(cls, caches: Sequence[CachePages]) -> LaterPages:
-        """Returns the object that allocates the rest of the pages of ``caches``.
+        """Returns the object that allocates all pages of ``caches`` that have not been allocated at the start.
 
-        Call this method when the agent is ready, before its first step. If the free memory may be too small, the method
-        allocates all pages itself before it returns. Then a lack of memory fails the start and not a later step.
+        Call this method when the agent is ready, before its first step. If the free memory may be too small, this
+        method allocates these pages itself before it returns. Then a lack of memory fails the start instead of a later
+        step.
         """
         pieces = [piece for cache in caches for piece in cache.take_rest()]
         num_bytes = sum(piece.size for piece in pieces)
@@ -106,9 +109,10 @@ class LaterPages:
         self.wait_s = None
 
     def allocate_busy(self) -> None:
-        """Allocates one piece, but only if that takes at most ``BUSY_SHARE`` of the time since the piece before.
+        """Allocates the next 2 MiB, unless this would take more than ``BUSY_SHARE`` of the time since the last
+        allocation.
 
-        So the cache gets its pages also if the agent is never idle.
+        So the cache gets its pages even if the agent is never idle.
         """
         self.wait_s = IDLE_S
         if self._clock() >= self._due:

@@ -28,11 +28,11 @@ class HandedBlocks:
             raise AgentStartError(problem) from error
 
     def run(self, slot: StepSlot) -> None:
-        """Runs the moves of a step. If a block of the pool is not the expected block, marks its move as faulty in the
-        slot.
+        """Runs the moves of a step. Marks a move as faulty in the slot if the pool's block is not the block that the
+        step expects.
 
-        Raises ProtocolError if a move is of another kind or writes the null block of the cache, and KernelError if a
-        block does not exist.
+        Raises ProtocolError if a move is neither HAND_OUT nor HAND_IN, or if it writes the null block of the cache.
+        Raises KernelError if a block does not exist.
         """
         moves = moves_of(slot)
         kinds = set(moves[:, 0].tolist())

@@ -8,11 +8,13 @@ width of the block tables. Activations have the op table's ``dtype``, and indice
 tensor has the size of the largest step. Only its first rows, as many as the step has, are used.
 
 ``step`` is a tuple of inputs that every operator may read: slot_mapping [tokens], block_tables [seqs, blocks],
-context_lens [seqs], query_lens [seqs]. In a static graph, ``block_tables`` has one axis, and the tuple has a fifth
-entry: counts = (tokens, seqs, blocks, step number). In the graph for parts of prompts, the fifth entry is the output of
-``chunk_mask``. If ``OpTable.gathers_blocks`` is True and the graph reads the cache, ``step_blocks`` [blocks] follows.
-If ``OpTable.num_adapter_groups`` is not 0, the last entry is ``adapter_rows``, int64 [groups]. Query i of a sequence
-with q queries and a context of c tokens is at position c - q + i.
+context_lens [seqs], query_lens [seqs]. Query i of a sequence with q queries and a context of c tokens is at position
+c - q + i. Some graphs have more inputs in ``step``, in this order:
+
+- A static graph has counts = (tokens, seqs, blocks, step number). Its ``block_tables`` has one axis.
+- The graph for parts of prompts has the output of ``chunk_mask``.
+- A graph that reads the cache has ``step_blocks`` [blocks] if ``OpTable.gathers_blocks`` is True.
+- A graph has ``adapter_rows``, int64 [groups], if ``OpTable.num_adapter_groups`` is not 0.
 
 An operator adds the numbers for a token in an order that depends only on the layer's number of inputs and the token's
 context. Therefore a token's result does not depend on the other tokens of the step. The result is also the same in a
@@ -44,8 +46,9 @@ CacheLayout = tuple[tuple[int, ...], str]
 class LinearParameters:
     """The MindSpore Parameters of a linear layer. A parameter that the layer does not have is None.
 
-    The op table's operators take the weight alone, or a tuple. The tuple is (weight, scale), (weight, scale, offset)
-    or, if inputs are quantised with calibrated scales, (weight, scale, input_scale, input_offset, sum_offset).
+    The op table's operators take a float weight alone. They take an integer weight as a tuple: (weight, scale) or
+    (weight, scale, offset). If inputs are quantised with calibrated scales, the tuple is (weight, scale, input_scale,
+    input_offset, sum_offset).
     """
 
     weight: Any
@@ -119,8 +122,10 @@ class OpTable(ABC):
         """Two arrays [tokens, rotary width] with the cosines and sines of a step's tokens. They exist if the agent
         gathers them from the rotary tables. None if the graph does this."""
         self.reads_rotary_positions = False
-        """True if the graph's input ``positions`` is [4, tokens]: the position of each token in its sequence, then the
-        three dimensions of its rotary position. Otherwise ``positions`` is [tokens], and both are equal.
+        """True if the graph's input ``positions`` is [4, tokens]. Row 0 has the position of each token in its sequence.
+        Rows 1 to 3 have the three dimensions of its rotary position.
+
+        If False, ``positions`` is [tokens], and each rotary position equals the position in the sequence.
         """
         self.num_taps = 0
         """Number of operators that ``tap`` has made. The graph has one more output for each of them."""
@@ -172,10 +177,10 @@ class OpTable(ABC):
 
     @property
     def attends_by_token(self) -> bool:
-        """Whether attention takes a block table and a context for each token, not for each sequence.
+        """Whether attention takes a block table and a context for each token instead of for each sequence.
 
-        ``block_tables`` is then [tokens, blocks], and ``context_lens`` and ``query_lens`` are [tokens]. One graph
-        computes all steps. The value is valid after the model has been built.
+        If True, ``block_tables`` is [tokens, blocks], and ``context_lens`` and ``query_lens`` are [tokens]. Then a
+        single graph computes prefill, mixed and decode steps. The value is valid after the model has been built.
         """
         return False
 
@@ -208,21 +213,22 @@ class OpTable(ABC):
 
     @property
     def num_adapter_groups(self) -> int:
-        """The number of groups of tokens in the graph's input ``adapter_rows`` [groups]. 0 if the graph does not have
-        this input.
+        """The number of groups in the graph's input ``adapter_rows`` [groups], the number of tokens of each group.
 
         The tokens of a step are ordered by adapter slot. Each adapter slot is a group, and the last group has the
-        tokens without an adapter. The input is missing if there are no adapters, or if the operators find the adapters
-        elsewhere.
+        tokens without an adapter.
+        0 if the graph does not have this input: the server has no adapters, or the operators find the adapters in
+        another way.
         """
         return 0
 
     def adapter_matrices(self, in_features: int, out_features: int, num_layers: int = 1) -> tuple[Any, Any] | None:
         """Makes the Parameters for the LoRA adapters of a linear layer: A and B (``agent.lora.stacked``).
 
-        The linear layer joins ``num_layers`` layers of a checkpoint. If this method returns None, the operators take no
-        adapters. Otherwise, ``norm_linear``, ``linear`` and ``gated_mlp`` take a tuple (weight, A, B) instead of a
-        weight.
+        ``num_layers`` is the number of checkpoint layers that the linear layer joins, for example 3 for q, k and v.
+
+        Returns None if the operators take no adapters. Otherwise, ``norm_linear``, ``linear`` and ``gated_mlp`` take a
+        tuple (weight, A, B) instead of a weight.
         """
         return None
 
@@ -263,8 +269,8 @@ class OpTable(ABC):
     def gathers_blocks(self) -> bool:
         """Whether attention over the cache first gathers all blocks that the step reads.
 
-        The graph then has one more input, ``step_blocks`` [blocks], which lists these blocks. ``block_tables`` has
-        indices of this list.
+        If True, the graph has one more input, ``step_blocks`` [blocks], with the numbers of these blocks. The entries
+        of ``block_tables`` are then indices into ``step_blocks`` instead of block numbers.
         """
         return False
 
@@ -315,7 +321,7 @@ class OpTable(ABC):
     def embedding(self, width: int) -> Operator:
         """Returns an operator (table [vocabulary, width], token_ids [tokens], step) -> embeddings [tokens, width].
 
-        If the table is divided among agents, only one agent has the row of a token. The others contribute zeros, and
+        The rows of the table may be divided among agents. Then each agent uses zeros for tokens outside its rows, and
         the operator sums over the agents.
         """
 
@@ -330,9 +336,10 @@ class OpTable(ABC):
 
     @abstractmethod
     def join_norms(self, width: int, epsilon: float) -> Operator:
-        """Returns an operator (first, second, first gamma [width], second gamma [width], step) -> joined.
+        """Returns an operator (first, second, first gamma [width], second gamma [width], step) -> [RMSNorm(first),
+        RMSNorm(second)].
 
-        first and second are [tokens, width]. joined [tokens, 2 x width] = [RMSNorm(first), RMSNorm(second)].
+        first and second are [tokens, width]. The result is [tokens, 2 x width].
         """
 
     @abstractmethod
@@ -358,9 +365,9 @@ class OpTable(ABC):
         sum of the MLPs of the chosen experts, applied to RMSNorm(total). The output of the shared experts is added.
 
         ``weights`` is a tuple: router, gate_up of all experts, down of all experts. If the router has a correction, its
-        float32 array [experts] follows. If there are shared experts, their gate_up and down weights follow, and then
-        the float32 weight of their gate if ``experts.shared_gate``. If the table makes ``expert_bias``, the biases of
-        router, gate_up and down come last. The last is None if another agent adds it.
+        float32 array [experts] follows. If there are shared experts, their gate_up and down weights follow. If
+        ``experts.shared_gate``, the float32 weight of their gate comes next. If ``OpTable.expert_bias`` makes biases,
+        those of router, gate_up and down come last. The bias of down is None if another agent adds it.
 
         The router computes a float32 softmax over all experts and chooses the ``experts.per_token`` experts with the
         largest values. If values are equal, it chooses the expert with the lower number. If ``experts.normalised``, the
@@ -441,15 +448,15 @@ class OpTable(ABC):
     def latent_attention(self, form: LatentForm) -> Operator:
         """Returns an operator (joined, weights, rotary, cache, step) -> attention of all heads.
 
-        The result is [tokens, heads x value_dim]. The names of sizes are those of ``form.latent``. ``joined`` [tokens,
-        columns] has the columns of the queries, then ``rank`` columns of the latent vector, then ``rope_dim`` columns
-        of the rotated key.
+        The result is [tokens, heads x value_dim]. ``form.latent`` defines rank, query_rank, rope_dim, head_dim and
+        value_dim. ``joined`` [tokens, columns] has the columns of the queries, then ``rank`` columns of the latent
+        vector, then ``rope_dim`` columns of the key that is rotated.
 
-        - If queries have a latent vector, its ``query_rank`` columns are the columns of the queries. ``weights`` is
-          then (gamma [rank], key_up, value_up, query_gamma [query_rank], query). The weight ``query`` maps the
-          normalised latent vector to the queries of all heads.
-        - Otherwise ``joined`` has the queries themselves, heads x head_dim columns, and ``weights`` is (gamma [rank],
-          key_up, value_up).
+        - If queries have a latent vector, the columns of the queries are this vector, with ``query_rank`` columns.
+          ``weights`` is (gamma [rank], key_up, value_up, query_gamma [query_rank], query). The weight ``query`` maps
+          the normalised latent vector to the queries of all heads.
+        - Otherwise the columns of the queries are the queries themselves, heads x head_dim columns. ``weights`` is
+          (gamma [rank], key_up, value_up).
 
         For each head, ``key_up`` maps the elements of a query that are not rotated to ``rank`` elements. ``value_up``
         maps an attended latent vector to a value. Both weights come from ``head_weight``.
@@ -480,8 +487,9 @@ class OpTable(ABC):
         """Returns an operator (projected, weights, states, step) -> Gated DeltaNet of all heads.
 
         The result is [tokens, delta.values]. ``projected`` [tokens, delta.projected] has the channels of queries, keys
-        and values, then the output gates, then b and a of each value head. ``weights`` has the float32 arrays
-        convolution [channels, 1, taps], log_rate and rate_bias [value heads], and gamma [value_dim] of the norm.
+        and values, then the output gates. Then b and a of each value head follow, from which its write strength and its
+        decay are computed. ``weights`` has the float32 arrays convolution [channels, 1, taps], log_rate and rate_bias
+        [value heads], and gamma [value_dim] of the norm.
 
         ``OpTable.states`` divides the step into runs of tokens. Each run reads one state of ``states`` and writes
         another state. Prompts, chunks and decode steps compute the same recurrence, token by token.

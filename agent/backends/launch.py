@@ -14,9 +14,11 @@ OnDevice = Any
 
 
 class Launch:
-    """The results of one run of a graph. With this base class, the results are complete when the run returns.
+    """The results of one run of a graph. This base class is for devices that complete the results before the run
+    returns.
 
-    A device that runs ahead has a subclass, whose results arrive later. Every method may raise the errors of the run.
+    If ``DeviceTraits.runs_ahead`` is True, the device has a subclass whose results arrive after the run has returned.
+    Every method may raise the errors of the run.
     """
 
     def __init__(self, results: tuple[OnDevice, ...], fetched: slice) -> None:

@@ -82,12 +82,13 @@ def _python_paths(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _package_targets(folder: Path) -> Iterator[Path]:
-    """Yields the targets of the symbolic links in ``folder``, a folder of Python's module path, if they are packages or
-    modules.
+    """Yields the targets of those symbolic links in ``folder`` that lead to Python code. ``folder`` is a folder of
+    Python's module path.
 
-    Landlock decides about the target of a link, not about the link. An installer may also make a package as a folder of
-    links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. Only links to Python code count,
-    because the user may have made others. Namespace packages count in the folders of installers only.
+    The rules must name the target of a link, because Landlock ignores the link itself. An installer may also make a
+    package as a folder of links to the files of its cache, as ``uv`` does with ``link-mode = "symlink"``. Links to
+    anything else than code are skipped, because the user may have made them. A link to a namespace package counts only
+    in a folder that an installer fills.
     """
     is_installed = folder.name in _INSTALLED
     for entry in _entries(folder):
@@ -120,11 +121,11 @@ def _is_package(folder: Path) -> bool:
 
 
 def _linked_files(folder: Path, depth: int = 1) -> Iterator[Path]:
-    """Yields the targets of the symbolic links in the folder of a package. Also searches the packages of a namespace
+    """Yields the targets of the symbolic links in the folder of a package. Also searches the packages in a namespace
     package.
 
-    A link may lead into a package with the same name as ``folder``. Then yields the folder of that package instead,
-    which has all of its files.
+    If a link leads into another package folder with the same name as ``folder``, yields that whole folder instead. It
+    has all files of the package.
     """
     entries = _entries(folder)
     links = [_real(entry.path) for entry in entries if entry.is_symlink()]
@@ -158,16 +159,19 @@ def _link_targets(folder: Path) -> list[Path]:
 
 
 def _home_and_parents() -> set[Path]:
-    """Returns the user's home and its parents. A link that leads to one of them gives the agent no access, because
-    these folders hold the user's private files."""
+    """Returns the user's home and its parent folders. These folders hold the user's private files, so a link that leads
+    to one of them gives the agent no access.
+    """
     home = _real(os.path.expanduser("~"))
     return {home, *home.parents}
 
 
 def _real(link: str | Path) -> Path:
-    """Returns the target of a symbolic link. Never fails: a link may form a loop, or name a folder of another user.
+    """Returns the target of a symbolic link. Never fails, even if links form a loop or a folder belongs to another
+    user.
 
-    ``Path.resolve``, ``Path.exists`` and ``DirEntry.is_file`` raise an error for this link, and then no agent starts.
+    In these cases, ``Path.resolve``, ``Path.exists`` and ``DirEntry.is_file`` raise an error, and then no agent would
+    start.
     """
     return Path(os.path.realpath(link))
 

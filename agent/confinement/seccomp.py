@@ -15,8 +15,8 @@ import sys
 
 from agent.confinement.landlock import SystemCall, system_call
 
-# Operation codes of classic BPF (linux/filter.h). An instruction has a code, two jump distances (test true, test false)
-# and an operand.
+# Operation codes of classic BPF (linux/filter.h). An instruction has a code, two jump distances and an operand. The
+# first distance is for a test that is true, the second for a test that is false.
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 # Offsets in bytes in struct seccomp_data: number of the system call, processor, low half of the first argument.

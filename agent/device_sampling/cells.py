@@ -90,7 +90,7 @@ def candidates_cell(vocab_size: int, columns: int, dtype: Any, part: ModelPart |
     - the largest logits, float32 [agents * seqs, candidates], best first
     - their token ids, int64 [agents * seqs, candidates], counted from the agent's first token
     - the sums of e^(logit - largest logit) over the agent's tokens, float32 [agents * seqs]
-    - the same sums after all logits have been divided by the temperature
+    - the sums of e^((logit - largest logit) / temperature), float32 [agents * seqs]
     - if agents share the vocabulary, the logits of all agents, [agents * seqs, columns]
     """
     cell = _Candidates(vocab_size, part)

@@ -64,7 +64,7 @@ class SamplingGraphs:
         """Returns an object through which the sampler fetches the scores of a step.
 
         The results of the launch ``step`` must be logits, best tokens and the logits of the best tokens. Each result
-        has ``num_ids`` rows. The first ``num_rows`` rows belong to sequences, and the others are padding.
+        has ``num_ids`` rows. The first ``num_rows`` rows belong to sequences, and all later rows are padding.
         """
         return _Scores(self, step, num_rows, num_ids)
 

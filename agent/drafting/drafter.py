@@ -29,8 +29,8 @@ logger = logging.getLogger("agent.drafting")
 Int32Array = npt.NDArray[np.int32]
 
 _MAX_PLAIN = 64
-"""Maximum number of plain decode steps (without drafts) whose tokens are buffered. If the buffer is full, all its
-tokens are stored together.
+"""Maximum number of plain decode steps (without drafts) whose tokens are buffered. When the buffer is full, all its
+tokens are stored in ``DraftRows`` together.
 """
 
 
@@ -39,8 +39,9 @@ class Line:
     """A sequence that the draft model continues after a step."""
 
     index: int
-    """Index in the step's arrays of the sequence's last entry that was not rejected. A sequence has one entry for its
-    last token and one for each draft."""
+    """Index of the sequence in the step's arrays. A step with drafts has several entries for a sequence: one for its
+    last token and one for each draft. Then this is the last entry that was not rejected.
+    """
     row: int
     start: int
     """The first position that the next pass of the draft model computes."""
@@ -133,9 +134,9 @@ class Drafter:
             self._try_to_draft(slot, self._lines(slot, inputs, counts))
 
     def _follow(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
-        """Stores the tokens of the step's entries that were not rejected, and the sampled tokens.
+        """Stores the step's input tokens that were not rejected, and the tokens that the step has sampled.
 
-        ``counts`` is True for the entries that were not rejected.
+        ``counts`` has a flag for each entry of the step: True if it was not rejected.
         """
         seqs = slot.num_seqs
         self._take_plain()
@@ -154,10 +155,11 @@ class Drafter:
         self._rows.put(rows[has_token], contexts[has_token], sampled[has_token])
 
     def _keep_plain(self, slot: StepSlot, inputs: StepInputs) -> bool:
-        """Handles a plain decode step, which has no drafts and wants none. Copies only its tokens and returns True.
+        """Handles a plain decode step, which has no drafts and wants none: copies its tokens to a buffer and returns
+        True.
 
-        The copy takes less time than ``_follow``, which then runs once for many steps. Returns False for any other
-        step.
+        Returns False for any other step. The copy takes less time than ``_follow``. Later, the tokens of many steps are
+        stored at once.
         """
         seqs = slot.num_seqs
         if not is_plain(slot, inputs):
@@ -196,8 +198,8 @@ class Drafter:
         """Returns a block table for a sequence and its drafts, and the number of positions in the sequence's own
         blocks.
 
-        ``own`` has the blocks of the ``context`` tokens of batch row ``row``. In the table, the scratch blocks of this
-        batch row follow.
+        ``own`` is the step's block table for batch row ``row``, with the blocks of ``context`` tokens. The result has
+        these blocks, then the scratch blocks of the batch row.
         """
         size, width = self._config.pa_config.block_size, self._config.max_blocks_per_seq
         num_own = -(-context // size)

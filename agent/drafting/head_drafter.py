@@ -1,16 +1,15 @@
-"""Follows the steps of the model with a head, and makes drafts with the head after the steps that want drafts.
+"""Follows the steps of the model with a head. If a step wants drafts, makes them with the head after this step.
 
-A head needs the hidden states of the model. These exist only until the next step. Therefore the head must compute every
-token, even if no drafts are wanted. To save time, hidden states are copied and wait until the head can compute several
-tokens together.
+A head needs the hidden states of the model, which exist only until the next step. Therefore the head must compute every
+token, even if no drafts are wanted. To save time, the hidden states are copied, and the head computes the tokens of
+several steps together. Tokens that the head has not computed yet are waiting.
 
-At position p, a head takes the hidden state at p and the token at p + 1. Therefore this module shifts the tokens of
-``DraftRows``: their token at p is the sequence's token at p + 1. The hidden state of a chunk's last token waits for the
-next chunk, which has the next token.
+At position p, a head takes the hidden state at p and the token at p + 1. Therefore ``DraftRows`` stores the sequence's
+token at p + 1 at position p. The last hidden state of a chunk waits for the next chunk, which has the next token.
 
-A sequence may start behind a cached prefix. The key at the last position of the prefix depends on the next token, but
-the hash of a block does not cover this token. So the key may belong to another next token. A wrong key makes drafts
-worse, but no text changes, because the model verifies every draft.
+A sequence may start behind a cached prefix. The head's key at the last position of the prefix depends on the token
+after the prefix. But the hash of a block does not cover this token, so the key may have been computed with another
+token. A wrong key makes drafts worse, but no text changes, because the model verifies every draft.
 """
 
 from __future__ import annotations
@@ -196,7 +195,8 @@ class HeadDrafter(Drafter):
     def _line(self, row: int, index: int) -> Line:
         """Returns what the head needs to continue the sequence on batch row ``row``.
 
-        ``index`` is the sequence's entry in the step, or negative if the sequence gets no drafts.
+        ``index`` is the index of the sequence in the step's arrays. A negative index means that the sequence gets no
+        drafts.
         """
         table, num_own = self._table(row, int(self._contexts[row]), self._tables[row])
         start, end = int(self._rows.num_computed[row]), int(self._ends[row])
@@ -228,9 +228,9 @@ class HeadDrafter(Drafter):
             waiting = [(line, states[done.get(line.row, 0) :]) for line, states in waiting if line.start < line.end]
 
     def _sorted_waiting(self) -> list[tuple[int, Int32Array, Array]]:
-        """Removes all waiting tokens and returns them by sequence: batch row, positions and hidden states.
+        """Removes all waiting tokens. Returns (batch row, positions, hidden states) for each sequence.
 
-        Leaves out a sequence that has ended if one of its blocks belongs to another sequence now.
+        Leaves out a sequence if one of its blocks belongs to another sequence now. Such a sequence has ended.
         """
         if not self._waiting:
             return []
@@ -248,11 +248,10 @@ class HeadDrafter(Drafter):
         return [(int(own[0]), places, own_states) for own, places, own_states in parts if own.size]
 
     def _continued(self, row: int, positions: Int32Array, states: Array, wanted: dict[int, Line]) -> Line | None:
-        """Returns a ``Line`` for the sequence on a batch row if the head can compute some of its waiting tokens, else
-        None.
+        """Returns the ``Line`` of a sequence if the head can compute some of its waiting tokens, else None.
 
-        If the token after a waiting token is not known yet, the waiting token waits again. If a hidden state is
-        missing, the sequence gets no drafts.
+        ``wanted`` has the lines of the sequences that get drafts, by batch row. A waiting token whose next token is not
+        known yet waits again. If a hidden state is missing, the sequence gets no drafts.
         """
         line = wanted.get(row) or self._line(row, -1)
         if line.start < 0 or positions[0] != line.start or positions[-1] - positions[0] != positions.size - 1:

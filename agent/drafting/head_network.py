@@ -20,8 +20,8 @@ from llm_serving.errors import CheckpointError
 from llm_serving.ipc.shm import StepSlot
 
 _OFFSETS = "d2t"
-"""Name of the tensor that maps the guesses of an EAGLE-3 head to token ids. It has an offset for each guess: token id =
-guess + offset.
+"""Name of the tensor that maps the reduced vocabulary of an EAGLE-3 head to token ids. It has one offset for each index
+of the reduced vocabulary: token id = index + offset.
 """
 
 
@@ -130,10 +130,12 @@ class HeadNetwork(DraftNetwork):
         return from_float32(np.ascontiguousarray(x * scale * to_float32(gamma, dtype)), dtype)
 
     def _read_tokens(self) -> tuple[str, Int32Array | None]:
-        """Returns the prefix of the names of the head's tensors, and the token id of each guess.
+        """Returns the prefix of the names of the head's tensors, and the token id of each index that the head's logits
+        have.
 
-        If the folder stores an embedding, the prefix is ``model.`` (``TensorFiles``). If the head has random weights,
-        guess i is token id i. Raises CheckpointError if the offsets are missing or give an id that is not a token.
+        The prefix is ``model.`` if the folder also stores an embedding (``TensorFiles``), otherwise empty. The token
+        ids are None if each index is its own token id, for example with random weights. Raises CheckpointError if the
+        offsets are missing or give an id that is not a token.
         """
         config, count = self.config, self.config.shape.vocab_size
         if config.model_config.load_format == "dummy":

@@ -1,8 +1,8 @@
-"""Gives all agents of a group the input tokens that the previous step has sampled.
+"""Provides the tokens that the previous step has sampled to all agents of a group, as inputs of the next step.
 
-The server may send a step before it has received the tokens of the previous step. In this case, the step contains
-LAST_TOKEN instead of a token. Only one agent of a group samples. The other agents read the sampled tokens from the
-exchange.
+The server may send a step before it has received the tokens of the previous step. Then the step contains the special id
+LAST_TOKEN, and each agent replaces it by the sampled token. Only one agent of a group samples, so all other agents read
+the sampled tokens from the exchange.
 """
 
 from __future__ import annotations

@@ -24,12 +24,13 @@ class ModelPart:
     shard: Shard
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
-    """The parts that several agents would have. A single agent with this field adds its sums in the order of these
-    parts. So it gets the same bits as the group (``parallel_config.sum_parts``). Empty for all other agents."""
+    """The parts of a group whose results this single agent must reproduce (``parallel_config.sum_parts``), or empty.
+    The agent adds its sums in the order of these parts, so it gets the same bits as the group.
+    """
 
     pools: bool = False
-    """True if this agent pools the residual stream after the last layer. Then ``shard`` counts as a stage before the
-    last, so that the graph returns the residual stream instead of logits.
+    """True if this agent pools the residual stream after the last layer. Then ``shard.is_last_stage`` is False, so that
+    the graph returns the residual stream instead of logits.
     """
 
     @classmethod

@@ -51,7 +51,7 @@ def open_exchange(
     """Joins the exchange of a pipeline stage, as agent ``index`` of ``size`` agents.
 
     ``base`` is the address of the shared memory. ``down``, ``lines``, ``buffers`` and ``bell`` are byte offsets in this
-    memory; exchange/collectives.h describes them.
+    memory. ``ExchangeArgs`` in exchange/collectives.h describes them.
 
     Raises KernelError if the arguments are not valid.
     """

@@ -64,8 +64,8 @@ int check_matrix(const Tensors& t, int i, int64_t rows, int64_t width, DType dty
 int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType dtype);
 int check_weight(const Tensors& t, int i, int64_t columns, int64_t depth, bool gated);
 
-// Returns counts[which], the number of tokens or sequences of the step. If the number is negative or above `limit`,
-// reports an error and returns -1.
+// Returns counts[which]: the number of the step's tokens if `which` is 0, of its sequences if `which` is 1. If the
+// number is negative or above `limit`, reports an error and returns -1.
 int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit);
 
 // Returns the adapter slots of the step's rows, or null if no row has an adapter (ops/lora.h).

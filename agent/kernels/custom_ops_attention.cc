@@ -6,8 +6,10 @@
 //       or [num_blocks, kv_heads, block_size, dim + 4] of int8
 //   slot_mapping [Tm]   block_tables: flat, W entries for each sequence   context_lens, query_lens [Sm]
 //   counts [4] = {T, S, W, 0}
-//   optional: window [1] int32 (0: none), or window and sinks [heads] float32, or window, query_gamma and key_gamma
-//       [dim] of the type of qkv or float32, epsilon [1]
+//   optional, one of three lists:
+//       window [1] int32 (0: none)
+//       window, sinks [heads] float32
+//       window, query_gamma and key_gamma [dim] (of the type of qkv, or float32), epsilon [1]
 //   -> attended [Tm, heads * dim], of which the first T rows are written
 //
 // Every tensor has space for the largest step, which has Tm tokens and Sm sequences. T, S and W are the tokens, the

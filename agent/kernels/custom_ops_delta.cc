@@ -87,8 +87,8 @@ int check_saves(const Tensors& t, const DeltaRun& run, int64_t index, int64_t nu
   return 0;
 }
 
-// Checks the numbers of tokens that a run replays from its state's log and that it logs itself. Both must be within the
-// capacity of a log. A run that reads no state cannot replay tokens.
+// Checks how many drafts a run replays and logs (the log is described in ops/gated_delta.h). Both numbers must be at
+// most `logged`, the capacity of a log. A run that reads no state cannot replay drafts.
 int check_log(const Tensors& t, const DeltaRun& run, int64_t index, int64_t logged) {
   const int64_t most = run.read < 0 ? 0 : logged;
   if (run.replayed >= 0 && run.replayed <= most && run.settled >= 1 && run.settled <= run.tokens &&

@@ -55,8 +55,9 @@ int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
   return failed;
 }
 
-// The input rows of a linear layer: the results of a norm. If the layer's weight takes int8 activations, `quantized`
-// has the rows. Then `values` (floats) is set only if rows have adapters.
+// The input rows of a linear layer: the results of a norm. If the layer's weight takes int8 activations, the rows are
+// in `quantized`. Otherwise they are in `values`, as floats. If the rows have adapters, they are always in `values`,
+// too.
 struct NormedRows {
   const void* values = nullptr;
   QuantizedRows quantized{};

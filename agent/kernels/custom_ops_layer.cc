@@ -33,8 +33,8 @@ enum LayerArgument {
   kQueryGamma = kPlainLayer, kKeyGamma
 };
 
-// The elements of the argument `form`: the number of layers, the window of attention (0: none), and two flags. The
-// first flag is set if query and key heads have a norm, the second if the results of attention and MLP have a norm.
+// The elements of the argument `form`: the number of layers, the window of attention (0: none), and two flags.
+// kHeadNorms is set if query and key heads have a norm, kResultNorms if the results of attention and MLP have a norm.
 enum FormField { kNumLayers, kWindow, kHeadNorms, kResultNorms, kFormFields };
 
 // Returns the number of arguments of each layer.

@@ -90,9 +90,11 @@ int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* o
   return 0;
 }
 
-// ShardedLmHead: like LmHead, but each agent has a part of the vocabulary. `vocabulary` [3] is {first id of this agent,
-// size of the whole vocabulary, size of each part except the last}. The first agent receives all logits [S, whole] and
-// the token with the largest logit. Each other agent keeps the logits of its own part [S, own part].
+// ShardedLmHead: like LmHead, but each agent has a part of the vocabulary. `vocabulary` [3] is {first token id of this
+// agent, size of the whole vocabulary, size of each agent's part except the last}.
+//
+// The first agent receives the logits of all agents [S, whole vocabulary] and the token with the largest logit. Every
+// other agent keeps the logits of its own part [S, own part].
 int sharded_lm_head(const Tensors& t) {
   enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kBestIds, kVocabulary, kCounts, kDone };
   if (t.count != 11) return refuse_text(t.op, "got %d arguments; it takes 10 and gives 1", t.count);

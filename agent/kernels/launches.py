@@ -23,8 +23,8 @@ Run = Callable[[], tuple[Results, tuple[int, ...]]]
 Memory = tuple[int, int]
 """Address and size in bytes."""
 AllAgree = Callable[[bool], bool]
-"""Type of functions that hold a vote: take the vote of this agent, and return whether all agents that run the graph
-voted True. All agents must hold the same number of votes.
+"""Type of functions that let all agents of a graph decide together. The argument is the vote of this agent. The result
+is True if all agents that run the graph voted True. Every agent must call the function equally often.
 """
 _ANOTHER_AGENT = "another agent cannot replay its launches"
 
@@ -56,8 +56,8 @@ class RecordingError(Exception):
 class RecordedLaunches:
     """The launches of one run of a graph, which can be replayed.
 
-    The ``memory`` that was passed to ``record`` or ``record_any_size`` must live as long as this object. For a
-    recording of ``record_any_size``, ``resize`` must be called before ``run``.
+    ``memory``, the argument of ``record`` and ``record_any_size``, must live as long as this object. If
+    ``record_any_size`` made this object, call ``resize`` before ``run``.
     """
 
     def __init__(self, handle: int, like: Results) -> None:
@@ -127,12 +127,12 @@ class RecordedLaunches:
         return take_failure() is None and replayed == [array.tobytes() for array in results]
 
     def run(self, *, keeps_pace: bool = False) -> Results:
-        """Replays the launches with the current contents of their memory, and returns the results.
+        """Replays the launches with the current contents of their memory. Returns the results, which are valid until
+        the next run of any recording.
 
-        The results are valid until the next run of any recording. If an operator refuses its inputs, raises
-        OperatorRefusedError. After a call of ``hold_failures(True)``, returns undefined results instead, and
-        ``take_failure`` returns the name of the operator. With ``keeps_pace``, the sums with other agents run even
-        after a refusal, because the other agents wait for them.
+        If an operator refuses its inputs, raises OperatorRefusedError. But if ``hold_failures(True)`` was called
+        before, returns undefined results, and ``take_failure`` returns the name of the operator. With ``keeps_pace``,
+        the sums over the agents run even after a refusal, because the other agents wait for them.
         """
         if not load_library().llmk_replay(self._handle, int(keeps_pace), self._addresses):
             raise OperatorRefusedError("an operator refused its inputs; the reason is in the agent's log")
@@ -157,16 +157,16 @@ def record(run: Run, memory: Iterable[Memory], all_agree: AllAgree = bool) -> tu
     """Records the launches of one run of a graph. Returns the graph's results and the launches.
 
     ``memory`` lists the memory whose addresses never change: the graph's inputs, parameters and constants. Before this
-    function returns, it fills all other memory of a replay with NaN and replays once. This replay must produce the same
-    bits as the graph.
+    function returns, it replays the launches once as a test. It first fills all other memory of the replay with NaN.
+    The replay must produce the same bits as the graph.
 
     Raises RecordingError if another library computes in the graph, or if the replay gives other bits. In the second
     case, ``run`` is called again, because the replay has overwritten its results. The attribute ``results`` of the
     error has the results of the last call of ``run``. Exceptions of ``run`` and ``all_agree`` are passed on.
 
-    Agents that run a graph together vote twice with ``all_agree``: whether they have a recording, and whether its
-    replay gave the right bits. Therefore either all agents have a recording or none. If an operator refused its inputs,
-    the agents do not vote, because the step has failed for all of them.
+    Agents that run a graph together call ``all_agree`` twice. The first vote is whether the agent has a recording, the
+    second whether its replay gave the right bits. So either all agents get a recording or none. If an operator refused
+    its inputs, the agents do not vote, because the step has failed for all of them.
     """
     results, launches, reason = _recorded(run, list(memory))
     if has_failed():
@@ -196,14 +196,14 @@ def record_any_size(
 ) -> RecordedLaunches:
     """Records two steps of different sizes. Returns one recording that can replay steps of any size up to ``largest``.
 
-    ``runs`` maps the sizes of each step to a function that runs it, like ``run`` of ``record``. ``resize`` sets the
-    size of a replay. Each range of ``memory`` begins at the same address for every size. From the first step to the
-    second, tokens, sequences and blocks must grow by different factors. Tokens and sequences may grow by the same
-    factor if they are equal in every step.
+    ``runs`` maps the sizes of each step to a function that runs it, like ``run`` of ``record``. From the first step to
+    the second, tokens, sequences and blocks must grow by different factors. Tokens and sequences may grow by the same
+    factor if they are equal in every step. Each range of ``memory`` must begin at the same address for every size.
+    Before a replay, ``resize`` sets its size.
 
-    With ``fuses``, one function replaces several launches where plugin/fusion.h allows this. This function does not
-    replay the launches: the caller must compare the results of a replay with those of the graph. Raises RecordingError
-    if the launches cannot be replayed. Exceptions of ``runs`` and ``all_agree`` are passed on.
+    With ``fuses``, one function replaces several launches where plugin/fusion.h allows this. This function makes no
+    test replay: the caller must compare the results of a replay with those of the graph. Raises RecordingError if the
+    launches cannot be replayed. Exceptions of ``runs`` and ``all_agree`` are passed on.
     """
     memory, reason = list(memory), ""
     made: list[RecordedLaunches | None] = []

@@ -125,8 +125,8 @@ def num_threads() -> int:
 
 
 def set_attentive(attentive: bool) -> None:
-    """Sets how long the kernels' idle threads stay awake. The caller sets ``attentive`` while a graph of many operators
-    runs; idle threads then stay awake longer.
+    """Sets how long idle threads of the kernels stay awake before they sleep. ``attentive`` makes this time longer. The
+    caller sets it while a graph of many operators runs.
     """
     load_library().llmk_set_attentive(attentive)
 
@@ -162,10 +162,11 @@ def compiled_sets() -> list[str]:
 
 
 def hold_failures(hold: bool) -> None:
-    """Sets whether a primitive that refuses its inputs reports success to MindSpore.
+    """Sets what a primitive does if it refuses its inputs. Without ``hold``, it reports an error to MindSpore, which
+    then never runs the graph again.
 
-    MindSpore does not run a graph again after an error. With ``hold``, the primitive reports success, and its name is
-    stored until ``take_failure`` is called. Until then all primitives do nothing and report success.
+    With ``hold``, the primitive reports success, and its name is stored until ``take_failure`` is called. Until then
+    all primitives do nothing and report success.
     """
     load_library().llmk_hold_failures(hold)
 

@@ -16,11 +16,11 @@ from llm_serving.errors import AgentError
 
 
 class DeviceMatrices:
-    """Stacked matrices in the memory of the device (``agent.lora.stacked.StackedMatrices``).
+    """Stores the LoRA matrices of all adapter slots in the memory of the device
+    (``agent.lora.stacked.StackedMatrices``).
 
-    ``swap_cache`` copies an entry of a tensor's first axis between host and device. The tensor keeps its address, so no
-    graph is compiled again. ``swap_cache`` reports no errors, so this class reads each matrix back and compares the
-    bytes.
+    MindSpore's ``swap_cache`` overwrites the matrix of one slot. The tensor keeps its address, so no graph is compiled
+    again. ``swap_cache`` reports no errors, so this class reads each matrix back and compares the bytes.
     """
 
     def __init__(self, parameters: Mapping[str, Any], *, creates: bool = True) -> None:

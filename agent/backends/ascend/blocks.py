@@ -122,10 +122,10 @@ class DeviceBlockMoves(BlockMoves):
 
 
 def batches(moves: Int32Array) -> Iterator[tuple[MoveKind, list[Pair]]]:
-    """Groups consecutive moves of one kind into batches.
+    """Groups consecutive moves of the same kind into batches. Yields the kind and the moves of each batch.
 
-    A batch of copies within the cache reads all sources before it writes. Therefore a copy that reads the destination
-    of an earlier copy starts a new batch.
+    The copies of a batch run together: a batch of copies within the cache reads all source blocks before it writes any
+    block. So a copy whose source is the destination of an earlier copy starts a new batch.
     """
     kind = MoveKind.COPY
     pairs: list[Pair] = []

@@ -1,7 +1,8 @@
-"""Joins the agents of a group on Ascends to HCCL groups, whose names the graph's communication primitives use.
+"""Makes the HCCL groups through which the agents of a group on Ascends communicate. The communication primitives of the
+graph name these HCCL groups.
 
 The server starts the agents as one cluster (``llm_serving/executor/hccl_cluster.py``). Each agent joins the cluster by
-MindSpore's ``init``. An agent's rank in HCCL's world is its number in its group. Sources: docs/ascend.md.
+MindSpore's ``init``. Its HCCL rank is the agent's number in its group. Sources: docs/ascend.md.
 """
 
 from __future__ import annotations

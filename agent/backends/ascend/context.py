@@ -16,8 +16,9 @@ from llm_serving.errors import AgentStartError
 
 GIB = 1024**3
 _JIT_LEVELS = {"kbk": "O0", "ge": "O2"}
-"""MindSpore's ``jit_level`` for each value of the setting ``backend``. Level O0 launches kernel by kernel, as the
-dynamic shapes of ``kbk`` require. Level O2 runs the whole graph through GE."""
+"""MindSpore's ``jit_level`` for each value of the setting ``backend``. Level O0 launches one kernel after another,
+which the dynamic shapes of ``kbk`` require. Level O2 runs the whole graph through GE, the graph engine of CANN.
+"""
 _DISABLED_CUSTOM_KERNELS = "MS_INTERNAL_DISABLE_CUSTOM_KERNEL_LIST"
 _NZ_PRIMITIVES = "MS_INTERNAL_ENABLE_NZ_OPS"
 _EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
@@ -60,8 +61,8 @@ def environment(config: Config) -> dict[str, str]:
 def _primitives_in_nz(config: Config) -> list[str]:
     """Returns the primitives whose int8 weights MindSpore converts to NZ, the layout of the device's matrix unit.
 
-    Integer weights of experts always have the layout NZ. The primitive GroupedMatmulV4 multiplies them, and no known
-    inference project uses it with another layout.
+    ``QuantBatchMatmul`` is in the list if ``model_config.weight_layout`` is ``nz``. ``GroupedMatmulV4`` is in the list
+    if it multiplies int8 activations by the weights of experts. No known inference project uses it with another layout.
     """
     names = ["QuantBatchMatmul"] if config.model_config.weight_layout == "nz" else []
     has_experts = config.shape.experts is not None
@@ -83,7 +84,7 @@ def jit_config(config: Config) -> dict[str, str]:
 def device_id(config: Config, rank: int = 0) -> int:
     """Returns the number of an agent's device: the number of the first device plus the agent's number on its machine.
 
-    The first device is ``serving_config.start_device_id``. If this setting is 0, it is ``context.device_id``.
+    The first device is ``serving_config.start_device_id``, or ``context.device_id`` if ``start_device_id`` is 0.
     """
     first = config.serving_config.start_device_id or config.context.device_id
     return first + config.parallel_config.place_on_machine(rank)

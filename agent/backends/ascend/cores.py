@@ -29,13 +29,14 @@ SYS = Path("/sys")
 
 
 def bind_cores(config: Config, rank: int, read: Callable[[], Sequence[Chip]] = read_chips, root: Path = SYS) -> int:
-    """Restricts this process to the cores of its agent, and returns the number of threads for the sampler.
+    """Restricts this process to the cores of its agent. Returns the number of threads for the sampler.
 
-    Must run before MindSpore is imported, because only threads that start later inherit the cores.
-    ``model_config.cpu_cores`` takes precedence over the cores of the NUMA node. If this setting is empty and the NUMA
-    node is unknown, the process keeps its cores. The threads of all agents together do not exceed the number of cores,
-    unless ``model_config.cpu_threads`` is larger. ``read`` returns the devices of the machine. ``root`` is the folder
-    /sys.
+    The cores are those of ``model_config.cpu_cores``. If this setting is empty, they are cores of the device's NUMA
+    node. If the NUMA node is unknown, too, the process keeps all its cores.
+
+    Must run before MindSpore is imported, because only threads that start later inherit the restriction. The sampler
+    gets ``model_config.cpu_threads`` threads. If this setting is 0, it gets at most one thread per core of the agent.
+    ``read`` returns the devices of the machine. ``root`` is the folder /sys.
     """
     allowed = os.sched_getaffinity(0)
     threads, model = config.agent_threads(len(allowed)), config.model_config
@@ -54,9 +55,10 @@ def bind_cores(config: Config, rank: int, read: Callable[[], Sequence[Chip]] = r
 
 
 def visible_number(device: int, environment: Mapping[str, str]) -> int:
-    """Returns the number that ``npu-smi`` gives to a device of this process.
+    """Converts the number of a device in this process to its number on the machine, which ``npu-smi`` uses.
 
-    ``ASCEND_RT_VISIBLE_DEVICES=4,5`` makes device 4 of the machine device 0 of this process.
+    The numbers differ if ``ASCEND_RT_VISIBLE_DEVICES`` is set. With the value ``4,5``, this process has the machine's
+    device 4 as device 0.
     """
     visible = [int(part) for part in environment.get(_VISIBLE, "").split(",") if part.strip().isdecimal()]
     return visible[device] if device < len(visible) else device

@@ -23,11 +23,11 @@ from llm_serving.config import Config
 
 
 class AscendOps(NativeOps):
-    """The native op table for an Ascend. This table does not pad whole prompts, and it keeps weights and caches in the
-    device's memory. The native table for a CPU does the opposite.
+    """The native op table for an Ascend. It keeps weights and caches in the device's memory, and does not pad whole
+    prompts. The native table for a CPU uses host memory and pads whole prompts.
 
-    Only attention with sinks has a window there. For all other models with a window, ``check_limits`` requires that no
-    sequence can be longer than the window.
+    On an Ascend, only attention with sinks supports a window. For other models with a window, ``check_limits`` requires
+    that no sequence can become longer than the window.
     """
 
     traits: ClassVar[DeviceTraits] = replace(

@@ -1,8 +1,7 @@
-"""The Cells of the fused op table. Each Cell calls one custom operator.
+"""The Cells of the fused op table. Each Cell calls one custom operator, which ``agent.backends.cpu.ops`` makes.
 
-A Cell gets the model's arguments. It adds constants, such as epsilon, and the step's ``counts``, and passes them to the
-operator in the order that the operator expects. ``agent.backends.cpu.ops`` makes the operators.
-``agent.backends.base.OpTable`` describes the inputs and outputs of each Cell.
+``agent.backends.base.OpTable`` describes the inputs and outputs of each Cell. The Cell adds constants, such as epsilon,
+and the step's ``counts``. Then it passes all arguments in the order that the custom operator expects.
 """
 
 from __future__ import annotations
@@ -391,10 +390,10 @@ class GatedDeltaNet(nn.Cell):
 
 
 def _window(form: AttentionForm) -> Parameter | None:
-    """Returns the operator's argument for the attention window, or None if the operator does not need this argument.
+    """Returns the operator's argument for the attention window. The value 0 means that there is no window.
 
-    The operator needs it if the model has a window, or if sinks or the arguments of head norms follow. The value 0
-    means that there is no window.
+    Returns None if the operator needs no such argument: the layer has no window, no sinks and no head norms. The
+    arguments for sinks and head norms come after the window, so they need it.
     """
     if form.window == 0 and form.norm_epsilon is None and not form.sinks:
         return None

@@ -97,7 +97,7 @@ class ChunkMask(nn.Cell):
     """Makes PagedAttention's mask [tokens, positions] for steps in which a sequence has several tokens.
 
     The mask is 0 for a position that the token may attend to, else ``_MASKED``. In bfloat16, PagedAttention of latent
-    vectors (``of_latent``) takes 0 and 1 instead.
+    vectors (``of_latent``) takes 0 for these positions and 1 for all others.
     """
 
     def __init__(self, max_positions: int, dtype: str, *, of_latent: bool) -> None:

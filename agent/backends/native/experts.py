@@ -30,11 +30,12 @@ from llm_serving.model.gpt_oss import ACTIVATION as CLAMPED_SILU
 _COUNTS = 2
 """Argument of MoeInitRoutingV2: return the number of tokens of each expert instead of running sums."""
 _ONE_OUTPUT, _ROWS, _SIZES = 3, 0, 1
-"""The last three arguments of GroupedMatmulV4: ``split_item``, ``group_type`` and ``group_list_type``.
+"""The arguments ``split_item``, ``group_type`` and ``group_list_type`` of GroupedMatmulV4. They are its last three
+arguments.
 
-The other arguments come before these three: x, weight, bias, scale, offset, antiquant_scale, antiquant_offset,
-pre_token_scale, group_list, and three arguments for an activation. Each call below writes out all arguments. With
-arguments unpacked by ``*``, MindSpore's graph would lose the operator's scope, which names the layer that calls it.
+The arguments before them are x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale,
+group_list, and three arguments for an activation. The calls do not unpack arguments with ``*``. Otherwise MindSpore's
+graph would lose the operator's scope, which names the layer that calls it.
 """
 
 _SIGMOID, _SUMMED_OF_GROUP = 0, 2
@@ -72,7 +73,8 @@ class _FloatProducts(nn.Cell):
 class _DynamicProducts(nn.Cell):
     """Multiplies rows by integer weights of experts. First quantises the rows to int8, with one scale for each row.
 
-    The primitive adds no bias of floats to these products, so the loader refuses biased experts.
+    Ignores ``bias``: for int8 rows, GroupedMatmulV4 takes no float bias. The loader refuses experts with a bias in this
+    case.
     """
 
     def __init__(self) -> None:

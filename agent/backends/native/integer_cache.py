@@ -1,9 +1,9 @@
 """Implements the int8 KV cache of the native op table: quantises new keys and values, and dequantises cached ones.
 
-The primitive PagedAttention accepts scales of channels, but these must be known in advance. It also accepts scales of
-tokens, but no source documents the layout of these scales in a paged cache. Therefore this module gathers and
-dequantises the blocks of the step before attention. The project vllm-ascend did the same for chunks of prompts, with
-scales of channels (pull request 4218).
+Before attention, this module gathers and dequantises the blocks of the step. The primitive PagedAttention could read an
+int8 cache itself, but its scales do not fit. One scale for each channel must be known in advance. For one scale for
+each token, no source documents the layout in a paged cache. The project vllm-ascend also gathered and dequantised
+blocks, for chunks of prompts with one scale for each channel (pull request 4218).
 
 ``llm_serving.model.number_formats.scale_row_width`` describes a row of the cache of scales.
 """
@@ -52,10 +52,11 @@ class IntegerCache(nn.Cell):
 
 
 class MultipliedOut(nn.Cell):
-    """Dequantises cached keys and values. Returns floats of the model's type, in the shape of the integers.
+    """Dequantises cached keys and values: multiplies each integer by the scale of its head and token. Returns floats of
+    the model's type.
 
-    The integers are int8 [..., heads x head_size] or [..., heads, head_size]. ``scales`` [..., row width] has the rows
-    of the cache of scales for them. The products are computed in float32 and rounded once.
+    The integers are int8 [..., heads x head_size] or [..., heads, head_size]. ``scales`` [..., row width] has the
+    matching rows of the cache of scales. The products are computed in float32 and rounded once.
     """
 
     def __init__(self, form: AttentionForm, dtype: str) -> None:

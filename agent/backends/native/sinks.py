@@ -36,7 +36,7 @@ _HIGH_PRECISION = 0
 class WindowFlags(nn.Cell):
     """Makes the mask [tokens, max_positions] of an attention window from ``positions`` [tokens].
 
-    An element is True if the position is too old for the token. The attention itself hides later positions.
+    The mask is True at positions before the token's window. The attention itself hides the positions after the token.
     """
 
     def __init__(self, max_positions: int, window: int) -> None:
@@ -91,8 +91,8 @@ class SinkAttention(nn.Cell):
         query, key, value = self.split(qkv, self.widths, -1)
         query, key = self.rotate(query, key, rotary[0], rotary[1], context_lens)
         query = ops.depend(query, self.write_cache(key, value, caches[0], caches[1], slot_mapping))
-        # The primitive reads a cache of rank 3 as [blocks, block size, heads x head size]. A cache of rank 4 would be
-        # [blocks, heads, block size, head size].
+        # FusedInferAttentionScore reads a cache with three axes as [blocks, block size, heads x head size]. It would
+        # read a cache with four axes as [blocks, heads, block size, head size].
         keys, values = self.reshape(caches[0], self.blocks), self.reshape(caches[1], self.blocks)
         mask = rotary[2] if self.has_window else None
         attended, sums = self.attend(

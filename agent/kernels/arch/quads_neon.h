@@ -4,9 +4,9 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Four signed bytes in each 32-bit lane: nibbles, or int8 weights. SDOT takes only signed bytes, so quads() converts
-// the stored bytes w + 128 to w. Therefore a sum begins with 0. (If bytes w + 128 are multiplied, the sum must begin
-// with -128 times the sum of the activations.)
+// Four signed bytes in each 32-bit lane: nibbles, or int8 weights. Weights are stored as unsigned bytes w + 128. The
+// instruction SDOT takes only signed bytes, so quads() converts the stored bytes to w. Therefore a sum begins with 0.
+// (Other instruction sets multiply the stored bytes. Their sums begin with -128 times the sum of the activations.)
 struct Quads {
   int32x4_t part[4];
 };

@@ -2,8 +2,8 @@
 // this file.
 //
 // setup.py compiles each arch/<isa>.cc a second time for the ceilings program, which measures the speed of the
-// processor. That build sets LLMK_TABLE_FILE to the program's loops.h. Then this file includes loops.h and defines no
-// kernels.
+// processor. For this program, LLMK_TABLE_FILE is the path of its loops.h. Then this file includes loops.h instead of
+// the kernels.
 #pragma once
 #ifdef LLMK_TABLE_FILE
 #include LLMK_TABLE_FILE

@@ -25,7 +25,7 @@
 //   Ints                               a vector of 16 int32, with broadcast_int load_ints store_ints add multiply
 //                                      shift_right to_floats and other functions
 //   Quads                              four weights in each 32-bit lane. quads() makes them from bytes w + 128.
-//   kByteZero                          what quads() makes of a weight of 0: 128, or 0 if its bytes are signed
+//   kByteZero                          the byte for a weight of 0 in Quads: 128, or 0 if the bytes of Quads are signed
 //   BroadcastQuad                      four int8 activations, the same in each lane
 //   dot_quads(total, w, x)             adds the exact dot product of each lane's four weights and activations
 //

@@ -198,8 +198,8 @@ ThreadPool& pool() {
   return *instance;
 }
 
-// The range of indices that one thread has not processed yet, stored as begin << 32 | end. The thread takes indices
-// from the front. Other threads that have finished their own range take indices from the back.
+// The indices that one thread still has to process: a range, stored as begin << 32 | end. The thread takes indices from
+// the front. Other threads that have finished their own range take indices from the back.
 class alignas(64) Stretch {
  public:
   void set(int64_t begin, int64_t end) {

@@ -44,8 +44,8 @@ int64_t scratch_bytes(bool between_operators);
 // memory.
 void count_scratch(int64_t bytes);
 
-// Calls a C++ function for each index with run_parallel(). The function parallel_stretches() does the same with
-// run_stretches(). Both are `static`, so that the object file of each instruction set has its own copy.
+// Calls a C++ function for each index with run_parallel(). The function parallel_stretches() below uses run_stretches()
+// instead. Both are `static`, so that the object file of each instruction set has its own copy.
 template <class Function>
 static void parallel_for(int64_t count, const Function& function) {
   if (count == 1) {

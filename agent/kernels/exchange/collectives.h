@@ -1,13 +1,13 @@
 // Sums and gathers arrays of the agents of a stage, over the exchange (llm_serving/ipc/exchange.py).
 //
-// Every agent writes its contribution into its own buffer, one piece at a time. It raises its counter and waits until
-// all other agents have raised theirs. Then each agent adds up all contributions itself, in the order of the ranks, in
-// float32, and rounds once. So all agents get the same bits, and each element of the sum depends only on its own terms.
+// An array is exchanged in pieces, each as large as a buffer. Every agent writes its piece into its own buffer and
+// raises its counter. When all agents have raised their counters, each agent adds up all pieces itself, in the order of
+// the ranks. It adds in float32 and rounds once. So all agents get the same bits, and an element of the sum depends
+// only on its own terms.
 //
-// Each agent alternates between two buffers, so piece n overwrites piece n - 2. An agent may write piece n when all
-// agents have read piece n - 2. An agent publishes piece n - 1 only after it has read piece n - 2. Therefore the writer
-// waits until all agents have published piece n - 1. All agents of a stage must call the same functions in the same
-// order.
+// Each agent alternates between two buffers, so piece n overwrites piece n - 2. Before an agent writes piece n, it
+// waits until all agents have published piece n - 1. This is sufficient, because an agent publishes piece n - 1 only
+// after it has read piece n - 2. All agents of a stage must call the same functions in the same order.
 #pragma once
 #include <cstdint>
 
@@ -45,10 +45,11 @@ int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, voi
 // `bytes` bytes. Returns 0 or an error code.
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 
-// The arguments of gather_rows_to_first(), which collects matrices of 4-byte elements in the first agent. The matrix
-// `in` [rows, in_width] of agent r is copied to the columns of `out` from number r * stride on. Consecutive rows of
-// `out` are `out_stride` elements apart. Only the first `whole` columns of `out` are written. Before the call, `out`
-// must already contain the first agent's own columns.
+// The arguments of gather_rows_to_first(), which collects matrices of 4-byte elements in the first agent.
+//
+// The matrix `in` [rows, in_width] of agent r is copied to the columns of `out` from number r * stride on. Columns of
+// `out` from number `whole` on are not written. Consecutive rows of `out` are `out_stride` elements apart. The first
+// agent must write its own columns to `out` before the call.
 struct GatherRowsArgs {
   const void* in;
   void* out;  // used in the first agent only

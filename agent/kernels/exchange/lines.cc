@@ -21,7 +21,7 @@ constexpr auto kSpinTime = std::chrono::microseconds(50);
 constexpr long kSleepNanoseconds = 20'000'000;
 
 // Sleeps until publish() wakes this word or the timeout expires. Does not sleep if `*word` is no longer `expected`. The
-// futex is not private, because several processes share the word.
+// futex call does not use FUTEX_PRIVATE_FLAG, because several processes share the word.
 void sleep_on(std::atomic<uint32_t>* word, uint32_t expected) {
   const timespec timeout{0, kSleepNanoseconds};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &timeout, nullptr, 0);

@@ -3,8 +3,8 @@
 //   TDPBSUD, TDPBF16PS:   sums [rows][16 columns] += x [rows][16 steps][4 bytes] * w [16 steps][16 columns][4 bytes]
 //
 // Each instruction computes one tile product. It multiplies up to 16 rows of activations x by 16 columns of packed
-// weights w, over 16 steps of the depth. Packed weights have the layout of a tile register in memory, too. linear.h
-// describes this layout and its steps. With bfloat16, the products of the 16 steps are added in order in float32 from
+// weights w, over 16 steps of the depth. A step is 4 bytes of the depth. Packed weights have the layout of a tile
+// register in memory, too (linear.h). With bfloat16, the products of the 16 steps are added in order in float32 from
 // zero, and the result is added to the sum. The result of a row has the same bits for any number of rows.
 #pragma once
 #include "../common/types.h"

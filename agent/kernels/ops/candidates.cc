@@ -96,8 +96,10 @@ double mass(const CandidateArgs& from, const float* sums, int64_t row, float top
   return total;
 }
 
-// Sorts the candidates by logit_of(token), largest first, and the smaller id first on a tie. Returns the number of
-// leading candidates whose rank is certain: no token outside the candidates can rank before them.
+// Sorts the candidates by logit_of(token), largest first, and the smaller id first on a tie.
+//
+// Returns how many of the first candidates have a certain rank: their logit is above `threshold`, so no token outside
+// the candidates can rank before them.
 template <class LogitOf>
 size_t rank(Row* row, float threshold, const LogitOf& logit_of) {
   row->sorted.clear();
@@ -139,7 +141,9 @@ bool penalize(const SampleArgs& args, int64_t row, Row* found) {
 }
 
 // Draws a token of the row with the random number `u`. Returns -1 if the candidates do not determine the drawn token.
-// Only the first `certain` ranks are known. `whole` is the sum of the weights of all tokens, with a rounding error.
+//
+// Only the ranks of the first `certain` candidates are known. `whole` is the sum of the weights e^(logit - largest) of
+// all tokens, with a rounding error.
 int32_t draw_of_all(const SampleArgs& args, int64_t row, double whole, double u, size_t certain, Row* found) {
   const float top = found->sorted[0].logit;
   found->weights.resize(certain);
@@ -210,8 +214,8 @@ int32_t choose(const SampleArgs& args, const CandidateArgs& from, int64_t row, R
   return draw_of_all(args, row, mass(from, from.scaled_sums, row, found->top, temperature), u, certain, found);
 }
 
-// Samples a row and writes the results of the row. If the candidates do not determine these results, returns false and
-// writes nothing.
+// Samples a row and writes its results: the token, the logsumexp and the best tokens. If the candidates do not
+// determine all of them, returns false and writes nothing.
 bool decide(const SampleArgs& args, const CandidateArgs& from, int64_t row) {
   thread_local Row found;
   const int32_t wanted = args.num_top_logits[row];

@@ -8,8 +8,8 @@
 namespace llmk {
 
 // The values that a device computes from each row of logits. If `parts` agents share the vocabulary, part p has the
-// `part_size` tokens from token p * part_size on. Ids in a part are counted from the part's first token. Every array
-// has the parts one after another.
+// `part_size` tokens from token p * part_size on. `ids` are counted from the first token of the part. The first axis of
+// an array is the part.
 struct CandidateArgs {
   const float* values;       // [parts, part_rows, count]: the largest raw logits of the part; equal logits in any order
   const int64_t* ids;        // [parts, part_rows, count]: the ids of the tokens with these logits
@@ -23,10 +23,10 @@ struct CandidateArgs {
 // Samples each row whose token the candidates determine. The token is the same as with `sample`. Sets undecided[i] to 1
 // if row i needs all of its logits, otherwise to 0. Reads SampleArgs::best_ids, but not SampleArgs::logits.
 //
-// The candidates determine a token if it does not depend on the other logits of the row. All tokens with a larger logit
-// than the smallest candidate are candidates, so their ranks are certain. The probability mass of the whole row comes
-// from the device's sum, whose rounding error is bounded by kMassError. If a limit of top-p or of the draw is closer to
-// a running sum than that error, the row is undecided.
+// The candidates determine a token if it does not depend on the row's remaining logits. A candidate has a certain rank
+// if its logit is larger than the smallest candidate's logit. Top-p and the draw compare running sums of probabilities
+// with limits. The limits depend on the device's sum over the whole row, whose rounding error is bounded by kMassError.
+// If a running sum is closer to a limit than this error, the row is undecided.
 //
 // Returns 0, or an error code of common/check.h after one line on standard error. On an error, nothing is written.
 int sample_candidates(const SampleArgs& args, const CandidateArgs& candidates, int32_t* undecided);

@@ -1,9 +1,9 @@
 // Dot products of R rows with C columns: the inner loop of MatMul.
 //
-// The order of additions is fixed, so that results do not depend on R and C. Lane l of the 16 lanes adds up the
-// products at k = l, l + 16, l + 32, ... with one fused multiply-add each. With VDPBF16PS, lane l adds up pairs of
-// bfloat16: k = 2l and 2l + 1, then 2l + 32 and 2l + 33, and so on. Then the lanes are added in the order of sum()
-// (arch/vec.h). Elements past `depth` count as 0.
+// The order of additions is fixed, so that results do not depend on R and C. Element k of a row is multiplied by
+// element k of a column. Lane l of the 16 lanes adds up the products at k = l, l + 16, l + 32, ... with one fused
+// multiply-add each. With VDPBF16PS, lane l adds up pairs of bfloat16: k = 2l and 2l + 1, then 2l + 32 and 2l + 33, and
+// so on. Then the lanes are added in the order of sum() (arch/vec.h). Elements past `depth` count as 0.
 #pragma once
 #include "../common/types.h"
 
@@ -62,9 +62,10 @@ LLMK_INLINE void copy_step(bfloat_t* to, const bfloat_t* from, int64_t n) {
 }
 #endif
 
-// The two forms in which dot_tile() reads columns. In both forms, at() returns the address of element k of column c.
-// ColumnPointers is for columns that are separate arrays. PackedColumns is for columns that were packed together: kStep
-// elements of each column, then the next kStep elements of each column, and so on. Zeros fill the last step.
+// The two layouts from which dot_tile() can read columns. In both, at() returns the address of element k of column c.
+//
+// ColumnPointers: each column is an array of its own. PackedColumns: kStep elements of each column follow each other,
+// then the next kStep elements of each column, and so on. Zeros fill the last kStep elements.
 template <int C, class W>
 struct ColumnPointers {
   const W* column[C];

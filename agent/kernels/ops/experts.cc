@@ -10,8 +10,8 @@
 namespace llmk {
 namespace {
 
-// Returns the index of the largest value whose index is not in `taken`, the first index on a tie. NaN counts as smaller
-// than any number. If only NaN is left, returns the first index that is not in `taken`.
+// Returns the index of the largest value whose index is not in `taken`. On a tie, returns the first index. NaN counts
+// as smaller than any number. If only NaN is left, returns the first index that is not in `taken`.
 int64_t best_left(const float* values, int64_t count, const int32_t* taken, int64_t num_taken) {
   int64_t best = -1;
   for (int64_t i = 0; i < count; ++i) {
