@@ -443,6 +443,21 @@ def test_a_window_shorter_than_the_sequences_is_refused() -> None:
     check_limits(replace(windowed, pa_config=replace(config.pa_config, decode_seq_length=1024)))
 
 
+def test_limits_of_attention_with_sinks() -> None:
+    """Attention with sinks has windows. It takes fewer query heads, and smaller caches."""
+    config = load_config("gpt_oss_20b_kbk_pa_dyn.yaml", ["model_config.device_target=Ascend"], ascend=True)
+    assert 0 < config.shape.sliding_window < config.max_model_len
+    check_limits(config)
+    heads = replace(config.shape, num_attention_heads=66, num_key_value_heads=1)
+    with pytest.raises(AgentStartError, match=r"66 query heads of the model share .* takes at most 64"):
+        check_limits(replace(config, shape=heads))
+    row = 128 * config.shape.num_key_value_heads * config.shape.head_dim
+    most = (2**31 - 1) // row
+    check_limits(replace(config, pa_config=replace(config.pa_config, num_blocks=most)))
+    with pytest.raises(AgentStartError, match=f"num_blocks = {most + 1}; .* set num_blocks to at most {most}"):
+        check_limits(replace(config, pa_config=replace(config.pa_config, num_blocks=most + 1)))
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_block_sizes_that_the_attention_kernels_support(block_size: int) -> None:
     check_limits(published(f"pa_config.block_size={block_size}"))

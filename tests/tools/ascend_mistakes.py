@@ -327,7 +327,7 @@ class RowsScaledTwice(native_experts._DynamicProducts):
     The other quantisation has different inputs.
     """
 
-    def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
+    def construct(self, rows: Any, weight: Any, groups: Any, bias: Any = None) -> Any:
         integers, _ = self.quantise(rows, None)
         _, scales = self.quantise(rows * 2, None)
         return self.multiply(
@@ -355,14 +355,14 @@ class EndsOfGroups(native_experts._FloatProducts):
     The list has the number of rows of each group. The operator's setting says that the list has the ends of the groups.
     """
 
-    def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
+    def construct(self, rows: Any, weight: Any, groups: Any, bias: Any = None) -> Any:
         return self.multiply((rows,), (weight,), None, None, None, None, None, None, groups, None, None, None, 3, 0, 0)[
             0
         ]
 
 
 class WithoutOffsets(native_experts._WeightOnlyProducts):
-    def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
+    def construct(self, rows: Any, weight: Any, groups: Any, bias: Any = None) -> Any:
         return self.multiply(
             (rows,), (weight[0],), None, None, None, (weight[1],), None, None, groups, None, None, None, 3, 0, 1
         )[0]
