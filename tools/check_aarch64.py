@@ -67,10 +67,11 @@ SAMPLED = {
     "test_linear.py::test_groups_of_weights_alone": 5,
     "test_candidates.py::test_tokens_are_those_of_whole_rows": 5,
 }
-"""The longest tests of tests/kernels. A number N: every N-th case runs. "cover": few cases that have all values.
+"""The longest tests of tests/kernels, with the choice of the cases that run. A number N: every N-th case runs. "cover":
+as few cases as possible run, in which each value of each parameter occurs.
 
-N has no common factor with the numbers of values of the inner parameters. So successive cases have other values of each
-parameter. pytest refuses an N that leaves out a value (``tests/support/case_samples.py``).
+N has no common factor with the numbers of values of the parameters that change fastest. So successive chosen cases have
+other values of these parameters. pytest refuses an N that leaves out a value (``tests/support/case_samples.py``).
 """
 ONCE = (
     *("test_library.py", "test_collectives.py", "test_block_copies.py", "test_hand_blocks.py"),

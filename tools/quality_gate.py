@@ -223,9 +223,9 @@ class Model:
 
 
 def is_available(each: Format, model: Model) -> bool:
-    """Returns True if this version has the settings that the format overrides.
+    """Returns True if a format can be measured: the config must have all settings that the format overrides.
 
-    A format ``as_stored`` also needs a model with a GGUF file.
+    The format that measures the weights as a GGUF file stores them (``as_stored``) also needs a model with a GGUF file.
     """
     wanted = {item for item in each.overrides if not item.endswith(("=bf16", "=auto"))}
     return all(item.split("=")[0] in known_keys() for item in wanted) and (model.file is not None or not each.as_stored)

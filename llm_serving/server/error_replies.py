@@ -55,10 +55,11 @@ class ErrorReply:
     """Whether the body has the form of KServe's protocol, a flat object: ``{"error": MESSAGE, "type": ...}``."""
 
     def body(self) -> bytes:
-        """Returns the JSON body ``{"error": {"message", "type", "param", "code"}}``, as in OpenAI's API.
+        """Returns the JSON body, in the form of the API that the client uses.
 
-        In Anthropic's form, ``type`` has other values, and the outer object also has ``"type": "error"``. In KServe's
-        form, the value of ``error`` is the message, and the other members are next to it.
+        OpenAI's form is ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``. In Anthropic's form,
+        ``type`` has other values, and the outer object also has ``"type": "error"``. KServe's form is a flat object, in
+        which ``error`` is the message.
         """
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         if self.is_kserve:

@@ -222,8 +222,9 @@ class ServerState:
     body_bytes: int = 0
     """Bytes of all request bodies that are being read or parsed."""
     renders_inline: bool = True
-    """Whether the event loop's thread may render the chat template. It becomes False when rendering exceeds its budget
-    of operations there. From then on, another thread renders."""
+    """Whether the event loop's thread may render the chat template. It becomes False when a rendering needs more
+    operations than are allowed in this thread. From then on, another thread renders.
+    """
     started_at: float = field(default_factory=time.time)
     batches: BatchStore | None = None
     """The files and batches of `/v1/files` and `/v1/batches`. None if they are turned off."""

@@ -34,9 +34,9 @@ from llm_serving.sessions.session_file import (
 from llm_serving.version import __version__
 
 MAX_TOKENS = 1 << 20
-"""Number of tokens of a session file that are read in any case, even if this model's sequences are shorter.
+"""A session file with up to this number of tokens is read, even if this model's sequences are shorter.
 
-So the import of a longer file can fail with a more useful reason, for example that the file is of another model.
+So the import can fail with a more useful reason than the length, for example that the file is of another model.
 """
 _SHOWN_CHARS = 80
 _FACTS_OF_THE_MODEL = ("shape", "model_type")

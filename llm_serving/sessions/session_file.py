@@ -6,9 +6,9 @@ file.
            blocks: each u32 size of the record (not 0), and a record of llm_serving.kvstore.records
            u32 0, u32 number of blocks, u32 checksum of that number and of the manifest
 
-All integers are little-endian. The chain of block hashes begins with the namespace of the manifest, so the hash of a
-record shows its position in the conversation. ``SessionReader`` reads a file in pieces and stores at most one record at
-a time.
+All integers are little-endian. The hash of a block depends on all blocks before it and on the namespace of the
+manifest. So the hash in a record shows the position of its block in the conversation. ``SessionReader`` reads a file in
+pieces and stores at most one record at a time.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ class ShadowRunner:
         """Waits until users have no requests, and returns the versions of both models. Returns None if a model is not
         in memory.
 
-        The candidate may be unloaded or replaced during the wait, because this method holds no leases. No other task
-        runs between the last check and the return.
+        This method holds no leases, so a reload or an unload may replace the versions during the wait. The returned
+        versions are the present ones: no other task runs between the last check and the return.
         """
         main, candidate = self._registry.models[0], self._registry.find(self.config.model)
         assert candidate is not None, "checked at the start"

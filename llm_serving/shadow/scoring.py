@@ -43,8 +43,8 @@ async def score(engine: AsyncEngine, answer: ServedAnswer) -> ScoredAnswer:
     Raises EngineFailedError.
     """
     if answer.has_images:
-        # The user's salt stands for the images. Scoring without the images would put wrong blocks into the prefix
-        # cache under this salt.
+        # The request's salt includes a digest of its images. Scoring without the images would put wrong blocks into the
+        # prefix cache under this salt.
         raise RequestError("a prompt with images cannot be scored without its images")
     sampling = SamplingParams(
         max_tokens=len(answer.output), temperature=0.0, ignore_eos=True, logprobs=True, top_logits=1

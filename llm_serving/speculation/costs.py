@@ -1,4 +1,7 @@
-"""Estimates the time of a step from its number of entries, and the probability that a draft is right."""
+"""Estimates the time of a decode step from its number of entries, and the probability that a draft is right.
+
+An entry is one input token of the step: a sequence with k drafts has 1 + k entries.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ _NEW = 0.2
 _OUTLIER = 1.5
 """Measurements are capped at this multiple of the mean, so that a busy machine changes the mean slowly."""
 _SLOPE = 0.06
-"""Assumed time of one more entry in a step, as a fraction of the step's time, until it is measured. The value is low,
-so that larger steps are tried.
+"""Assumed time by which one more entry makes a step longer, as a fraction of the step's time, until it is measured. The
+value is low, so that larger steps are tried.
 """
 _REFRESH_STEPS = 8
 """Number of steps after which the estimates are computed again from the measurements."""

@@ -23,8 +23,8 @@ class DraftLengths:
 
     def __init__(self, costs: StepCosts, max_drafts: int, max_entries: int, min_gain: float, *, always: bool) -> None:
         """``costs`` has the times of decode steps. ``max_drafts`` is the maximum number of drafts of a sequence.
-        ``max_entries`` is the maximum number of entries of a decode step. Drafts must raise the tokens per second at
-        least by the factor ``min_gain``.
+        ``max_entries`` is the maximum number of input tokens of a decode step: its sequences plus their drafts. Drafts
+        must raise the tokens per second at least by the factor ``min_gain``.
 
         With ``always``, every step makes as many drafts as fit.
         """

@@ -1,7 +1,7 @@
 """Makes drafts for sequences that score a prompt (``echo`` and ``prompt_logprobs``). Their tokens are known in advance.
 
-A decode step then scores up to ``TILE`` tokens of a prompt, because it has an entry for each draft. The results of an
-entry are bit-identical to those of a step with one token, so the log-probabilities equal those of decoding. The agents
+A decode step verifies all drafts of a sequence, so it scores up to ``TILE`` tokens of a prompt. The result for each
+token is bit-identical to that of a step with one token. So the log-probabilities equal those of decoding. The agents
 need no more memory for logits than in decoding, even for long prompts.
 """
 
@@ -23,8 +23,8 @@ def forced_offers(
 ) -> list[tuple[str, list[int]]]:
     """Returns (request id, drafts) for each sequence with forced tokens that has just got a token.
 
-    ``prepare_masks`` is called with the masks for the tokens after each draft. Before this call, the constraints must
-    have advanced by the new tokens.
+    ``prepare_masks`` gets the sequence's request and the mask of allowed tokens after each draft. Before this call, the
+    constraints must have advanced by the new tokens.
     """
     offers = []
     for update in updates:

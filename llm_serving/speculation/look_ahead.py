@@ -13,10 +13,10 @@ Mask = npt.NDArray[np.uint32]
 
 
 def allowed_drafts(constraint: Constraint, draft: Sequence[int]) -> tuple[list[int], list[Mask]]:
-    """Returns the drafts before the first forbidden draft, and masks of allowed tokens: one for the next token, and one
-    after each of these drafts.
+    """Returns the drafts before the first forbidden draft, and masks of allowed tokens.
 
-    Returns no drafts and no masks if the constraint cannot look ahead. The constraint stays unchanged.
+    The first mask is for the sequence's next token. Each further mask is for the token after one of the returned
+    drafts. Returns no drafts and no masks if the constraint cannot look ahead. The constraint stays unchanged.
     """
     fork = constraint.fork() if isinstance(constraint, ForkableConstraint) else None
     if fork is None:

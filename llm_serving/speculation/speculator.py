@@ -28,7 +28,8 @@ PLAIN_STEP_INTERVAL = 64
 class Draft:
     """Guesses of a sequence's next tokens.
 
-    ``matches`` has one entry for each token: the length of the match from which it follows, ``FORCED`` or ``MODEL``.
+    ``matches`` has, for each token, the number of equal tokens in the match that it follows. The number is ``FORCED``
+    if a constraint forces the token, and ``MODEL`` if the draft model guessed it.
     """
 
     token_ids: list[int]
@@ -75,12 +76,12 @@ class Speculator:
         always: bool = False,
         has_model: bool = False,
     ) -> None:
-        """``max_drafts`` is the maximum number of drafts of a request. ``max_entries`` is the maximum number of entries
-        of a decode step.
+        """``max_drafts`` is the maximum number of drafts of a request. ``max_entries`` is the maximum number of input
+        tokens of a decode step: its sequences plus their drafts.
 
-        ``prepare_masks`` is called with the masks after the drafts of a request with a constraint. With ``always``, all
-        drafts are offered, whether they are expected to gain time or not. With ``has_model``, the agents have a draft
-        model.
+        ``prepare_masks`` is called for a request with a constraint. It gets the mask of allowed tokens after each
+        draft. With ``always``, all drafts are offered, whether they are expected to gain time or not. With
+        ``has_model``, the agents have a draft model.
         """
         self._max_drafts = max_drafts
         self._max_entries = max_entries

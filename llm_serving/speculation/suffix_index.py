@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MIN_MATCH, MAX_MATCH = 2, 8
-"""A lookup finds places where at least ``MIN_MATCH`` last tokens are equal, and compares up to ``MAX_MATCH``.
+"""A lookup finds earlier positions at which the last ``MIN_MATCH`` tokens or more occur, and compares at most the last
+``MAX_MATCH`` tokens.
 
-``MIN_MATCH`` is the size of the index's keys (pairs), so a larger minimum needs larger keys.
+The keys of the index are pairs of tokens, so a larger ``MIN_MATCH`` needs larger keys.
 """
 MAX_INDEXED_TOKENS = 32_768
 """Maximum number of tokens in an index. It bounds the memory of a sequence's index to about 5 MB."""
@@ -63,11 +64,10 @@ class SuffixIndex:
             tokens.append(token_id)
 
     def propose(self, num_tokens: int, guessed: Sequence[int] = ()) -> Match | None:
-        """Returns up to ``num_tokens`` tokens that followed the longest match of the last tokens, or None without a
-        match.
+        """Returns ``num_tokens`` tokens that followed the longest match of the last tokens, or None without a match.
 
         The last tokens are those of the sequence, followed by ``guessed``. If two matches are equally long, the later
-        match counts. If fewer tokens follow the match, they are repeated.
+        match counts. If the sequence has fewer than ``num_tokens`` tokens after the match, these tokens are repeated.
         """
         tokens, previous = self._tokens, self._previous
         if num_tokens < 1 or len(tokens) <= MIN_MATCH:

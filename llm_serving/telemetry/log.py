@@ -43,8 +43,8 @@ MIRROR_BYTES = 4000
 """Maximum bytes of a message on standard error. Below PIPE_BUF (4096), so a write to a pipe with space never waits."""
 MIRROR_HEAD_BYTES, MIRROR_TAIL_BYTES = 1000, 2800
 
-# JSON permits these characters without an escape, but str.splitlines() ends a line at each of them. JavaScript ends a
-# line at the last two.
+# JSON permits U+0085, U+2028 and U+2029 without an escape, but str.splitlines() ends a line at each of them. JavaScript
+# ends a line at U+2028 and U+2029.
 _LINE_BREAKS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),

@@ -153,10 +153,10 @@ class Receipt:
             self.swaps += 1
 
     def blocked(self, reason: BlockReason, by: Sequence[str], now: float | None = None) -> None:
-        """Records that the request could not start as the first of the queue, because of the requests ``by``.
+        """Records a failed attempt to start the request while it is the first of its queue.
 
-        ``by`` begins with the most important request, and only its first 8 requests count. If ``now`` is given, the
-        time until the next attempt counts as blocked for ``reason``.
+        ``by`` are the ids of the requests that blocked it, the most important first; only the first 8 count. If ``now``
+        is given, the time until the next attempt counts as blocked for ``reason``.
         """
         self.num_blocked[reason] = self.num_blocked.get(reason, 0) + 1
         if now is not None:
@@ -167,10 +167,10 @@ class Receipt:
             self._note_blocker(request_id)
 
     def unblocked(self, now: float) -> None:
-        """Records that the request is no longer blocked.
+        """Records that the request is no longer blocked, because it starts.
 
-        ``enter`` does this at the start of each phase. A preempted request starts again without a new phase, so this
-        call is needed.
+        ``enter`` also records this. But a preempted request that starts again does not enter a new phase, so it needs
+        this method.
         """
         self._close_block(microseconds(now))
 

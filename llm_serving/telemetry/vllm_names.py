@@ -28,8 +28,9 @@ class VllmName:
     name: str
     source: str
     label: tuple[str, str] | None = None
-    """The only label that the copy keeps: its name here and its name in vLLM. Samples that differ only in other labels
-    are added up. None if no label is kept."""
+    """The only label that the copy keeps: the name of the label in this server's metric, and its name in vLLM. Samples
+    that differ only in other labels are added up. None if no label is kept.
+    """
     difference: str = ""
     """How the meaning of the values differs from that of vLLM, for the documentation."""
 

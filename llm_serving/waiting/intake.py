@@ -138,8 +138,9 @@ class Intake(Stateful):
         """Raises QueueFullError if the queue cannot accept another request of ``tenant`` with ``num_tokens`` tokens.
 
         Requests that can start do not count as waiting, because they leave the queue with the next steps.
-        ``num_free_rows`` is the number of free batch rows. A router subtracts the number of requests that wait at its
-        replicas. If the result is negative, its absolute value is added to the number of waiting requests.
+        ``num_free_rows`` is the number of free batch rows. A router passes the free batch rows of its replicas minus
+        the requests that wait at the replicas. If this number is negative, more requests wait at the replicas than can
+        start. The excess counts as waiting.
         """
         num_startable, max_requests = self.num_startable(num_free_rows), self._limits.max_waiting_requests
         waiting = len(self) - num_startable
@@ -173,12 +174,11 @@ class Intake(Stateful):
         return num_free_rows if self._max_starts is None else min(num_free_rows, self._max_starts)
 
     def limit_starts(self, num_starts: int) -> None:
-        """Limits the result of ``num_startable`` to ``num_starts``.
+        """Limits the result of ``num_startable`` to ``num_starts``, until the queue is empty.
 
         The scheduler calls this method if free blocks, admission or the policy permit fewer starts than there are free
-        batch rows. After several calls, the lowest limit holds. It holds until the queue is empty, even if blocks
-        become free earlier. Without the limit, the queue would take in a request for every free batch row, and most of
-        these requests could not start.
+        batch rows. After several calls, the lowest limit holds, even if blocks become free. Without the limit, the
+        queue would accept a request for every free batch row, and most of these requests could not start.
         """
         self._max_starts = num_starts if self._max_starts is None else min(self._max_starts, num_starts)
 

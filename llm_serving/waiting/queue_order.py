@@ -113,10 +113,10 @@ class QueueOrder(Stateful):
         return self._classes[self._oldest.first()].queue.first()
 
     def first_of(self, tenants: Iterable[str], now: float) -> Sequence | None:
-        """Returns the next sequence of the light keys ``tenants`` in the first class.
+        """Returns the next sequence of the light keys ``tenants`` in the class that is next.
 
-        Returns None if none of these keys has a request in this class. A key that has had ``LIGHT_CREDIT`` more service
-        than another tenant is left out.
+        Returns None if none of these keys has a request in this class. A key is left out if its virtual token counter
+        exceeds the least counter by more than ``LIGHT_CREDIT``.
         """
         return self._classes[self._oldest.first()].queue.first_of(tenants) if self._classes else None
 
@@ -127,9 +127,10 @@ class QueueOrder(Stateful):
         self._charge(request.priority, request.tenant, INPUT_WEIGHT * len(request.prompt_token_ids))
 
     def charge_outputs(self, requests: Iterable[Request]) -> None:
-        """Charges an output token of each of these started requests to its tenant. A request may appear repeatedly.
+        """Charges one output token to the tenant of each of these started requests. A request may appear repeatedly.
 
-        All tokens of a step are charged together, because single charges would cost more than the rest of a token.
+        All tokens of a step are charged together. Charging each token separately would cost more time than all other
+        work of the scheduler for this token.
         """
         counts = Counter((request.priority, request.tenant) for request in requests)
         for (priority, tenant), num_tokens in counts.items():

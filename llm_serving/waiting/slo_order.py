@@ -92,9 +92,9 @@ class SloOrder(QueueOrder):
     def is_spare(self, sequence: Sequence) -> bool:
         """Returns True if the start of ``sequence`` delays no request that is on time.
 
-        This is so if the sequence is late and its start is not a reserved one. While late requests wait, every
-        ``LATE_SHARE``-th start is reserved for them. Without a reserved start, a late request becomes the first of the
-        queue only if no request on time waits.
+        This is so for a late sequence whose start is not reserved. While late requests wait, every ``LATE_SHARE``-th
+        start is reserved for them, and it may delay a request on time. Without a reserved start, a late request becomes
+        the first of the queue only if no request on time waits.
         """
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 

@@ -55,7 +55,8 @@ class QueuedLaunch(Launch):
         callback()
 
     def finish(self, results: tuple[Array, ...], error: Exception | None) -> None:
-        """Sets the results, or the error. Copies the fetched results, because a later launch may overwrite them.
+        """Sets the results, or the error. Copies the results that the host fetches, because a later launch may
+        overwrite them.
 
         Only the device's thread calls this method.
         """

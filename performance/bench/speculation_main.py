@@ -1,8 +1,8 @@
 """Compares the tokens per second of two servers of the same tree: with speculative decoding and without.
 
-The rounds of the two servers alternate. The texts of both servers must be equal. The workloads are work that copies
-(edit a text, extract from a text, edit code), ordinary chat, JSON by schema, and random text. The random text runs at
-several batch sizes.
+The rounds of the two servers alternate. The texts of both servers must be equal. Three workloads copy from the prompt:
+edit a text, extract from a text, edit code. The others are ordinary chat, JSON by schema, and random text. The random
+text runs at several batch sizes.
 
     python performance/bench_speculation.py
     python performance/bench_speculation.py --rounds 3 --workloads copy chat --json FILE

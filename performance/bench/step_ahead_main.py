@@ -111,9 +111,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def other_agents(config: Config, parsed: argparse.Namespace, arguments: Sequence[str]) -> Iterator[list[str | None]]:
     """Starts this program once for each further agent of the group.
 
-    Yields a list with one entry for each element of ``RUNS_AHEAD``. The entry is the name of the shared memory through
-    which the agents add their arrays, or None with a single agent. At the end, waits for the agents. After an error,
-    kills them.
+    Yields a list with two elements: one for the run with steps ahead, and one for the run without. An element is the
+    name of the shared memory through which the agents add their arrays, or None with a single agent. At the end, waits
+    for the agents. After an error, kills them.
     """
     if parsed.tensor_parallel == 1:
         yield [None] * len(RUNS_AHEAD)

@@ -136,7 +136,8 @@ def attention(
     query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], dtype: str, *,
     block_tables: Array | None = None, first_keys: Array | None = None, reference: bool = False,
 ) -> tuple[int, Array]:  # fmt: skip
-    """Runs attention without rotary embedding: queries and keys are already rotated, as for the native primitives.
+    """Runs attention without rotary embedding. As for the native primitives, the caller has already rotated queries and
+    keys.
 
     ``query`` is [tokens, heads, dim]. If there are ``block_tables`` [sequences, blocks per sequence], keys and values
     are [blocks, block_size, kv_heads, dim], otherwise [rows, kv_heads, dim]. ``first_keys`` [tokens] (int64) is the

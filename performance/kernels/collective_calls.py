@@ -47,8 +47,8 @@ def measure_all_reduce(array: npt.NDArray[Any], dtype: str, times: int) -> npt.N
 def measure_ping_pong(own: int, other: int, times: int, *, serves: bool) -> npt.NDArray[np.int64]:
     """Passes a counter ``times`` times to another process and back. Returns the nanoseconds of each round trip.
 
-    ``own`` and ``other`` are the addresses of the flag lines that this and the other process write. Both flag lines
-    must contain 0 before the call. The process with ``serves`` writes first.
+    ``own`` and ``other`` are addresses of counters in shared memory (``FlagLine``): this process writes ``own``, and
+    the other process writes ``other``. Both must be 0 before the call. The process with ``serves`` writes first.
     """
     nanoseconds = np.empty(times, np.int64)
     function = load_testing_library().llmk_measure_ping_pong

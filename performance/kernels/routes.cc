@@ -27,8 +27,8 @@ struct Routes {
   bool records = false;
   std::vector<int32_t> chosen;    // expert ids of all recorded rows, one row after the other
   std::vector<int32_t> followed;  // expert ids of an earlier run, or empty if no choice is replaced
-  // A row may have to use the experts of an earlier run. This is the largest difference in router logits between an
-  // expert that a row chose itself and the expert that it had to use.
+  // The largest difference in router logits between an expert that a row chose itself, and the expert of the earlier
+  // run that it had to use instead.
   float widest_margin = 0;
 };
 Routes routes;

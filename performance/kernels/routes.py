@@ -21,8 +21,9 @@ class Routes:
     chosen: list[int] = field(default_factory=list)
     """The experts of each row, layer after layer and step after step."""
     widest_margin: float = 0.0
-    """A row may have to use the experts of an earlier run. This is the largest difference in router logits between an
-    expert that a row chose itself and the expert that it had to use."""
+    """The largest difference in router logits between an expert that a row chose itself, and the expert of the earlier
+    run that it had to use instead.
+    """
 
 
 @contextmanager

@@ -167,8 +167,9 @@ def _progress_line(measurement: Measurement, repeat: int, repeats: int) -> str:
 
 
 def results_json(measurements: Sequence[Measurement], parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the comparison as JSON. A ratio is the result of the first value divided by the result of another value.
+    """Returns the comparison as JSON.
 
+    A ratio is the result with the first value of the setting divided by the result with another value.
     ``texts_identical`` is None if decoding is not greedy.
     """
     key, values = parsed.vary

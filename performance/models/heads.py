@@ -30,8 +30,8 @@ def mtp_variant() -> Variant:
 
 
 def eagle_variant() -> Variant:
-    """Returns a small Qwen3 for an EAGLE-3 head. It has eight layers, so that the three layers whose hidden states the
-    head takes differ.
+    """Returns a small Qwen3 for an EAGLE-3 head. The head reads the hidden states of three layers. The model has eight
+    layers, so that these are three different layers.
     """
     found = FAMILY_VARIANTS["qwen3_tied"]
     return replace(found, config={**found.config, "num_hidden_layers": 8, "tie_word_embeddings": False}, num_shards=1)

@@ -22,8 +22,8 @@ Generate = Callable[[list[list[int]], int], None]
 """Type of functions that generate a number of greedy tokens for each prompt of token ids, and ignore end tokens."""
 
 MakeGenerate = Callable[[dict[str, Any]], Generate]
-"""Type of functions that load the model which a request names. The request's ``max_batch`` and ``max_tokens`` are the
-largest sizes of its cases.
+"""Type of functions that load the model which a request names. The request also has the largest batch of all its cases
+(``max_batch``), and the largest number of tokens of a sequence (``max_tokens``).
 """
 
 FIRST_PLAIN_TOKEN = 10

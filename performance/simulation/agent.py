@@ -76,8 +76,8 @@ class VirtualAgent:
         self._noise_s = 0.0
         """Seconds by which random noise has lengthened all steps so far.
 
-        The noise model gets the virtual time minus these seconds, which is the time of an agent without noise. Then a
-        slow period contains as many steps as in the measurement.
+        The noise model gets the time at which the step would begin without this noise: the virtual time minus these
+        seconds. Then a slow period contains as many steps as in the measurement.
         """
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None
@@ -164,7 +164,8 @@ class VirtualAgent:
     def _next_start(self) -> tuple[float, _Queued]:
         """Returns the start time of the step that runs next, and this step.
 
-        When the device becomes free, it runs the step with the smallest rank among the steps in the queue.
+        When the device becomes free, it chooses among the steps in the queue. A step of a lower priority class
+        (``agent_order``) runs first. Within a class, the step that was sent first runs first.
         """
         queue = self._queue
         if len(queue) == 1:

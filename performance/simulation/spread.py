@@ -26,8 +26,8 @@ __all__ = ["Spread", "SpreadDraws", "lasting_part"]
 NEAREST_S, FARTHEST_S, CLASSES = 0.01, 2.56, 8
 """Pairs of steps are grouped by their distance: the seconds between their starts, from NEAREST_S to FARTHEST_S.
 
-Each of the CLASSES classes of distances is twice as wide as the previous one. Distances below NEAREST_S occur only
-between consecutive steps. Beyond FARTHEST_S, the state of the machine has decayed.
+Each of the CLASSES classes of distances is twice as wide as the previous one. Pairs with other distances are not used:
+nearer pairs are only consecutive steps, and beyond FARTHEST_S the state of the machine has decayed.
 """
 MIN_PAIRS = 100
 """Minimum number of pairs of steps in a class of distances. Classes with fewer pairs are ignored."""
@@ -62,8 +62,8 @@ class SpreadDraws:
     def draw(self, moment: float) -> float:
         """Returns the ratio (measured time / predicted time) of a step that begins at the time ``moment``.
 
-        ``moment`` is in seconds and does not include the time that earlier ratios added. If ``moment`` is before the
-        previous call's, the state of the machine stays the same.
+        ``moment`` is the time in seconds at which the step would begin if all earlier ratios were 1. If it is before
+        the ``moment`` of the previous call, the state of the machine stays the same.
         """
         spread, gauss = self._spread, self._random.gauss
         if spread.lasting_share and moment > self._moment:
@@ -78,10 +78,11 @@ class SpreadDraws:
 
 
 def lasting_part(ratios: Sequence[float], begins: Sequence[float]) -> tuple[float, float]:
-    """Returns ``lasting_share`` and ``lasting_s`` of a ``Spread``.
+    """Returns which fraction of the noise lasts longer than a step, and the time in seconds in which it decays to 1/e.
 
-    Both are 0 if slow periods do not last, or if there are too few steps. ``ratios`` are measured times divided by
-    predicted times, in the order in which the steps ran. ``begins`` are the start times of these steps in seconds.
+    These are ``lasting_share`` and ``lasting_s`` of ``Spread``. Both are 0 if slow periods do not last, or if there are
+    too few steps. ``ratios`` are measured times divided by predicted times, in the order in which the steps ran.
+    ``begins`` are the start times of these steps in seconds.
 
     The ratios are replaced by normal scores, which depend only on their order, so that single extreme ratios have
     little influence. The product of two steps' scores is large on average if both are slow, or both are fast. Pairs of

@@ -37,10 +37,10 @@ def work_of(step: ScheduledStep) -> StepWork:
 
 
 def count_work(kind: StepKind, starts: Sequence[int], query_lens: Sequence[int], do_sample: Sequence[bool]) -> StepWork:
-    """Returns the amount of work in a step that is given by its columns.
+    """Returns the amount of work in a step.
 
-    Each list has an entry for each sequence. ``starts`` has the first position that the step computes, ``query_lens``
-    the number of tokens. ``do_sample`` is True if the sequence samples a token.
+    Each list has one element for each sequence of the step. ``starts`` has the first position that the step computes,
+    and ``query_lens`` the number of tokens. ``do_sample`` is True if the sequence samples a token.
     """
     sequences, tokens = len(starts), sum(query_lens)
     context = sum(starts) + tokens

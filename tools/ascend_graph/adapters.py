@@ -93,8 +93,8 @@ class AdapterRules:
     def _sum_problems(self, node: Node, layer: str, base: Node) -> Iterator[str]:
         """Yields an error unless the adapter's output is computed and added correctly.
 
-        The product with B must take the product with A. The result must be added to the layer's output, and the rest of
-        the graph must use only this sum.
+        An adapter multiplies its input by the matrix A and the result by the matrix B. ``node`` is the product with B.
+        Its result must be added to the layer's output, and the rest of the graph must use only this sum.
         """
         before = self._wiring.node_of(self._wiring.operands(node)[0])
         if before is None or not self.is_adapter(before) or self._weight(before) != f"{layer}.{A_NAME}":

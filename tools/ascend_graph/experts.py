@@ -221,7 +221,8 @@ class ExpertRules:
     def _own_counts(self, counts: Operand) -> Operand:
         """Returns the operand with the row counts of all experts.
 
-        ``counts`` is the operand that the product takes. If agents divide the experts, a Gather selects it.
+        ``counts`` is the operand of a grouped product. If agents divide the experts, it is a Gather that selects the
+        counts of the agent's own experts. This method then returns the operand of the Gather.
         """
         gather = self._wiring.node_of(counts)
         is_part = self._is_divided and gather is not None and gather.primitive == "Gather"

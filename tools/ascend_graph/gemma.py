@@ -33,7 +33,8 @@ class GemmaRules:
     def counts(self, *, is_last: bool) -> dict[str, int]:
         """Returns how often each primitive must be in the graph. These numbers replace the numbers of a Llama.
 
-        Each layer has norms before attention and MLP, of query and key heads, and of both results.
+        Each layer has six norms: before attention, before the MLP, of the query heads, of the key heads, of the
+        attention's result and of the MLP's result.
         """
         layers = self._shape.num_layers
         return {"RmsNorm": 6 * layers + is_last, "AddRmsNorm": 0, "Swiglu": 0, "GeluExt": layers}
@@ -106,7 +107,7 @@ class GemmaRules:
     def _stream_before(self, layer: str, norm: str) -> str:
         """Returns the part of the residual stream that the norm ``norm`` of ``layer`` must read.
 
-        The text is of the same form as the results of ``_part_of_stream``.
+        The result is "the embedding", or "the sum with NAME". NAME is the norm whose result was added last.
         """
         if norm == "post_attention_norm":
             return f"the sum with {layer}.attention_result_norm"
@@ -116,8 +117,8 @@ class GemmaRules:
     def _part_of_stream(self, operand: Operand) -> str | None:
         """Returns a text that names ``operand`` as a part of the residual stream. None if it is not a part.
 
-        The parts are the embedding, the result of a norm, and the sum of the stream and the result of a norm. An
-        operand with only the rows of the last tokens also counts.
+        The text is "the embedding", the name of a norm for its result, or "the sum with NAME". In the sum, the result
+        of the norm NAME is added to the stream. An operand with only the rows of the last tokens also counts.
         """
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive in ("AllReduce", "Gather", "Mul"):

@@ -119,8 +119,9 @@ class IntegerCacheRules:
             yield from self._order_problems(node, integers.operands[1])
 
     def _scale_problems(self, scales: Operand, place: int, name: str) -> Iterator[str]:
-        """Yields an error unless the scales belong to the same side: keys have the first half, values the second.
+        """Yields an error unless keys are multiplied by the scales of keys, and values by the scales of values.
 
+        A SplitWithSize divides the scales: its first result belongs to the keys, and its second result to the values.
         ``place`` is 0 for keys and 1 for values.
         """
         source, index = self._wiring.source(self._last_before(scales, "Reshape"))
@@ -162,8 +163,10 @@ class IntegerCacheRules:
         return self._wiring.node_of(self._last_before(operand, primitive))
 
     def _last_before(self, operand: Operand, primitive: str) -> Operand:
-        """Returns the operand at which ``_behind`` ends: ``operand`` itself, or the first operand of the last skipped
-        node of the type ``primitive``.
+        """Returns the operand before all nodes of the type ``primitive``.
+
+        While a node of this type computes the operand, the first operand of the node replaces it. If there is no node
+        of this type, the result is ``operand`` itself.
         """
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive == primitive:

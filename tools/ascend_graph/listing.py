@@ -85,9 +85,10 @@ def list_graph(graph: Graph) -> list[str]:
 
 
 class _Lister:
-    """Creates one listing. Each value has a number, such as ``%3``.
+    """Creates the listing of one graph. It has a section ``step``, a section for each layer, and a section ``output``.
 
-    A value of another section has a prefix: ``step%1``, ``layer0%7``, or ``before%12`` for the previous layer.
+    Each value has a number within its section, such as ``%3``. Other sections write it with a prefix: ``step%1``,
+    ``layer0%7``, or ``before%12`` for a value of the previous layer.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -163,9 +164,11 @@ class _Lister:
         return f"{self._place(operand.name, section)}%{self._numbers[operand.name]}{result}"
 
     def _place(self, name: str, section: str | int) -> str:
-        """Returns the prefix of a value that the node ``name`` computes: its section.
+        """Returns the prefix that names the section of a value, for its use in ``section``. The node ``name`` computes
+        the value.
 
-        ``section`` is the section in which the value is used. If the sections are equal, the prefix is empty.
+        The prefix is empty if the value belongs to the same section, and ``before`` if it belongs to the previous
+        layer.
         """
         where = self._sections[name]
         if where == section:

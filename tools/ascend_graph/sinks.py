@@ -44,7 +44,7 @@ class SinkRules:
         """Returns how often each primitive must be in the graph. A layer has a sigmoid for its sinks, and one for its
         experts.
 
-        If agents share the layers (``is_split``), the embedding has a few of the primitives.
+        If agents share the layers (``is_split``), the embedding adds one Maximum, one Minimum and one Sub.
         """
         layers, windows, of_embedding = self._shape.num_layers, int(self._shape.sliding_window > 0), int(is_split)
         counts = dict.fromkeys(("FlashAttentionScore", "PagedAttention", "Swiglu"), 0)

@@ -56,7 +56,8 @@ def _section(folder: str, paths: list[Path]) -> str:
 def _description(path: Path, text: str) -> str:
     """Returns the docstring of a module, or the first comment of another file.
 
-    A C++ file without a comment has the description of its header, and a YAML file its kind.
+    A C++ file without a comment has the description of its header. A YAML file without a comment has the value of its
+    key ``kind`` or ``description``.
     """
     if path.suffix == ".py":
         return ast.get_docstring(ast.parse(text)) or ""

@@ -31,7 +31,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A check that runs tests. ``places`` are files or tests, as pytest names them.
+    """A check that runs tests. Each of the ``places`` is a test file or a single test, in the form in which pytest
+    names it.
 
     The figure is the number of tests that did not pass.
     """
@@ -41,7 +42,7 @@ class Verdict:
     def outcome(self, results: dict[str, dict[str, str]]) -> Outcome:
         """Returns the outcome of the tests. ``results`` has, for each place, the problem of each test by its name.
 
-        An empty problem means that the test passed. A place at which no test ran counts as a failed test.
+        An empty problem means that the test passed. If no test of a place ran, the place counts as one failed test.
         """
         problems = [f"{place}: no test ran" for place in self.places if not results.get(place)]
         for place in self.places:
@@ -156,7 +157,8 @@ def _places(how: Verdict | Program | Both | Scan) -> tuple[str, ...]:
 
 
 def run_tests(places: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Runs the tests at these places. Returns, for each place, the problem of each test by its name.
+    """Runs the tests of ``places``, which are test files or single tests. Returns, for each place, the problem of each
+    test by its name.
 
     The problem of a test that passed is an empty text.
     """

@@ -1,7 +1,8 @@
 """Checks that the agent ran its steps in an order that the policy of its queue allows.
 
 The agent runs one step at a time and then returns its result. Steps enter the agent's queue in the order in which they
-are sent. A step may overtake an earlier step only if the policy prefers the class of the later step.
+are sent. A step may overtake an earlier step only if the policy prefers its kind, for example a decode step to a
+prefill step.
 """
 
 from __future__ import annotations

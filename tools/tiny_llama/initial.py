@@ -6,8 +6,8 @@ occurrence of the current token. This is how a transformer copies from its conte
 cannot process that number in an hour. Therefore the initial weight matrices already contain the circuit. Training can
 keep, change or remove it (mimetic initialization, Trockman and Kolter, 2023). All other weights are random and small.
 
-An embedding is a random vector of norm 1 plus a common vector of norm ``COMMON``, which gives each layer a constant.
-``WRITTEN`` scales the output of a head of the circuit.
+An embedding is a random vector of norm 1 plus a vector of norm ``COMMON``. This second vector is the same for all
+tokens, so each layer can use it as a constant input. ``WRITTEN`` scales the output of a head of the circuit.
 """
 
 import numpy as np

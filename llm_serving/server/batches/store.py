@@ -54,9 +54,9 @@ from llm_serving.server.fields.validation import short
 
 T = TypeVar("T")
 MIN_FILE_BYTES = 4096
-"""Number of bytes as which a smaller file, or the record of a batch, counts towards the storage limits.
+"""Minimum number of bytes with which a file, or the record of a batch, counts towards the storage limits.
 
-Because of this minimum, the limits in bytes also limit the number of tiny files.
+So the limits in bytes also limit the number of tiny files.
 """
 
 

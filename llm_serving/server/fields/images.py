@@ -1,6 +1,7 @@
-"""Converts the images of other APIs' requests to parts of chat messages.
+"""Converts the images in requests of other APIs to parts of chat messages.
 
-An error about an image names a field of the chat. ``named_images`` replaces this field by the one that the client sent.
+An error about an image names a field of the converted chat. ``named_images`` replaces this name by the name of the
+field in the client's request.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def named_images(error: RequestError, messages: Sequence[Message], fields: Sequence[ImageField]) -> RequestError:
-    """Renames the field in an error about an image of the chat. The new name is that in the client's request.
+    """Returns ``error`` with the field name of the client's request, if it is an error about an image of the chat.
 
-    ``fields`` has the names for all images in ``messages``, in order. Other errors are returned unchanged.
+    ``fields`` has the names of each image in ``messages``, in the order of the images. Other errors are returned
+    unchanged.
     """
     found = _PART.match(error.param or "")
     if found is None:

@@ -207,9 +207,9 @@ def is_image(part: object) -> bool:
 
 
 def _join_content(value: object) -> object:
-    """Returns a message's ``content`` as one text. Clients send a text, or a list of parts of type ``text``.
+    """Returns a message's ``content`` as one text. ``value`` is a text, or a list of parts of type ``text``.
 
-    Parts of type ``image_url`` are skipped, because ``Message`` keeps them itself.
+    Parts of type ``image_url`` are left out here; ``Message.parts`` has them.
     """
     if not isinstance(value, list):
         return value
@@ -296,8 +296,8 @@ Content = Annotated[
 class Message(StrictModel):
     """One message of a conversation."""
 
-    # Clients send the assistant's earlier messages back with all members of a response. Therefore these members are
-    # accepted if they are empty.
+    # Clients send an earlier answer back as a message, with all members of the response. So a message may have these
+    # unsupported members if they are empty.
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "refusal": (None,),
         "audio": (None,),

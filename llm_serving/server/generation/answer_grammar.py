@@ -36,7 +36,7 @@ async def answer_constraint(
 ) -> ConstraintSource | None:
     """Returns the source of the constraint for each choice, or None if any text is allowed.
 
-    ``tools`` and ``fields`` are the fields of the request. Raises RequestError if they cannot be combined.
+    ``tools`` and ``fields`` are the fields of the request. Raises RequestError if their constraints cannot be combined.
     """
     wanted = wanted_grammar(fields)
     has_parts = plan is not None and (plan.tools is not None or plan.reasoning is not None)
@@ -54,10 +54,10 @@ async def answer_constraint(
 def _with_plan(
     state: ServerState, body: ToolRequest, plan: AnswerPlan, wanted: tuple[str, Grammar] | None
 ) -> tuple[str, Grammar] | None:
-    """Returns the grammar of the whole output: reasoning, tool calls and content. None if no grammar is needed.
+    """Returns (field, grammar) for the whole output: reasoning, tool calls and content. None if no grammar is needed.
 
-    The first value is the name of the request's field that needs the grammar, for errors. ``wanted`` has the field and
-    the grammar for the content.
+    ``field`` is the name of the request's field that needs the grammar, for errors. ``wanted`` has the same form, and
+    is for the content alone. It is None if any content is allowed.
     """
     thinking = None if plan.reasoning is None or plan.is_over else Thinking(plan.reasoning, plan.is_thinking)
     tokenizer = state.engine.tokenizer

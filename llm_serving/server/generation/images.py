@@ -63,7 +63,7 @@ class ReadImages:
         """Copies the tiles to shared memory for the agents. Returns them with their positions in the prompt.
 
         Raises RequestError if the image tokens in ``token_ids`` do not match the tiles. Raises UnavailableError if the
-        shared memory has too few free places.
+        tiles do not fit the free part of the shared memory.
         """
         from llm_serving.images.pool import TilesFullError
         from llm_serving.images.prompt import PromptImages, placed_tiles, tile_positions
@@ -80,10 +80,10 @@ class ReadImages:
 
 
 async def read_images(state: ServerState, messages: Sequence[Message]) -> ReadImages | None:
-    """Returns the decoded images of a conversation, or None if it has no images. Raises RequestError.
+    """Returns the decoded images of a conversation, or None if it has no images.
 
     The number of images is checked first. Then other threads read the images one after the other, decode them and cut
-    them into tiles.
+    them into tiles. Raises RequestError if there are too many images, or if an image cannot be used.
     """
     urls = list(_image_urls(messages, state.settings))
     if not urls:
@@ -139,9 +139,10 @@ def _image_url(part: dict[str, object], param: str) -> ImageURL:
 
 
 async def _read_all(urls: Sequence[ImageURL], settings: ServerSettings, num_places: int) -> list[Tiles]:
-    """Returns the tiles of images. Raises RequestError for an unreadable image.
+    """Returns the tiles of each image. ``num_places`` is the maximum number of tiles of a request.
 
-    The size of all tiles is checked after each image. If they cannot fit the prompt or the memory, raises RequestError.
+    Raises RequestError if an image cannot be read. The tiles are counted after each image. Raises RequestError as soon
+    as they exceed ``num_places``, or have too many tokens for a prompt.
     """
     from llm_serving.images.urls import FetchTime, is_remote, read_url
 

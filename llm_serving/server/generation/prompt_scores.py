@@ -2,8 +2,8 @@
 
 An extra sequence scores each prompt. It starts with the first token of the prompt, and a constraint forces it to
 generate the other tokens. So each log-probability has exactly the bits that decoding gives at this position. One step
-scores several of these tokens (``llm_serving.speculation.forced``). The agents need no more memory for logits than for
-a batch, even if the prompt is long. The prefix cache is not used, because it has no log-probabilities.
+scores several of these tokens (``llm_serving.speculation.forced``). Even for a long prompt, the agents need no more
+memory for logits than in a decode step. The prefix cache is not used, because it has no log-probabilities.
 """
 
 from __future__ import annotations

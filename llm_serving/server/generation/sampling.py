@@ -93,7 +93,7 @@ def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
 
 
 def _usable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts two sampling parameters to the sampler's values.
+    """Returns ``given`` with ``temperature`` and ``top_k`` in the form that the sampler needs.
 
     A temperature near 0 becomes 0, which means greedy sampling. ``top_k`` -1 becomes 0, which means no limit.
     """

@@ -99,7 +99,8 @@ def session_id_of(fields: RequestModel, request: Request) -> str | None:
 def deadline_of(fields: RequestModel | None, request: Request) -> float | None:
     """Returns the deadline of a request in seconds after its arrival, or None without a deadline.
 
-    ``fields`` is the body, or None. The body may lack the field. Raises RequestError with the name of a wrong header.
+    ``fields`` is the request body. If it is None or does not set a deadline, the header is used. Raises RequestError,
+    which names the header, if a header is wrong.
     """
     return _seconds(_urgency(fields, request)["deadline_ms"])
 

@@ -232,7 +232,8 @@ class Generation:
         self._open.clear()  # breaks a reference cycle, which only the garbage collector would free
 
     async def answers(self, *, keep_logits: bool = False) -> list[Answer]:
-        """Returns the complete outputs of all choices, followed by the outputs of ``scoring``.
+        """Returns the complete outputs of all choices. The outputs of the sequences that score prompts (``scoring``)
+        follow.
 
         Raises LLMServingError if an output cannot be completed.
         """

@@ -18,10 +18,10 @@ from llm_serving.server.generation.work import off_loop
 from llm_serving.server.state import ServerState
 
 MASK_FIELDS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
-"""The fields that need the token masks of a step.
+"""The fields for which a sequence needs a mask of allowed tokens in each step.
 
-``logit_bias`` alone forbids no token, so its mask allows every token. The mask is still needed. Only for sequences with
-a mask, the agents read all logits and not just the best token. A bias can change which token is the best.
+``logit_bias`` forbids no token, but a bias can change which token is the best. So the agents must read all logits of
+the sequence. They do this only for sequences with a mask. The mask for ``logit_bias`` alone allows every token.
 """
 
 
@@ -85,7 +85,8 @@ async def with_token_rules(
 def _forbidden(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     """Returns the token sequences that spell the words, up to two for each word: without and with a space before it.
 
-    As in vLLM, the sequence with the space is added only if it begins with another token and has the same length.
+    As in vLLM, the sequence with the space is added under two conditions. It must be as long as the sequence without
+    the space, and it must begin with a different token.
     """
     sequences = []
     for word in words:

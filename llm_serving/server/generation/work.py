@@ -16,8 +16,8 @@ T = TypeVar("T")
 async def off_loop(num_items: int, work: Callable[[], T]) -> T:
     """Runs ``work`` and returns its result. If ``num_items`` is above ``INLINE_ITEMS``, another thread runs it.
 
-    ``work`` must not use objects that the event loop changes. It should make only short calls into C code, because each
-    of them blocks the event loop.
+    ``work`` must not use objects that the event loop changes. Its calls into C code should be short: C code that holds
+    the interpreter lock (GIL) also blocks the event loop.
     """
     if num_items <= INLINE_ITEMS:
         return work()

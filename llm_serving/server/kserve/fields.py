@@ -75,9 +75,10 @@ class InferRequest(StrictModel):
 def completion_of(
     model: str, prompts: str | Sequence[object], parameters: Mapping[str, Any], *, stream: bool
 ) -> tuple[CompletionRequest, bool]:
-    """Converts a request of this protocol to one of ``/v1/completions``. Raises RequestError.
+    """Returns a request of ``/v1/completions`` with the same meaning, and whether the response must leave out the
+    prompt.
 
-    The second value is True if the text in the response must not begin with the prompt.
+    Raises RequestError if the request is wrong.
     """
     fields = dict(parameters)
     exclude = fields.pop(EXCLUDE_INPUT, False)

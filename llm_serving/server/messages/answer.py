@@ -94,9 +94,10 @@ def _head(generation: Generation) -> dict[str, Any]:
 def _stop(
     choice: Choice, max_tokens: int, finish_reason: str | None, stop_reason: str | int | None, *, has_calls: bool
 ) -> dict[str, Any]:
-    """Returns the members that state why the message ended.
+    """Returns the members ``stop_reason`` and ``stop_sequence``, which state why the message ended.
 
-    If the context was full before ``max_tokens`` were generated, the reason is that of Anthropic's newer models.
+    If the context was full before ``max_tokens`` were generated, the reason is ``model_context_window_exceeded``, as
+    for Anthropic's newer models.
     """
     if finish_reason == FinishReason.LENGTH.value:
         is_full = choice.sampling.max_tokens < max_tokens

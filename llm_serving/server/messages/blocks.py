@@ -85,8 +85,9 @@ def blocks_of(events: Iterable[Event], call_id: Callable[[], str]) -> list[dict[
 
 
 INVALID = "_invalid_json"
-"""If the arguments that the model wrote are not a JSON object, a call's ``input`` has only a member with this name. The
-value is the text of the arguments."""
+"""Name of the only member in a tool call's ``input``, if the arguments that the model wrote are not a JSON object. Its
+value is the text of the arguments.
+"""
 
 
 def input_of(text: str) -> dict[str, Any]:

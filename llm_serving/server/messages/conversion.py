@@ -48,9 +48,10 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 class MessagesChat(ChatRequest):
-    """The chat that a request of Anthropic's API stands for.
+    """The chat request to which a request of Anthropic's API is converted.
 
-    Anthropic's clients always send a large ``max_tokens``, for example 32,000. They do not know the model's context.
+    Anthropic's clients do not know the model's context, and always send a large ``max_tokens``, for example 32,000.
+    Therefore a ``max_tokens`` that exceeds the context is reduced and not refused.
     """
 
     fits_output: ClassVar[bool] = True

@@ -83,8 +83,8 @@ async def served(
     """Returns the view of the model ``name``, or of the main model for None.
 
     If the model is not in memory, it is started first. It stays in memory until the response has been sent. ``fields``
-    may have the request's deadline. Raises ModelNotFoundError, NotPermittedError, QueueFullError, UnavailableError
-    while the server stops, and ModelUnavailableError if the wait would be too long.
+    is the request body, which may set a deadline for the wait. Raises ModelNotFoundError, NotPermittedError,
+    QueueFullError, UnavailableError while the server stops, and ModelUnavailableError if the wait would be too long.
     """
     models = state.models
     if models is None:

@@ -145,9 +145,9 @@ def _check(body: CompletionRequest) -> None:
 
 
 def _prompt_scores(body: CompletionRequest) -> tuple[str, int] | None:
-    """Returns the field that asks for log-probabilities of the prompt, and the number of best tokens.
+    """Returns the field that asks for log-probabilities of the prompt, and the number of best tokens for each position.
 
-    None if the request has neither of these fields.
+    The field is ``echo`` (with ``logprobs``) or ``prompt_logprobs``. Returns None if the request asks for neither.
     """
     echoed = body.logprobs if body.echo else None
     if echoed is None and body.prompt_logprobs is None:

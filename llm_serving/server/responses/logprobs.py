@@ -17,15 +17,15 @@ from llm_serving.server.generation.sampling import Choice
 class MessageLogprobs:
     """Keeps the log-probabilities of one answer's tokens, with the position of each token's text in the answer.
 
-    The caller takes only the positions of the message. So the result has no tokens of the reasoning, of
-    calls and of markers.
+    An answer consists of reasoning, tool calls, markers and messages. The caller takes the tokens in the text of a
+    message, and the other tokens are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:
         """``count`` is the number of most likely tokens to report at each position."""
         self._tokenizer, self._count = tokenizer, count
-        # A detokenizer with stop strings holds back text that may begin one. Without them, each character is known as
-        # soon as its last token is known. This is safe, because a stop string only shortens the text.
+        # This detokenizer gets no stop strings, because it would hold back text that may begin one. So the position of
+        # a character is known as soon as its last token is known. Text after a stop string is never taken.
         sampling = replace(choice.sampling, stop=())
         self._text = IncrementalDetokenizer.for_request(tokenizer, choice.prompt.token_ids, sampling)
         self._num_chars = 0

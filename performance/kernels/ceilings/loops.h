@@ -34,8 +34,8 @@ struct CeilingLoops {
 namespace llmk::LLMK_ARCH {
 
 // Number of independent sums to which a loop adds in rotation. With fewer sums, an addition would wait for the previous
-// addition to the same sum. With more, sums and operands would not fit into the registers. kByteChains is for products
-// of bytes, which need two more temporary registers without VNNI.
+// addition to the same sum. With more, sums and operands would not fit into the registers. kByteChains is the number
+// for products of bytes. It is lower without VNNI, because these products then need two more temporary registers.
 #if defined(LLMK_VEC_AVX512)
 constexpr int kChains = 12, kByteChains = 12;
 #elif defined(LLMK_VNNI)

@@ -48,8 +48,8 @@ def ratios(rounds: Sequence[Round], ours: str, theirs: str, row: str) -> list[fl
 def ratios_to_fastest(rounds: Sequence[Round], programs: Sequence[Program], ours: Program, row: str) -> list[float]:
     """Returns, for each complete round, our rate divided by the rate of the fastest peer with the same precision.
 
-    A round is complete if it has the rates of all peers that have this row in any round. If a round lacked the fastest
-    peer, its ratio would be too large.
+    ``row`` is the name of a measured row, such as a decode. A round is complete if it has the rates of all peers that
+    have this row in any round. Without the fastest peer, the ratio of a round would be too large.
     """
     peers = peers_of(rounds, programs, ours, row)
     complete = [each for each in rounds if all(row in each.get(name, {}) for name in (ours.name, *peers))]
