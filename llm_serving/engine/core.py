@@ -222,7 +222,7 @@ class EngineCore:
             # Deliver outputs before new steps are sent, because the device is still busy with a queued step.
             self._hand_over()
         self._send_steps(replicas, now)
-        if self._waits_for_agents and self._router is not None:
+        if self._router is not None and self._waits_for_agents:
             # Usually ``schedule`` ends expired requests. While no agent is ready, nothing calls ``schedule``.
             self._router.expire(now)
         self._outputs += self._texts.outputs(self._front.take_ended(), None, now)
@@ -265,7 +265,7 @@ class EngineCore:
         times = [replica.wakeup for replica in self._replicas if replica.wakeup is not None]
         if (due := self._state_line.due) is not None:
             times.append(due)
-        if self._waits_for_agents and self._router is not None and self._router.next_deadline is not None:
+        if self._router is not None and self._router.next_deadline is not None and self._waits_for_agents:
             times.append(self._router.next_deadline)
         if self._standby is not None and self._standby.due is not None:
             times.append(self._standby.due)

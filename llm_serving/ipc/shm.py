@@ -364,17 +364,28 @@ class StepSlot:
         """
         sizes = (num_tokens, num_seqs, table_width, history_len, num_moves)
         _check_sizes(self.layout.limits, *sizes)
-        _check_size("checked_row", checked_row, 0, num_seqs)
-        self._check_masks(num_masks, num_seqs)
-        _check_size("num_drafts", num_drafts, 0, max(num_seqs - 1, 0))
-        _check_size("num_wanted", num_wanted, 0, self.layout.limits.max_draft_ids)
-        _check_size("num_tiles", num_tiles, 0, self.layout.limits.max_tiles)
-        _check_size("num_state_moves", num_state_moves, 0, self.layout.limits.max_state_moves)
         numbers = (checked_row, num_masks, num_drafts, num_wanted, num_tiles, num_state_moves)
+        if any(numbers):  # most steps have none of these
+            self._check_numbers(num_seqs, *numbers)
         self.header[:14] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes, *numbers)
 
-    def _check_masks(self, num_masks: int, num_seqs: int) -> None:
-        _check_size("num_masks", num_masks, 0, num_seqs if self.layout.limits.mask_words else 0)
+    def _check_numbers(
+        self,
+        num_seqs: int,
+        checked_row: int,
+        num_masks: int,
+        num_drafts: int,
+        num_wanted: int,
+        num_tiles: int,
+        num_state_moves: int,
+    ) -> None:
+        limits = self.layout.limits
+        _check_size("checked_row", checked_row, 0, num_seqs)
+        _check_size("num_masks", num_masks, 0, num_seqs if limits.mask_words else 0)
+        _check_size("num_drafts", num_drafts, 0, max(num_seqs - 1, 0))
+        _check_size("num_wanted", num_wanted, 0, limits.max_draft_ids)
+        _check_size("num_tiles", num_tiles, 0, limits.max_tiles)
+        _check_size("num_state_moves", num_state_moves, 0, limits.max_state_moves)
 
     def check_header(self, seq: int) -> None:
         """Checks the header of a slot, before the agent reads other fields.
@@ -384,12 +395,9 @@ class StepSlot:
         if self._numbers[HEADER["magic"]] != SLOT_MAGIC or self.seq != seq:
             raise ProtocolError(f"a slot announced as step {seq} holds step {self.seq}: it was torn or reused")
         _check_sizes(self.layout.limits, *self.header[HEADER["num_tokens"] : HEADER["num_moves"] + 1].tolist())
-        _check_size("checked_row", self.checked_row, 0, self.num_seqs)
-        self._check_masks(self.num_masks, self.num_seqs)
-        _check_size("num_drafts", self.num_drafts, 0, max(self.num_seqs - 1, 0))
-        _check_size("num_wanted", self.num_wanted, 0, self.layout.limits.max_draft_ids)
-        _check_size("num_tiles", self.num_tiles, 0, self.layout.limits.max_tiles)
-        _check_size("num_state_moves", self.num_state_moves, 0, self.layout.limits.max_state_moves)
+        numbers = self.header[HEADER["checked_row"] : HEADER["num_state_moves"] + 1].tolist()
+        if any(numbers):
+            self._check_numbers(self.num_seqs, *numbers)
 
 
 def _check_sizes(

@@ -257,6 +257,8 @@ def _shape_error(step: ScheduledStep, result: StepResult) -> str | None:
     if sizes != {step.num_seqs}:
         return f"step {step.seq} has {step.num_seqs} sequences, its result has columns of {sorted(sizes)}"
     if step.kind is StepKind.DECODE:
+        if min(result.sampled_ids, default=0) >= 0:  # the usual case
+            return None
         wrong = -1 in result.sampled_ids
     else:
         wrong = any((token == -1) is samples for token, samples in zip(result.sampled_ids, step.do_sample, strict=True))

@@ -17,6 +17,7 @@ from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.telemetry.receipt import BlockReason
 from llm_serving.telemetry.status import EngineStatus
 from llm_serving.telemetry.status_metrics import DroppedLinesCollector, StatusCollector
+from llm_serving.telemetry.step_histogram import StepHistogram
 from llm_serving.telemetry.vllm_names import VllmCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -172,27 +173,39 @@ class Metrics:
         self._prompt_length = histogram("llm_serving_request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._num_output_tokens = 0
         self._output_length = histogram("llm_serving_request_output_tokens", "Generated tokens of a request.", _TOKENS)
-        self._host_overhead = histogram(
+        self._step_histograms()
+
+    def _step_histograms(self) -> None:
+        self._host_overhead = self._of_steps(
             "llm_serving_engine_host_overhead_seconds",
             "Host time of a step during which the device was idle: from the arrival of a step's result until the next "
             "step was sent. 0 if another step was in flight. Not observed if there was no next step.",
             _HOST,
-        )
-        step = histogram("llm_serving_step_seconds", "Time from sending a step to its result.", _STEP, "kind")
-        self._sampling = histogram(
+        ).series[""]
+        self._sampling = self._of_steps(
             "llm_serving_step_sampling_seconds",
             "Time in which the agent chose the tokens of a step. With several agents, the longest one.",
             _TEXT,
-        )
-        self._detokenise = histogram(
+        ).series[""]
+        self._detokenise = self._of_steps(
             "llm_serving_step_detokenise_seconds",
             "Time in which the engine thread turned the tokens of a step into text. The device may work meanwhile.",
             _TEXT,
-        )
-        size = histogram("llm_serving_step_sequences", "Sequences in a step.", _BATCH, "kind")
-        tokens = self._counter("llm_serving_step_tokens", "Tokens computed, by kind of step.", "kind")
+        ).series[""]
         kinds = ("prefill", "decode", "mixed", "move")
-        self._step = {kind: (step.labels(kind), size.labels(kind), tokens.labels(kind)) for kind in kinds}
+        text = "Time from sending a step to its result."
+        step = self._of_steps("llm_serving_step_seconds", text, _STEP, "kind", kinds).series
+        size = self._of_steps("llm_serving_step_sequences", "Sequences in a step.", _BATCH, "kind", kinds).series
+        tokens = self._counter("llm_serving_step_tokens", "Tokens computed, by kind of step.", "kind")
+        self._step = {kind: (step[kind], size[kind], tokens.labels(kind)) for kind in kinds}
+
+    def _of_steps(
+        self, name: str, meaning: str, bounds: Sequence[float], label: str = "", kinds: Sequence[str] = ("",)
+    ) -> StepHistogram:
+        """Returns a registered histogram, in which only the engine thread may observe values."""
+        histogram = StepHistogram(name, meaning, bounds, label, kinds)
+        self.registry.register(histogram)
+        return histogram
 
     def bind(self, status: Callable[[], EngineStatus]) -> None:
         """Sets the function that returns the engine's status. Gauges are read from the status at each scrape."""
