@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -11,6 +12,9 @@ LARGE_BYTES = 1 << 20
 """
 MAX_FREE_BYTES = 1 << 20
 """Maximum free bytes at the end of a heap of the C library. If more are free, they return to the operating system."""
+TRIM_S = 5.0
+"""Seconds after a large request body until its memory is returned. The server has then tokenized or refused the body.
+"""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers of the parameters of ``mallopt`` in glibc's malloc.h."""
 
@@ -31,5 +35,36 @@ def limit_free_memory() -> None:
 def return_free_memory() -> None:
     """Frees unused engines, whose objects form reference cycles, and returns free memory to the operating system."""
     gc.collect()
+    _trim()
+
+
+def _trim() -> None:
     with contextlib.suppress(OSError, AttributeError):  # only the C library of GNU has this function
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class LargeBodies:
+    """Returns the memory of large request bodies to the operating system. Only the event loop's thread may use it.
+
+    The limits of ``limit_free_memory`` do not suffice. If the address space of the process is short, the C library
+    takes large blocks from the heap of a thread. A small block behind them then keeps the end of this heap in use. Each
+    thread may have its own heap, so the server would keep the memory of a body for several threads.
+    """
+
+    def __init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, num_bytes: int) -> None:
+        """Notes that a body of ``num_bytes`` has been read. ``TRIM_S`` after the last large body, another thread
+        returns the free memory.
+        """
+        if num_bytes < LARGE_BYTES:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(TRIM_S, self._return)
+
+    def _return(self) -> None:
+        self._timer = None
+        with contextlib.suppress(RuntimeError):  # the server stops, so its threads take no more work
+            asyncio.get_running_loop().run_in_executor(None, _trim)

@@ -59,7 +59,7 @@ do not delay other requests."""
 INLINE_CHAT_CHARS = 65536
 """Maximum length of a conversation that the event loop's thread renders."""
 INLINE_MESSAGES = 128
-"""Maximum number of messages that the event loop's thread renders."""
+"""Maximum number of messages and tool calls that the event loop's thread converts and renders."""
 INLINE_BODY_BYTES = 65536
 """Maximum size of a request body that the event loop's thread parses. Another thread parses larger bodies."""
 MAX_DETOKENIZE = 131072

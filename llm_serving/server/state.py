@@ -26,6 +26,7 @@ from llm_serving.lora.registry import Adapter
 from llm_serving.model.pooling import Pooling
 from llm_serving.model.vision import ImageProcessing, VisionShape
 from llm_serving.parsing.formats import AUTO, OutputFormat
+from llm_serving.registry.freeing import LargeBodies
 from llm_serving.registry.registry import ModelRegistry
 from llm_serving.server.batches.store import BatchStore
 from llm_serving.server.errors import UnavailableError
@@ -221,6 +222,8 @@ class ServerState:
     loop_watch: LoopWatch = field(default_factory=LoopWatch)
     body_bytes: int = 0
     """Bytes of all request bodies that are being read or parsed."""
+    large_bodies: LargeBodies = field(default_factory=LargeBodies)
+    """Returns the memory of large request bodies to the operating system."""
     renders_inline: bool = True
     """Whether the event loop's thread may render the chat template. It becomes False when a rendering needs more
     operations than are allowed in this thread. From then on, another thread renders.

@@ -12,10 +12,12 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.server.fields.shared import EarlierCall
+from llm_serving.server.generation import prompts
 from llm_serving.server.http import body as body_module
 from llm_serving.server.http import protocol as http_protocol
 from llm_serving.server.http.protocol import BoundedHttpProtocol
-from llm_serving.server.limits import INLINE_ITEMS, MAX_DETOKENIZE, MAX_JSON_OBJECTS, MAX_JSON_VALUES
+from llm_serving.server.limits import INLINE_ITEMS, INLINE_MESSAGES, MAX_DETOKENIZE, MAX_JSON_OBJECTS, MAX_JSON_VALUES
 from support.fake_engine import FakeEngine
 from support.http_server import http_request, read_response, running, wait_until
 from support.time_limits import time_limit
@@ -81,6 +83,41 @@ def test_too_many_tokens_are_not_decoded(large_server):
     answer = large_server.post("/detokenize", {"tokens": [300] * (MAX_DETOKENIZE + 1)})
     assert answer.status_code == 400
     assert f"at most {MAX_DETOKENIZE} items" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("num_calls", [2, INLINE_MESSAGES])
+def test_many_tool_calls_are_converted_in_another_thread(large_server, monkeypatch, num_calls):
+    """A conversation of few messages may have many calls, which must not block the event loop."""
+    threads = []
+
+    def watch(module, name):
+        original = getattr(module, name)
+
+        def watched(*args, **named):
+            threads.append(threading.current_thread())
+            return original(*args, **named)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(EarlierCall, "for_template")
+    watch(prompts, "describe_tools")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": None, "tool_calls": [call] * num_calls},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    large_server.post("/tokenize", {"messages": messages})
+    assert [thread is large_server._thread for thread in threads] == [num_calls == 2] * (num_calls + 1)
+
+
+def test_the_sizes_of_bodies_are_noted_to_return_their_memory(large_server, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(large_server.app.state.large_bodies, "note", sizes.append)
+    bodies = [json.dumps({"prompt": "a" * size}).encode() for size in (1000, 2 << 20)]
+    for body in bodies:
+        large_server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert sizes == [len(body) for body in bodies]
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])

@@ -29,6 +29,7 @@ from llm_serving.server.limits import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_SEQUENCES,
+    MAX_TOOLS,
 )
 from support.chat_images import data_url, image_part, png_of
 from support.small_configs import TINY_LLAMA
@@ -157,6 +158,8 @@ def _texts() -> list[WorstRequest]:
         ]
     long = [[7] * (CONTEXT - 2)] * (MAX_CHOICES - 1)
     message = {"role": "user", "content": "a"}
+    call = {"id": "", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+    calls = {"role": "assistant", "tool_calls": [call] * MAX_TOOLS}
     inline = [{"role": "user", "content": "a" * (INLINE_CHAT_CHARS // INLINE_MESSAGES // 40)}] * INLINE_MESSAGES
     return [
         *requests,
@@ -167,6 +170,7 @@ def _texts() -> list[WorstRequest]:
         _request(
             "template: messages", "/tokenize", {"messages": [{**message, "content": ""}] * (MAX_MESSAGES * 3 // 4)}
         ),
+        _request("template: tool calls", "/tokenize", {"messages": [calls] * 3}),
         _request("template: inline limit", "/tokenize", {"messages": inline}),
     ]
 

@@ -15,7 +15,8 @@ from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.images.prompt import PromptImages
 from llm_serving.parsing.described import describe_tools
-from llm_serving.parsing.formats import DEFAULT_TOOL_FORMAT
+from llm_serving.parsing.formats import DEFAULT_TOOL_FORMAT, OutputFormat
+from llm_serving.server.fields.shared import Message
 from llm_serving.server.fields.tools import with_text_arguments
 from llm_serving.server.fields.validation import short
 from llm_serving.server.generation.images import ReadImages
@@ -156,15 +157,13 @@ async def encode_chat(
     are rendered in another thread. Raises RequestError if there is no chat template, if the template fails on the
     messages, or if the prompt cannot fit the context.
     """
+    num_entries = sum(1 + len(message.get("tool_calls") or ()) for message in messages)
     template = state.engine.tokenizer.chat_template
-    output_format = state.output_format
     has_tools = bool(tools) or any(map(_has_calls, messages))
     if has_tools:
         template = state.engine.tokenizer.tool_template or template
-    if has_tools and not output_format.template_has_tools:
-        messages, tools = describe_tools(messages, tools, output_format.tools or DEFAULT_TOOL_FORMAT), ()
-    elif output_format.arguments_are_text:
-        messages = with_text_arguments(messages)
+    prepare = partial(_prepared, state.output_format, messages, tools, has_tools=has_tools)
+    messages, tools = await off_loop(num_entries, prepare, INLINE_MESSAGES)
     render = partial(
         template.render,
         messages if state.settings.vision is None else [_in_parts(message) for message in messages],
@@ -173,7 +172,7 @@ async def encode_chat(
         values=template_values,
         max_chars=max_chars(state),
     )
-    is_short = len(messages) <= INLINE_MESSAGES and _num_chars(messages, tools) <= INLINE_CHAT_CHARS
+    is_short = num_entries <= INLINE_MESSAGES and _num_chars(messages, tools) <= INLINE_CHAT_CHARS
     text = None
     if is_short and state.renders_inline:
         try:
@@ -190,6 +189,29 @@ async def encode_chat(
         return Prompt(ids, text)
     check_prompt(len(ids), state.settings, "messages")
     return Prompt(ids, text, await images.placed(ids))
+
+
+async def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns the messages of a request as the input of ``encode_chat``. If they are many, or have many tool calls,
+    another thread converts them.
+    """
+    num_entries = sum(1 + len(message.tool_calls or ()) for message in messages)
+    return await off_loop(num_entries, lambda: [message.for_template() for message in messages], INLINE_MESSAGES)
+
+
+def _prepared(
+    output_format: OutputFormat,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    has_tools: bool,
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """Returns messages and tools in the form that the chat template expects."""
+    if has_tools and not output_format.template_has_tools:
+        return describe_tools(messages, tools, output_format.tools or DEFAULT_TOOL_FORMAT), ()
+    if output_format.arguments_are_text:
+        return with_text_arguments(messages), tools
+    return messages, tools
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

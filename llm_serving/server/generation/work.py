@@ -13,13 +13,13 @@ from llm_serving.server.state import ServerSettings
 T = TypeVar("T")
 
 
-async def off_loop(num_items: int, work: Callable[[], T]) -> T:
-    """Runs ``work`` and returns its result. If ``num_items`` is above ``INLINE_ITEMS``, another thread runs it.
+async def off_loop(num_items: int, work: Callable[[], T], limit: int = INLINE_ITEMS) -> T:
+    """Runs ``work`` and returns its result. If ``num_items`` is above ``limit``, another thread runs it.
 
     ``work`` must not use objects that the event loop changes. Its calls into C code should be short: C code that holds
     the interpreter lock (GIL) also blocks the event loop.
     """
-    if num_items <= INLINE_ITEMS:
+    if num_items <= limit:
         return work()
     return await asyncio.get_running_loop().run_in_executor(None, work)
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from llm_serving.formats.small_files import no_duplicate_keys
+from llm_serving.registry.freeing import LargeBodies
 from llm_serving.server.errors import (
     BodyTimeoutError,
     ClientGoneError,
@@ -67,6 +68,7 @@ class BodyCounter(Protocol):
 
     settings: Any
     body_bytes: int
+    large_bodies: LargeBodies
 
 
 class _CountedBytes:
@@ -90,6 +92,7 @@ class _CountedBytes:
 
     def release(self) -> None:
         self._state.body_bytes -= self._size
+        self._state.large_bodies.note(self._size)
         self._size = 0
 
 

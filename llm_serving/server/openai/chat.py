@@ -27,7 +27,14 @@ from llm_serving.server.generation.beams import check_beam_fields, search_answer
 from llm_serving.server.generation.images import read_images
 from llm_serving.server.generation.logprobs import chat_entries, prompt_entries
 from llm_serving.server.generation.prompt_scores import check_prompt_scores, scoring_choices
-from llm_serving.server.generation.prompts import Prompt, check_choices, check_prompt, encode_chat, max_output_tokens
+from llm_serving.server.generation.prompts import (
+    Prompt,
+    check_choices,
+    check_prompt,
+    encode_chat,
+    max_output_tokens,
+    template_messages,
+)
 from llm_serving.server.generation.sampling import Choice, base_sampling, make_choices
 from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.generation.sequences import Answer, Generation
@@ -187,7 +194,7 @@ async def _prompt(state: ServerState, body: ChatRequest) -> Prompt:
     if any(message.parts for message in body.messages):
         _check_image_fields(body)
     images = await read_images(state, body.messages)
-    messages = [message.for_template() for message in body.messages]
+    messages = await template_messages(body.messages)
     tools = [tool.for_template() for tool in offered_tools(body)]
     values = template_values(state, body)
     return await encode_chat(state, messages, tools=tools, template_values=values, images=images)

@@ -17,7 +17,7 @@ from llm_serving.server.fields.shared import Messages, Name, TemplateValues
 from llm_serving.server.fields.tools import Tools
 from llm_serving.server.fields.validation import StrictModel
 from llm_serving.server.generation.images import read_images
-from llm_serving.server.generation.prompts import check_vocabulary, encode_chat, encode_text
+from llm_serving.server.generation.prompts import check_vocabulary, encode_chat, encode_text, template_messages
 from llm_serving.server.generation.scheduling import visit_of
 from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import json_response, read_request
@@ -201,7 +201,7 @@ async def _tokenize(state: ServerState, request: Request) -> Response:
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     if body.messages is not None:
         images = await read_images(state, body.messages)
-        messages = [message.for_template() for message in body.messages]
+        messages = await template_messages(body.messages)
         prompt = await encode_chat(
             state,
             messages,
