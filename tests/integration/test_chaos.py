@@ -126,6 +126,13 @@ def test_memory_counts_after_the_first_round_of_faults():
     assert MemoryWatch(samples, first_round_end=100.0).counted()[0][0] == 400.0, "the warm-up is at least 40 %"
 
 
+def test_two_versions_during_a_reload_are_no_growth():
+    samples = [(float(second), 220.0 if 900 <= second <= 930 else 200.0) for second in range(1000)]
+    assert MemoryWatch(samples).slope_mib() > 1.0
+    assert MemoryWatch(samples, reloads=[(900.0, 930.0)]).slope_mib() == pytest.approx(0.0)
+    assert MemoryWatch(samples, reloads=[(900.0, 929.0)]).slope_mib() > 0.0
+
+
 def test_an_agent_that_grows_is_a_leak_and_a_larger_successor_is_none():
     steady = {pid: [(600.0 * pid + second, 400.0 + 50.0 * pid) for second in range(300)] for pid in range(3)}
     assert MemoryWatch(agents=steady).leak() == ""

@@ -47,6 +47,8 @@ OVERRIDES = (
 )
 WARM_UP_S = 8.0
 SAMPLE_S = 1.0
+AFTER_RELOAD_S = 2.0
+"""Seconds after a reload in which the server still returns the memory of the old version."""
 
 
 def main() -> int:
@@ -83,6 +85,7 @@ def run(server: ServerProcess, orders: Path, minutes: float, seed: int, kinds: t
         after = holdings(server, load)
     if len(outcomes) >= len(kinds):
         watch.first_round_end = outcomes[len(kinds) - 1].ended
+    watch.reloads = [(each.began, each.ended + AFTER_RELOAD_S) for each in outcomes if each.injection.kind == "reload"]
     ledger = Ledger(load, outcomes)
     leaks = [*before.leaks(after), *filter(None, [watch.leak()])]
     print(HEADINGS)

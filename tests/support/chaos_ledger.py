@@ -78,6 +78,9 @@ class MemoryWatch:
     0.0 if the run ended earlier.
     """
 
+    reloads: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each reload. Two versions of the model are in memory meanwhile, which is no growth."""
+
     def add(self, server: ServerProcess) -> None:
         """Takes a sample of the memory of each process that runs now."""
         self.samples.append(_sample(psutil.Process(server.pid)))
@@ -87,9 +90,9 @@ class MemoryWatch:
                 self.agents.setdefault(agent.pid, []).append(sample)
 
     def counted(self) -> Samples:
-        """Returns the samples of the server's memory after the warm-up."""
-        late = self.samples[int(len(self.samples) * WARM_UP) :]
-        return [each for each in late if each[0] >= self.first_round_end]
+        """Returns the samples of the server's memory after the warm-up, without those during reloads."""
+        late = [each for each in self.samples[int(len(self.samples) * WARM_UP) :] if each[0] >= self.first_round_end]
+        return [each for each in late if not any(began <= each[0] <= ended for began, ended in self.reloads)]
 
     def slope_mib(self) -> float:
         """Returns the growth of the server's memory in MiB in 10 minutes, after the warm-up."""

@@ -27,3 +27,11 @@ def running(pids: Iterable[int]) -> list[int]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def arguments_of(process: psutil.Process) -> list[str]:
+    """Returns the command line of a process. [] if the process has ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []

@@ -20,6 +20,7 @@ from typing import IO, Any
 import psutil
 
 from support.forks import ForkedProcess, fork_server, forked_agents
+from support.processes import arguments_of
 from support.small_configs import REPOSITORY, small_overrides
 from support.time_limits import time_limit
 
@@ -102,7 +103,7 @@ class ServerProcess:
     def agents(self) -> list[psutil.Process]:
         """Returns the processes of the agents that run now."""
         children = psutil.Process(self.pid).children(recursive=True)
-        return [child for child in children if "agent" in child.cmdline()] + forked_agents(self.pid)
+        return [child for child in children if "agent" in arguments_of(child)] + forked_agents(self.pid)
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=time_limit(30)) as response:
