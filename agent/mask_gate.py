@@ -58,9 +58,9 @@ class MaskGate:
             self._biases[message.row] = bias
 
     def wait(self, seq: int) -> Mapping[int, LogitBias]:
-        """Waits until the token masks of step ``seq`` are in its step slot. Returns the step's biases by batch row.
+        """Waits until the token masks of step ``seq`` are in its step slot. Returns the logit biases by batch row.
 
-        Raises AgentError if the masks do not arrive in time, and ProtocolError if a bias is missing.
+        Raises AgentError if the masks do not arrive in time, and ProtocolError if a logit bias is missing.
         """
 
         def message_of_step() -> Masks | None:

@@ -57,7 +57,7 @@ def load_model(
 
     ``config`` has the sizes of the part. ``report`` is called with the number of loaded tensors and the total number.
     ``cache`` is the cache of converted weights, and ``pool`` the shared memory of the host blocks. ``definition`` is
-    only needed for a network that the config's architecture does not name. Imports mindspore. Raises CheckpointError or
+    the network; None means the network of the config's architecture. Imports mindspore. Raises CheckpointError or
     AgentStartError.
     """
     from agent.backends.selector import select_op_table
@@ -108,9 +108,10 @@ def load_model(
 def load_without_network(
     config: Config, part: ModelPart, cache: WeightCache, pool: HostPoolMemory | None = None
 ) -> LoadedModel | None:
-    """Reads the weights from the cache and allocates the KV cache, without MindSpore. Only for fused operators.
+    """Reads converted weights from their cache and allocates the KV cache, without MindSpore.
 
-    Returns None if the cache has no valid weights. ``with_network`` can add the network later.
+    Call this only if the config has fused operators. Returns None if ``cache`` has no valid weights. ``with_network``
+    can add the network later.
     """
     from agent.backends.selector import select_op_table
 

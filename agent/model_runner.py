@@ -73,8 +73,9 @@ class ModelRunner:
     ) -> None:
         """``rank`` is the agent's number among all agents. ``exchange`` is the memory that the agents of a group share.
 
-        ``exchange`` is None if the group has one agent. With ``keeps_files``, converted weights and the launches of the
-        graph are stored in files for the next start. Raises AgentStartError if ``exchange`` does not fit the config.
+        ``exchange`` is None if the group has one agent. With ``keeps_files``, the agent reads converted weights and the
+        launches of the graph from files, or writes them for the next start. Raises AgentStartError if ``exchange`` does
+        not fit the config.
         """
         self._part = ModelPart.of(config, rank)
         if (exchange is None) != self._part.is_alone:
@@ -385,10 +386,10 @@ class ModelRunner:
         return cost
 
     def _sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
-        """Samples a step. An agent that does not sample only helps to find the candidates.
+        """Samples a step. In an agent that does not sample, computes only this agent's part of the candidates.
 
-        Also waits for the device, because the next step overwrites memory that the device may still read. The sampler
-        alone does not always wait, because it does not always fetch results. Raises the errors of ``Sampler.sample``.
+        Returns after the device has finished, because the next step overwrites memory that the device may still read.
+        The sampler alone waits only if it fetches results. Raises the errors of ``Sampler.sample``.
         """
         try:
             if self._part.returns_results:
@@ -403,7 +404,7 @@ class ModelRunner:
         """Runs this agent's part of the graph. Returns the scores (logits) in the last stage. In any other stage, sends
         the residual stream to the next stage and returns None.
 
-        ``slot`` is None if the row check computes a step again. Then there are no tiles of images.
+        ``slot`` has the tiles of images. It is None if the row check computes a decode step again, which has no tiles.
         """
         assert self._exchange is not None
         assert self._graph is not None
@@ -416,9 +417,9 @@ class ModelRunner:
     def _check_row(self, slot: StepSlot, scores: StepLogits | DeviceScores | None) -> None:
         """Runs the row check of a decode step: computes one of its sequences again, alone, and compares the logits.
 
-        The second computation writes the sequence's keys and values to the same places of the KV cache. All agents of a
-        group compute the same steps again. The agent that samples compares the logits. Raises RowCheckError unless the
-        logits have the same bits.
+        The second computation writes the sequence's keys and values to the same KV positions. All agents of a group
+        take part in the second computation, and the agent that samples compares the logits. Raises RowCheckError unless
+        the logits have the same bits.
         """
         index = slot.checked_row - 1
         compares = self._part.returns_results and slot.sampled_ids[index] != NOT_FINITE

@@ -15,10 +15,10 @@ class RowCheckError(AgentError):
 
 
 class RowCheck:
-    """The check of one decode step. Copies the bits of the checked sequence's logits, because the next graph overwrites
-    the logits.
+    """The row check of one decode step: compares a sequence's logits with those of a step with this sequence alone.
 
-    ``scores`` is None if this agent does not compare. ``whole`` is False if the agent has only a part of the
+    The constructor copies the bits of the sequence's logits, because the next step overwrites the logits. ``scores``
+    has the logits, or is None if this agent does not compare. ``whole`` is False if the agent has only a part of the
     vocabulary.
     """
 

@@ -68,9 +68,9 @@ class RowTable:
     def write_drafts(self, rows: Int32Array, token_ids: Int32Array, num_before: Int32Array) -> None:
         """Writes drafts behind the histories of their batch rows. The lengths of the histories stay the same.
 
-        The arguments have an element for each entry of a step. An entry is a draft or the token before a sequence's
-        drafts. ``num_before`` counts the drafts of the entry's sequence up to and including this entry. Entries with 0
-        are left out.
+        The arguments have an element for each input token of a step that verifies drafts. An input token is a draft, or
+        the last known token of its sequence. ``num_before`` counts the drafts of the sequence up to and including this
+        input token. If it is 0, the input token is no draft and is not written.
         """
         drafted = np.flatnonzero(num_before)
         places = self.history_len[rows[drafted]] + num_before[drafted] - 1
@@ -82,9 +82,9 @@ class RowTable:
         self.history[rows[drafted], places] = token_ids[drafted]
 
     def take_last(self, slot: StepSlot) -> None:
-        """Replaces sampled tokens of a step by REJECTED if a draft before them was wrong.
+        """Replaces each sampled token of a step by REJECTED if a draft before it was wrong.
 
-        Then stores the last token of each batch row that was not rejected.
+        Then stores, for each batch row, the last sampled token that is not REJECTED.
         """
         seqs = slot.num_seqs
         rows, sampled_ids = slot.rows[:seqs], slot.sampled_ids[:seqs]
@@ -111,11 +111,11 @@ class Sampler:
         wait_for_masks: Callable[[int], Mapping[int, LogitBias]] | None = None,
         processors: Sequence[tuple[str, LogitsProcessor]] = (),
     ) -> None:
-        """``wait_for_masks`` takes the number of a step, and returns when the step's slot has its token masks.
+        """``wait_for_masks`` takes the number of a step and waits until the step slot has its token masks.
 
-        The function returns the logit biases of the step by batch row. If ``wait_for_masks`` is None, a step with masks
-        is refused. ``processors`` are logits processors with their names (``agent.logits_processors``). Processors need
-        the history of every sequence.
+        It then returns the logit biases of the step by batch row. If ``wait_for_masks`` is None, a step with masks is
+        refused. ``processors`` are logits processors with their names (``agent.logits_processors``). They need the
+        history of every sequence.
         """
         self._vocab_size = vocab_size
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
@@ -123,7 +123,7 @@ class Sampler:
         self._processors = processors
 
     def sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
-        """Samples a token for each sequence of the step. Sequences that do not sample get -1.
+        """Samples a token for each sequence of the step with ``do_sample``. Every other sequence gets -1.
 
         Raises ProtocolError if a batch row with penalties has no history, or if the history's length is wrong. Raises
         AgentError if the token masks of the step do not arrive in time, or if a logits processor fails. Raises
@@ -272,9 +272,9 @@ class Sampler:
     ) -> list[Int32Array | None]:
         """Returns the history (prompt and output) of each sequence with penalties, and None for each other sequence.
 
-        If the step has drafts, the result has an element for each entry of the step. An entry is a draft or the token
-        before a sequence's drafts. ``drafts`` is the result of ``_num_drafts_before``. The history of an entry includes
-        the drafts that are counted there.
+        If the step verifies drafts, the result has an element for each input token instead. An input token is a draft,
+        or the last known token of its sequence. ``drafts`` is the result of ``_num_drafts_before``. The history of an
+        input token includes the drafts of its sequence up to and including this input token.
         """
         table = self.rows
         histories: list[Int32Array | None] = [None] * slot.num_seqs
@@ -293,8 +293,10 @@ class Sampler:
 
 
 def _num_drafts_before(slot: StepSlot) -> Int32Array:
-    """Returns, for each entry of a step, the number of drafts of its sequence up to and including this entry: int32
-    [entries]. An entry is a draft or the token before a sequence's drafts.
+    """Returns, for each input token of a step with drafts, the number of drafts of its sequence up to this token.
+
+    The result is int32 [input tokens]. An input token is a draft, which counts itself, or the last known token of its
+    sequence, which gets 0.
 
     Raises ProtocolError if the step has another number of drafts than its slot states, or if a draft is not a token.
     """

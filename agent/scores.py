@@ -33,8 +33,9 @@ class StepLogits:
 class DeviceScores(ABC):
     """The logits of a step on a device. Each method copies to the host only the values that it returns.
 
-    The values are valid until the graph runs again. If the graph keeps its logits (``StepGraph.keeps_logits``), they
-    are valid until the step is sampled. If the device fails, every method may raise RuntimeError.
+    The logits on the device are valid until the graph runs again. If the graph keeps logits
+    (``StepGraph.keeps_logits``), they are valid until the step is sampled. If the device fails, every method may raise
+    RuntimeError.
     """
 
     vocab_size: int
@@ -93,10 +94,10 @@ class DeviceScores(ABC):
 
 
 def score_bits(scores: StepLogits | DeviceScores, index: int, *, whole: bool) -> bytes:
-    """Returns bytes that represent the logits of sequence ``index``. Two runs of a step can be compared by these bytes.
+    """Returns bytes by which the logits of sequence ``index`` can be compared with those of another run.
 
-    If the logits are on the host or ``whole`` is set, the bytes are those of all logits of the sequence. Otherwise they
-    are only those of the best token and its logit, because fetching all logits from a device takes long.
+    If the logits are on the host or ``whole`` is set, these are the bytes of all logits of the sequence. Otherwise they
+    are the bytes of the best token and its logit, because fetching all logits from a device takes long.
     """
     if isinstance(scores, StepLogits):
         return bytes(scores.values[index].data)

@@ -1,18 +1,17 @@
 """Keeps the states of sequences for linear attention. Each batch row has states of fixed size in each layer with linear
 attention.
 
-In a layer, a batch row has two states. A step reads the state that ends where the step begins, and writes the other
-state. So a step can run twice with the same result. The row check, the replays and the recovery from a failed graph
-need this. A sequence begins with a state of zeros, so a batch row needs no reset for a new sequence.
+In a layer, a batch row has memory for two states. A step reads the state after the tokens before the step, and writes
+the other one. So a step can run twice with the same result. The row check, the replays and the recovery from a failed
+graph need this. A sequence begins with a state of zeros, so a batch row needs no reset for a new sequence.
 
-A step may verify drafts, of which the server may reject the last ones. The written state then ends before the drafts,
-and has a log of what the layer needs of each draft (``agent/kernels/ops/gated_delta.h``). The sequence's next step
-begins after the accepted drafts. It reads this state and replays the accepted drafts of its log. So no state contains a
-rejected draft.
+A step may verify drafts, and some of them may be rejected. The step then writes the state before the first draft, and a
+log with the inputs of each draft (``agent/kernels/ops/gated_delta.h``). The sequence's next step reads this state and
+first replays the accepted drafts from the log. So no state contains a rejected draft.
 
-Snapshots are further states, which belong to no batch row. A step can save the states at the ends of blocks in
-snapshots. A later sequence with the same first tokens can resume there. Its first step reads the snapshot instead of a
-state of its batch row. The server decides which snapshot has which state.
+Snapshots are further states, which belong to no batch row. A step can save the state at the end of a block in a
+snapshot. A later sequence with the same first tokens can resume after this block. Its first step reads the snapshot
+instead of a state of its batch row. The server decides which snapshot has which state.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ STATES_PER_ROW = 2
 SAVES_PER_RUN = 2
 """Maximum number of snapshots that a run saves (``kDeltaSaves`` of ``agent/kernels/ops/gated_delta.h``)."""
 _SAVES, _REPLAYED, _SETTLED = 4, 4 + 2 * SAVES_PER_RUN, 5 + 2 * SAVES_PER_RUN
-"""Columns of ``SequenceStates.runs`` at which three parts begin: the saved snapshots, the number of replayed drafts,
-and the number of tokens before the first draft."""
+"""Columns of ``SequenceStates.runs``: ``_SAVES`` is the first column of the saved snapshots. ``_REPLAYED`` has the
+number of replayed drafts, and ``_SETTLED`` the number of tokens before the first draft."""
 RUN_WIDTH = 6 + 2 * SAVES_PER_RUN
 _NONE = -1
 _Ints = npt.NDArray[np.int64]
@@ -39,27 +38,30 @@ _Ints = npt.NDArray[np.int64]
 class SequenceStates:
     """Decides which state each sequence of a step reads and writes. The operators compute the states.
 
-    A run is all tokens of one batch row in a step. If the step verifies drafts, it has several consecutive entries with
-    the same batch row. These entries are one run.
+    A run is all tokens of one batch row in a step. A step that verifies drafts lists each draft like a sequence of one
+    token, with the same batch row. The last known token and the drafts of a batch row are one run.
     """
 
     def __init__(self, num_rows: int, num_snapshots: int = 0, max_logged: int = 0) -> None:
-        """``num_rows`` is the number of batch rows. The states of batch rows have the first numbers, the snapshots
-        follow.
+        """``num_rows`` is the number of batch rows. States are numbered: first those of the batch rows, then the
+        snapshots.
 
-        ``max_logged`` is the number of drafts in the log of a state. If a sequence has more drafts in a step, only the
-        last ones are logged, and all drafts before them must be right. The server sends this number of drafts only to
-        score a prompt, whose tokens are known.
+        ``max_logged`` is the maximum number of drafts in the log of a state. If a step has more drafts of a sequence,
+        only the last ``max_logged`` are logged. The drafts before them cannot be rejected. The server sends more drafts
+        only to score a prompt, whose tokens are known.
         """
         self.max_logged = max_logged
         self.runs: Int32Array = np.zeros((num_rows + 1, RUN_WIDTH), np.int32)
         """[num_rows + 1, RUN_WIDTH]: a row with the number of runs and zeros, then a row for each run.
 
-        The row of a run has its first token, its number of tokens, the state to read (-1: zeros) and the state to
-        write. Then two numbers follow for each snapshot that the run saves. The first is the number of tokens of the
-        run after which the state is saved. The second is the state to save it in. Zeros stand for no snapshot. The last
-        two numbers are the drafts to replay from the log of the state, and the tokens before the run's first logged
-        draft. Graphs read this memory directly.
+        The row of a run has these numbers. Graphs read them directly.
+
+        - The index of the run's first token in the step, and the number of its tokens.
+        - The state to read (-1: a state of zeros), and the state to write.
+        - For each of ``SAVES_PER_RUN`` snapshots: the number of tokens of the run after which the state is saved, and
+          the state to save it in. Two zeros mean no snapshot.
+        - The number of drafts to replay from the log of the state that is read.
+        - The number of tokens before the run's first logged draft.
         """
         self._ends: _Ints = np.full((num_rows, STATES_PER_ROW), _NONE, np.int64)
         self._nexts: _Ints = np.full((num_rows, STATES_PER_ROW, 2), _NONE, np.int64)
@@ -83,11 +85,11 @@ class SequenceStates:
         self._is_warm_up = False
 
     def assign(self, inputs: StepInputs) -> None:
-        """Fills ``runs`` for a step: which state each sequence reads, and which states the step writes.
+        """Fills ``runs`` for a step: the state that each sequence reads, and the states that the step writes.
 
-        If the same step is assigned again, it gets the same runs. A sequence whose tokens begin at position n > 0 needs
-        the state after n tokens. The state is in the batch row of the sequence, or in the snapshot that the step names.
-        Raises ProtocolError if the state does not exist, or if the step saves a state that it does not compute.
+        A second call for the same step gives the same runs. A sequence whose tokens begin at position n > 0 reads the
+        state after n tokens. This state is in its batch row, or in the snapshot that the step names. Raises
+        ProtocolError if this state does not exist, or if the step saves a state that it does not compute.
         """
         step = _runs_of(inputs, self.max_logged)
         rows, begins = step.rows, step.begins
@@ -167,11 +169,11 @@ class _Runs:
     """The number of tokens of the same run that come before the entry."""
 
     def with_runs(self, moves: Int32Array) -> Int32Array:
-        """Converts state moves, which name entries of the step, to state moves that name runs. The number of tokens
-        after which a state is saved then counts from the first token of the run.
+        """Returns state moves that name runs, from ``moves``, which name sequences of the step (or drafts).
 
-        ``moves`` and the result are [state moves, 3], as ``StepInputs.state_moves`` describes. Raises ProtocolError if
-        a move names an entry or tokens that the step does not have.
+        Both are [state moves, 3], as ``StepInputs.state_moves`` describes. In the result, the number of tokens after
+        which a state is saved counts from the first token of the run. Raises ProtocolError if a move names a sequence
+        or tokens that the step does not have.
         """
         if not moves.size:
             return moves

@@ -21,9 +21,9 @@ from llm_serving.ipc.tile_memory import TileMemory
 class StepEntry:
     """Makes the first input of the graph of an agent's part of the model.
 
-    In the first stage of a pipeline, this is the token ids [tokens]. If the model reads images, it is the embeddings
-    [tokens, hidden size], in which the rows of images replace those of image tokens. In later stages, it is the
-    residual stream [tokens, hidden size] of the previous stage.
+    In the first stage of a pipeline, this input is the token ids [tokens], or the embeddings [tokens, hidden size] if
+    the model reads images. Outputs of the vision encoder then replace the embeddings of image tokens. In later stages,
+    this input is the residual stream [tokens, hidden size] of the previous stage.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class StepEntry:
     def of_step(self, inputs: StepInputs, slot: StepSlot | None) -> Array:
         """Returns the first input of the graph for a step. In a later stage, waits for the previous stage.
 
-        ``slot`` is None if the row check computes a step again. Then there are no tiles of images. If a tile is not
-        valid, raises ProtocolError. In a group, raises RuntimeError instead of ProtocolError. The step cannot be
-        refused, because the other agents already wait for this agent's activations.
+        ``slot`` has the tiles of images. It is None if the row check computes a decode step again, which has no tiles.
+        Raises ProtocolError if a tile is not valid. In a group, raises RuntimeError instead, which ends the group: the
+        other agents already wait for this agent's activations, so it cannot refuse the step.
         """
         if self._exchange is None:
             return self._embedded(inputs, slot)

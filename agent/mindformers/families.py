@@ -18,9 +18,9 @@ Settings = dict[str, object]
 def gpt_settings(config: Config) -> Settings:
     """Returns the arguments of the configuration classes of MindFormers' newer models.
 
-    The arguments are the sizes of ``config.json``, the maximum sequence length, and types. The softmax has type
-    float32, and everything else ``model_dtype``. MindFormers computes norms and rotary tables in float32 in any case,
-    and rounds the results once, so ``model_dtype`` does not reduce their accuracy.
+    The arguments are the sizes from ``config.json``, the maximum sequence length, and the types of the arithmetic. The
+    softmax has type float32. All other arguments that state a type are ``model_dtype``. MindFormers nevertheless
+    computes norms and rotary tables in float32, and rounds only their results to ``model_dtype``.
     """
     shape, dtype = config.shape, config.model_config.model_dtype
     settings: Settings = {
@@ -100,7 +100,7 @@ def llama_settings(config: Config) -> Settings:
 def _yarn(scaling: RopeScaling) -> Settings:
     """Returns the argument ``rope_scaling`` of MindFormers' newer models, for YaRN.
 
-    These models multiply cosines by ``coeff`` * ln(``factor``) + 1.
+    These models take ``coeff`` instead of the attention factor, and compute the factor: ``coeff`` * ln(``factor``) + 1.
     """
     assert scaling.type == "yarn", "the server refuses all other types"
     return {
@@ -116,9 +116,9 @@ def _yarn(scaling: RopeScaling) -> Settings:
 def _llama_scaling(scaling: RopeScaling) -> Settings:
     """Returns the arguments of ``LlamaConfig`` for rotary scaling.
 
-    MindFormers' own linear scaling does not accept a number as its factor. Therefore linear scaling uses
-    ``extend_method: PI`` (position interpolation). This method divides positions instead of frequencies, so the angles
-    are the same.
+    Linear scaling uses ``extend_method: PI`` (position interpolation). PI divides positions by the factor, linear
+    scaling divides frequencies, and both give the same angles. MindFormers' own linear scaling does not accept a number
+    as its factor.
     """
     if scaling.type == "linear":
         return {"extend_method": "PI", "scaling_factor": scaling.factor}
@@ -136,9 +136,9 @@ def _llama_scaling(scaling: RopeScaling) -> Settings:
 
 
 def _magnitude(scaling: RopeScaling) -> float:
-    """Returns the coefficient c in ``attention_factor`` = c * ln(``factor``) + 1.
+    """Returns the coefficient c for which c * ln(``factor``) + 1 is the attention factor of the checkpoint.
 
-    MindFormers has c as a setting, and calculates the attention factor from it.
+    MindFormers takes c as a setting. If ``factor`` is 1, c has no effect, and the result is the default 0.1.
     """
     return 0.1 if scaling.factor == 1 else (scaling.attention_factor - 1) / math.log(scaling.factor)
 

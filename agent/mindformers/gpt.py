@@ -49,9 +49,9 @@ class GptAdapter(nn.Cell):
     def take_form(self, *, whole_prompts: bool) -> None:
         """Selects the attention of the graph that is compiled next.
 
-        With ``whole_prompts``, attention is only among the tokens of the step. Otherwise it reads the KV cache. In both
-        cases MindFormers' flag for chunked prompts is set. With this flag, the rotary embedding takes a row of cosines
-        and sines for each token.
+        With ``whole_prompts``, a token attends only to tokens of the same step. Otherwise it attends to the KV cache.
+        MindFormers' flag ``is_chunked`` is always set, because the rotary embedding then takes cosines and sines of
+        each token.
         """
         (network,) = self._network
         network.add_flags_custom_mcore(is_prefill=whole_prompts)

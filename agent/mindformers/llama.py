@@ -35,7 +35,7 @@ class LlamaAdapter(nn.Cell):
     def take_form(self, *, whole_prompts: bool) -> None:
         """Selects the attention of the graph that is compiled next.
 
-        With ``whole_prompts``, attention is only among the tokens of the step. Otherwise it reads the KV cache.
+        With ``whole_prompts``, a token attends only to tokens of the same step. Otherwise it attends to the KV cache.
         """
         (network,) = self._network
         network.add_flags_custom(is_first_iteration=whole_prompts)

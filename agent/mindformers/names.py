@@ -112,7 +112,7 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     """Returns every parameter to load, with this project's names.
 
     This project's models join q, k and v to one parameter, and gate and up to another. If MindFormers' model does not
-    join them, the result has a separate parameter for each.
+    join them, the result has five separate parameters: q, k, v, gate and up.
     """
     specs = our_specs(shape)
     return specs if names_of(shape.architecture).stacked else [part for spec in specs for part in _split(spec)]
@@ -121,7 +121,8 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
 def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter to load, by its name.
 
-    A bias has its own entry. If the embedding is also the output weight, the output weight has no entry.
+    Biases are separate parameters. If the output layer uses the embedding as its weight, the result has no output
+    weight.
     """
     specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
     biases = [spec.bias_spec("float32") for spec in specs if spec.bias]  # the type does not change the shape

@@ -19,8 +19,8 @@ _LOG_FOLDER = "mindformers"
 def environment(log_folder: Path) -> dict[str, str]:
     """Returns the environment variables that MindFormers reads when it is imported.
 
-    The variables select inference, forbid network access, and put MindFormers' log files into a folder inside
-    ``log_folder``. MindFormers makes both folders private to the user.
+    The variables select inference, forbid network access, and put MindFormers' log files into a subfolder of
+    ``log_folder``. MindFormers makes ``log_folder`` and the subfolder private to the user.
     """
     folder = str(log_folder / _LOG_FOLDER)
     return {

@@ -16,9 +16,9 @@ _MODEL = "model."
 
 
 def beside_encoder(spec: WeightSpec) -> WeightSpec:
-    """Returns ``spec`` with other names of tensors: those in a checkpoint that also has a vision encoder.
+    """Returns a parameter of the text model with the tensor names of a checkpoint that also has a vision encoder.
 
-    ``spec`` is a parameter of the text model, with the names in a checkpoint without a vision encoder.
+    ``spec`` is the parameter with the tensor names of a checkpoint without a vision encoder.
     """
 
     def renamed(part: WeightPart) -> WeightPart:
@@ -54,10 +54,10 @@ def delta_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpe
 
 
 def prediction_names(names: Sequence[str], full_layer: int) -> tuple[str, ...]:
-    """Returns the names of the tensors for multi-token prediction, which are not loaded.
+    """Returns the names of the checkpoint's tensors for multi-token prediction. They are not loaded.
 
-    These tensors belong to a layer like ``full_layer``, which has full attention, and to two norms, a linear layer and
-    a last norm. ``names`` are the names of the model's tensors.
+    The tensors are a decoder layer with full attention, a linear layer and three norms. The decoder layer has the same
+    tensors as the model's layer ``full_layer``. ``names`` are the names of the model's tensors.
     """
     own_layer = f"model.layers.{full_layer}."
     layer = tuple(name.replace(own_layer, "mtp.layers.0.") for name in names if name.startswith(own_layer))
@@ -66,8 +66,10 @@ def prediction_names(names: Sequence[str], full_layer: int) -> tuple[str, ...]:
 
 
 def _projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart, ...]:
-    """Returns the parts of the first linear layer. The tensor qkv has queries, keys and values. The tensor z has the
-    output gates. Then follow b and a.
+    """Returns the parts of the first linear layer of Gated DeltaNet, in this order.
+
+    These are queries, keys, values, output gates (z), write strengths (b) and decays (a). The checkpoint has one tensor
+    for queries, keys and values together.
     """
     sizes = {"z": delta.values, "b": delta.value_heads, "a": delta.value_heads}
     others = (WeightPart(f"{theirs}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
@@ -75,9 +77,9 @@ def _projection(delta: GatedDelta, hidden: int, theirs: str) -> tuple[WeightPart
 
 
 def _channels(name: str, delta: GatedDelta, rest: tuple[int, ...]) -> tuple[WeightPart, ...]:
-    """Returns the rows of queries, keys and values in a tensor [channels, ...], as parts that agents can divide.
+    """Splits the tensor ``name`` [channels, ...] into three parts: the rows of queries, of keys and of values.
 
-    ``rest`` has the tensor's sizes without the first.
+    Agents can divide each part by heads. ``rest`` has the tensor's sizes after the first.
     """
     sizes = {"q": delta.keys, "k": delta.keys, "v": delta.values}
     parts = tuple(WeightPart(f"{name}.{letter}", (size, *rest)) for letter, size in sizes.items())

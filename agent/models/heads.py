@@ -47,10 +47,10 @@ class HeadDefinition:
         return _mtp_specs(shape, self.head)
 
     def ignorable_suffixes(self, shape: ModelShape) -> tuple[str, ...]:
-        """Returns the endings of the names of tensors that the head does not need.
+        """Returns the endings of the names of tensors that the checkpoint may have and the head does not load.
 
-        An MTP layer is in the folder of the whole model, so tensors of any name may be there. The ending "" allows all
-        of them.
+        The checkpoint of an MTP layer also has all tensors of the model. Therefore the result for an MTP layer is the
+        ending "", which fits every name.
         """
         if self.head.kind == EAGLE:
             return ("embed_tokens.weight", "rotary_emb.inv_freq", "t2d", "d2t")
@@ -146,9 +146,9 @@ class EagleHead(_Head):
         """Returns the two outputs of the graph: the result of ``OpTable.lm_head`` with the logits, and the result of
         ``OpTable.tap`` with the head's hidden states.
 
-        ``states`` are the model's hidden states [tokens, places x hidden_size]. With ``are_fused``, they are the head's
-        own hidden states [tokens, hidden_size]. ``token_ids`` [tokens] are the tokens after ``positions`` [tokens].
-        ``OpTable`` describes ``step``.
+        ``states`` are hidden states from three layers of the model, side by side [tokens, 3 x hidden_size]. With
+        ``are_fused``, they are the head's own hidden states [tokens, hidden_size]. ``token_ids`` [tokens] are the
+        tokens after ``positions`` [tokens]. ``OpTable`` describes ``step``.
         """
         fused = states if are_fused else self.fused_projection(states, step)
         embedded, layer = self.embedding(token_ids, step), self.layers[0]
@@ -214,8 +214,10 @@ def _mtp_specs(shape: ModelShape, head: Head) -> list[WeightSpec]:
 
 
 def _of_layer(spec: WeightSpec, layer: str) -> WeightSpec:
-    """Returns a parameter of the model's first layer under the tensor names that the checkpoint uses for the layer of a
-    head. ``layer`` is the prefix of these names."""
+    """Returns ``spec``, a parameter of the model's first layer, with the tensor names of a head's layer.
+
+    ``layer`` is the prefix of these names in the head's checkpoint.
+    """
 
     def renamed(parts: tuple[WeightPart, ...]) -> tuple[WeightPart, ...]:
         return tuple(replace(part, name=f"{layer}.{part.name.removeprefix('model.layers.0.')}") for part in parts)

@@ -69,9 +69,9 @@ class Llama(nn.Cell):
         """Returns the output of ``OpTable.lm_head`` with the logits. If another stage follows, returns the output of
         ``OpTable.hand_over`` instead. With ``Config.tapped_layers``, the outputs of ``OpTable.tap`` follow.
 
-        In the first stage, ``entry`` is the token ids [tokens]. In later stages, ``entry`` is the residual stream
-        [tokens, hidden_size] of the previous stage. If the model reads images, ``entry`` is the embeddings of the
-        tokens and the rows of the images. ``positions`` [tokens] are the tokens' positions. ``last_tokens``
+        ``entry`` is the first input of the graph. In the first stage, it is the token ids [tokens], or the embeddings
+        [tokens, hidden_size] if the model reads images. In later stages, it is the residual stream
+        [tokens, hidden_size] of the previous stage. ``positions`` [tokens] are the tokens' positions. ``last_tokens``
         [sequences] is the index of each sequence's last token. ``OpTable`` describes ``step`` and ``whole_prompts``.
         """
         whole_rotary = self.rotary(positions)

@@ -68,12 +68,12 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
 
 
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
-    """Returns endings of tensor names. A checkpoint may contain tensors with these endings, but they are not loaded.
+    """Returns endings of the names of tensors that a checkpoint may contain and that are not loaded.
 
-    A text that ends with a point is not an ending: it is a prefix of names.
+    A text that ends with "." is a beginning of names instead.
 
-    Rotary frequencies are computed from ``config.json``. If the embedding is also the output weight, a stored output
-    weight is not needed. Layers that predict further tokens are not used.
+    The tensors are the rotary frequencies, which are computed from ``config.json``, and the layers for multi-token
+    prediction. If the output layer uses the embedding, a stored output weight is not loaded either.
     """
     names = ("rotary_emb.inv_freq", *_extra_names(shape))
     if shape.beside_encoder:
@@ -214,9 +214,9 @@ def _all_experts(experts: Experts, ours: str, theirs: str, hidden: int, names: E
 
 
 def _stacked(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[WeightPart, ...]:
-    """Returns the weights of ``count`` experts with their places in gpt-oss's tensors.
+    """Returns the weights of ``count`` experts, and for each weight the rows that it has in gpt-oss's tensors.
 
-    One tensor has the gates and ups of all experts. In it, outputs of gate and up alternate. Another tensor has the
+    One tensor has the gates and ups of all experts, with alternating outputs of gate and up. Another tensor has the
     downs of all experts.
     """
     joined, name = _stacked_name(parts, theirs, count)
@@ -227,10 +227,11 @@ def _stacked(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[We
 
 
 def _stacked_rows(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[WeightPart, ...]:
-    """Returns the weights of ``count`` experts with their places in Qwen3.5's tensors (``ExpertNames.is_stacked``).
+    """Returns the weights of ``count`` experts, and for each weight the rows that it has in Qwen3.5's tensors.
 
-    One tensor has the gates and ups of all experts. In it, the rows of an expert's gate come before the rows of its up.
-    Another tensor has the downs of all experts. In both tensors, the inputs are the last dimension.
+    ``ExpertNames.is_stacked`` marks these models. One tensor has the gates and ups of all experts: first the rows of an
+    expert's gate, then the rows of its up. Another tensor has the downs of all experts. In both tensors, the inputs are
+    the last dimension.
     """
     joined, name = _stacked_name(parts, theirs, count)
     return tuple(

@@ -58,10 +58,11 @@ class Pooler:
         self._checks_order = True
 
     def take(self, stream: Array, inputs: StepInputs, slot: StepSlot) -> None:
-        """Pools the residual stream of a step, ``stream`` [tokens, hidden_size], as the last layer returns it.
+        """Pools the hidden states of a step: ``stream`` [tokens, hidden_size] is the residual stream after all layers.
 
-        Adds it to the sums of the batch rows if the method is the mean. Writes the result of each sequence whose prompt
-        is complete to ``slot.pooled``. Raises ProtocolError if the sum for a mean lacks tokens of its sequence.
+        If the method is the mean, adds the hidden states to the sums of their batch rows. For each sequence whose
+        prompt is now complete, writes the result to ``slot.pooled``. Raises ProtocolError if a chunk of a prompt is
+        missing in its sum.
         """
         seqs, width = inputs.query_lens.size, self._pooling.width
         results = slot.pooled[: seqs * width].reshape(seqs, width)

@@ -1,5 +1,6 @@
-"""Reads the weights that pooling needs after the last decoder layer: norm, Dense layers, and the rows of scores or
-classes.
+"""Reads the weights that pooling needs after the last decoder layer.
+
+These are the last norm, Dense layers, and the output rows of the tokens or classes that are scored.
 
 These weights are float32. Every start reads them from the checkpoint again, because they are small.
 """
@@ -65,7 +66,8 @@ def needed_specs(
     """Returns the parameters that a model folder must have, and the endings of the names of other tensors that it may
     have.
 
-    Embeddings and classes need no output layer.
+    Only scores need the output layer (``lm_head``). If the server returns embeddings or classes, the folder may lack
+    it.
     """
     if pooling.scores:
         return specs, tuple(ignorable)

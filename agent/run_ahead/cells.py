@@ -6,11 +6,11 @@ from mindspore import Tensor, nn, ops
 
 
 class InsertIds(nn.Cell):
-    """Returns the input token ids of a step, with tokens that the earlier step has sampled. All arrays are int32.
+    """Returns the input token ids of a step, some of which come from the tokens that the previous step has sampled.
 
-    ``token_ids``, ``places``, ``inserted`` and the result are [tokens]. ``earlier_ids`` are the tokens that the earlier
-    step sampled. Where ``inserted`` is 1, the result is ``earlier_ids[places]``, and ``token_ids`` must be 0. Where
-    ``inserted`` is 0, the result is ``token_ids``, and ``places`` must be 0.
+    ``token_ids``, ``places``, ``inserted`` and the result are int32 [tokens]. ``earlier_ids``, int32, are the tokens
+    that the previous step has sampled. Where ``inserted`` is 1, the result is ``earlier_ids[places]``, and
+    ``token_ids`` must be 0. Where ``inserted`` is 0, the result is ``token_ids``, and ``places`` must be 0.
     """
 
     def __init__(self) -> None:

@@ -12,9 +12,9 @@ from agent.step_inputs import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class InsertedIds:
-    """The input tokens of a step that are best tokens of an earlier step, and are still on the device.
+    """Describes which input tokens of a step come from the previous step's best tokens, which are still on the device.
 
-    ``agent.run_ahead.cells.InsertIds`` inserts these tokens on the device.
+    The best token of a sequence has its largest logit. ``agent.run_ahead.cells.InsertIds`` inserts these tokens.
     """
 
     earlier: DeviceScores

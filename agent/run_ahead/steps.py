@@ -98,9 +98,9 @@ class StepsAhead:
         self._device, self._reader, self._tokens = device, reader, tokens
         self._launched: deque[_Launched] = deque()
         self._place_of_row = np.full(tokens.num_rows, _NOT_SAMPLED, np.int32)
-        """For each batch row: the index of its token among the best tokens of the newest step.
+        """For each batch row: the index of its last token among the best tokens of the newest launched step.
 
-        If it has no token there, the value is _NOT_SAMPLED or _HOST_CHOOSES.
+        _NOT_SAMPLED if this step samples no token for the batch row. _HOST_CHOOSES if the host must choose the token.
         """
         self._last_computed = 0
         self.on_computed: Callable[[], None] = lambda: None
@@ -160,7 +160,8 @@ class StepsAhead:
     def _resolve(self, inputs: StepInputs) -> InsertedIds | None:
         """Replaces each LAST_TOKEN in the inputs by the last token of its batch row, if the host has this token.
 
-        Returns the places of the other tokens on the device, or None if the host has all tokens.
+        Returns the description of the tokens that the graph must insert on the device, or None if the host has all
+        tokens.
         """
         unknown = inputs.token_ids == LAST_TOKEN
         rows = rows_of_last_tokens(inputs.token_ids, inputs.rows, inputs.query_lens)
@@ -180,9 +181,8 @@ class StepsAhead:
     def _places(self, inputs: StepInputs, rows: Int32Array) -> Int32Array:
         """Returns, for each batch row in ``rows``, the index of its last token among the best tokens on the device.
 
-        The index is _NOT_SAMPLED if the host has the token. This method waits for all launched steps if the host must
-        still choose one of the tokens, or if the graph cannot insert the tokens. After this wait, the host has all
-        tokens.
+        The index is _NOT_SAMPLED if the host has the token. Finishes all launched steps first in two cases: the host
+        must still choose one of the tokens, or the graph cannot insert tokens. The host then has all tokens.
         """
         places: Int32Array = self._place_of_row[rows]
         if self._launched and (places != _NOT_SAMPLED).any():

@@ -16,8 +16,8 @@ from llm_serving.ipc.shm import NO_ADAPTER
 class AdapterOrder:
     """Orders sequences by adapter slot. Sequences without an adapter come last, as the group with the highest number.
 
-    Only the inputs of the graph have this order. The graph's results are in the order of the step, because
-    ``last_tokens`` lists the sequences in the order of the step.
+    Only the tokens and sequences in the graph's inputs have this order. The input ``last_tokens`` still lists the
+    sequences in the order of the step. So the logits of the graph are in the order of the step, too.
     """
 
     def __init__(self, num_groups: int, *, orders_entry: bool) -> None:
@@ -29,8 +29,8 @@ class AdapterOrder:
         self._num_groups = num_groups
         self._orders_entry = orders_entry
         self._tokens: Int32Array | None = None
-        """[tokens]: for each token in adapter order, its index in the order of the last step. None if that step was
-        already in adapter order.
+        """[tokens]: for each token of the last step, in the order of adapters, its index in the step. None if both
+        orders are the same.
         """
 
     def sorted(

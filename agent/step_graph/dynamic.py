@@ -46,11 +46,11 @@ class TakesForms(Protocol):
 class DynamicStepGraph(StepGraph):
     """Owns one dynamic graph for each of ``graph_kinds``, and runs steps with them.
 
-    The graph for whole prompts takes at most ``max_whole_prompts`` prompts. ``decode_sizes`` are numbers of sequences,
-    ascending. If there are any, MindSpore captures the launches of a decode step for each size, and decode steps are
-    padded to one of these sizes. Otherwise, if the device can replay steps, the agent replays the steps of all graphs
-    itself. With ``fuses``, these replays fuse operators. ``step_blocks`` lists the blocks of each step for graphs that
-    gather them.
+    The graph for whole prompts takes at most ``max_whole_prompts`` prompts. ``decode_sizes`` are ascending numbers of
+    sequences. MindSpore captures the launches of a decode step for each size, and decode steps are padded to one of the
+    sizes. Without ``decode_sizes``, the agent replays the steps of all graphs itself if the device can replay steps.
+    With ``fuses``, the agent's replays fuse operators. If graphs gather blocks, ``step_blocks`` lists the blocks of
+    each step for them.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class DynamicStepGraph(StepGraph):
         """Returns whether the graph of this step can insert sampled token ids that are still on the device, in an array
         of ``num_ids`` ids.
 
-        If MindSpore captures decode steps, a decode step can do so only if ``num_ids`` is the number of sequences of
-        the padded step.
+        If MindSpore captures decode steps, a decode step can insert ids only if ``num_ids`` is the number of sequences
+        of the padded step.
         """
         return self._inserts_ids and (not self._is_padded(inputs) or num_ids == self._num_ids(inputs))
 
@@ -238,8 +238,8 @@ class DynamicStepGraph(StepGraph):
     def _inserted_tensors(self, tokens: int, inserted: InsertedIds | None, num_ids: int) -> tuple[Tensor, ...]:
         """Returns the inputs of ``InsertIds``, or () if the graph has no ``InsertIds``.
 
-        If ``inserted`` is None, no token is inserted, and the inputs are zeros. ``num_ids`` is then the length of the
-        input with the earlier ids.
+        If ``inserted`` is None, no token is inserted, and all inputs are zeros. ``num_ids`` is then the length of the
+        input ``earlier_ids``.
         """
         if not self._inserts_ids:
             return ()
@@ -251,7 +251,7 @@ class DynamicStepGraph(StepGraph):
     def _tables(self, kind: GraphKind, tables: Int32Array) -> Int32Array:
         """Returns the block tables. For a step with chunks, pads them to the width of the attention mask.
 
-        A kernel of the Ascend requires that both widths are equal.
+        A kernel of the Ascend requires block tables and mask of the same width.
         """
         missing = self._max_table_width - tables.shape[1]
         return np.pad(tables, ((0, 0), (0, missing))) if kind == GraphKind.CHUNKED and missing else tables

@@ -52,9 +52,11 @@ def dynamic_step(
     """Makes the outermost Cell of a graph and declares the types of its inputs.
 
     In the last pipeline stage, the graph returns the agent's logits, the results of ``BestTokens`` and the outputs of
-    the model's taps. In any other stage, the graph returns the residual stream. After the inputs that all graphs have,
-    there may be ``step_blocks`` and ``adapter_rows``, if the operators need them. If the agent has the whole model, the
-    inputs of ``InsertIds`` come last. ``captures`` means that MindSpore captures the launches of decode steps.
+    the model's taps. In any other stage, the graph returns the residual stream.
+
+    All graphs have the same first inputs. ``step_blocks`` and ``adapter_rows`` follow if the operators need them. The
+    inputs of ``InsertIds`` come last if the agent has the whole model. ``captures`` means that MindSpore captures the
+    launches of decode steps.
     """
     best_tokens = BestTokens(vocab_size, ops.part) if ops.is_last_stage else None
     gathers = gathers_blocks(ops, kind)

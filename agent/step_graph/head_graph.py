@@ -1,7 +1,7 @@
-"""Compiles and runs the graphs of a head. A head has two graphs: one takes hidden states of the model, the other the
-head's own hidden states.
+"""Compiles and runs the graphs of a head, a small network that makes drafts.
 
-Heads without a fusion layer (MTP) take both kinds of states in the same shape, so they need only one graph.
+An EAGLE-3 head has two graphs. One takes the hidden states of three layers of the model, and the other takes the head's
+own hidden states. An MTP head has one graph, because it takes one hidden state of the same size in both cases.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class HeadGraph(ABC):
     def run(self, inputs: StepInputs, states: Array, *, own: bool) -> tuple[Int32Array, Array]:
         """Runs a step. Returns the best guess of each sequence [seqs], and the head's hidden states [tokens, width].
 
-        ``states`` are the model's hidden states [tokens, places x width]. With ``own``, they are the head's own hidden
-        states [tokens, width]. Both results are valid until the next run. bfloat16 is returned as uint16. Raises
-        RuntimeError if an operator refuses its inputs.
+        ``states`` are the model's hidden states [tokens, layers x width], where an EAGLE-3 head reads three layers and
+        an MTP head one. With ``own``, they are the head's own hidden states [tokens, width]. Both results are valid
+        until the next run. bfloat16 is returned as uint16. Raises RuntimeError if an operator refuses its inputs.
         """
 
 

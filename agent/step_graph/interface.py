@@ -62,11 +62,11 @@ class StepGraph(ABC):
     def run(self, inputs: StepInputs, entry: Array, inserted: InsertedIds | None = None) -> StepLogits | DeviceScores:
         """Runs a step of the last stage. Returns its scores, which are on the host or on the device.
 
-        ``entry`` is the first input of the graph. In the first stage, it is the token ids [tokens] without LAST_TOKEN.
-        In a later stage, it is the residual stream [tokens, hidden_size] of the previous stage. If the model reads
-        images, it is the embeddings of the tokens and the rows of the images [tokens, hidden_size]. ``inserted`` states
-        which token ids the graph takes from the previous step's results on the device. It must be None unless
-        ``inserts`` returned True. Raises RuntimeError if an operator refuses its inputs.
+        ``entry`` is the first input of the graph. In the first stage, it is the token ids [tokens] without LAST_TOKEN,
+        or the embeddings [tokens, hidden_size] if the model reads images. In a later stage, it is the residual stream
+        [tokens, hidden_size] of the previous stage. ``inserted`` states which token ids the graph takes from the
+        previous step's results on the device. It must be None unless ``inserts`` returned True. Raises RuntimeError if
+        an operator refuses its inputs.
 
         If the device runs ahead, this method may return before the step is computed. The arguments' arrays must then
         keep their values until the scores are computed.
