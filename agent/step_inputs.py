@@ -101,11 +101,11 @@ class StepReader:
     """
 
     def __init__(self, config: Config, num_rows: int, row_last_tokens: Int32Array | None = None) -> None:
-        """``row_last_tokens`` [num_rows] has the last token of each batch row. The reader replaces LAST_TOKEN by this
-        token.
+        """``row_last_tokens`` [num_rows] has the token that each batch row has sampled last, or a negative number if it
+        has sampled none.
 
-        A negative number means that the batch row has not sampled a token. If ``row_last_tokens`` is None, the reader
-        does not replace LAST_TOKEN.
+        The reader replaces LAST_TOKEN by the token of its batch row. If ``row_last_tokens`` is None, LAST_TOKEN stays
+        in the inputs.
         """
         self._vocab_size = config.shape.vocab_size
         self._max_model_len = config.max_model_len

@@ -32,8 +32,8 @@ class Idle:
 
 
 _LAST_CLASS = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass.PREFILL}
-"""The kind of step that runs last, for the policies that prefer the other kind. All other policies run prefill and
-decode steps in the order of their numbers.
+"""The kind of step that runs last, by policy. Under a policy that is not in this table, prefill and decode steps run in
+the order of their numbers.
 """
 
 

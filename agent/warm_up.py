@@ -18,11 +18,11 @@ from llm_serving.sampling_params import SAMPLER_PARAMETERS
 def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
     """Returns, for each kind of step, the query lengths and context lengths of the largest step.
 
-    The kinds are whole prompts, prompts with earlier context, and a decode with full contexts. A mixed step is not
-    larger, because it has at most the tokens of the prompts and the sequences of the decode.
+    The kinds are whole prompts, chunks of prompts with the longest context, and decode with the longest contexts. A
+    mixed step is not larger: it has no more tokens than the step with chunks and no more sequences than the decode.
 
-    With fused operators, one graph runs all kinds, and prompts with earlier context need at least as much memory as
-    whole prompts. Therefore whole prompts are left out. For a 7B model on a CPU, this saves seconds.
+    With fused operators, one graph runs all kinds, and chunks need at least as much memory as whole prompts. Therefore
+    whole prompts are left out, which saves seconds for a 7B model on a CPU.
     """
     longest = config.max_model_len
     prompts = _prompt_lens(config.max_num_batched_tokens, config.max_prefill_seqs, longest)

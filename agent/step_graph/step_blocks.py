@@ -29,11 +29,11 @@ class StepBlocks:
         return self._places.size
 
     def of(self, block_tables: Int32Array, context_lens: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Returns the ids [blocks] of the blocks that the step reads, ascending, and block tables [seqs, width] that
-        have each block's position in this list instead of its id.
+        """Returns the ids of the blocks that the step reads [blocks], ascending, and new block tables [seqs, width].
 
-        ``block_tables`` [seqs, width] has the ids, and ``context_lens`` [seqs] has the number of tokens of each
-        sequence in the cache. Entries after a sequence's last block become 0.
+        The new tables have the index of each block in the list of ids. ``block_tables`` [seqs, width] has the ids of
+        the blocks. ``context_lens`` [seqs] has the number of tokens of each sequence in the cache. Elements after a
+        sequence's last block become 0.
         """
         counts = -(-context_lens // self._block_size)
         is_used = np.arange(block_tables.shape[1]) < counts[:, None]

@@ -84,9 +84,9 @@ class StoredStart:
     def keep(
         self, model: LoadedModel, buffers: StepBuffers, graph: StepGraph, run_step: Callable[[StepSlot], object]
     ) -> None:
-        """Stores the launches of MindSpore's graph, if a replay of the proof gives the same bits as the graph.
+        """Stores the launches of MindSpore's graph, if their replay gives the same bits as the graph in test steps.
 
-        Otherwise logs the reason and stores nothing.
+        ``proof_digest`` runs the test steps. If the bits differ, logs the reason and stores nothing.
         """
         from agent.step_graph.static import StaticStepGraph  # imports mindspore
         from agent.stored_program.trace import stored_launches, trace_launches
@@ -94,8 +94,8 @@ class StoredStart:
         ops = model.ops
         if not isinstance(graph, StaticStepGraph) or not isinstance(ops, FusedCpuOps) or not proof_steps(self._config):
             return
-        # The graph records its launches in its first step with few tokens, and compares a replay in the second. So
-        # running the same test steps twice also records and compares.
+        # Runs the test steps three times. The first small step records the launches, and the second one compares a
+        # replay with the graph. So the second run consists of replays, and the third runs only the graph.
         proof_digest(self._config, ops, run_step)
         replayed = proof_digest(self._config, ops, run_step)
         graph.set_replaying(False)

@@ -36,8 +36,9 @@ class ProgramStore(ArrayCache):
     def fits(config: Config) -> bool:
         """Returns whether programs of this config can be stored.
 
-        The config must have fused operators and groups of one agent. It must generate text, have no draft model, and
-        not save graphs. The rows of rotary tables must not change between steps.
+        The config must have fused operators, one agent in each group, and no draft model. It must generate text and not
+        save MindSpore's graphs. A model with rotary positions in three dimensions is not supported, because its rotary
+        tables differ in each step.
         """
         is_alone = config.parallel_config.group_size == 1 and config.pooling is None and config.draft is None
         is_constant = not config.context.save_graphs and not config.shape.rotary_sections

@@ -1,9 +1,9 @@
 """The encoder of Qwen2.5-VL (Bai et al., arXiv:2502.13923, section 2.1.1), and the merger that joins its patches.
 
 In most layers, a patch attends only to the patches of its window. Queries and keys are rotated by the row and the
-column of their patch. A tile is a whole image. The patches that are joined to one row of the tile follow each other.
-The encoder computes one tile at a time, always in the same order. So the rows of a tile depend neither on other tiles
-nor on the number of threads (``agent.vision.arithmetic``).
+column of their patch in the image. A tile is a whole image. The merger joins a square of neighbouring patches to one
+output vector, and the patches of a square follow each other. The encoder computes one tile at a time, always in the
+same order. So its outputs depend neither on other tiles nor on the number of threads (``agent.vision.arithmetic``).
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class QwenEncoder:
     def patches(self, pixels: npt.NDArray[np.uint8]) -> Floats:
         """Returns the input values of each patch [patches, 3 x frames x patch size^2].
 
-        The patches that are joined to one row of the tile follow each other. The rows have their order in the tile.
+        The patches of a square, which the merger joins to one output vector, follow each other. The squares come in
+        order of rows, then columns.
         """
         size, scale, frames = self._vision.patch_size, self._vision.scale_factor, self._windows.frames
         rows, columns = (length // self._vision.row_edge for length in pixels.shape[:2])
@@ -135,8 +136,10 @@ def patch_places(rows: int, columns: int, scale: int) -> Numbers:
 
 
 def rotary_angles(places: Numbers, size: int) -> tuple[Floats, Floats]:
-    """Returns the cosines and sines of each patch [patches, size / 2]. The first half belongs to its row, the second
-    half to its column.
+    """Returns the cosines and sines of each patch, both [patches, size / 2], for heads of ``size`` elements.
+
+    ``places`` [patches, 2] has the row and the column of each patch. The first half of the result has the angles of the
+    row, the second half those of the column.
     """
     exponents = np.arange(0, size // 2, 2, dtype=np.float32) / np.float32(size // 2)
     frequencies = np.float32(1) / np.power(_THETA, exponents.astype(np.float64)).astype(np.float32)

@@ -1,9 +1,9 @@
 """Rotary embedding of positions with three dimensions: time, height and width (M-RoPE, arXiv:2409.12191, section 2.1).
 
-A text token has the same number in all three dimensions. An image token has the time of its image, and the row and
-column of its place in the image. The token after an image continues with the largest number of the image plus one. This
-number is smaller than the token's position in the sequence. The difference is the token's shift, which the server sends
-with each step.
+A text token has the same number in all three dimensions. All tokens of an image have the same time. Their other two
+numbers are this time plus the row, and this time plus the column. The token after an image has the largest number of
+the image plus one. This is less than the position of the token in its sequence. The difference is the shift of the
+token, which the server sends with each step.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ class GraphRotaryPositions(RotaryPositions):
 
 
 class RotaryRows(RotaryPositions):
-    """Gathers the cosines and sines of the tokens from the tables of all positions, for a graph that reads them.
+    """Gathers the cosines and sines of a step's tokens from the tables of all positions, for a graph that reads them.
 
-    Also sets ``positions`` of the step's inputs to rotary positions. Tokens of images get those that text would have.
+    Also replaces ``positions`` of the step's inputs by rotary positions of one dimension. Image tokens get the number
+    that a text token would have there.
     """
 
     def __init__(self, config: Config, out: tuple[Array, Array]) -> None:

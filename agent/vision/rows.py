@@ -44,8 +44,8 @@ class ImageRows:
     ) -> None:
         """``table`` [vocabulary, hidden size] has the embeddings of the tokens.
 
-        ``out`` [tokens of the largest step, hidden size] gets the first input of the graph. ``rotary`` gives
-        the graph the rotary positions if positions have three dimensions.
+        The first input of the graph is written to ``out`` [tokens of the largest step, hidden size]. ``rotary`` writes
+        the rotary positions of each step, or is None if positions have only one dimension.
         """
         vision, processing = config.shape.vision, config.processing
         assert vision is not None, "only a model with a vision encoder has rows of images"

@@ -52,7 +52,7 @@ class AWQDecoder(Decoder):
 def _outputs_first(words: Array) -> npt.NDArray[np.uint8]:
     """Unpacks 4-bit integers from int32 [rows, out / 8] to uint8 [out, rows].
 
-    Transposes the words before unpacking them, because a word has eight integers, so fewer elements move.
+    Transposes the int32 words before unpacking them. This moves one word instead of eight integers.
     """
     four = bytes_of(words.T).reshape(words.shape[1], len(words), 4)
     values = np.empty((words.shape[1], 8, len(words)), np.uint8)

@@ -55,10 +55,10 @@ class TensorCut:
         )
 
     def _of_inputs(self, inputs: StaticInputs) -> StaticInputs:
-        """Returns this part of the calibrated scales and offsets with which W8A8 quantises the inputs of a layer.
+        """Returns this agent's part of a layer's static inputs (W8A8): scales, offsets and sum offsets.
 
-        The sum offsets are constants that the layer adds to its integer sums. If agents share the columns, their
-        results are added. Therefore only the agent with the first column keeps the sum offsets.
+        The layer adds the sum offsets to its integer sums. If agents divide the columns among them, the results of all
+        agents are added. Therefore only the agent with the first column has sum offsets, and all others have zeros.
         """
         columns = slice(None) if self.columns is None else self.columns.slice
         offsets = np.array(inputs.sum_offsets[self.rows.slice])
@@ -67,7 +67,7 @@ class TensorCut:
         return StaticInputs(np.array(inputs.inverses[columns]), np.array(inputs.offsets[columns]), offsets)
 
     def groups(self, scheme: Scheme) -> slice:
-        """Returns the range of groups in the part's columns. The inputs of a group share a scale.
+        """Returns the range of groups that this part's columns have. A group is the inputs that share a scale.
 
         Raises CheckpointError if the part begins or ends in the middle of a group.
         """

@@ -41,7 +41,7 @@ class StoredTensor:
 class StoredTensors:
     """Reads the stored tensors that represent one quantised weight, such as integers and scales.
 
-    Methods take ``end``, the last part of a tensor's name, for example ``qweight``.
+    The names of these tensors are ``stem``, a point and ``end``. Methods take ``end``, for example ``qweight``.
     """
 
     def __init__(self, stem: str, read: Callable[[str], tuple[Array, str] | None]) -> None:
@@ -116,7 +116,7 @@ class CutTensors(StoredTensors):
         return array, found[1]
 
     def _range(self, kind: Axis, size: int, name: str) -> slice:
-        """Returns the range of one axis of a stored tensor that belongs to the part of the weight.
+        """Returns which range of an axis of a stored tensor is read, if only a part of the weight is read.
 
         ``kind`` is the meaning of the axis, and ``size`` its length. An axis of size 1 is never divided.
         """
@@ -198,10 +198,10 @@ class Decoder(ABC):
     def other_tensors(
         self, names: Iterable[str], parts: Mapping[str, WeightPart], read: Callable[[str], tuple[Array, str] | None]
     ) -> set[str]:
-        """Returns the names in ``names`` that this format allows in addition to the model's tensors.
+        """Returns those of ``names`` that this format allows although the model has no tensors of these names.
 
-        ``parts`` maps names to the model's tensors. Reads and checks the additional tensors, and raises CheckpointError
-        if their values cannot be used.
+        ``parts`` maps names to the model's tensors. Also reads these additional tensors, and raises CheckpointError if
+        their values cannot be used.
         """
         return set()
 
@@ -241,9 +241,9 @@ def check_zero(tensors: StoredTensors, end: str) -> None:
 
 
 def uneven_groups(part: WeightPart, groups: int, tensors: StoredTensors, end: str) -> npt.NDArray[np.int32] | None:
-    """Returns the group of each input, int32 [in], if groups are not consecutive inputs. Otherwise returns None.
+    """Returns the number of each input's group, int32 [in], or None if each group is a range of consecutive inputs.
 
-    The tensor ``end`` stores these numbers. Some quantisation tools write -1 for a weight without groups. Raises
+    The stored tensor ``end`` has the numbers. It may be missing, or have only -1 for a weight without groups. Raises
     CheckpointError if a number is not a valid group.
     """
     stored, depth = tensors.optional(end), part.shape[1]

@@ -131,8 +131,8 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
     The choice depends on the settings ``packing`` and on the types of the tensors in ``source``, whose values are not
     read.
 
-    The output layer keeps floats if its weight is the embedding. It also keeps floats if the vocabulary has more than
-    ``MAX_WEIGHT_ONLY_SIZE`` tokens. The same applies to int4 weights if the number of tokens is odd. Raises ConfigError
+    The output layer keeps floats if its weight is the embedding, or if the vocabulary has more than
+    ``MAX_WEIGHT_ONLY_SIZE`` tokens. With int4, it also keeps floats if the number of tokens is odd. Raises ConfigError
     if the primitives do not support a format.
     """
     if packing.weight_format == AUTO or packing.keeps_floats:

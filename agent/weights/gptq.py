@@ -3,7 +3,7 @@
 qweight  int32 [in * bits / 32, out]      A word has consecutive inputs of one output, from the lowest bits.
 qzeros   int32 [groups, out * bits / 32]  A word has consecutive outputs. The format "gptq" stores zero point - 1.
 scales   float [groups, out]
-g_idx    int32 [in]                       The group of each input. Without ``desc_act``, that of input i is
+g_idx    int32 [in]                       The group of each input. Without ``desc_act``, the group of input i is
                                           i // group_size.
 """
 

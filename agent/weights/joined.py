@@ -69,10 +69,10 @@ class JoinedSource:
 
 
 def _in_order(rows: Array, order: tuple[int, ...], stored_head: int = 0) -> Array:
-    """Selects and reorders the rows of each head. Returns a copy.
+    """Returns a copy of ``rows`` with the rows of each head that ``order`` lists, in this order.
 
-    ``rows`` is [heads x rows of a head, ...]. ``order`` has the indices of the selected rows within a head. A head has
-    ``stored_head`` rows; 0 means the length of ``order``.
+    ``rows`` is [heads x rows of a head, ...]. ``order`` has indices of rows within a head. ``stored_head`` is the
+    number of rows that a head has in ``rows``. 0 means that ``order`` lists all rows of a head.
     """
     taken = rows.reshape(-1, stored_head or len(order), *rows.shape[1:])[:, list(order)]
     return taken.reshape(-1, *rows.shape[1:])
@@ -92,10 +92,10 @@ def _reordered(tensor: QuantizedTensor, order: tuple[int, ...], stored_head: int
 
 
 def _cut_of(rows: RowsOf, shape: tuple[int, ...], cut: TensorCut | None) -> TensorCut:
-    """Converts a cut of a small tensor, which is stored as rows of a larger tensor, to a cut of the larger tensor.
+    """Returns the part of a stored tensor that must be read for ``cut``, a part of a tensor inside the stored tensor.
 
-    ``rows`` is the place of the small tensor in the larger tensor. ``shape`` is the shape of the small tensor. ``cut``
-    is None for the whole small tensor.
+    ``rows`` describes which rows of the stored tensor the inner tensor has. ``shape`` is the shape of the inner tensor.
+    ``cut`` is None for the whole inner tensor.
     """
     own, columns = (Span(0, shape[0]), None) if cut is None else (cut.rows, cut.columns)
     if rows.stored_head:

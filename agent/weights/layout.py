@@ -31,7 +31,7 @@ class RowsOf:
 
 @dataclass(frozen=True, slots=True)
 class StackedIn:
-    """The place of an expert's tensor in a tensor of a Hugging Face folder that has all experts.
+    """Describes which outputs of a tensor with the weights of all experts belong to one expert's tensor.
 
     Folders of gpt-oss and Qwen3.5 have tensors with all experts. A folder may have a tensor for each expert instead.
     """
@@ -81,9 +81,9 @@ class HeadRows:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """Describes a parameter of the model and the checkpoint tensors that it consists of.
+    """Describes a parameter of the model and the checkpoint tensors (``parts``) that are joined to it.
 
-    Several tensors are joined along the first axis, for example q, k and v to one parameter qkv.
+    They are joined along the first axis, for example q, k and v to one parameter qkv.
     """
 
     parameter: str
@@ -137,7 +137,7 @@ class WeightSpec:
     def bias_spec(self, dtype: str) -> WeightSpec:
         """Returns the description of the bias as a separate parameter, for activations of type ``dtype``.
 
-        GroupedMatmulV4 takes float32 biases of experts for activations of bfloat16.
+        With bfloat16 activations, biases of experts are float32, because GroupedMatmulV4 requires this.
         """
         name, in_float32 = f"{self.parameter.removesuffix('.weight')}.bias", self.experts > 0 and dtype == "bfloat16"
         return WeightSpec(name, self.bias, experts=self.experts, float32=self.float32 or in_float32)

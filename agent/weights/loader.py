@@ -72,8 +72,8 @@ def load_weights(
 ) -> dict[str, Array]:
     """Loads all parameters in ``specs``. Returns them by name.
 
-    With ``packing``, each weight of a linear layer is packed into a blob for the kernels. Without ``packing``, each
-    weight has the form in ``forms`` that a native primitive takes. Scales, offsets and biases are then separate
+    With ``packing``, each weight of a linear layer is packed into a blob of bytes for the kernels. Without ``packing``,
+    ``forms`` states the layout and types that the native primitives take. Scales, offsets and biases are then separate
     parameters, and the weight of an expert is [in, out], for grouped matrix products.
 
     All other parameters are floats of ``dtype``, dequantised if necessary. Weights of expert routers are float32.
@@ -120,8 +120,8 @@ def load_weights(
 def _unpacked(specs: Sequence[WeightSpec], dtype: str, *, holds_bias: bool) -> list[WeightSpec]:
     """Returns the parameters of a model whose weights are not packed.
 
-    Each bias is a separate parameter. With ``holds_bias``, the biases are instead included in the offsets that layers
-    add to their integer sums.
+    Each bias is a separate parameter. With ``holds_bias``, the result has no biases: the checkpoint already includes
+    them in the offsets that layers add to their integer sums.
     """
     kept = [spec for spec in specs if not spec.packed_only]
     biased = [bool(spec.bias) and not holds_bias for spec in kept]

@@ -93,9 +93,10 @@ class ModelSlimDecoder(Decoder):
     def other_tensors(
         self, names: Iterable[str], parts: Mapping[str, WeightPart], read: Callable[[str], tuple[Array, str] | None]
     ) -> set[str]:
-        """Returns the names of norms' biases, which a folder may have in addition to the model's tensors.
+        """Returns those of ``names`` that are biases of norms. A folder may have them, but the model does not.
 
-        Raises CheckpointError if a bias is not zero, unless all layers after its norm have static inputs (W8A8).
+        A bias must be zero, unless all layers after its norm have static inputs (W8A8). Otherwise raises
+        CheckpointError.
         """
         found = {name: parts[_norm_weight(name)] for name in names if _norm_weight(name) in parts}
         for name, norm in found.items():

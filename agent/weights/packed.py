@@ -45,8 +45,8 @@ class Packing:
     weight_format: str
     """``auto``, or a name of the registry (``llm_serving.model.number_formats``)."""
     group: int = 64
-    """Number of inputs that share a scale, if floats are quantised to a format with groups. The last group of a layer
-    may be shorter. Stored integers keep their groups.
+    """Number of inputs that share a scale, if this program quantises floats to a format with groups. The last group of
+    a layer may be shorter. Integers in a checkpoint keep the groups of the checkpoint.
     """
     asymmetric: bool = False
     """True if floats are quantised with zero points, provided that the format supports zero points."""
@@ -77,8 +77,8 @@ class _Plan:
     format: str
     group: int
     stored: Scheme | None
-    """The format of the stored integers, if they are kept. None means that the weight is read as floats; stored
-    integers are then dequantised.
+    """The format of the checkpoint's integers, if the packed weight keeps them. None means that the weight is read as
+    floats, and that integers of the checkpoint are dequantised.
     """
 
     @property
@@ -134,9 +134,9 @@ class LinearPacker:
         return blob
 
     def _pack_parts(self, spec: WeightSpec) -> Array:
-        """Packs a weight in parts, one for each range of inputs in ``input_spans``. Only the first part has the bias.
+        """Returns a blob of several packed weights, one for each range of inputs in ``spec.input_spans``.
 
-        Each part equals the packed weight of an agent that has only these inputs.
+        Each of them equals the packed weight of an agent that has only these inputs. Only the first has the bias.
         """
         plan, bias = self._plan(spec), self._bias(spec)
         values, dtype = self._floats(spec, plan)
@@ -315,11 +315,11 @@ def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
 
 
 def without_inputs(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
-    """Converts a tensor with static inputs (W8A8) for a format that does not quantise inputs.
+    """Returns a tensor with static inputs (W8A8) for a format that does not quantise inputs.
 
-    The scales of a tensor with static inputs include the scale of the inputs. This function divides them by it. A
-    tensor without static inputs is returned unchanged. Raises CheckpointError if the inputs have different scales,
-    because the result has only one scale for each output.
+    The scales of a tensor with static inputs include the scale of the inputs, and the result's scales do not. A tensor
+    without static inputs is returned unchanged. Raises CheckpointError if the inputs have different scales, because an
+    output has only one scale.
     """
     if tensor.inputs is None:
         return tensor

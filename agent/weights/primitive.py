@@ -29,9 +29,11 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
     The parameters are ``weight``, ``scale`` and, depending on ``form``, offsets and static inputs. Padding rows of the
     vocabulary have integers and scales of 0.
 
-    Raises CheckpointError if the primitive does not support the stored integers. This happens with groups that are not
-    consecutive inputs, and with zero points of experts' groups. It also happens if tensors of one layer have different
-    static inputs.
+    Raises CheckpointError if the primitive does not support the stored integers:
+
+    - if the inputs of a group are not consecutive,
+    - if groups of an expert's weight have zero points, or
+    - if tensors of one layer, such as q and k, have different static inputs (W8A8).
     """
     if spec.experts:
         return _load_experts(spec, form, source, dtype)

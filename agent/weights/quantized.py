@@ -53,9 +53,9 @@ class QuantizedTensor:
     zeros: npt.NDArray[np.uint8] | None = None
     """Zero points [out, groups]. None means that every group has the zero point of the format."""
     group_of_input: npt.NDArray[np.int32] | None = None
-    """The group of each input [in], if groups are not consecutive inputs (GPTQ's ``desc_act``), otherwise None.
+    """The group of each input [in], if the inputs of a group are not consecutive (GPTQ's ``desc_act``). Otherwise None.
 
-    The kernels cannot read weights with these groups.
+    The kernels cannot read a weight with ``group_of_input``.
     """
     inputs: StaticInputs | None = None
     """How the layer quantises its inputs, if the scheme is static. ``scales`` then contain the scale of the inputs."""

@@ -56,8 +56,8 @@ def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabular
 def part_forms(specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource, packing: Packing) -> LinearForms:
     """Returns the forms in which the native primitives take the weights of ``part``.
 
-    ``specs`` are the parameters of the whole model. The forms depend on the layers of all stages, so all stages get the
-    same forms. Raises ConfigError if the primitives do not support a format.
+    ``specs`` are the parameters of the whole model. Agents of different pipeline stages get the same forms. Raises
+    ConfigError if the primitives do not support a format.
     """
     split = _split_specs(specs, part, equal_vocabularies=True)
     return linear_forms(split.specs, CutSource(source, split.cuts), packing)
@@ -104,7 +104,8 @@ def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equ
 def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
     """Returns the ranges of inputs that a layer multiplies separately before it adds the products.
 
-    The ranges make a single agent add in the same order as a group of ``parallel_config.sum_parts`` agents.
+    With these ranges, a single agent adds in the same order as a group of ``parallel_config.sum_parts`` agents. Empty
+    for a layer with one product over all inputs.
     """
     name = _end_of(spec.parameter)
     if name == "attention.output.weight":
@@ -138,8 +139,10 @@ def _heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
 
 
 def _joined(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Restricts the joined first weight of latent attention to the agent's part. From the weight of the queries, this
-    part has the rows of the agent's heads. The weights that produce latent vectors stay whole."""
+    """Restricts the first weight of latent attention, which joins queries and latent vectors, to the agent's part.
+
+    The agent has the query rows of its own heads, and all rows that produce latent vectors.
+    """
     latent = part.whole.latent
     assert latent is not None, "only latent attention has this parameter"
     if latent.query_rank:
@@ -178,9 +181,9 @@ def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -
 
 
 def _delta(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Restricts a parameter of linear attention to the rows of the agent's heads.
+    """Restricts a parameter of linear attention to the rows of the agent's key heads and their value heads.
 
-    Each part of the parameter has the same number of rows for each key head and its value heads.
+    In each part of the parameter, all key heads have equally many rows, including those of their value heads.
     """
     delta, heads = part.whole.delta, part.shard.delta_heads
     assert delta is not None, "only linear attention has this parameter"
@@ -189,9 +192,9 @@ def _delta(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
 
 
 def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """Restricts the weights gate and up to the agent's rows. With experts, the agent has these rows of every expert.
+    """Restricts the weights gate and up to the agent's rows. With experts, restricts every expert to these rows.
 
-    If agents divide whole experts among them instead, returns all rows of the agent's experts.
+    If each agent has whole experts instead, returns all rows of the agent's own experts.
     """
     if spec.experts and part.shard.experts is not None:
         return _own_experts(spec, part.shard.experts)

@@ -117,10 +117,10 @@ def _rows_of_all(part: WeightPart) -> WeightPart:
 
 
 def _span(place: StackedIn, part: WeightPart, cut: TensorCut | None) -> Span:
-    """Returns the range of rows that an expert's tensor, or its ``cut``, has in the matrix [experts x out, in].
+    """Returns the range of rows of the matrix [experts x out, in] that contains an expert's tensor, or its ``cut``.
 
-    The range is from the first to the last output of the tensor. If ``StackedIn.step`` is above 1, it also contains
-    rows of other tensors between these outputs.
+    The range is from the first to the last output of the expert's tensor. If ``StackedIn.step`` is above 1, rows of
+    other tensors are between them, for example rows of up between rows of gate.
     """
     rows = Span(0, part.shape[0]) if cut is None else cut.rows
     begin = place.expert * place.outputs + place.first

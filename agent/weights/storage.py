@@ -81,9 +81,10 @@ def make_resident(array: Array) -> None:
 
 
 def populate(pages: Array, *, write: bool) -> bool:
-    """Makes the system allocate or read the pages of an array now. Returns False if the system cannot do that.
+    """Makes the system allocate or read the memory pages of an array now. Returns False if the system cannot do that.
 
-    The array begins at a page. ``write`` allocates pages that can be written to. Releases the GIL meanwhile.
+    The array must begin at a page. ``write`` allocates pages for writing; otherwise, pages of a mapped file are read.
+    Releases the GIL meanwhile.
     """
     advice = _POPULATE_WRITE if write else _POPULATE_READ
     return int(_libc().madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes), advice)) == 0

@@ -102,10 +102,10 @@ class FusedReplays:
             self._give_up("a replay gives another result")
 
     def _confirm(self, launches: RecordedLaunches, results: Sequence[Array]) -> None:
-        """Runs a second step with the graph and with the replay, and compares the results.
+        """Runs the step after the recorded step with the graph and with the replay, and compares the results.
 
-        The second step has other inputs than the recorded step. So the results differ if the recording treats a value
-        as constant although it depends on the inputs.
+        This step has other inputs than the recorded step. So the results differ if the recording treats a value as
+        constant although it depends on the inputs.
         """
         expected: list[Array] = []
         self._run_and_copy(results, expected)
@@ -126,8 +126,9 @@ class FusedReplays:
         return number
 
     def _graph_result(self) -> tuple[Results, tuple[int, ...]]:
-        """Runs the graph. Returns its outputs and their addresses. Each output is only the step's number, because the
-        graph writes its results to fixed arrays.
+        """Runs the graph. Returns its outputs and their addresses.
+
+        An output is only the number of the step. The graph writes its real results to fixed arrays.
         """
         found = self._run_graph()
         tensors = found if isinstance(found, tuple) else (found,)

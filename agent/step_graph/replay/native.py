@@ -1,9 +1,10 @@
 """Replays steps of a dynamic graph, of any size, from two recordings of its kernel launches.
 
 The graph makes the same launches in every step, and inputs, weights and caches stay in the same memory. Only the sizes
-of the launches' arguments change. They depend on the numbers of tokens, sequences and gathered blocks. Therefore two
-padding steps of different size are recorded after compilation (``agent.kernels.launches``). If a size differs between
-the two recordings, it is a multiple of one of these numbers. A replay computes this size for any step.
+of the launches' arguments change. Each size is constant, or a multiple of one of three counts of the step: tokens,
+sequences or gathered blocks. Therefore two padding steps with different counts are recorded after compilation
+(``agent.kernels.launches``). They show which sizes are multiples of which count. A replay computes the sizes from the
+counts of its step.
 
 The first small steps run the graph and the replay, and both must give the same bits. Then all later steps are replays.
 A replay may fuse launches, but the graph does not. The comparison then also proves that fused and unfused operators
@@ -48,13 +49,11 @@ MAX_COMPARED_TOKENS = 64
 small steps have run, larger steps run only the graph.
 """
 _RECORDED_TOKENS = (2, 3)
-"""Numbers of tokens of the two recorded steps, if sequences may have several tokens. These steps have 1 and 2
-sequences. So tokens and sequences grow by different factors, 3/2 and 2.
+"""Numbers of tokens of the two recorded steps, if sequences may have several tokens. The two steps have 1 and 2
+sequences. A size that grows by 3/2 is a multiple of the tokens, and a size that doubles is a multiple of the sequences.
 """
 _RECORDED_BLOCKS = (4, 5)
-"""Numbers of gathered blocks of the two recorded steps. Their ratio, 5/4, differs from the ratios of tokens and of
-sequences.
-"""
+"""Numbers of gathered blocks of the two recorded steps. A size that grows by 5/4 is a multiple of the blocks."""
 
 
 class NativeReplays:
@@ -142,8 +141,8 @@ class NativeReplays:
     def record(self, entry: Array, *, is_decode: bool) -> None:
         """Runs the graph with two steps of padding and records the launches. Call this before ``run``.
 
-        ``entry`` is an entry of one token, as ``StepGraph.run`` describes it: only its type and the sizes of its later
-        axes matter. Exceptions of the graph and of ``all_agree`` are passed on.
+        ``entry`` is the first input of the graph for one token, as ``StepGraph.run`` describes it. Its values do not
+        matter, only its type and its sizes. Exceptions of the graph and of ``all_agree`` are passed on.
         """
         self._entry = np.zeros((self.max_tokens, *entry.shape[1:]), entry.dtype)
         all_seqs = (1, min(2, self._max_seqs))

@@ -139,9 +139,9 @@ def read_entry(path: Path, fingerprint: str, threads: int) -> dict[str, Array]:
 def _read_arrays(
     descriptor: int, described: list[dict[str, Any]], end: int, pool: ThreadPoolExecutor
 ) -> dict[str, Array]:
-    """Maps or reads all arrays and compares their checksums. ``described`` are the header's entries of the arrays.
+    """Maps or reads all arrays of a file and compares their checksums.
 
-    The arrays are in the first ``end`` bytes of the file.
+    ``described`` is the list of arrays in the file's header. The arrays are in the first ``end`` bytes of the file.
     """
     for each in described:
         _check_place(each, end)

@@ -72,9 +72,9 @@ def _source(config: Config) -> list[object]:
 
 @cache
 def arithmetic_digest() -> str:
-    """Returns a digest of the code that computes keys and values: kernels, operators and the version of MindSpore.
+    """Returns a digest of the program, as far as it decides the bits of keys and values.
 
-    It includes the instruction set in which the kernels compute.
+    This is the code of kernels and operators, the instruction set of the kernels, and the version of MindSpore.
     """
     try:
         mindspore = version("mindspore")

@@ -36,9 +36,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def scheme_of(types: set[str]) -> Scheme | None:
-    """Returns the integer format in which a weight is read, or None if it is read as floats.
+    """Returns the integer format in which a weight is read, or None if all its tensors are floats.
 
-    ``types`` are the GGUF types of the tensors that form the weight.
+    ``types`` are the GGUF types of the tensors that are joined to the weight.
     """
     if types <= GGUF_FLOATS.keys():
         return None
@@ -48,9 +48,8 @@ def scheme_of(types: set[str]) -> Scheme | None:
 def to_integers(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTensor:
     """Returns the integers and scales of a tensor in the format ``scheme``.
 
-    If the stored type has no exact integers of this format, the tensor is dequantised and rounded.
-
-    ``blocks`` are the tensor's bytes, uint8 [rows, bytes of a row]. Raises CheckpointError if a scale is not finite.
+    If the type ``kind`` cannot be converted to this format exactly, the tensor is dequantised and rounded. ``blocks``
+    are the tensor's bytes, uint8 [rows, bytes of a row]. Raises CheckpointError if a scale is not finite.
     """
     if kind.name == _MXFP4:
         return _of_floats(blocks, kind)
@@ -107,8 +106,10 @@ def _unpacked(blocks: Bytes, kind: TensorType, scheme: Scheme) -> QuantizedTenso
 
 
 def _of_floats(blocks: Bytes, kind: TensorType) -> QuantizedTensor:
-    """Reads a tensor of type MXFP4 as int8 integers with scales. An integer is twice a 4-bit float, because these
-    floats may have halves."""
+    """Reads a tensor of type MXFP4 as int8 integers with scales.
+
+    The 4-bit floats are multiples of 0.5, so an integer is twice the float, and the scale is halved.
+    """
     parts = blocks.reshape(len(blocks), -1, kind.block_bytes)
     values = DOUBLED[_halves(parts[:, :, 1:])].reshape(len(blocks), -1)
     return QuantizedTensor(SCHEME, values, scales_of(parts[:, :, 0]))

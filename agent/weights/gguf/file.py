@@ -141,8 +141,9 @@ class GGUFFile:
         return np.arange(part.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def _read_stored(self, part: WeightPart, entry: TensorEntry, out: Array, dtype: str, cut: TensorCut | None) -> None:
-        """Copies a tensor that has no recipe. Undoes two changes by llama.cpp's converter: the order of query and key
-        rows, and the 1 that is added to the weights of some norms.
+        """Copies a tensor that has no recipe, and undoes two changes by llama.cpp's converter.
+
+        The converter reorders the rows of queries and keys, and adds 1 to the weights of some norms.
         """
         if entry.type.name in GGUF_FLOATS:
             self._copy_floats(part, entry, out, dtype, cut)

@@ -27,8 +27,8 @@ _CORRECTION = ".e_score_correction_bias"
 """End of Hugging Face's name of the correction of DeepSeek's router."""
 _HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 _BOTH_HALVES = "ffn_gate_up_exps.weight"
-"""Names of the tensors with the gates and ups of all experts of a layer. ``_HALVES`` has two tensors, ``_BOTH_HALVES``
-is one tensor with both.
+"""Ends of the names of the tensors with the gates and ups of all experts of a layer. A file has the two tensors of
+``_HALVES`` (gates, ups), or the one tensor ``_BOTH_HALVES``.
 """
 _JOINED = (
     ("attn_q", "attn_q_a", "attn_k", "attn_v", "attn_kv_a_mqa"),
@@ -48,10 +48,10 @@ class Place:
     expert: int | None = None
     """Index of the expert, if the file's tensor holds the weights of all experts. Otherwise None."""
     recipe: Recipe | None = None
-    """Describes how to make the tensor from several tensors of the file.
+    """Describes how to make the Hugging Face tensor from tensors of the file.
 
-    None if a single tensor of the file has all values of this one. In that case ``GGUFFile`` undoes only two changes by
-    llama.cpp. They are the row order of queries and keys, and the 1 that is added to the weights of norms."""
+    None if the file's tensor ``name`` has the values of the Hugging Face tensor. ``GGUFFile`` then undoes at most two
+    changes by llama.cpp. They are the order of query and key rows, and the 1 that is added to weights of norms."""
     half: int | None = None
     """0 for the gate and 1 for the up, if the file's tensor has both for each expert. Otherwise None."""
 
@@ -62,10 +62,10 @@ class Place:
 
 
 def name_table(header: Header) -> Callable[[str], Place]:
-    """Returns a function that maps a Hugging Face name to the tensor's place in the file.
+    """Returns a function that maps the Hugging Face name of a tensor to its ``Place`` in the file.
 
-    If the function does not know a name, the returned place has this name. Raises CheckpointError if the architecture
-    of the model is not supported.
+    If the function does not know the name, the ``Place`` has the Hugging Face name. Raises CheckpointError if the
+    architecture of the model is not supported.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -114,7 +114,7 @@ def joined_with(name: str) -> tuple[str, ...]:
 
 
 def adds_one(header: Header, entry: TensorEntry) -> bool:
-    """Returns True if the file stores each value of a tensor plus 1. Hugging Face's folder has the values without 1.
+    """Returns True if each value of a tensor in the file is 1 larger than the value in Hugging Face's folder.
 
     This applies to the norms of Gemma and of hybrids, except the norm of linear attention (``ssm_norm``).
     """

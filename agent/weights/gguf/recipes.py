@@ -6,7 +6,8 @@ Source: the converters of https://github.com/ggml-org/llama.cpp (``conversion/de
   is [heads, value, rank].
 - Qwen3-Next: ``attn_qkv`` and ``attn_gate`` have the rows of ``in_proj_qkvz``. All queries come first, then all keys,
   values and output gates. Hugging Face groups the rows by key head.
-- Qwen3.5: the file first has value head 0 of every key head, then value head 1 of every key head, and so on.
+- Qwen3.5: value heads have another order. The file first has value head 0 of every key head, then value head 1 of every
+  key head, and so on. Hugging Face has all value heads of key head 0 first.
 - All hybrids store -exp(A_log) instead of A_log.
 """
 
@@ -36,8 +37,8 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,5})\.(self_attn|linear_attn)\.([\w.]+
 class Recipe:
     """Describes how to make a tensor of a Hugging Face folder from the tensors ``names`` of a GGUF file.
 
-    Without ``combine``, the rows of the file's tensors are concatenated, then reordered by ``rows`` and ``columns``.
-    With ``combine``, this function makes the tensor from the floats of the file's tensors.
+    If ``combine`` is None, the rows of the file's tensors are concatenated, then reordered by ``rows`` and ``columns``.
+    Otherwise the function ``combine`` makes the tensor from the floats of the file's tensors.
     """
 
     names: tuple[str, ...]
@@ -150,9 +151,9 @@ def _log_rates(header: Header, order: Order | None) -> Callable[[Sequence[Floats
 
 
 def _tiled(sizes: GatedDelta, rows: int) -> Order:
-    """Returns, for each row of the value heads in Hugging Face's order, its index in the file.
+    """Returns, for each row of the value heads in Hugging Face's order, the index of this row in the file.
 
-    A value head has ``rows`` rows. In the file, value head i of key head k has the index i * ``key_heads`` + k.
+    A value head has ``rows`` rows. In the file, value head i of key head k is value head i * ``key_heads`` + k.
     """
     stored = np.arange(sizes.value_heads * rows).reshape(-1, sizes.key_heads, rows)
     return stored.swapaxes(0, 1).reshape(-1)
