@@ -132,8 +132,9 @@ def _add(options: argparse.Namespace, secret: str) -> int:
 
 
 def _append(path: str, line: str) -> None:
-    """Appends a line to a key file in one write, and creates the file if necessary. Raises KeyLineError if the line and
-    the file do not fit together, or OSError.
+    """Appends a line to a key file in one write, and creates the file if necessary.
+
+    Raises KeyLineError if the file with the new line would not be valid, and OSError if it cannot be written.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with open(descriptor, "r+b", buffering=0) as file:

@@ -21,9 +21,9 @@ from llm_serving.errors import NotPermittedError, QuotaExceededError, Unauthoriz
 VISIT = "llm_serving.visit"
 """Key of the ASGI scope for the ``Visit`` of the request, if there is access control."""
 OPEN_PATHS = frozenset({"/health/live", "/", "/operator"})
-"""Paths that need no API key. ``/health/live`` is for supervisors, which restart a server without a response. A browser
-cannot send a key when it loads a page. The pages contain nothing secret; they ask for the key and send it with their
-requests.
+"""Paths that need no API key. ``/health/live`` is for supervisors, which restart a server that does not respond. ``/``
+and ``/operator`` are web pages: a browser cannot send a key when it loads a page. The pages contain nothing secret.
+They ask the user for the key, and send the key with their own requests.
 """
 OPEN_FOLDER = "/static/"
 """Beginning of the paths of the web pages' files, which need no API key."""
@@ -172,8 +172,8 @@ class Visit:
     def priority(self, stated: int | None) -> int:
         """Returns the priority of the request: ``stated``, or a default if the client stated none.
 
-        The default is 0, or the most urgent priority of the key if this is above 0. Raises NotPermittedError if the key
-        may not use the ``stated`` priority.
+        A smaller number is more urgent. A key has a limit, the smallest priority that it may use. The default is 0, or
+        the limit of the key if it is above 0. Raises NotPermittedError if ``stated`` is below the limit.
         """
         if self._key is None:
             return stated or 0
@@ -191,7 +191,8 @@ class Visit:
     def reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Reserves tokens of the key's quota before they are computed.
 
-        Raises QuotaExceededError, or RequestError if the number of tokens is larger than the whole quota.
+        Raises QuotaExceededError if too few tokens are left now. Raises RequestError if the request needs more tokens
+        than the key may use in a minute.
         """
         if self._usage is None:
             return
@@ -244,7 +245,7 @@ def _secret(authorizations: Sequence[str], api_keys: Sequence[str]) -> str | Non
     """Returns the key that a request has sent: the text after ``Bearer``, or the value of ``X-Api-Key`` (Anthropic's
     clients).
 
-    Returns None unless there is exactly one of these headers with a key.
+    Returns None if the request has no key, or more than one of these headers.
     """
     if len(authorizations) + len(api_keys) != 1:
         return None

@@ -35,8 +35,8 @@ class KeyStore:
         self._seen: tuple[int, ...] | None = None
         self._keys: Mapping[bytes, ApiKey] = self._fixed
         self._named: tuple[Mapping[bytes, ApiKey], Mapping[str, ApiKey]] = {}, {}
-        """A cache for ``named``: the value of ``_keys`` for which it was computed, and the keys by name. ``named``
-        computes it again when ``_keys`` has been replaced.
+        """A cache for the method ``named``: the value of ``_keys`` for which it was made, and the keys by name. If
+        ``_keys`` has been replaced since, ``named`` makes the cache again.
         """
         if path is not None:
             self._seen = file_signature(path)

@@ -14,8 +14,7 @@ MINUTE_S = 60.0
 class Allowance:
     """An amount that may be used in each minute (a token bucket).
 
-    The bucket begins full. A key may use the whole amount within a second. The bucket then refills evenly within a
-    minute.
+    The bucket begins full. A key may use the whole amount immediately. An empty bucket refills evenly within a minute.
     """
 
     def __init__(self, per_minute: int, now: float) -> None:

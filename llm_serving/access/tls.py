@@ -41,8 +41,8 @@ class ServerTls:
             return False
         self._seen = seen
         try:
-            # First load the files into a test context. If loading them into the context in use failed halfway, this
-            # context would have no key.
+            # Loads the files into another context first, to test them. If loading them into ``self.context`` failed
+            # halfway, new connections would have no key.
             _context(self._cert, self._key)
             self.context.load_cert_chain(self._cert, self._key)
         except (ConfigError, OSError) as error:

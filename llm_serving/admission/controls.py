@@ -7,11 +7,11 @@
     running requests are preempted.
 
 ``router``
-    This mode assumes that the running requests and the candidate grow by one token per step until their expected ends.
-    The candidate starts if they never hold more tokens together than ``max_schedule_total_token_num`` (LightLLM's
-    Efficient Router, ModelTC 2023). The maximum comes right before a request ends. To find this maximum, the requests
-    are sorted by remaining output tokens, the largest first. When request i ends, only the requests 1 to i are left,
-    and each has ``remaining_i`` more tokens than now. So the maximum is
+    The candidate is the first waiting request. This mode assumes that the candidate and the running requests each grow
+    by one token per step until their expected ends. The candidate starts if all of them together never hold more tokens
+    than ``max_schedule_total_token_num`` (LightLLM's Efficient Router, ModelTC 2023). Their total is largest right
+    before one of them ends. The requests are sorted by remaining output tokens, the largest first. When request i ends,
+    only the requests 1 to i are left, and each has ``remaining_i`` more tokens than now. So the maximum is
     ``max over i of (current_1 + ... + current_i + i * remaining_i)``. The tokens of each request are rounded up to
     whole blocks.
 
@@ -42,8 +42,8 @@ WINDOW = 1024
 """Number of recent output lengths that the predictor keeps for requests with similar ``max_output_tokens``."""
 
 MIN_SAMPLES = 16
-"""A prediction needs this number of recent outputs that are longer than the present output. With fewer, the prediction
-is the request's maximum output length."""
+"""Number of recent outputs that a prediction needs. They must be longer than the request's output is now. With fewer,
+the prediction is the request's maximum output length."""
 
 _AIMD_FACTOR = 4
 
@@ -159,9 +159,9 @@ class AimdAdmission(RouterAdmission):
 def peak_tokens(entries: Iterable[tuple[int, int]], block_size: int = 1, at_least: int = 0) -> int:
     """Returns the maximum number of KV positions that sequences hold together while they grow by one token per step.
 
-    ``entries`` has (current tokens, remaining tokens) of each sequence. Tokens are rounded up to whole blocks. The
-    result is at least ``at_least``. Costs O(n log n), and O(``block_size``) more whenever the function finds a new
-    maximum.
+    ``entries`` has (current tokens, remaining tokens) of each of n sequences. Each sequence's tokens are rounded up to
+    whole blocks. The result is at least ``at_least``. Costs O(n log n), plus O(``block_size``) for each time at which
+    the total may exceed the maximum so far.
     """
     peak, total, phases = at_least, 0, [0] * block_size
     for count, (current, remaining) in enumerate(sorted(entries, key=_remaining, reverse=True), 1):
@@ -182,9 +182,9 @@ class OutputLengthPredictor(Stateful):
     """Predicts the length of an output from the lengths of recent outputs, in O(log WINDOW).
 
     Requests whose ``max_output_tokens`` have the same number of bits form a class. The predictor keeps the last
-    ``window`` lengths of each class. The prediction is a quantile of those lengths that exceed the present length of
-    the output. If too few lengths exceed it, the prediction is ``max_output_tokens``. ("Past-Future Scheduler", Gong et
-    al., ASPLOS 2025, predicts from the same data.)
+    ``window`` lengths of each class. It ignores lengths that the output has already reached, and predicts a quantile
+    of the others. If fewer than ``min_samples`` are left, the prediction is ``max_output_tokens``. ("Past-Future
+    Scheduler", Gong et al., ASPLOS 2025, predicts from the same data.)
     """
 
     def __init__(self, quantile: float = 0.9, window: int = WINDOW, min_samples: int = MIN_SAMPLES) -> None:

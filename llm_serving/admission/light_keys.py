@@ -1,9 +1,9 @@
 """Light keys: API keys with few requests while other keys have many. Their first tokens do not wait for other keys.
 
-Each API key is a tenant of the waiting queue. A light key has at most a ``LIGHT_SHARE``-th of all requests, and at most
-a ``LARGEST_SHARE``-th of the requests of the largest tenant. Running and waiting requests count, and a light key has at
-least one. The first limit stays the same if a client spreads a flood over several keys. With the second limit, no key
-is light among keys with similar loads. With one key, or without keys, nothing changes.
+Each API key is a tenant of the waiting queue. A light key has at least one request, running or waiting. It has at most
+a ``LIGHT_SHARE``-th of all requests, and at most a ``LARGEST_SHARE``-th of the requests of the largest tenant. The
+limit by all requests stays the same if a client spreads a flood over several keys. Because of the limit by the largest
+tenant, no key is light among keys with similar loads. With one key, or without keys, nothing changes.
 
 Order
     A request of a light key starts first, if the key has received at most ``LIGHT_CREDIT`` weighted tokens more than
@@ -18,8 +18,8 @@ Reserve
 Steps
     A policy with mixed steps gives the prompts of light keys a prefill step of their own. After ``MAX_LIGHT_STREAK`` of
     these steps, the next step has other requests, too. For ``MEMORY_S`` seconds, policy ``slo`` also sends the next
-    step only shortly before the running step ends. If it sent the step earlier, a light key's prompt would wait for
-    both.
+    step only shortly before the running step ends. If it sent the next step earlier, the prompt of a light key would
+    wait until both steps have ended.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from llm_serving.scheduler.state import SchedulerState
 from llm_serving.waiting.slo_order import SloOrder
 
 STEPS_FOR_ONE_MORE = 32
-"""After this number of steps, one more late request may start, although no request has ended. With 8 or less, late
-requests overload the server in waves."""
+"""Even if no request ends, one late request may start after this number of steps. With 8 or less, late requests
+overload the server in waves."""
 
 _PLENTY = 0.5
 """Late requests start without limit while less than this fraction of blocks and batch rows is in use."""

@@ -21,26 +21,26 @@ from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
 
 _NOT_CAPACITY = (BlockReason.BATCH, BlockReason.PREFIX, BlockReason.LOAD)
-"""Reasons that delay a start although batch rows and blocks are free. They may no longer apply at the next step. After
-any other reason, the intake limits how many requests may wait."""
+"""Reasons that delay a start although batch rows and blocks are free. They often end with the next step. Only if a
+start is delayed for another reason, the intake limits how many requests may wait."""
 
 
 class BatchingMode(Stateful):
     """Decides which waiting requests may start while others run. Every batching mode works with every policy.
 
     This base class is continuous batching (Orca, Yu et al. 2022): a request can join at any step and leaves after its
-    last token. With ``batch_waiting_time``, a prompt waits until more prompts arrive, unless the waiting prompts fill a
-    step or all free batch rows.
+    last token. With ``batch_waiting_time``, a prompt waits up to this time for other prompts. It starts earlier if the
+    waiting prompts fill a step or all free batch rows.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
     def may_start(self, sequence: Sequence, now: float, *, joins_step: bool) -> bool:
-        """Returns True if ``sequence`` may start. It is the first waiting request and never ran.
+        """Returns True if ``sequence``, the first waiting one, may start. It has not run before.
 
-        If the result is False, this method may set the time of the next wakeup. ``joins_step``: the step already has
-        other prompts.
+        If a later time allows the start, this method returns False and asks the engine to call the scheduler again at
+        that time. ``joins_step`` is True if the step already has other prompts.
         """
         if joins_step or self._fills_a_step():
             return True
@@ -121,9 +121,9 @@ class Starter:
         """Starts waiting sequences and adds them to ``plan``. Stops when the step is full or the first sequence cannot
         start.
 
-        ``whole``: a prompt that does not fit the free tokens of the step waits for the next step, unless the step is
-        empty. ``starts``, if given, may prevent requests that never ran from starting. With ``only_light``, only
-        requests of light keys start.
+        With ``whole``, prompts are not divided to fill the step. A prompt that exceeds the free tokens of the step
+        waits, unless the step is empty. ``starts`` may hold back requests that never ran; None holds back no request.
+        With ``only_light``, only requests of light keys start.
         """
         intake = self._state.intake
         light_keys = self._light_keys if intake.has_tenants and self._light_keys.look(now) else None
@@ -149,12 +149,12 @@ class Starter:
     def _reason_to_wait(
         self, sequence: Sequence, plan: ChunkPlan, now: float, reserve: tuple[int, int], *, whole: bool
     ) -> BlockReason | None:
-        """Returns the reason why ``sequence``, the first waiting one, cannot start in this step.
+        """Returns the reason why ``sequence``, the first waiting one, cannot start in this step, or None if it can.
 
-        Returns None if it can. ``reserve``: the batch rows and the blocks that must stay free for light keys.
+        ``reserve``: the batch rows and the blocks that must stay free for light keys.
         """
         if sequence.request.is_suspect:
-            # Only class ``Quarantine`` may start a suspect (a request that may have killed an agent).
+            # A suspect may have killed an agent. Only the class ``Quarantine`` starts suspects, without other requests.
             return BlockReason.BATCH
         if self._state.goes_after_preempted(sequence):
             return BlockReason.PREEMPTED_FIRST
@@ -176,9 +176,10 @@ class Starter:
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
 
     def missing_capacity(self, sequence: Sequence, reserve: tuple[int, int] = (0, 0)) -> BlockReason | None:
-        """Returns the reason why the capacity does not suffice to start ``sequence``: batch rows, blocks or admission.
+        """Returns why the capacity does not suffice to start ``sequence``, or None if it suffices.
 
-        Returns None if it suffices. ``reserve``: the batch rows and the blocks that must stay free for light keys.
+        The reason is batch rows, blocks or the admission control. ``reserve``: the batch rows and the blocks that must
+        stay free for light keys.
         """
         state, running = self._state, self._state.running
         num_rows, num_blocks = reserve

@@ -15,8 +15,8 @@ from pathlib import Path
 from llm_serving.ipc.adapters import AdapterMemory
 
 MAX_CACHE_BYTES = 4 << 30
-"""Maximum total bytes of the files, also of unfinished ones. A new file that would exceed them replaces the least
-recently used files."""
+"""Maximum total bytes of the files, including unfinished files. If a new file would exceed the maximum, the least
+recently used files are deleted."""
 _SUFFIX = ".adapter"
 _UNFINISHED = ".part"
 _UNFINISHED_AGE_S = 3600.0

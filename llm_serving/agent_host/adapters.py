@@ -26,8 +26,8 @@ from llm_serving.ipc.messages import AdapterLoad
 from llm_serving.lora.loading import largest_memory_bytes
 
 MAX_UNWRITTEN = 4
-"""Maximum number of adapters that wait to be written to the cache. Each of them holds its memory. If a slow disk falls
-behind, further adapters are not kept."""
+"""Maximum number of adapters that wait to be written to the cache. Each of them uses memory. While this number waits
+for a slow disk, further adapters are loaded but not written to the cache."""
 CLOSE_WAIT_S = 1.0
 """Maximum seconds for which ``close`` waits for a job that runs in a thread."""
 
@@ -100,15 +100,16 @@ class NodeAdapters:
         """The memory of each adapter that the agents load, and the number of missing replies, by message number."""
         self._prepared: deque[_Adapter] = deque()
         self._lock = threading.Lock()
-        """A thread holds this lock while it checks ``_is_closed`` and then uses ``descriptor`` or sets an adapter's
-        memory. So no thread does this after ``close``."""
+        """Protects ``descriptor`` and the memory of adapters from use after ``close``. A thread checks ``_is_closed``
+        and uses them under this lock."""
         self._is_closed = False
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reader, self._writer = _Worker("adapters: reader"), _Worker("adapters: writer")
 
     def begin(self, wanted: link.LoadAdapter) -> None:
-        """Begins to load an adapter after those before it. Raises ProtocolError if it is too large for the model, or
-        if too many adapters wait.
+        """Accepts an adapter, which is loaded after all adapters that were accepted earlier.
+
+        Raises ProtocolError if the adapter is too large for the model, or if too many adapters wait.
         """
         if wanted.num_bytes > self._max_bytes:
             raise ProtocolError(

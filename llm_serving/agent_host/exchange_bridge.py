@@ -1,12 +1,14 @@
 """Connects the exchanges of the nodes on which the agents of one group run.
 
-Each node has an exchange of its own. A thread for each other node copies the streams that agents of this node write and
-agents of that node read (``llm_serving.ipc.exchange_streams``). Each thread has a connection of its own, which carries
-data in one direction:
+An exchange is the shared memory through which the agents of a group pass activations. Each node has its own exchange. A
+stream is data that one agent writes there and others read (``llm_serving.ipc.exchange_streams``). For each other node,
+a thread sends the streams that agents of this node write and agents of the other node read. Each thread has its own
+connection, which carries data in one direction:
 
     receiver                              sender
        |<--- introduction ------------------|   the secret of this run of the group, the sender's number and layout
-       |<--- number, value, bytes, data ----|   of a stream: the new value of its counter, and the piece of data
+       |<--- number, value, bytes, data ----|   the number of a stream, the new value of its counter, the length of the
+       |                                    |   new data, and the new data
 
 So agents find the data of all other agents in the memory of their own node, as on one machine, and compute the same
 bits.
@@ -137,8 +139,9 @@ class ExchangeBridge:
             link.close()
 
     def _connect(self, place: Place) -> socket.socket | None:
-        """Connects to another node. Tries again while that node has no memory for the group. Returns None if this
-        object was closed meanwhile.
+        """Returns a connection to another node. Tries again until that node has created its exchange for the group.
+
+        Returns None if this object was closed meanwhile.
         """
         while True:
             with self._changed:

@@ -66,8 +66,7 @@ class FlagLines:
 def _order_memory() -> None:
     """Makes this thread complete its earlier memory accesses before its later ones.
 
-    Processors other than x86 may change their order. The release of a lock comes after all earlier accesses, and its
-    next acquisition comes before all later ones.
+    Processors other than x86 may otherwise change the order of accesses. Taking and releasing a lock prevents this.
     """
     lock = threading.Lock()
     lock.acquire()

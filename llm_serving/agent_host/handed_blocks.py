@@ -111,10 +111,11 @@ class HandedBlocks:
                 os.eventfd_write(self.descriptor, 1)
 
     def _transport(self, message: SendBlocks) -> TcpTransport:
-        """Returns the transport to the node that ``message`` names. Creates it if necessary.
+        """Returns the connection (transport) to the node that ``message`` names, and makes a new one if necessary.
 
-        If that node has new agents (another secret), closes the old transport, because an idle transport does not
-        notice the end of its peer. A new transport also removes all idle ones, so that they do not accumulate.
+        A new secret means that the node has new agents. The old connection is then closed, because an idle connection
+        does not notice the end of its peer. Before a new connection is made, all idle ones are closed, so that they do
+        not accumulate.
         """
         place = (message.host, message.port)
         secret, transport = self._transports.get(place, (b"", None))

@@ -69,7 +69,8 @@ def _hand_over_pools(config: Config, key: ClusterKey) -> HandedBlocks | None:
 class Preparation:
     """Prepares the start of agents in a thread. ``descriptor`` becomes readable when ``result`` may be called.
 
-    ``files`` describes the model's files on the server, see ``check_node``. ``ranks`` are those of this node's agents.
+    ``files`` describes the model's files on the server, see ``check_node``. ``ranks`` are the ranks of this node's
+    agents.
     """
 
     def __init__(self, config: Config, files: dict[str, str], key: ClusterKey, ranks: range) -> None:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from llm_serving.agent_host.tiles import NodeTiles
 
 BRIDGE_GRACE_S = 0.5
-"""Seconds between the loss of a connection to another node of the group and the end of the agents.
+"""Seconds between the loss of a connection to another node of the group and the end of this node's agents.
 
-The loss mostly follows from another one, which that node reports itself, or from an orderly end of all nodes.
+Usually the other node ended first. In this time, that node can report its own reason, or the server can end all nodes.
 """
 FLUSH_TIMEOUT_S = 1.0
 """Maximum seconds to send the last frame of a link."""
@@ -187,8 +187,10 @@ class Session:
         self._selector.register(self._preparation.descriptor, selectors.EVENT_READ, self._start)
 
     def _take_share(self, config: Config, share: link.Share | None) -> GroupPart:
-        """Returns this node's part of a group that spans several nodes. The first node replies where the group's
-        agents find each other. Raises ProtocolError if the share does not fit the config.
+        """Returns this node's part of the group of agents, which may span several nodes.
+
+        If the group spans nodes, its first node sends the server the address at which the agents find each other.
+        Raises ProtocolError if ``share`` does not fit the config.
         """
         parallel = config.parallel_config
         count = 1 if share is None else len(share.nodes)
@@ -383,9 +385,8 @@ class Session:
     def _pass_on(self, member: int, message: AgentMessage) -> None:
         """Sends an agent's message to the server.
 
-        The results of a step are sent by the node whose agent writes them, with the last agent's reply to the step.
-        Every agent may still mark a damaged block in the results before its reply, so the results are complete only
-        then.
+        The node whose agent writes the results of a step also sends the results. It sends them with the reply of its
+        last agent, because each agent may mark a damaged block in the results before its reply.
         """
         contents = b""
         if isinstance(message, _ANSWERS):

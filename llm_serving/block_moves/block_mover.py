@@ -39,9 +39,10 @@ class BlockMover(Stateful, ABC):
 
     @abstractmethod
     def settle(self, sequence: Sequence) -> bool:
-        """Continues the move of a LEAVING sequence. The caller ensures that no step in flight uses the sequence.
+        """Continues the move of a LEAVING sequence to host memory. No step in flight may use the sequence.
 
-        Returns False if this mover does not keep the sequence's tokens. The caller then frees its blocks on the device.
+        Returns False if this mover does not keep the sequence's computed tokens. The caller then frees the sequence's
+        blocks on the device.
         """
 
     @abstractmethod
@@ -85,8 +86,8 @@ class BlockMover(Stateful, ABC):
     def _must_stay(self, sequence: Sequence) -> bool:
         """Returns True if a swapped sequence may not come back yet, because a preempted sequence has precedence.
 
-        This is a waiting preempted sequence that arrived earlier, or any preempted sequence whose blocks are still in
-        use by steps in flight.
+        A waiting preempted sequence has precedence if it arrived earlier. A preempted sequence whose blocks are still
+        used by steps in flight always has precedence.
         """
         if self._state.running.has_preempted_leaving:
             return True

@@ -1,11 +1,12 @@
 """The moves between the device and the KV tiers, which keep copies of computed blocks outside the device's cache.
 
-The tiers themselves are outside the scheduler (package ``kvstore``). They own the host blocks. The scheduler offers
-committed blocks and asks for the blocks of the first waiting sequence. The replies of the tiers are inputs of the
-scheduler, like the results of steps. MOVE steps without sequences make the copies.
+The tiers themselves are outside the scheduler (package ``kvstore``). They own the host blocks. The scheduler offers the
+tiers each full block that was computed, and asks them for the blocks of the first waiting sequence. The replies of the
+tiers are inputs of the scheduler, like the results of steps. MOVE steps without sequences make the copies.
 
-A sequence whose blocks the tiers look for stays in the queue, with the reason ``LOAD``. Loaded blocks enter the prefix
-cache, where the sequence then finds them. A load never changes a text. Without it, the agent computes the same blocks.
+While the tiers look for blocks of a sequence, it stays in the queue, with the reason ``LOAD``. Loaded blocks enter the
+prefix cache, where the sequence then finds them. A load never changes a text, because the agent would compute blocks
+with the same content.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class WantedBlocks:
 
 
 _Load = tuple[Sequence | None, int, list[int], list[int], list[int]]
-"""A load: the sequence, the number of the first loaded block, the host blocks, the device's blocks, and the cached
-blocks before them. All these blocks are held during the load."""
+"""A load: the sequence, the number of its first loaded block, the host blocks to copy, the device's blocks, and the
+sequence's cached blocks before them. None of these blocks can be freed during the load."""
 
 
 class TierMoves(Stateful):
@@ -107,9 +108,10 @@ class TierMoves(Stateful):
         return wanted
 
     def load_blocks(self, request_id: str, first: int, hosts: SequenceOf[int]) -> None:
-        """Receives the reply to a question: the host blocks with the content of the sequence's blocks from ``first``.
+        """Receives the tiers' reply about a waiting sequence: ``hosts`` are host blocks with the content of its blocks.
 
-        An empty list means that the sequence must be computed.
+        Block number ``first`` of the sequence is the first one. An empty list means that the tiers have none of these
+        blocks, so the sequence must be computed.
         """
         sequence = self._state.intake.sequences.get(request_id)
         if sequence is None or not sequence.waits_for_load or sequence.asked_from != first:
@@ -129,8 +131,8 @@ class TierMoves(Stateful):
     def take_released(self) -> list[tuple[int, bool]]:
         """Returns the host blocks that no step needs any more, as pairs (host block, whether its content is known).
 
-        After a copy to the host that failed, the content is unknown. If several replies of the KV tiers named a host
-        block, it is returned once for each of them.
+        The content is unknown if a copy to the host block failed. A host block is returned once for each reply of the
+        KV tiers that named it.
         """
         released, self._released = self._released, []
         return released
@@ -138,9 +140,9 @@ class TierMoves(Stateful):
     # The following methods are for the scheduler.
 
     def must_wait(self, sequence: Sequence) -> bool:
-        """Returns True if a sequence that could start waits for a load.
+        """Returns True if a sequence that could start must wait, because the tiers may have blocks of it.
 
-        Asks the tiers once for the full blocks that the prefix cache does not have.
+        The first call asks the tiers for the sequence's full blocks that the prefix cache does not have.
         """
         if sequence.waits_for_load:
             return True

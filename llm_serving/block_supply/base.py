@@ -16,10 +16,10 @@ class CachedPrefix:
 
     num_tokens: int
     is_pending: bool
-    """True if the sequence should wait for steps in flight that compute more of its tokens.
+    """True if the sequence should wait, because steps in flight for other sequences compute more of its tokens.
 
-    It should wait if these steps compute at least one more full block, or all its known tokens except the last. If
-    fewer tokens sufficed, equal prompts that end at the end of a block would wait for each other.
+    It should wait if these steps compute at least one more full block of its tokens, or all its known tokens except the
+    last. If fewer tokens sufficed, equal prompts that end at the end of a block would wait for each other.
     """
 
 

@@ -7,9 +7,10 @@ let a sequence skip tokens: it also needs the state after them. Steps save state
 * At the end of the part of a prompt that the prefix cache has, if no snapshot exists there. Two prompts have this
   beginning, so a third prompt is likely to have it.
 * While a sequence decodes, at the end of each block. The next prompt of a chat, or the sequence itself after a
-  preemption, resumes from the last one. With drafts, a step saves only the state at the first end of a block, which is
-  the most likely one to be accepted. Each save overwrites the one before, except a save that may be in vain: after a
-  draft that can be rejected, or in a step ahead of an end token. It gets another snapshot, and the one before is kept.
+  preemption, resumes from the latest of these snapshots. Each save overwrites the snapshot before. There is an
+  exception: a new state is useless if one of its drafts is rejected, or if the text ends before a step ahead. A state
+  with this risk gets another snapshot, and the snapshot before is kept. If a step with drafts reaches the ends of
+  several blocks, it saves only the state at the first one. The drafts before it are the most likely to be accepted.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class StateSupply(PrefixSupply, Stateful):
         self._saves: dict[int, _Saves] = {}
         """The snapshots of each sequence that has blocks. The key is the sequence's arrival index."""
         self._awaited: Counter[bytes] = Counter()
-        """Hashes of the blocks after which prompts in prefill will save the state. ``snapshot`` leaves the hashes out,
-        because a flight recording has pseudonyms instead of tokens.
+        """Hashes of the blocks after which prompts in prefill will save the state. The method ``snapshot``, which is
+        for flight recordings, leaves them out: a recording has pseudonyms instead of tokens.
         """
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
@@ -102,8 +103,8 @@ class StateSupply(PrefixSupply, Stateful):
                         saves.saved.append((number, snapshot))
                         step.state_moves.append((index, number * size - start, snapshot))
             elif end % size == 0 and sequence is not saved:
-                # A sequence with drafts has several entries. If the draft at the end of the block is rejected, a later
-                # step computes another token there, and overwrites the snapshot.
+                # Each draft of a sequence is an element of ``flight.sequences``. If the draft at the end of the block
+                # is rejected, a later step computes another token there, and overwrites the snapshot.
                 snapshot = self._next_latest(saves, end, sequence.request.num_tokens)
                 if snapshot is not None:
                     saves.latest, saved = (end // size, snapshot), sequence
@@ -161,10 +162,10 @@ class StateSupply(PrefixSupply, Stateful):
         return PrefixMatch(blocks[:number], match.entries[:number], number * self._kv_cache.block_size, None, 0)
 
     def _next_latest(self, saves: _Saves, end: int, num_known: int) -> int | None:
-        """Returns the snapshot in which a decode step saves the state after ``end`` tokens. None: no snapshot.
+        """Returns the snapshot in which a decode step saves the state after ``end`` tokens, or None if none is free.
 
-        ``num_known`` is the number of the sequence's known tokens. Later tokens are drafts, or of steps in flight. If
-        the new state has one of these and the last state has none, the last state is kept as ``saves.earlier``.
+        ``num_known`` is the number of the sequence's known tokens. A token after them is a draft, or a step in flight
+        computes it. If only the new state includes tokens of this kind, the last state is kept as ``saves.earlier``.
         """
         latest, size = saves.latest, self._kv_cache.block_size
         if latest is None:
