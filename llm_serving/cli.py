@@ -85,7 +85,7 @@ examples:
 DEFAULT_CACHE_TOKENS = 32_768
 """Default capacity of the KV cache, in tokens, for a model that ``--model`` names.
 
-The cache is larger if a single sequence needs more, and smaller if the memory is too small.
+The cache gets more tokens if the longest sequence needs them, and fewer if the memory is too small.
 """
 _NUM_BLOCKS = "pa_config.num_blocks"
 _AUTO_SIZES = (
@@ -139,7 +139,7 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
 
 
 def _plan_models(arguments: argparse.Namespace, config: Config, machine: Machine) -> PlannedModels:
-    """Reads the configs of the models in ``models_config``, and plans the memory of all models.
+    """Reads the configs of the models in ``models_config``. Plans the memory of these models and the main model.
 
     ``config`` is the config of the main model.
     """
@@ -181,12 +181,11 @@ def _load(arguments: argparse.Namespace, machine: Machine) -> Config:
 def load_for_model(
     file: str, model: str | None, overrides: Sequence[str], machine: Machine, *, offline: bool = False
 ) -> Config:
-    """Returns the config of a file. ``model`` replaces the model of the file, unless it is None. ``auto`` sizes are
-    chosen for this machine.
+    """Returns the config of a file, with every ``auto`` size replaced by a size for this machine.
 
-    Each of ``overrides`` is ``section.key=value``. If ``model`` is given and ``file`` is the default, the model gets
-    the longest context that fits. ``offline`` forbids downloads. Raises ConfigError, CheckpointError or
-    MemoryPlanError.
+    ``model`` replaces the model that the file names, unless it is None. Each of ``overrides`` is ``section.key=value``.
+    If ``model`` is given and ``file`` is the default, the model gets the longest context that fits. ``offline`` forbids
+    downloads. Raises ConfigError, CheckpointError or MemoryPlanError.
     """
     overrides = [*_overrides_of_model(model, offline=offline), *overrides]
     if model is None or file != DEFAULT_CONFIG:

@@ -58,8 +58,8 @@ class WantedBlocks:
 
 
 _Load = tuple[Sequence | None, int, list[int], list[int], list[int]]
-"""A load: the sequence, the number of its first loaded block, the host blocks to copy, the device's blocks, and the
-sequence's cached blocks before them. None of these blocks can be freed during the load."""
+"""A load: the sequence, the number of its first block that is loaded, and three lists of blocks. The lists are the host
+blocks, the device's blocks, and the cached blocks before them. None of the blocks can be freed during the load."""
 
 
 class TierMoves(Stateful):

@@ -1,7 +1,7 @@
 """Sends LoRA adapters to a node, which loads them into its agents.
 
-The node asks for the bytes of an adapter, unless its cache has them. It asks for one piece after the other, so frames
-of steps are never behind more than one piece.
+The node asks for the bytes of an adapter, unless its cache has them. It asks for one piece after the other. So a step
+that is sent meanwhile waits for at most one piece.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from collections import deque
 from llm_serving.ipc.channel import MAX_FRAME_BYTES, FrameBuffer, frame
 
 _READ_BYTES = 32 * 1024
-"""Maximum bytes of one read. A TLS record has at most 16 KiB. A larger buffer would be allocated from the system and
-freed for each read.
+"""Maximum bytes of one read. This is enough for two TLS records, which have at most 16 KiB. Each read would allocate a
+larger buffer from the system and free it again.
 """
 MAX_UNSENT_FRAMES = 4096
 """Maximum number of frames that wait to be sent. If a slow peer lets more frames wait, the peer counts as lost."""
@@ -83,7 +83,7 @@ class SecureChannel:
     def receive_available(self) -> list[bytes] | None:
         """Returns the complete frames that have arrived. Returns None if the peer has closed the connection.
 
-        Some data may stay in the socket, which is then still readable for a selector.
+        If more data than one call reads has arrived, a selector reports the socket as readable again.
 
         Raises OSError if the connection is broken, and ProtocolError for a frame above the limit.
         """

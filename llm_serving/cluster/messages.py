@@ -26,7 +26,7 @@ messages of its own, about the node and about all its agents together:
 Content of a frame: one byte with its kind, then
     CONTROL    a message of this module
     MESSAGE    the number of an agent in the group (one byte), the length of the message (4 bytes, little-endian), a
-               message of ``llm_serving.ipc.messages``, and the contents of a step slot that belong to it, or nothing
+               message of ``llm_serving.ipc.messages``, and, for some messages, the contents of a step slot
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ SERVER_PATIENCE_S = 2.4
 NODE_PATIENCE_S = 5.0
 """Seconds of silence of the server after which a node ends its agents.
 
-This time is longer than ``SERVER_PATIENCE_S``. Otherwise a short pause of the server would cause a restart of the
-agents.
+This time is longer than ``SERVER_PATIENCE_S``, so that a short pause of the server does not restart the agents.
 """
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONFIG_BYTES = 192 * 1024
@@ -181,8 +180,9 @@ class GroupLost(LinkMessage, frozen=True, tag="group_lost"):
 
 
 class SendBlocks(LinkMessage, frozen=True, tag="send_blocks"):
-    """Server to node: send blocks of the hand-over pools to the node at ``host`` and ``port``. ``secret`` is the one of
-    that node's ``GroupReady``.
+    """Server to node: send blocks of the hand-over pools to the node at ``host`` and ``port``.
+
+    ``secret`` is the secret that the other node has sent in its ``GroupReady``.
     """
 
     number: UInt

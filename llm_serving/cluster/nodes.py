@@ -141,11 +141,10 @@ class NodePool:
             log.event(name, level=level, **fields)
 
     def add(self, text: str, name: str | None = None) -> Node:
-        """Adds the node at the address ``text``, and lets a thread connect to it. A drained node is used again. The
-        node's name is the address unless ``name`` is given.
+        """Adds the node at the address ``text``, and lets a thread connect to it. A drained node is used again.
 
-        Raises ConfigError for a wrong address, and NodeError if there are too many nodes or the name has another
-        address.
+        The node's name is ``name``, or the address if ``name`` is None. Raises ConfigError for a wrong address. Raises
+        NodeError if there are too many nodes, or if a node with this name has another address.
         """
         address = read_address(text)
         name = name or str(address)
@@ -192,9 +191,9 @@ class NodePool:
         return node
 
     def remove_if(self, name: str, states: Collection[NodeState]) -> bool:
-        """Removes a node if its state is one of ``states``. A node that a replica uses has none of these states.
+        """Removes a node if its state is one of ``states``. Returns True if no node has this name after the call.
 
-        Returns True if no node has this name after the call.
+        ``states`` must not contain the states of a node that a replica uses.
         """
         with self._changed:
             node = self._nodes.get(name)
@@ -217,8 +216,10 @@ class NodePool:
             return free
 
     def give_back(self, node: Node, problem: str = "", *, is_refused: bool = False) -> None:
-        """Takes back a node whose link the replica has closed. ``problem`` is the reason for the end, empty after an
-        orderly end. With ``is_refused``, the server does not try the node again for a while.
+        """Takes back a node whose link the replica has closed.
+
+        ``problem`` is the reason why the link ended, empty after an orderly end. With ``is_refused``, the server does
+        not connect to the node again for a while.
         """
         with self._changed:
             is_leaving = node.state is NodeState.DRAINING
@@ -343,8 +344,8 @@ class NodePool:
         self._wake()
         next_beat = time.monotonic()
         while True:
-            # A replica may take the link and close it during ``poll``. The state of the node then differs, and this
-            # thread does not read from the link.
+            # During ``poll``, a replica may take the link or even close it. Then the state of the node is not FREE any
+            # more, and this thread does not read from the link.
             poller.poll(1000 * max(0.0, next_beat - time.monotonic()))
             with self._changed:
                 if node.state is not NodeState.FREE or node.is_removed or self._is_closed:

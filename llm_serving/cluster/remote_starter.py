@@ -29,8 +29,8 @@ class RemoteStarter:
         standby: Standby | None = None,
         tiles: TileMemory | None = None,
     ) -> None:
-        """``standby`` decides when nodes may be used. None: always. ``model`` returns the description of the model's
-        files. ``tiles`` is the server's memory with the tiles of images, or None.
+        """``standby`` decides when nodes may be used. None means always. ``model`` returns the description of the
+        model's files. ``tiles`` is the server's memory with the tiles of images, or None if the model reads no images.
         """
         self._config = config
         self._replica = replica

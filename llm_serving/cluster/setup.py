@@ -90,8 +90,9 @@ def _read_files(config: Config) -> dict[str, str]:
 
 
 def _open_pool(config: Config, owned: ExitStack) -> NodePool:
-    """Returns the pool for the settings of ``config``, which connects to its nodes. When ``owned`` is closed, the pool
-    loses this user; a pool without users is closed.
+    """Returns the pool of nodes for the settings of ``config``. The pool connects to its nodes.
+
+    Several versions of a model may use one pool. Closing ``owned`` ends this use, and the last end closes the pool.
 
     Raises ConfigError if the cluster key, an address or the package of Ray is missing or wrong.
     """

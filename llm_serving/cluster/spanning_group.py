@@ -104,8 +104,9 @@ class SpanningGroup:
             part.shutdown(seq)
 
     def _start_others(self, cluster: Place | None) -> None:
-        """Starts the agents of all nodes except the first one, which has replied. ``cluster`` is where the agents find
-        each other, or None if they need not.
+        """Starts the agents of all nodes except the first one, which has replied with ``cluster``.
+
+        ``cluster`` is the address at which the agents find each other, or None if the agents need no address.
         """
         for part, share in list(zip(self._parts, self._shares, strict=True))[1:]:
             part.start(msgspec.structs.replace(share, cluster=cluster))

@@ -14,8 +14,9 @@ def is_wanted(standby: Standby | None) -> bool:
 
 
 class Standby:
-    """Decides that nodes are used from the first request until ``idle_s`` seconds after the last request. Also learns
-    how long the agents take to start.
+    """Decides when nodes are used: from the first request until ``idle_s`` seconds after the last request.
+
+    Also measures how long the agents take to start.
 
     The engine thread calls ``note`` and ``note_refused``. Any thread may read the attributes. Times are seconds of the
     engine's clock.

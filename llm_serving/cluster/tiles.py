@@ -11,10 +11,10 @@ from llm_serving.ipc.tiles import read_tiles
 
 
 class TileSender:
-    """Copies tiles from the server's memory of tiles to the same places on a node. ``send`` sends a frame to the node.
+    """Copies tiles of images from the server's shared memory to the shared memory of a node, at the same offsets.
 
-    A tile is sent again only after its place had another tile. The agents check the digest of the pixels that they
-    read.
+    ``send`` sends a frame to the node. A tile is sent again only if another tile has replaced it in the meantime. The
+    agents check the digest of the pixels that they read.
     """
 
     def __init__(self, memory: TileMemory, send: Callable[[bytes], None]) -> None:

@@ -69,8 +69,8 @@ class Config:
     stored_weight_format: str | None = None
     """Format of the checkpoint's quantized weights, ``int8`` or ``int4``. None if all weights are floats."""
     stored_weight_group: int = 1
-    """Number of inputs of a linear layer that share a scale in the checkpoint. It is 1 if all inputs of an output share
-    a scale, or if there are no scales."""
+    """Number of inputs of a linear layer that share a scale in the checkpoint. 1 means that the weight has no groups:
+    all inputs of an output share a scale, or there are no scales."""
     stored_experts_only: bool = False
     """If True, only the checkpoint's experts are quantised. ``weight_format: auto`` then keeps all other weights as
     floats."""
@@ -90,15 +90,15 @@ class Config:
     notes: tuple[str, ...] = ()
     """Messages for the log about settings that contradict each other. Each message names the value that is used."""
     auto_blocks: bool = False
-    """Whether ``pa_config.num_blocks`` was ``auto``. ``load_config`` sets the smallest number that works. Then
-    ``llm_serving.planning.auto_blocks`` sets the largest number that fits the machine."""
+    """Whether the file has ``pa_config.num_blocks: auto``. ``load_config`` then sets the smallest number that works.
+    Later, ``llm_serving.planning.auto_blocks`` sets the largest number that fits the machine."""
     auto_length: bool = False
-    """Whether ``pa_config.decode_seq_length`` was ``auto``. ``load_config`` sets the largest length that the model and
-    the number of blocks permit. Then ``llm_serving.planning.auto_blocks`` reduces it if the memory of the machine is
-    too small."""
+    """Whether the file has ``pa_config.decode_seq_length: auto``. ``load_config`` then sets the largest length that the
+    model and the number of blocks permit. Later, ``llm_serving.planning.auto_blocks`` reduces the length if the memory
+    of the machine is too small."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """Sampling parameters from the model folder, or from the file in ``serving_config.generation_config``. Requests
-    without these parameters use them. Empty if the config ignores them."""
+    """Sampling parameters for requests that state none. They come from the model folder, or from the file in
+    ``serving_config.generation_config``. All are None if the config ignores them."""
     pooling: Pooling | None = None
     """How embeddings or scores are computed. None if the server generates text."""
     processing: ImageProcessing | None = None
@@ -124,16 +124,15 @@ class Config:
 
     @property
     def dtype_bytes(self) -> int:
-        """Number of bytes of one value of ``model_config.model_dtype``. This is the type of activations and of weights
-        that are not quantised.
-        """
+        """Number of bytes of a value of ``model_config.model_dtype``, the type of activations and of float weights."""
         return weight_format(self.model_config.model_dtype).bits // 8
 
     @property
     def weight_format(self) -> str:
-        """Name of the weight format of linear layers. ``auto`` is replaced by the checkpoint's format or the dtype.
+        """Name of the weight format of linear layers. With native operators, ``auto`` means ``model_dtype``.
 
-        A quantized checkpoint may have a few layers in a float type, often the output layer.
+        With fused operators, ``auto`` means the format of the checkpoint's integers, or ``model_dtype`` if the
+        checkpoint is not quantized. A quantized checkpoint may still have a few float layers, often the output layer.
         """
         wanted = self.model_config.weight_format
         if wanted != AUTO:
@@ -183,10 +182,10 @@ class Config:
 
     @property
     def sum_shards(self) -> tuple[Shard, ...]:
-        """The parts of the model that a single agent computes one after another. Empty if ``parallel_config.sum_parts``
-        is 1.
+        """The ``parallel_config.sum_parts`` parts of the model that a single agent computes one after another.
 
-        The agent adds the results of these parts in order. So the sums equal those of ``sum_parts`` agents.
+        The agent adds the results of these parts in order. So the sums have the same bits as the sums of ``sum_parts``
+        agents that share the model. Empty if ``sum_parts`` is 1.
         """
         if self.parallel_config.sum_parts == 1:
             return ()
@@ -280,8 +279,8 @@ class Config:
     def max_num_batched_tokens(self) -> int:
         """Maximum number of tokens in a step.
 
-        It is the configured limit, or the maximum number of tokens that the sequences of a step can have if this is
-        lower.
+        It is the configured limit, unless the sequences of a step can never have as many tokens. It is then the maximum
+        number of tokens that they can have.
         """
         limit = self.scheduler_config.max_num_batched_tokens or max(self.model_config.seq_length)
         return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)
@@ -296,9 +295,9 @@ class Config:
         digest = (self.files_fingerprint,) if self.files_fingerprint else ()
         weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed, *digest)
         if self.kv_tier_config.shared_folder is not None:
-            # Machines that share a folder have different paths and file times, so leave these out. This is safe: the
-            # names of shared files contain the digest of the weights, and a prefix cache has the blocks of only one
-            # version.
+            # Paths and file times are left out, because they differ between the machines that share the folder. Blocks
+            # of different weights still cannot be mixed. The names of shared files contain the digest of the weights,
+            # and a prefix cache has the blocks of only one version of a model.
             weights = (model.model_type, model.load_format, model.seed)
         arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
         return json.dumps([*weights, *arithmetic, self.kv_format]).encode()
@@ -413,7 +412,7 @@ class Config:
 
     @property
     def tile_cost(self) -> int:
-        """Number of tokens that the largest tile counts in a step's token budget.
+        """Number of tokens for which encoding the largest tile of an image counts in the token limit of a step.
 
         Computing this number of tokens takes as many multiplications as encoding the tile.
         """
@@ -445,10 +444,10 @@ class Config:
         return -(-self.max_draft_ids // self.pa_config.block_size)
 
     def draft_config(self) -> Config:
-        """Returns a config with which the draft model could be deployed alone.
+        """Returns a config of the draft model, as if the draft model were deployed alone.
 
-        Its KV cache has a block for each block of the model's cache, with the same number. The scratch blocks of all
-        batch rows follow.
+        The draft model's KV cache has as many blocks as the model's cache, with the same numbers. The scratch blocks of
+        all batch rows follow.
         """
         draft, cache = self.draft, self.pa_config
         assert draft is not None, "only a config with a draft model has its config"

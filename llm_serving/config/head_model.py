@@ -96,18 +96,15 @@ def _check_sizes(fields: TypedFields, shape: ModelShape) -> None:
 
 
 def _eagle_layers(shape: ModelShape) -> tuple[int, int, int]:
-    """Returns the positions of the three hidden states that an EAGLE-3 head reads: low, middle, high.
-
-    A position is the number of the model's layers before the hidden state.
-    """
+    """Returns the three numbers of layers after which an EAGLE-3 head reads a hidden state of the model."""
     return 2, shape.num_layers // 2, shape.num_layers - 3
 
 
 def _check_layers(fields: TypedFields, shape: ModelShape) -> None:
-    """Checks that the head reads the hidden states after the usual layers (``_eagle_layers``).
+    """Raises an error unless the head reads the hidden states after the usual layers (``_eagle_layers``).
 
-    Some config files list layers. Programs count them differently: a number names the layer before or the layer after
-    the hidden state. Both are accepted.
+    Some config files list numbers of layers. A number names the last layer before the hidden state or the first layer
+    after it, because programs count differently. Both are accepted.
     """
     if shape.num_layers < _LEAST_LAYERS:
         raise fields.fail(

@@ -14,9 +14,9 @@ images in its decoder, one copy for Pillow, and Pillow's own image. PNG and JPEG
 
 
 CACHED_ROWS_OF_ANY_SIZE = 64
-"""Number of rows (tokens) that count as one tile for ``cached_tiles`` if tiles may have any size.
+"""Number of image tokens that count as one tile for the setting ``cached_tiles``, if tiles may have any size.
 
-A tile of SmolVLM has this number of rows.
+A tile of SmolVLM has this number of tokens.
 """
 
 

@@ -67,9 +67,9 @@ KEYS_READ = {
     "model.model_config.params_dtype": "checked; `model_config.model_dtype` decides",
     "pretrained_model_dir": "model folder, if `model_config.model_path` is null",
 }
-"""The keys that are read from a MindFormers YAML, with their meaning. The model's dimensions have the keys of
-MindFormers' ``LlamaConfig``. A ``model.model_config`` with ``num_hidden_layers`` or ``num_attention_heads`` is read as
-a ``config.json``."""
+"""The keys that are read from a MindFormers YAML, with their meaning. The sizes of the model have the names of
+MindFormers' ``LlamaConfig``. But if ``model.model_config`` has ``num_hidden_layers`` or ``num_attention_heads``, it is
+read like a ``config.json`` of Hugging Face."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +160,11 @@ def _memory(fields: TypedFields, key: str) -> int | None:
 
 
 def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
-    """Returns the model's sizes, or None if ``model.model_config`` does not state them, for example for Qwen2.
+    """Returns the model's sizes. The YAML states them with the keys of MindFormers' Llama, or with those of
+    ``config.json``.
 
-    In this case, the model folder has the sizes. The YAML uses the keys of MindFormers' Llama or, for other models, the
-    keys of ``config.json``.
+    Returns None if ``model.model_config`` does not state the sizes, for example for Qwen2. The model folder then has
+    them.
     """
     if "num_hidden_layers" in fields or "num_attention_heads" in fields:
         return _shape_in_hugging_face_names(fields)

@@ -231,8 +231,8 @@ class Resolver:
     def _batch_waiting_time(self) -> float:
         """Returns how many seconds a prompt waits for other prompts, to share a step with them.
 
-        A configured value above 0 is the result. Otherwise the result is 0, except in the quiet power mode, which has a
-        time of its own.
+        The result is the configured time if it is above 0. Otherwise it is 0, or the time of the quiet power mode in
+        this mode.
         """
         power: PowerConfig = self._sections["power"]
         if power.mode != "quiet" or self._model.batch_waiting_time:
@@ -255,7 +255,8 @@ class Resolver:
         """Returns ``pa_config`` with numbers instead of ``auto``: the device's block size, and the minimum number of
         blocks.
 
-        The minimum is one sequence of the maximum length, and the null block, which pads block tables.
+        The minimum number is the blocks of one sequence of the maximum length, plus the null block, which pads block
+        tables.
         """
         cache: PagedAttentionConfig = self._sections["pa_config"]
         if cache.block_size == AUTO_SIZE:

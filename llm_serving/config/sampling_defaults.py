@@ -41,8 +41,8 @@ class SamplingDefaults:
 def read_sampling_defaults(path: Path) -> SamplingDefaults:
     """Returns the sampling parameters that a model folder or a JSON file recommends.
 
-    All are None if a folder has no ``generation_config.json``, and for a GGUF file. Raises CheckpointError for a value
-    that the API would also refuse.
+    All parameters are None for a GGUF file, and for a folder without ``generation_config.json``. Raises CheckpointError
+    for a value that the API would also refuse.
     """
     file = path if path.suffix == ".json" else path / FILE
     if not file.is_file():

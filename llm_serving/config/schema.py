@@ -20,8 +20,8 @@ _METADATA_KEY = "config_key"
 class KeyInfo:
     """The declaration of a configuration key, apart from its type and default.
 
-    The key's field in the dataclass of its section has these. ``low`` and ``high`` are permitted values. If the key is
-    a list, they and ``choices`` apply to each element.
+    The dataclass of the section has the type and the default. ``low`` and ``high`` are the smallest and the largest
+    permitted value. If the key is a list, ``low``, ``high`` and ``choices`` apply to each element.
     """
 
     meaning: str

@@ -1,8 +1,9 @@
 """Replaces settings that do not work for a model with linear attention.
 
 A layer with linear attention has a state for each sequence instead of keys and values. Swapping a sequence would lose
-its state, so recompute replaces swapping. The prefix cache works, because it keeps snapshots of states. Speculative
-decoding works, because the agent can undo changes of a state. Only the methods ``eagle`` and ``mtp`` are refused.
+its state, so preempted sequences are computed again instead. The prefix cache works with snapshots of states.
+Speculative decoding works, because the agent can undo changes of a state. Its methods ``eagle`` and ``mtp`` are
+refused.
 """
 
 from __future__ import annotations

@@ -96,11 +96,10 @@ def _check_protection(raw: RawConfig, serving: ServingConfig) -> None:
 
 
 def agents_of_graphs(raw: RawConfig, sections: Mapping[str, Any]) -> int | None:
-    """Returns the number of agents in a config of MindSpore llm-serving, or None if the config implies no number.
+    """Returns the number of agents that a config of MindSpore llm-serving implies: one for each prefill graph.
 
-    MindSpore llm-serving starts one agent for each prefill graph in ``model_path``. The result is None if there is at
-    most one graph, or if the config has its own ``parallel_config``. Raises ConfigError if the numbers of prefill
-    graphs, decode graphs and agents' ports differ.
+    The prefill graphs are in ``model_path``. Returns None if there is at most one graph, or if the config has its own
+    ``parallel_config``. Raises ConfigError if the numbers of prefill graphs, decode graphs and agents' ports differ.
     """
     graphs, decode, ports = (
         sections["model_path"].prefill_model or (),

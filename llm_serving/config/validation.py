@@ -331,7 +331,9 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Checks two lengths: the KV cache must hold the longest sequence, and a decode step all running sequences.
+    """Raises ConfigError if the KV cache cannot hold the longest sequence, or if a step may have too few tokens.
+
+    A decode step needs a token for each running sequence.
 
     The cache never needs space for the last token of a sequence, because no later token reads its keys and values.
     """

@@ -107,9 +107,9 @@ def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
 
 
 def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
-    """Returns the numbers of outputs of the joined layers (qkv; gate and up), the widest ones of the model.
+    """Returns the numbers of outputs of the two widest linear layers: joined q, k and v, and joined gate and up.
 
-    ``shape`` is one agent's part of the model.
+    Leaves out gate and up if all MLPs are experts. ``shape`` is one agent's part of the model.
     """
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     outputs = (heads * shape.head_dim,)
@@ -122,7 +122,7 @@ def _has_mlps(shape: ModelShape) -> bool:
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Raises the ConfigError for quantisation groups with at least as many inputs as a linear layer.
+    """Raises ConfigError, because a quantisation group has at least as many inputs as a linear layer.
 
     ``fewest`` is the smallest number of inputs that a layer has in one agent.
     """

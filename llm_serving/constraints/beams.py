@@ -13,13 +13,15 @@ _EVERY_WORD = np.uint32(0xFFFFFFFF)
 class BeamConstraint:
     """The constraint of one beam. Its state is computed in the engine thread, when the first mask is needed.
 
-    A step of a search extends each beam by one token. Each extended beam gets its own constraint, so the state of this
-    object never advances.
+    Each step of the beam search extends the beams by one token. An extended beam gets a new ``BeamConstraint``, so the
+    state of this object never advances.
     """
 
     def __init__(self, state: ForkableConstraint, before: BeamConstraint | None = None, token_id: int = 0) -> None:
-        """If ``before`` is None, ``state`` is the state of this beam. Otherwise, the beam is that of ``before`` plus
-        ``token_id``, and the first call of ``mask`` computes its state.
+        """``before`` is the constraint of the beam that ``token_id`` extends to this beam.
+
+        If ``before`` is None, ``state`` is the state of this beam. Otherwise, the first call of ``mask`` computes the
+        state.
         """
         self.num_words = state.num_words
         self.error = ""

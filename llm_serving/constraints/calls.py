@@ -204,8 +204,8 @@ def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | 
     if thinking is None or thinking.is_open or rules.is_special(thinking.format.open):
         rules.add("start", f"{_add_thinking(rules, thinking)}tail")
         return
-    # The text before the first call must not begin with the marker of the reasoning. Otherwise, a trigger within the
-    # reasoning would start a call.
+    # The rule FIRST excludes text that begins with the opening marker of the reasoning. Otherwise, the reasoning would
+    # match this rule, and a trigger within the reasoning would start a call.
     opening = re.escape(thinking.format.open).replace("/", r"\/")
     rules.add("FIRST", f"{_TEXT} & ~/\\s*{opening}(.|\\n)*/")
     rules.add("first", _after_trigger(rules, "first", "FIRST", trigger))
@@ -216,10 +216,10 @@ def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | 
 
 
 def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
-    """Returns the expression of free text, then the trigger, then calls (rule ``region``).
+    """Returns the expression of free text, then the trigger of calls, then the calls (rule ``region``).
 
-    ``text`` names the rule of the free text. If the trigger is no special token, the text ends where the trigger first
-    occurs (lazy).
+    ``text`` is the name of the rule of the free text. If the trigger is ordinary text instead of a special token, the
+    free text ends at its first occurrence (lazy).
     """
     if rules.is_special(trigger):
         return f"{text} {rules.literal(trigger)} region"
@@ -242,8 +242,8 @@ def _add_messages(rules: _Rules) -> None:
 def has_free_text(tool_format: ToolFormat, special: Mapping[str, int]) -> bool:
     """Returns True if a grammar can constrain the calls in an answer that may also be free text.
 
-    In a format with channels, this needs special tokens as markers of messages, because free text may contain any other
-    marker.
+    In a format with channels, the markers of messages must be special tokens. Ordinary text could also occur in free
+    text, so the grammar could not find the markers.
     """
     if tool_format.trigger or tool_format.starts_with_brace:
         return True

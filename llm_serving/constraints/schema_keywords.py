@@ -1,9 +1,8 @@
-"""Rewrites keywords of JSON Schema that llguidance refuses, if the schema can be written with other keywords without a
-change of meaning.
+"""Replaces keywords of JSON Schema that llguidance refuses, if the schema has the same meaning without them.
 
 Most of these keywords have no effect where they stand, such as ``then`` without ``if``, or ``uniqueItems: false``. Code
-generators write them often. Other keywords stay, so that llguidance names them in its error. The meanings of keywords
-are those of JSON Schema 2020-12.
+generators write them often. A keyword that cannot be replaced stays, so that llguidance names it in its error. The
+meanings of keywords are those of JSON Schema 2020-12.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The mask of a sequence depends on the last token before the step. The engine often sends a step before it knows this
 token. It then computes the mask when the result of the previous step arrives, while the agents compute the logits. All
-masks of a step are published together. Agents wait for the masks, so the engine also publishes masks for steps whose
-requests have ended.
+masks of a step are published together. Agents wait for the masks of every step. Therefore the engine publishes the
+masks of a step even if its requests have ended.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class StepMasks:
     def __init__(self, publish: Publish) -> None:
         self._publish = publish
         self._free_requests: list[Request] | None = None
-        """The list of requests of the last step without constraints. Decode steps of one batch share this list object,
-        so one identity test recognises them.
+        """The list of requests of the last step without constraints. Following decode steps of the same batch have the
+        same list object, so an identity test shows that they have no constraints.
         """
         self._prepared: dict[Request, _Prepared] = {}
         self._sampling: dict[int, list[Request]] = {}

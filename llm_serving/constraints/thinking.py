@@ -17,10 +17,10 @@ _EVERY_WORD = np.uint32(0xFFFFFFFF)
 
 
 class ThinkingBudget:
-    """A constraint that allows every token, or those that ``inner`` (a grammar) allows, until the reasoning has
-    ``budget`` tokens. It then forces the marker that ends the reasoning.
+    """A constraint that forces the marker at the end of the reasoning when the reasoning has ``budget`` tokens.
 
-    The marker must not begin within a character, so the reasoning may be up to three tokens longer than ``budget``.
+    Before and after, it allows every token, or the tokens that ``inner`` (a grammar) allows. The marker must not begin
+    within a character, so the reasoning may be up to three tokens longer than ``budget``.
     """
 
     def __init__(

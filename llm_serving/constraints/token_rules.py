@@ -25,8 +25,10 @@ class TokenRules:
         min_tokens: int = 0,
         end_token_ids: Iterable[int] = (),
     ) -> None:
-        """Without ``allowed``, every token is allowed. ``forbidden`` are sequences of one or more tokens that the
-        output must not contain. The first ``min_tokens`` tokens must not be in ``end_token_ids``.
+        """``allowed`` are the ids of the allowed tokens. None allows every token.
+
+        ``forbidden`` are sequences of one or more tokens that the output must not contain. The first ``min_tokens``
+        tokens of the output must not be in ``end_token_ids``.
         """
         self.num_words = -(-vocab_size // 32)
         self.min_tokens = min_tokens

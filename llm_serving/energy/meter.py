@@ -72,10 +72,10 @@ class EnergyMeter(Collector):
         return Reading(self._tokens(), self._times.seconds() - self._start_s, joules)
 
     def end_interval(self) -> Interval | None:
-        """Returns the interval since the last call that returned an interval. Returns None if no requests with tokens
-        have ended since then.
+        """Returns the interval since the end of the last returned interval, or None if it has no output tokens.
 
-        Time without tokens is added to the next interval, because an idle server also uses energy.
+        Only tokens of ended requests count. After None, the next interval includes this time, because an idle server
+        also uses energy.
         """
         now = self.read()
         interval = Interval.between(self._last, now)

@@ -30,7 +30,8 @@ class AgentAdapters:
     def load(self, slot: int, memory: AdapterMemory, command: int = 0) -> list[AdapterAnswer]:
         """Begins to load an adapter into all ready replicas. ``command`` is the number of the command.
 
-        Returns no answer if replicas must reply first. If no replica is ready, returns the answer to the command.
+        Returns an empty list, because replicas must reply first. If no replica is ready, returns the answer to the
+        command.
         """
         self._remove(slot)
         self._memories[slot] = memory
@@ -41,8 +42,10 @@ class AgentAdapters:
         return self._finished()
 
     def answer(self, replica: int, number: int, error: str) -> list[AdapterAnswer]:
-        """Records the reply of a replica to load ``number`` of its executor. After the last reply, returns the answer
-        to the whole command. Ignores the reply to a load that was given up.
+        """Records the reply of a replica. ``number`` is the number that its executor has given to the load.
+
+        After the last reply, returns the answer to the whole command, otherwise an empty list. Ignores the reply to a
+        load that was given up.
         """
         if self._waiting.get(replica) != number:
             return []

@@ -74,8 +74,8 @@ class AgentQuestions:
 
         Returns the rank, the error and the summary of each agent. An empty error means success. The result is empty if
         no agent is ready. If another call follows before the agents' replies, the result of the earlier call has an
-        error. Raises AgentLostError if the engine has ended. Raises TimeoutError after ``timeout`` seconds. Agents that
-        are only slow have ``SLOW_PROFILE_S`` more.
+        error. Raises AgentLostError if the engine has ended. Raises TimeoutError if agents do not reply within
+        ``timeout`` seconds. If the agents are alive but slow, the limit is ``SLOW_PROFILE_S`` seconds longer.
         """
         if self._is_closed:
             raise self._ended()

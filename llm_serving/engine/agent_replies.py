@@ -39,8 +39,9 @@ class AgentReplies:
     def profile(self, number: int, folder: str | None) -> list[ProfileAnswer]:
         """Starts a profile of the agents of all ready replicas, or stops it if ``folder`` is None.
 
-        Returns the answers that are already known: to this command if no replica is ready, and to an earlier command
-        that this command replaces. ``number`` is the number of the command.
+        ``number`` is the number of the command. Returns the answers that are known immediately. If an earlier command
+        has no answer yet, this command replaces it, and the result has its answer. If no replica is ready, the result
+        has the answer to this command.
         """
         answers: list[ProfileAnswer] = []
         for index in sorted(self._profiling):

@@ -209,7 +209,8 @@ class AsyncEngine:
     def check_wait(self, left_s: float | None) -> None:
         """Raises ModelUnavailableError if agents will not be ready within ``left_s`` seconds. None means no deadline.
 
-        Before the error, this method makes the engine use nodes, so that agents are ready when the client tries again.
+        Before it raises the error, it makes the engine start agents on nodes. They are ready when the client tries
+        again.
         """
         expected_s = self.wake_s
         if left_s is not None and expected_s and expected_s > left_s:  # at 0 s, a late request is left to the scheduler

@@ -393,7 +393,8 @@ class EngineCore:
     def _probe(self) -> None:
         """Asks the agents of all ready replicas for their status. If no replica is ready, asks all agents.
 
-        If the engine can work without agents and none are ready, it replies to the probe itself.
+        With a standby, the engine works without agents until a request arrives. If no agents are ready then, the engine
+        answers the probe itself.
         """
         if self._standby is not None and self._waits_for_agents:
             self._outputs.append(ProbeAnswer())
@@ -425,8 +426,8 @@ class EngineCore:
         The engine and the server end in two cases: no replica can be restarted, or the lost replica was never ready and
         is not restarted.
         """
-        # By default, the requests in the lost steps become suspects: one of them may have caused the loss. Here are two
-        # exceptions. After a failed self-check, the agents are the cause. A drain of the machine is intended.
+        # The requests in the lost steps become suspects, because one of them may have caused the loss. But no request
+        # is suspect after a failed self-check, which shows a fault of the agents, or after a drain of the machine.
         replica.lose(now, final=event.final, blameless=event.is_blameless, distrusted=bool(event.failed_check))
         waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)

@@ -48,10 +48,10 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Adds characters. Returns all characters, including held-back ones, that can no longer belong to a stop
-        string.
+        """Adds characters. Returns the characters that can no longer belong to a stop string, and holds back the rest.
 
-        If a stop string is complete, ``matched`` is set and all text before the stop string has been returned.
+        The result begins with characters that earlier calls held back. If a stop string is complete, sets ``matched``
+        and returns all remaining text before the stop string.
         """
         text = self._held + text
         for position in range(len(self._held), len(text)):
@@ -105,8 +105,7 @@ class IncrementalDetokenizer:
     """The text of one growing sequence.
 
     The joined pieces equal ``tokenizer.decode`` of all ids, with one exception. If the last character is unfinished,
-    the pieces omit it, but ``decode`` returns U+FFFD for it. Invalid UTF-8 bytes also become U+FFFD, one for each
-    maximal invalid part, as in Python's decoder.
+    the pieces omit it, but ``decode`` returns U+FFFD for it. Invalid UTF-8 bytes become U+FFFD as in Python's decoder.
 
     SentencePiece puts a space before the first word of a text. This space is removed only if the prompt is empty or
     ends with a special token. Otherwise the space separates the prompt from the first word of the output.

@@ -34,9 +34,9 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def _settings(vocabulary: Vocabulary) -> TypedFields:
-    """Returns the settings for encoding text, which a Hugging Face folder has in ``tokenizer_config.json``.
+    """Returns the settings for encoding text, with the keys of ``tokenizer_config.json`` in a Hugging Face folder.
 
-    ``legacy`` is True: as in llama.cpp, a space is also added to text after a special token.
+    ``legacy`` is True, because llama.cpp also adds a space before text that follows a special token.
     """
     values = {
         "legacy": True,

@@ -8,8 +8,8 @@ the request's first byte to the bytes on the socket:
     last byte written
 
 Between the first token and the last step, a request may also be preempted, swapped or restarted. If a response is not
-streamed, its first token is not sent separately. Its ``ttft_ms`` and ``tpot_ms`` then end when the engine has the
-token.
+streamed, its first token is not sent separately. Then ``ttft_ms`` ends when the engine has the first token, and
+``tpot_ms`` when it has the last token.
 """
 
 from __future__ import annotations

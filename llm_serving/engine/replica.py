@@ -158,7 +158,8 @@ class Replica:
         """Logs the requests of a step that got NaN or infinite logits, and reacts to the likely cause.
 
         If a step has several requests and all of them got these logits, the agents are the cause and are restarted. If
-        the step has only one request, the request may be the cause, so the canary checks the agents first.
+        the step has only one request, this request may be the cause. Then the canary, a request with a known output,
+        checks the agents first.
         """
         self._metrics.sequences_not_finite(len(request_ids))
         self._log.error(

@@ -23,9 +23,9 @@ class ServingObserver(IndexObserver, Protocol):
     """Observes the prefix cache of one replica."""
 
     def enter_service(self) -> None:
-        """The model registry calls this method when the replica begins to serve.
+        """Is called by the model registry when the replica begins to serve.
 
-        From then on, observers see this replica's cache instead of the cache of an earlier engine.
+        From then on, this object reports the cache of this replica instead of the cache of an earlier engine.
         """
 
 
@@ -59,10 +59,10 @@ def make_schedulers(
 def make_front(
     config: Config, schedulers: Sequence[Scheduler], pools: BlockPools | None, *, on_nodes: bool
 ) -> tuple[Scheduler | Router, list[StepSource]]:
-    """Returns the object that accepts requests, and the source of steps of each replica.
+    """Returns the object that accepts requests, and, for each replica, the object that makes its steps.
 
-    Both are the scheduler if there is one replica on this machine. With several replicas, or if the agents are on nodes
-    (``on_nodes``), a router accepts requests. ``pools`` are the hand-over pools of replicas on several machines.
+    If there is one replica on this machine, the scheduler does both. With several replicas, or if the agents are on
+    nodes (``on_nodes``), a router accepts requests. ``pools`` are the hand-over pools of replicas on several machines.
     """
     if len(schedulers) == 1 and not on_nodes:
         return schedulers[0], [*schedulers]

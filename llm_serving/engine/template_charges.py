@@ -197,8 +197,8 @@ FILTERS: dict[str, Callable[..., int]] = {
     "indent": _indent_size, "batch": _columns_size, "slice": _columns_size, "round": _round_size, "sum": _sum_size,
     "format": _percent_filter_size,
 }  # fmt: skip
-"""The available filters, each with a function that returns its charge in characters. The charge of a new filter must
-never be too low.
+"""The available filters, each with a function that returns its charge in characters. A charge must not be
+lower than the real cost of the filter.
 """
 
 _STR_METHODS: dict[str, Callable[..., int]] = {

@@ -1,10 +1,10 @@
 """A table of the bytes of every token, so that decoding only joins bytes.
 
 In the supported tokenizers, the text of a sequence is the concatenation of its tokens' bytes, without a leading space
-that the tokenizer added. This is true for byte-level BPE (GPT-2, Radford et al. 2019), where each byte is a printable
-character of the vocabulary. It is also true for SentencePiece models with byte fallback (Kudo and Richardson 2018).
-There, a space is U+2581, and an unknown character is a series of ``<0xNN>`` entries. Decoding is therefore exact, needs
-no window over earlier tokens, and costs the same for each token.
+that the tokenizer added. Decoding is therefore exact, needs no window over earlier tokens, and costs the same for each
+token. There are two kinds of these tokenizers. In byte-level BPE (GPT-2, Radford et al. 2019), the vocabulary has a
+printable character for each byte. In SentencePiece models with byte fallback (Kudo and Richardson 2018), a space is
+U+2581, and an unknown character is a series of tokens ``<0xNN>``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class DecodeRule:
     """The rule that turns a vocabulary entry into bytes.
 
-    ``strip_spaces`` is the number of spaces that the tokenizer adds at the start of a text, and that decoding removes.
-    With ``strip_first_token``, decoding instead removes all word marks (U+2581) from the first token, as a Metaspace
-    decoder does.
+    ``strip_spaces`` is the number of spaces that decoding removes at the start of a text, because the tokenizer has
+    added them. With ``strip_first_token``, decoding instead removes all word marks (U+2581) from the first token, as a
+    Metaspace decoder does.
     """
 
     byte_level: bool = False

@@ -82,11 +82,10 @@ class Tokenizer(ABC):
 
 
 def _chat_templates(files: TokenizerFiles) -> tuple[ChatTemplate, ChatTemplate | None]:
-    """Returns the default chat template, and the template for conversations with tools, or None if the model has no
-    second one.
+    """Returns the default chat template, and the template for conversations with tools.
 
-    If no template has the name ``default``, the first one is the default. Raises CheckpointError if any template is
-    invalid.
+    The template for tools has the name ``tool_use``. It is None if the model has no template of this name. If no
+    template has the name ``default``, the first one is the default. Raises CheckpointError if any template is invalid.
     """
     templates = {
         name: ChatTemplate(text, files.special_tokens, name=f"{files.settings.source}: chat template {name!r}")

@@ -29,8 +29,8 @@ from llm_serving.gguf.place import own_config
 
 MAX_VOCABULARY_BYTES = 256 * 1024 * 1024
 
-# Appended to a serialised ModelProto, these bytes mean ``normalizer_spec { add_dummy_prefix: false }``. If a message
-# field occurs twice, protocol buffers merge both. So the bytes change only this flag.
+# These bytes mean ``normalizer_spec { add_dummy_prefix: false }``. They are appended to a serialised ModelProto, which
+# may have a ``normalizer_spec`` already. Protocol buffers merge both, so the bytes change only this flag.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 # Turn off the library's own threads. They would only add cost, because each call encodes a single text.
