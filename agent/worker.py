@@ -123,10 +123,9 @@ class Worker:
         self._server.send(AdapterLoaded(seq=message.seq, adapter_slot=message.adapter_slot, error=error))
 
     def _run_step(self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> None:
-        """Runs one step. If the device runs ahead, most steps are only launched here, and ``runner.ahead`` finishes
-        them later.
+        """Runs one step. If the device runs ahead, only launches the step, and ``runner.ahead`` finishes it later.
 
-        Moves, and decode steps with a checked row, always run immediately.
+        Two kinds of steps always run to their end here: move steps, and decode steps with a row check.
         """
         outcome: StepCost | Exception
         try:

@@ -1,6 +1,6 @@
 """Decides whether the first waiting request starts, while others run.
 
-``Starter`` starts a request if no part of this package objects:
+``Starter`` starts a request if none of the other modules holds it back:
 
 * ``light_keys`` may choose another first request: that of an API key with few requests.
 * ``batching`` has the batching modes, for example static batching.

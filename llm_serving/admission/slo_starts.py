@@ -26,11 +26,11 @@ class SloStarts(Stateful):
         tokens.
 
     Late requests
-        Without a limit, late requests would use all free capacity whenever no request on time waits. They would soon
-        hold every block. Then no request could start for seconds, and all requests that arrive in this time would also
-        become late. So while requests on time are expected, one late request may start for each request that has ended
-        since the last step, and one more after every ``STEPS_FOR_ONE_MORE`` steps. This limit is a token bucket. It
-        holds at most one start, or as many starts as requests ended since the last step if that is more.
+        While requests on time are expected, one late request may start for each request that has ended since the last
+        step, and one more after every ``STEPS_FOR_ONE_MORE`` steps. Unused starts are not saved up, except one. Without
+        this limit, late requests would use all free capacity whenever no request on time waits. They would soon hold
+        every block. Then no request could start for seconds, and all requests that arrive in this time would also
+        become late.
 
     Late requests start without this limit while less than half of the blocks and usable batch rows are in use. They
     also start without it if no request has arrived for the duration of an objective. ``SloOrder`` also gives every

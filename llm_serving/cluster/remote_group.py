@@ -177,7 +177,7 @@ class RemoteGroup:
     def send_blocks(self, target: RemoteGroup, pairs: Pairs, done: Done) -> None:
         """Lets the node send blocks of its hand-over pools to the node of another group.
 
-        The executor's thread calls ``done`` once, see ``handover.transport``.
+        ``pairs`` lists the blocks. ``done`` is called once, by the executor's thread (``handover.transport``).
         """
         if self._is_closed or not target.is_ready or not self.is_ready:
             done(TransferError("the agents of a replica were lost before its blocks were sent"))
@@ -198,7 +198,7 @@ class RemoteGroup:
         return due if self._node.leave_at is None else min(due, self._node.leave_at)
 
     def look(self, now: float, last_result: float, slots: Iterable[int]) -> None:
-        """Sends a sign of life if one is due, and checks the node.
+        """Sends a sign of life to the node if one is due, and checks that the node is alive.
 
         Raises NodeDrainedError if the node is drained and its requests have not ended in time. Raises AgentLostError
         if the node has sent no sign of life for ``SERVER_PATIENCE_S``. If the link broke, raises AgentLostError, or
