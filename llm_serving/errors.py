@@ -186,7 +186,7 @@ class AgentLostTwiceError(EngineFailedError):
 
     @classmethod
     def or_failure(cls, error: str | None) -> EngineFailedError:
-        """Returns the exception for ``error``, the error text in the last piece of a request's output.
+        """Returns the exception for ``error``, the error text in the last output of a request.
 
         The exception is of this class if the text is ``TEXT``, otherwise an EngineFailedError.
         """

@@ -168,9 +168,9 @@ class FastTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """Reads ``tokenizer.model`` through sentencepiece, with the added tokens of ``tokenizer_config.json``.
 
-    As in transformers' LlamaTokenizer, a text is first split at the added tokens, then sentencepiece splits the parts
-    between them. Sentencepiece puts a word mark before a sentence. With ``legacy: false`` only the start of the text
-    gets this mark, otherwise every part does.
+    As in transformers' LlamaTokenizer, a text is first divided at the added tokens. Sentencepiece then encodes the
+    parts between them. It puts the mark of a new word before each part, or with ``legacy: false`` only at the start of
+    the text.
     """
 
     def __init__(self, files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> None:
@@ -217,7 +217,7 @@ class SentencePieceTokenizer(Tokenizer):
                 )
 
     def _literal_tokens(self, files: TokenizerFiles) -> tuple[AddedToken, ...]:
-        """Returns the tokens that are found by their literal text before SentencePiece splits the rest.
+        """Returns the tokens at which a text is divided before SentencePiece encodes the parts between them.
 
         These are the added tokens, and the named special tokens (``bos_token``, ...) of SentencePiece's vocabulary.
         """

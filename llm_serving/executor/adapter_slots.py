@@ -16,8 +16,8 @@ Sent = tuple[messages.AdapterLoad, AdapterMemory]
 
 @dataclass(slots=True)
 class _Loading:
-    """An adapter that the agents are to load. Its message is sent when ``steps``, the steps that were in flight at the
-    call of ``load``, have ended.
+    """An adapter that the agents must load. The message that lets them load it is sent when ``steps`` have ended. These
+    are the steps that were in flight when ``AdapterSlots.load`` was called.
 
     ``seq`` is the number of the message. The replies repeat this number, so late replies to an earlier message are
     recognised.
@@ -34,7 +34,8 @@ class _Loading:
 class AdapterSlots:
     """The adapters that the agents of a group have, and the adapter that they are loading.
 
-    New agents first load all adapters (``again``). Only then may steps name an adapter slot, and ``load`` may be used.
+    Agents that have just become ready must first load all adapters, with the messages that ``again`` returns. Before
+    they have loaded them, no step may name an adapter slot, and ``load`` must not be called.
     """
 
     def __init__(self, num_agents: int) -> None:
@@ -56,9 +57,11 @@ class AdapterSlots:
         return self._unanswered > 0
 
     def load(self, seq: int, slot: int, memory: AdapterMemory, steps: Iterable[int]) -> None:
-        """Begins to load an adapter with message ``seq`` after ``steps``, the steps in flight.
+        """Prepares the loading of an adapter. ``due`` returns the message, with the number ``seq``, when ``steps`` have
+        ended. ``steps`` are the steps in flight.
 
-        One adapter is loaded at a time. If ``drop`` gave an earlier adapter up, ``due`` first waits for its replies.
+        Only one adapter is loaded at a time. If an earlier adapter was dropped while the agents loaded it, ``due``
+        first waits until all of them have replied.
         """
         self.keep(slot, memory)
         self._loading = _Loading(seq, slot, memory, set(steps))
@@ -90,8 +93,8 @@ class AdapterSlots:
     def again(self, number: Callable[[], int]) -> list[Sent]:
         """Returns the messages for agents that have become ready: one for each adapter that they do not have.
 
-        Call this method again after the last reply, because ``keep`` may have stored another adapter meanwhile. If the
-        result is empty, the agents have all adapters.
+        When all agents have replied to these messages, call this method again, because ``keep`` may have stored another
+        adapter meanwhile. An empty result means that the agents have all adapters.
         """
         new = {slot: each for slot, each in sorted(self._resident.items()) if slot not in self._restored}
         self._restored |= new.keys()

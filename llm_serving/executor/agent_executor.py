@@ -387,10 +387,11 @@ class AgentExecutor:
         return min(others if own is None else [own, *others], default=None)
 
     def _own_deadline(self, group: Group) -> tuple[tuple[float, str] | None, float | None]:
-        """Returns the next deadline of the start or of a step, and the time of the last result.
+        """Returns two values: the deadline of the agents' start or of the steps in flight, and the time of the last
+        result.
 
-        The second value is None while the group need not complete a step: during its start, without steps in flight,
-        and after a failure.
+        The deadline is None if no step is in flight. The time of the last result is None if no result is expected:
+        during the start, without steps in flight, and after an agent has failed a step.
         """
         settings, steps = self._config.serving_config, self._steps
         if not self._has_said_ready:

@@ -31,7 +31,8 @@ EXIT_WAIT_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """The shared memory of one group of agents: the step slots, for several agents the exchange, and host blocks.
+    """The shared memory of one group of agents: the step slots, the exchange (if there are several agents), and the
+    host blocks.
 
     The server creates and frees this memory. An agent of the group maps all of it, except the host blocks of other
     agents.

@@ -147,9 +147,10 @@ class Executor(Protocol):
         """Returns the host blocks of each ready agent, in order of rank. Empty without KV tiers."""
 
     def release(self) -> None:
-        """Ends the agents after ``AgentLeaving``. Call this method when they have no requests any more.
+        """Ends the agents of a machine that is being drained. Call this method after the event ``AgentLeaving``, when
+        the agents have no requests any more.
 
-        An ``AgentReady`` follows when agents on another machine are ready.
+        ``poll`` reports ``AgentReady`` when new agents on another machine are ready.
         """
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
@@ -191,9 +192,9 @@ def poll_all(executors: Sequence[Executor]) -> Poll:
 
 
 class _SeveralExecutors:
-    """Waits with an epoll object, which is closed when this object is freed.
+    """Waits for events of several executors with an epoll object, which is closed when this object is freed.
 
-    A selector of the standard library is part of a reference cycle, so it would stay open until a garbage collection.
+    A selector of the standard library is part of a reference cycle. It would stay open until a garbage collection.
     """
 
     def __init__(self, executors: Sequence[Executor]) -> None:

@@ -88,8 +88,8 @@ class Group(Protocol):
         """Updates ``is_ready``. Call it after messages of a group that is not ready yet."""
 
     def send(self, message: ServerMessage) -> None:
-        """Sends a message to every agent. A broken connection is not an error of this call, because a source reports
-        it.
+        """Sends a message to every agent. If a connection is broken, raises no error: the function of one of the
+        ``sources`` later raises it.
 
         If the message names a step slot, the step's inputs or masks must already be in this slot.
         """
@@ -124,7 +124,8 @@ class Group(Protocol):
 
 
 StartGroup = Callable[[], Group | None]
-"""Starts a group of agents. Returns None if no machine is free for them now.
+"""A function that starts a group of agents. It returns None if no machine is free for them now.
 
-The starter must then call ``Executor.wake`` when a machine may be free. Raises AgentStartError or OSError.
+Whoever provides the function must then call ``Executor.wake`` when a machine may be free. The function raises
+AgentStartError or OSError.
 """

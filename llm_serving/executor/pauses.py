@@ -13,8 +13,8 @@ COUNTED_S = 1.0
 class PauseWatch:
     """Finds the pauses of this process by the time between two calls of ``look``.
 
-    If a busy machine delays a call, the time beyond ``COUNTED_S`` counts as a pause, too. The agents may also have
-    waited for a processor meanwhile.
+    A call that comes late only because the machine is busy also counts as a pause, for the time beyond ``COUNTED_S``.
+    This is intended: the agents may have waited for a processor, too.
     """
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class PauseWatch:
         return None if self._looked_at is None else self._looked_at + COUNTED_S / 2
 
     def begin(self, now: float) -> None:
-        """Begins the measurement if this object rests. Call this method when a deadline begins.
+        """Begins a measurement if none is in progress. Call this method when a deadline begins.
 
-        Without it, a pause before the first ``look`` would not be found.
+        Without this call, a pause before the first ``look`` would not be found.
         """
         if self._looked_at is None:
             self._looked_at = now

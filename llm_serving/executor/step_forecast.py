@@ -24,14 +24,15 @@ prompt token and a token that its attention reads.
 
 
 class StepForecast:
-    """Learns the time of steps from their slots and results, and predicts it. Times are seconds of the agents.
+    """Learns how long steps take, and predicts it for other steps. It reads the sizes of a step from its step slot, and
+    its time, as the agents measured it, from its result.
 
-    There is no prediction for a step of unusual size, and for steps that also move blocks or encode images.
+    Steps of unusual size, and steps that also move blocks or encode images, are not predicted.
 
-    The cost model gives each prompt token the same time, but a token late in a prompt reads more earlier tokens and
-    takes longer. So the time of a prompt token is multiplied by a ratio, if the ratio is above 1. The ratio is the
-    mean number of tokens that each prompt token of the step reads, divided by this mean in the learnt steps. The
-    result is an upper bound, because the time cannot grow faster than the number of read tokens.
+    The cost model gives each prompt token the same time. But a token late in a prompt attends to more earlier tokens,
+    and takes longer. So the time of the prompt tokens is multiplied by a ratio, unless the ratio is below 1. The ratio
+    is the mean number of tokens to which a prompt token of this step attends, divided by the same mean in the learnt
+    steps. The result is an upper bound, because the time cannot grow faster than this number.
     """
 
     def __init__(self) -> None:
@@ -76,10 +77,11 @@ class StepForecast:
 
 
 class _LearntReach:
-    """Learns how many tokens a prompt token reads on average. Each token that it reads makes one pair.
+    """Learns to how many tokens a prompt token attends on average. The result is the number of pairs per prompt token.
 
-    The weight of a step is ``(prompt tokens / seconds) ** 2``, which is its weight in the least squares fit of the cost
-    model. So the learnt time of a prompt token is the time of a token with the mean number of pairs.
+    The average is weighted: a step has the weight ``(prompt tokens / seconds) ** 2``, the same as in the least squares
+    fit of the cost model. So the cost model's time of a prompt token belongs to a token with this average number of
+    pairs.
     """
 
     def __init__(self) -> None:

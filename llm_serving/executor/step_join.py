@@ -14,8 +14,9 @@ class StepJoin:
 
     The agents of a group run a step together. If all agents refuse a step, only this step has failed. If only some
     agents fail the step, the other agents may wait for them forever. Then the group must be restarted, and the step's
-    requests end with an error. In this case, ``torn`` has the reason, at the latest from the time ``overdue_at`` on.
-    ``first_rank`` is the rank of the first agent, for messages.
+    requests end with an error. ``torn`` is the reason for this restart. It is set when all agents have replied, or by
+    ``check_overdue`` if replies are missing at the time ``overdue_at``. ``first_rank`` is the rank of the first agent,
+    for messages.
     """
 
     GRACE_S = 5.0

@@ -1,6 +1,6 @@
 """The step slots of a group of agents: writes scheduled steps into free slots and reads the results of completed steps.
 
-Work that is the same for all tokens of a step is done once for the step.
+Inputs that do not change from one step to the next are kept, and not computed again for each step.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Batch:
     table_lens: list[int]
     """Length of the block table of each sequence in the last step."""
     slots: dict[StepSlot, int]
-    """Step slots that contain this batch's constant columns, each with the width of its block tables. A width of 0
-    means that the block tables are out of date.
+    """The step slots that already contain the columns that stay the same for this batch. The value is the width of the
+    block tables in the slot, or 0 if they are out of date.
     """
     num_masks: int
     """Number of sequences with a constraint."""
@@ -278,8 +278,8 @@ class StepSlots:
     def _next_checked_row(self, step: ScheduledStep) -> int:
         """Returns the number of the sequence, from 1, that the agents compute twice in this decode step. 0 means none.
 
-        Steps with drafts are not checked if the model has linear attention. A draft then needs the state after the
-        entries before it.
+        If the model has linear attention, steps with drafts are not checked. A draft cannot be computed alone, because
+        it needs the state after the tokens before it.
         """
         if step.num_drafts and self._limits.has_states:
             return 0

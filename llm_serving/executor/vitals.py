@@ -24,14 +24,14 @@ STOPPED_S = 1.5
 """Seconds for which one agent must be stopped (SIGSTOP) before the agents count as lost."""
 GRACE_S = 2.0
 GRACE_STEPS = 5.0
-"""The limit for a step is ``GRACE_S`` plus ``GRACE_STEPS`` times its predicted time, in seconds. Agents count as lost
-if all of them sleep for longer, or if one thread uses more processor time. Without a prediction, only the limit for
-sleep applies, and the time of the longest step so far replaces the predicted time.
+"""The limit for a step is ``GRACE_S`` seconds plus ``GRACE_STEPS`` times its predicted time. Agents count as lost if
+all of them sleep for longer than the limit, or if one thread uses more processor time than the limit. If there is no
+prediction, the limit uses the longest step so far, and processor time is not limited.
 """
 
 ASLEEP_LOOKS = 4
-"""After this number of consecutive checks in which all threads of the agents and of their children sleep, no reply to a
-probe is expected.
+"""Number of consecutive checks after which ``SilentAgents`` expects no reply any more, if all threads of the agents and
+of their children slept in each check.
 """
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 """Length of a clock tick in seconds. Linux counts processor time in these ticks."""
@@ -134,8 +134,9 @@ class SilentAgents:
     def may_reply(self) -> bool:
         """Returns False if the agents will not reply: a process is stopped or has ended, or all of them sleep.
 
-        The agents count as asleep after ``ASLEEP_LOOKS`` consecutive calls that find them asleep, because a reply may
-        wait for this process. On a slow machine, these calls take longer, too. Returns False if there are no ``pids``.
+        The agents count as asleep only after ``ASLEEP_LOOKS`` consecutive calls that find them asleep. An agent that
+        has already sent its reply may also sleep until this process reads the reply. On a slow machine, these calls
+        take longer, too. Returns False if there are no ``pids``.
         """
         states = [_thread_states(pid) for pid in self._pids]
         if not states or any(not found or found <= {"T", "Z"} for found in states):

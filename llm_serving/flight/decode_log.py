@@ -20,8 +20,8 @@ from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 
 REFUSED, LOGGED, DUE = range(3)
-"""Values that ``DecodeLog.end`` returns. REFUSED: the iteration is not undisturbed decoding, and the log lacks it.
-LOGGED: the log added the iteration. DUE: the log added the iteration, and the caller should call ``take`` now.
+"""Values that ``DecodeLog.end`` returns. REFUSED: the iteration is not undisturbed decoding, and was not added to the
+log. LOGGED: it was added. DUE: it was added, and the caller should call ``take`` now.
 """
 
 _NO_TOKEN = -1
@@ -64,9 +64,9 @@ class DecodeRun:
 class DecodeLog:
     """Collects loop iterations in which the same batch decodes. The log accepts calls between ``begin`` and ``stop``.
 
-    ``result`` and ``step`` return False, and ``end`` returns REFUSED, if a call does not belong to undisturbed
-    decoding. The log then stays unchanged. ``counts`` returns the scheduler's counts, which are stored for steps with
-    new blocks.
+    A call that does not belong to undisturbed decoding does not change the log. ``result`` and ``step`` then return
+    False, and ``end`` returns REFUSED. ``counts`` is a function that returns the scheduler's counts (requests, free
+    blocks and others). The log stores them for each step with new blocks.
     """
 
     def __init__(self, counts: Callable[[], Counts], max_iterations: int) -> None:
@@ -85,8 +85,8 @@ class DecodeLog:
         self._iteration_results = self._iteration_steps = 0
         self._ending_token_ids: set[int] = set()
         self._positions = 0
-        """Sum of all entries of ``starts`` and ``sample_positions`` of the latest step. An entry grows by 0 or 1 per
-        step. So a comparison of two sums shows whether every entry has grown by 1.
+        """Sum of all numbers in the columns ``starts`` and ``sample_positions`` of the latest step. Each number grows
+        by 0 or 1 per step. So if the sum has grown by the count of the numbers, each number has grown by 1.
         """
         self._keeps_updates = False
 
@@ -117,8 +117,8 @@ class DecodeLog:
     def result(self, result: StepResult, updates: list[RequestUpdate], now: float) -> bool:
         """Logs a call of ``Scheduler.update``.
 
-        Returns True if the log has added the result. Returns False if undisturbed decoding does not include the result,
-        for example because it has no token for some sequence or ends a request.
+        Returns True if the result was added. Returns False if the result does not belong to undisturbed decoding, for
+        example because a sequence got no token or a request ended.
         """
         run = self._run
         if not self._is_active or run is None:
@@ -202,8 +202,8 @@ class DecodeLog:
         return DUE if len(run.times_us) >= self._max_iterations or now >= self.due else LOGGED
 
     def stop(self) -> None:
-        """Stops logging until ``begin`` is called. Calls of the present loop iteration that the log already has stay in
-        the log, as an iteration that has not ended.
+        """Stops logging until ``begin`` is called. If the present loop iteration has calls in the log, they stay there,
+        and the iteration is marked as not ended.
         """
         run = self._run
         if run is not None and self._iteration_results:

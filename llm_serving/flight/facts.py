@@ -111,8 +111,8 @@ def ending_indices(step: ScheduledStep, sampled_ids: list[int]) -> list[int]:
 def is_whole(step: ScheduledStep, sampled_ids: list[int], num_logits: int, num_logsumexps: int) -> bool:
     """Returns True if the result of ``step`` has a value for each sequence of the step.
 
-    Each column of the result must have an entry for each sequence. Exactly the sequences that the step samples must
-    have a token id (0 or more). In a step with drafts, rejected entries count as well.
+    Each column of the result must have one value per sequence. A sequence must have a token id (0 or more) if the step
+    samples it, and no token id otherwise. In a step with drafts, ``REJECTED`` counts as a token id.
     """
     if not len(sampled_ids) == num_logits == num_logsumexps == len(step.rows):
         return False
@@ -135,10 +135,10 @@ def make_result(
 ) -> StepResult:
     """Creates a result for a replay. For the scheduler, it is equivalent to the recorded result.
 
-    ``do_sample`` has one entry for each sequence of the step: whether the step samples its next token. ``rejected`` are
-    the indices of the rejected drafts, and ``bad_moves`` those of the moves whose block was bad. ``names`` has the
-    pseudonyms of the tokens. If it is None, tokens that end a request become ``ENDING_TOKEN``, all others
-    ``PLAIN_TOKEN``.
+    ``do_sample`` states for each sequence of the step whether the step samples its next token. ``ends`` are the indices
+    of the sequences that ended. ``rejected`` are the indices of the tokens that do not count because of a wrong draft.
+    ``bad_moves`` are the indices of the block moves that failed. ``names`` has the pseudonyms of the tokens. If
+    ``names`` is None, a token that ended a request becomes ``ENDING_TOKEN``, and any other token ``PLAIN_TOKEN``.
     """
     result = StepResult(seq, bad_moves=list(bad_moves), queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)

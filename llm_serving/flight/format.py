@@ -26,8 +26,8 @@ from llm_serving.errors import LLMServingError
 MAGIC = b"LLMFLT01"
 FORMAT_VERSION = 10
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
-"""Versions of the format that this program reads. It restores the scheduler's state only from files of the present
-version. A replay of an older recording must start at the beginning of a run.
+"""Versions of the format that this program reads. The scheduler's state can be restored only from files of the present
+version. So a replay of an older recording must start with the first segment of a server run, which needs no state.
 """
 SUFFIX = ".flight"
 _FRAME = struct.Struct("<II")
@@ -64,9 +64,9 @@ class Tag(enum.IntEnum):
     """
     UPDATE = 3
     """A call of ``update``. Fields: step number, fault?, indices of ended sequences, output pseudonyms?, queue_us,
-    graph_us, sample_us, number of updates or name of the raised error, counts?. If drafts were rejected, one more field
-    has the indices of the rejected entries. If moves failed, two more fields have the indices of the rejected entries
-    and of the failed moves.
+    graph_us, sample_us, number of updates or name of the raised error, counts?. Two further fields may follow: the
+    indices of the tokens that were rejected because of a wrong draft, and the indices of the block moves that failed.
+    The first is omitted if both are empty, the second if no move failed.
     """
     FINISH = 4
     """A call of ``finish_request``. Fields: number of the request?, reason, whether the scheduler knew the request."""
@@ -103,10 +103,10 @@ class Tag(enum.IntEnum):
     DECODING = 12
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.
-    ``times`` has one entry per iteration. The next three fields and the pseudonyms have one per result. ``counts`` has
-    ``[index of the step, counts]`` for the steps that added blocks. An irregular iteration is ``[index, number of
-    results, number of steps, whether it ended]``. It does not have exactly one result and one step, or it continues in
-    the next record.
+    ``times`` has one value per iteration. ``queue_us``, ``graph_us``, ``sample_us`` and the pseudonyms have one value
+    per result. ``counts`` has ``[index of the step, counts]`` for each step that added blocks. An iteration is
+    irregular if it does not have exactly one result and one step, or if it continues in the next record. It is stored
+    as ``[index, number of results, number of steps, whether it ended]``.
     """
 
 
@@ -124,8 +124,8 @@ class SegmentHeader:
     version: str
     """Version of the server."""
     code_digest: str
-    """Digest of the source code that makes the decisions: scheduler, waiting queue and KV cache manager. Other code may
-    replay the recording with other decisions.
+    """Digest of the source code that makes the decisions: scheduler, waiting queue and KV cache manager. If a replay
+    runs code with another digest, its decisions may differ from the recorded ones.
     """
     config_digest: str
     limits: dict[str, Any]

@@ -57,8 +57,8 @@ class Journal:
         self.decode_log = DecodeLog(self._scheduler.counts, _MAX_ITERATIONS)
         self._num_steps = 0
         self._is_step_latest = False
-        """True if the latest call of the scheduler was ``schedule`` and returned a step. If the next call returns no
-        step, the counts have not changed since then, and its record omits them.
+        """True if the latest call of the scheduler was ``schedule`` and returned a step. If the next call of
+        ``schedule`` returns no step, the scheduler's counts are still the same, and its record omits them.
         """
         self._counted_requests: list[Request] | None = None
         self._counted_lens: list[int] = []
@@ -79,9 +79,9 @@ class Journal:
     def record_step(self, step: ScheduledStep, now: float) -> None:
         """Records that ``schedule`` returned a step.
 
-        The record includes the scheduler's counts only if these may have changed since the latest step. They may have
-        changed if the step has other sequences or other block table lengths. They may also have changed if a call other
-        than ``schedule`` and ``update`` came before the step.
+        The record omits the scheduler's counts if they cannot have changed since the latest step. This holds if the
+        step has the same sequences and the same lengths of block tables, and only ``schedule`` and ``update`` were
+        called since then.
         """
         self._stop_log()
         self._num_steps += 1

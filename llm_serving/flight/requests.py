@@ -18,8 +18,8 @@ _UNPACK = struct.Struct("<I").unpack
 class TokenNames:
     """Keeps the pseudonyms (names) of all tokens of each request until ``forget`` is called for the request.
 
-    A recording needs pseudonyms if the prefix cache is on, because the prefix cache compares tokens. A pseudonym costs
-    about 0.7 us.
+    A recording needs pseudonyms if the prefix cache is on, because the prefix cache compares tokens. Computing and
+    storing a pseudonym takes about 0.7 us.
     """
 
     def __init__(self, pseudonyms: Pseudonyms | None = None) -> None:
@@ -41,8 +41,8 @@ class TokenNames:
     def take(self, updates: list[RequestUpdate], num_sampled: int) -> list[int]:
         """Computes the pseudonyms of the tokens in a step's result.
 
-        Returns one pseudonym for each of the ``num_sampled`` entries of the result's ``sampled_ids``. An entry without
-        an update gets ``PLAIN_TOKEN``.
+        Returns one pseudonym for each of the ``num_sampled`` token ids in the result. A token that no request received
+        (no update has it) gets ``PLAIN_TOKEN``.
         """
         step_names, chains = [PLAIN_TOKEN] * num_sampled, self._chains
         for update in updates:

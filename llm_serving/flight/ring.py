@@ -38,7 +38,7 @@ class SegmentRing:
     def begin(self, frames: list[bytes], num_bytes: int) -> None:
         """Closes the present segment, starts the next one and writes ``frames`` to it.
 
-        The new segment may grow to about ``num_bytes`` bytes.
+        The new segment will have about ``num_bytes`` bytes. The oldest segments are deleted to make space for it.
         """
         self.close()
         data = b"".join([MAGIC, *frames])

@@ -15,9 +15,9 @@ from llm_serving.scheduler.scheduler import Scheduler
 PAUSE_S = 60.0
 """Seconds between a failed write and the next attempt."""
 _FRAME_BYTES = 4096
-"""Minimum free space of a segment, in bytes. A segment ends if it has less free space than this number or than twice
-its largest frame. A segment that is three quarters full also ends when the scheduler is idle, because the next segment
-then begins with a small state.
+"""A segment counts as full if less than this number of bytes is free, or less than twice the size of its largest frame.
+When the scheduler is idle, a segment ends early, as soon as it is more than three quarters full. The next segment then
+begins with a small state.
 """
 _SEGMENT_STATES = 4
 """Minimum size of a segment, as a multiple of the scheduler's state at its beginning."""

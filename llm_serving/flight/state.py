@@ -1,9 +1,9 @@
 """Removes tokens and texts from a snapshot of the scheduler, so that a recording contains neither.
 
-If the prefix cache is on, pseudonyms replace the tokens. A pseudonym depends on all tokens before it. The pseudonyms of
-a cached block therefore also depend on its parent block, which is the block before it. If the parent is no longer
-cached, no request can find the block, and zeros replace its tokens. If the prefix cache is off, a recording has only
-the number of tokens.
+If the prefix cache is on, pseudonyms replace the tokens. A pseudonym depends on all tokens before it. So the pseudonyms
+of a cached block can be computed only if its parent block (the block before it) is cached, too. Otherwise zeros replace
+the block's tokens. These tokens are not needed, because no request can find a block without its parent. If the prefix
+cache is off, a recording has only the number of tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 class ReplayCodec:
     """Saves and restores requests and blocks in a replay. The tokens of a replay are already pseudonyms, so they are
-    saved unchanged.
-
-    ``keeps_tokens`` is False if the recording has no pseudonyms.
+    saved unchanged. If ``keeps_tokens`` is False, only the numbers of tokens are saved, because the recording has no
+    pseudonyms.
     """
 
     def __init__(self, keeps_tokens: bool) -> None:

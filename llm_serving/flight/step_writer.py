@@ -50,8 +50,8 @@ class StepWriter:
         self._latest: _Last | None = None
         self._has_grown = False
         self._tables: dict[int, tuple[list[int], int]] = {}
-        """For each request number: its block table, and the number of entries that are already recorded. If
-        ``_has_grown`` is True, the numbers for the latest step's tables are in ``_latest`` instead.
+        """For each request number: the block table, and how many of its blocks are already recorded. If ``_has_grown``
+        is True, these lengths are out of date for the latest step's sequences. Then ``_latest`` has their lengths.
         """
 
     def forget(self, number: int) -> None:
@@ -99,8 +99,8 @@ class StepWriter:
         """Checks whether the steps in flight ``sent`` are undisturbed decode steps of one batch. If so, returns the
         recorded lengths of their block tables.
 
-        Returns None if the last step in ``sent`` is not the latest recorded step, or if the steps have different
-        sequences. Also returns None if a sequence has several tokens, does not sample, or restarts its batch row.
+        Otherwise returns None: if the last step in ``sent`` is not the latest recorded step, or if the steps have
+        different sequences. Also if a sequence has several tokens, does not sample, or is new on its batch row.
         """
         last = self._latest
         if (
@@ -168,7 +168,8 @@ class StepWriter:
         return _record(step, last, batch, step.starts, step.sample_positions, blocks)
 
     def _grown(self, tables: list[list[int]], last: _Last, table_lens: list[int]) -> list[object]:
-        """Returns the new blocks of a step as ``(index, place, ids)`` for each block table that has grown.
+        """Returns ``(index, place, ids)`` for each block table that has grown: the index of the sequence, the index of
+        the first new block in the table, and the new block ids.
 
         The step has the same sequences as ``last``.
         """
@@ -197,8 +198,8 @@ class StepWriter:
         return list(blocks)
 
     def _note_growth(self) -> None:
-        """Copies the recorded block table lengths of the latest step to ``_tables``. Called before a step with another
-        batch or of another kind.
+        """Copies the recorded block table lengths of the latest step to ``_tables``. Must be called before ``_latest``
+        changes to a step of another batch or another kind.
         """
         latest = self._latest
         if self._has_grown and latest is not None:

@@ -5,12 +5,12 @@
 A field that is marked with ``?`` may be None. The *base* of a step is the latest earlier step of the same kind.
 
 ``batch`` is None if the step has the same requests, batch rows, query lengths and sampling flags as its base. Otherwise
-it is ``[numbers, rows, query_lens?, do_sample?]``. There, ``query_lens`` is None if all are 1, and ``do_sample`` is
-None if all are True. ``starts`` is None if each sequence continues where the base ended. ``sample_positions`` is None
-if each sequence samples the position after its position in the base. ``blocks`` has ``[index, place, ids]`` for each
-block table that has changed since its last record. ``index`` is the sequence, and ``ids`` are the table's entries from
-index ``place`` on. ``restarts`` and ``histories`` are indices of sequences. ``StepWriter`` and ``StepReader`` remember
-the same earlier steps, so the reader restores the whole step.
+it is ``[numbers, rows, query_lens?, do_sample?]``. In this list, ``query_lens`` is None if all query lengths are 1, and
+``do_sample`` is None if every sequence samples. ``starts`` is None if each sequence continues where the base ended.
+``sample_positions`` is None if each sequence samples the position after its position in the base. ``blocks`` has
+``[index, place, ids]`` for each block table that has changed since its last record. ``index`` is the sequence, and
+``ids`` are the table's entries from index ``place`` on. ``restarts`` and ``histories`` are indices of sequences.
+``StepWriter`` and ``StepReader`` remember the same earlier steps, so the reader restores the whole step.
 
 A run of consecutive steps of one batch is a single record: ``[seq of the first step, kind, growths, reason]``. A growth
 is ``[index of the step in the run, index, place, ids]`` and replaces an entry of the step's ``blocks``.
@@ -30,8 +30,8 @@ KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 """Code of each kind of step in records, from 0."""
 
 Growth = tuple[int, int, int, list[int]]
-"""New blocks of a block table during a run of steps. The entries: index of the step in the run, index of the table,
-place of the first new block, block ids."""
+"""New blocks of one block table in a run of steps: index of the step in the run, index of the block table in the step,
+index of the first new block in the table, and the new block ids."""
 
 
 @dataclass(slots=True)

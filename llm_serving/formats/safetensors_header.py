@@ -1,6 +1,6 @@
-"""Reads the shapes of a few tensors from the headers of safetensors files. Reads no values.
+"""Finds the shapes of named tensors in the headers of a folder's safetensors files, without reading values.
 
-The reader of weights (``agent.weights.safetensors_file``) checks the files and reports damage.
+Damaged files are skipped here. The reader of weights (``agent.weights.safetensors_file``) reports them later.
 """
 
 from __future__ import annotations
