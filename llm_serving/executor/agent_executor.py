@@ -390,8 +390,8 @@ class AgentExecutor:
         """Returns two values: the deadline of the agents' start or of the steps in flight, and the time of the last
         result.
 
-        The deadline is None if no step is in flight. The time of the last result is None if no result is expected:
-        during the start, without steps in flight, and after an agent has failed a step.
+        The deadline is None if no step is in flight. The time of the last result is None if no result is expected. This
+        holds during the start, without steps in flight, and after an agent has failed a step.
         """
         settings, steps = self._config.serving_config, self._steps
         if not self._has_said_ready:

@@ -31,8 +31,8 @@ class StepForecast:
 
     The cost model gives each prompt token the same time. But a token late in a prompt attends to more earlier tokens,
     and takes longer. So the time of the prompt tokens is multiplied by a ratio, unless the ratio is below 1. The ratio
-    is the mean number of tokens to which a prompt token of this step attends, divided by the same mean in the learnt
-    steps. The result is an upper bound, because the time cannot grow faster than this number.
+    compares this step with the learnt steps: the mean number of tokens to which a prompt token attends, divided by its
+    learnt value. The result is an upper bound, because the time cannot grow faster than this number.
     """
 
     def __init__(self) -> None:

@@ -168,8 +168,8 @@ class StepWriter:
         return _record(step, last, batch, step.starts, step.sample_positions, blocks)
 
     def _grown(self, tables: list[list[int]], last: _Last, table_lens: list[int]) -> list[object]:
-        """Returns ``(index, place, ids)`` for each block table that has grown: the index of the sequence, the index of
-        the first new block in the table, and the new block ids.
+        """Returns ``(index, place, ids)`` for each block table that has grown. ``index`` is the sequence, ``place`` the
+        index of the first new block in the table, and ``ids`` are the new blocks.
 
         The step has the same sequences as ``last``.
         """

@@ -30,8 +30,9 @@ KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 """Code of each kind of step in records, from 0."""
 
 Growth = tuple[int, int, int, list[int]]
-"""New blocks of one block table in a run of steps: index of the step in the run, index of the block table in the step,
-index of the first new block in the table, and the new block ids."""
+"""New blocks of one block table in a run of steps: ``(step, index, place, ids)``. ``step`` is the index of the step in
+the run, and ``index`` the sequence of the block table. ``place`` is the index of the first new block in the table, and
+``ids`` are the new blocks."""
 
 
 @dataclass(slots=True)

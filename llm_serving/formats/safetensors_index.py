@@ -25,8 +25,8 @@ _DTYPE_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The name, type and shape of a tensor, and its first byte and the byte after its last, counted from the start of
-    the data. ``dtype`` is spelled as in the file.
+    """A tensor in the index. ``dtype`` is spelled as in the file. The tensor's bytes are ``begin .. end - 1``, counted
+    from the start of the data.
     """
 
     name: str

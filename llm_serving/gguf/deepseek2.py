@@ -17,16 +17,16 @@ _GATING_FUNCTION = "expert_gating_func"
 _TEMPERATURE = "attention.temperature_scale"
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _DECIMALS = 6
-"""Number of decimals to which ``mscale_all_dim`` is rounded. A GGUF file has a tenth of the value, as a float32. The
-rounding restores the value in ``config.json``.
+"""Number of decimals to which ``mscale_all_dim`` is rounded. A GGUF file stores ``mscale_all_dim`` / 10 as a float32.
+After the multiplication by 10, rounding gives the exact value of the publisher's ``config.json``.
 """
 
 
 def deepseek2_fields(header: Header, scaling: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the fields of ``config.json`` that only DeepSeek V2 and V3 have. ``scaling`` is ``rope_scaling``.
 
-    In V3, the function of the expert router is a sigmoid. In V2, it is a softmax. Raises CheckpointError for another
-    function, and for a temperature of attention scores (Mistral Large 3).
+    The expert router turns logits into scores by a sigmoid in V3, and by a softmax in V2. Raises CheckpointError for
+    another function, and for a temperature of attention scores (Mistral Large 3).
     """
     get = _values(header)
     gating = get.get(_GATING_FUNCTION, _SOFTMAX)
@@ -56,8 +56,8 @@ def _values(header: Header) -> dict[str, Any]:
 def _head_sizes(get: dict[str, Any]) -> dict[str, Any]:
     """Returns the sizes of an attention head.
 
-    Newer files state the sizes of a head under keys with the suffix ``_mla``. Their keys without this suffix have the
-    sizes of the cache.
+    Newer files state these sizes under keys with the suffix ``_mla``. In these files, the keys without the suffix are
+    the sizes of the latent vectors in the KV cache.
     """
     key, rotated = get.get("attention.key_length_mla", get.get("attention.key_length")), get.get("rope.dimension_count")
     return {
@@ -92,7 +92,7 @@ def _experts(get: dict[str, Any], *, is_v3: bool) -> dict[str, Any]:
 def _with_score_factor(get: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str, Any] | None:
     """Returns DeepSeek's ``rope_scaling``, in which YaRN scales the attention scores instead of the cosines and sines.
 
-    A GGUF file has only ``mscale_all_dim``. In the published models, ``mscale`` has the same value.
+    A GGUF file states only ``mscale_all_dim``. ``mscale`` gets the same value, as in the published models.
     """
     if scaling is None or scaling["rope_type"] != "yarn":
         return scaling

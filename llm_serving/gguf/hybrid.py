@@ -16,15 +16,17 @@ QWEN3_NEXT, QWEN35, QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
 HYBRIDS = (QWEN3_NEXT, QWEN35, QWEN35_MOE)
 """llama.cpp's names of the hybrid architectures."""
 TILED = (QWEN35, QWEN35_MOE)
-"""The architectures whose files order the value heads differently: neighbours use different key heads.
+"""The architectures whose GGUF files have another order of value heads than the publisher's checkpoint.
 
-In the checkpoint of the publisher, neighbouring value heads use the same key head.
+In the checkpoint, the value heads that use the same key head are neighbours. In these GGUF files, neighbouring value
+heads use different key heads.
 """
 _DEFAULT_INTERVAL = 4
 
 
 def delta_sizes(header: Header) -> GatedDelta:
-    """Returns the sizes of the layers with linear attention. The field ``full_layers`` is empty.
+    """Returns the sizes of the layers with linear attention. Leaves the field ``full_layers`` (the numbers of the
+    layers with full attention) empty.
 
     Raises CheckpointError if a size is missing or wrong.
     """

@@ -24,9 +24,10 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of Llama 3's rotary scaling. A GGUF file has only the divisors that follow from these constants."""
 _GEMMA_27B_LAYERS = 62
-"""Number of layers of Gemma 3 27B, from which the code recognises this model.
+"""Number of layers of Gemma 3 27B. A file with this number of layers counts as this model.
 
-The model divides attention scores by the square root of (hidden size / heads). A GGUF file does not state this.
+Unlike the smaller models of Gemma 3, it divides attention scores by the square root of (hidden size / heads). A GGUF
+file does not state this.
 """
 _MAX_FACTORS = 4096
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")

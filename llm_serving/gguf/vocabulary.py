@@ -1,8 +1,8 @@
 """Creates the content of vocabulary files for tokenizer libraries from the metadata of a GGUF file.
 
 The metadata names one of llama.cpp's tokenizers. ``gpt2`` is a byte-level BPE, for which this module creates a
-``tokenizer.json`` (library ``tokenizers``). ``llama`` is a BPE of SentencePiece, and ``t5`` is a unigram model (Kudo
-2018). For these two, this module creates a ``tokenizer.model``.
+``tokenizer.json`` (library ``tokenizers``). ``llama`` (SentencePiece's BPE) and ``t5`` (a unigram model, Kudo 2018)
+become a ``tokenizer.model`` for SentencePiece.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _DEEPSEEK_CHINESE = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
-    """The rule by which a byte-level BPE splits a text into words. It equals the rule in the ``tokenizer.json`` of the
-    model's publisher.
+    """The rule by which a byte-level BPE splits a text into words, as in the ``tokenizer.json`` of the model's
+    publisher.
     """
 
     patterns: tuple[str, ...] = ()

@@ -37,8 +37,8 @@ class TilePool:
         """Number of holds of each place in use."""
         self._digests: dict[int, bytes] = {}
         self._places: dict[bytes, int] = {}
-        # The lock is reentrant. While a method holds the lock, Python may free an unused ``Hold``, whose ``__del__``
-        # takes the lock again.
+        # The lock must be reentrant. While a method holds it, Python may free a ``Hold`` in the same thread, and
+        # ``Hold.__del__`` takes the lock, too.
         self._lock = threading.RLock()
 
     @property

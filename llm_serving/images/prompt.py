@@ -38,8 +38,8 @@ class PromptImages:
 
 
 IMAGE, QWEN_IMAGE = "<image>", "<|image_pad|>"
-"""The image tokens of SmolVLM and of Qwen2.5-VL. A chat template writes one for each image. After the expansion, each
-row of a tile has one.
+"""The image tokens of SmolVLM and of Qwen2.5-VL. A chat template writes one image token for each image. ``expanded``
+replaces it by one image token for each row (embedding) of the image's tiles.
 """
 _AROUND = "<fake_token_around_image>"
 _WHOLE = "<global-img>"
@@ -102,7 +102,8 @@ def tile_positions(token_ids: Sequence[int], image_token: int, rows: Sequence[in
 def placed_tiles(
     begins: Sequence[int], sizes: Sequence[tuple[int, int]], hold: Hold, vision: VisionShape, pixels_per_token: float
 ) -> tuple[PromptTile, ...]:
-    """Returns the tiles of a prompt with their places. ``begins`` has the position of each tile's first token.
+    """Returns the tiles of a prompt. ``begins`` has the position of each tile's first token, and ``hold`` the places of
+    the tiles in shared memory.
 
     ``sizes`` has the height and the width of each tile in pixels. The cost of a tile in tokens is its number of pixels
     divided by ``pixels_per_token``. Encoding this number of pixels takes as long as computing one token.

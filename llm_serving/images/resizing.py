@@ -1,8 +1,8 @@
 """Resizes an image to one tile of nearly the same proportion, by the rules of Qwen2.5-VL (``smart_resize`` in
 transformers).
 
-Width and height become multiples of the edge of the square from which the encoder makes one row. Width x height stays
-within limits.
+Width and height become multiples of ``row_edge``: the encoder makes one embedding of each square of this edge. The
+number of pixels stays within the model's limits.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class AdapterMemory(NamedSegment):
 
     @classmethod
     def create(cls, modules: Sequence[tuple[str, float, Array, Array]]) -> AdapterMemory:
-        """Creates a segment with the adapters of linear layers: name, scale, A [rank, inputs] and B [outputs, rank].
+        """Creates a segment with one LoRA adapter. Each of ``modules`` describes one adapted linear layer: its name,
+        scale, A [rank, inputs] and B [outputs, rank].
 
         All matrices have the same type. Raises OSError if /dev/shm is too small.
         """

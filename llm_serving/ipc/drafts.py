@@ -1,9 +1,9 @@
 """Verifies drafts: decides which tokens of a decode step count if some of its input tokens are guesses.
 
-A sequence with k drafts has 1 + k consecutive entries in a decode step, with the same batch row. The first entry's
-input is the last known token. The inputs of the other entries are the drafts. If the input of an entry is right, the
-entry samples the same token as a step without drafts. An input is right if the entry before it sampled this token. So
-an entry's token counts if all inputs of the sequence up to this entry are right.
+In a decode step, each input token and the token sampled from its logits are one *entry*. A sequence with k drafts has 1
++ k consecutive entries with the same batch row. The input of its first entry is the last known token, and the inputs of
+its other entries are the drafts. A draft is right if the entry before it sampled this token. The sampled token of an
+entry counts if all drafts of the sequence up to this entry are right. It is then the same token as without drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REJECTED = -3
 
 
 def rejected_entries(rows: Sequence[int], token_ids: Sequence[int], sampled_ids: Sequence[int]) -> list[int]:
-    """Returns the indices of the entries whose sampled tokens do not count.
+    """Returns the indices of the entries whose sampled tokens do not count, because a draft is wrong.
 
     All arguments have one value for each entry of a decode step: its batch row, its input token and its sampled token.
     """

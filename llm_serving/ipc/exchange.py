@@ -14,7 +14,7 @@ group with more than one agent, the server creates one segment, and each agent m
     collective buffers  two for each agent, used alternately: one piece of its contribution to a sum or a gather
     activation rings    one for each border between stages: the residual stream of the last ``RING_STEPS`` steps
 
-In these kernels and in the Python module, a comment at each wait explains why no data is overwritten too early.
+Each wait for a counter has a comment that explains why no data is overwritten too early.
 """
 
 from __future__ import annotations
@@ -77,14 +77,16 @@ class ExchangeLayout:
         return self.tensor_parallel * self.pipeline_parallel
 
     def collective_line(self, member: int) -> int:
-        """Returns the offset of a counter: the number of pieces that an agent has put into its collective buffers.
+        """Returns the offset of the flag line of an agent's collective buffers. Its counter is the number of pieces of
+        data that the agent has written to these buffers.
 
         ``member`` is the agent's rank in the group.
         """
         return LINE_BYTES * (1 + member)
 
     def arrival_line(self, member: int) -> int:
-        """Returns the offset of a counter: how often an agent has arrived at the group's barrier.
+        """Returns the offset of the flag line for the group's barrier. Its counter shows how often the agent has
+        arrived at the barrier.
 
         ``member`` is the agent's rank in the group.
         """

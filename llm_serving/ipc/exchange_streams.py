@@ -4,10 +4,10 @@ Each machine has an exchange of its own. A *stream* is a counter of the exchange
 announces. If the writer of a stream and one of its readers are on different machines, the stream is copied
 (``llm_serving/agent_host/exchange_bridge.py``).
 
-A copy may be behind the writer by as many pieces as the stream has places. The writer waits for its readers before it
-uses a place again, so a piece that was not copied yet is never overwritten. The tokens have one place, and only the
-newest tokens are copied. An agent needs no earlier ones, because it reads the token of a batch row before the next
-token of this row is sampled.
+A stream has a fixed number of *places*, which hold one piece of data each and are used in turn. The writer waits for
+its readers before it uses a place again. So a piece that was not copied yet is never overwritten. The stream of sampled
+tokens has one place, and only its newest content is copied. This is enough, because an agent reads the token of a batch
+row before the next token of this row is sampled.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Stream:
         return self.data + (value - self.first) % self.num_places * self.place_bytes
 
     def values_after(self, copied: int, value: int) -> Iterable[int]:
-        """Returns the values that must be copied, in order. ``copied`` was copied last, and ``value`` is the present
-        one.
+        """Returns the values of the counter that must be copied next, in order. ``copied`` is the value that was copied
+        last, and ``value`` is the present value.
 
-        Without data, this is the present value alone.
+        For a stream without data, only the present value must be copied.
         """
         count = min((value - copied) % _COUNTERS, max(1, self.num_places))
         return [(value - behind) % _COUNTERS for behind in reversed(range(count))]

@@ -1,8 +1,9 @@
 """The hand-over pool in shared memory: blocks of computed prompts that move between replicas of one machine.
 
 Agents with the same rank within their replicas map the same segment. The server creates it once, and restarted agents
-map it again. It begins with a header of 64 bytes for each block. The blocks begin at the next page. A block has its
-part of each array of the KV cache, one after the other. So it can be sent to another machine in one piece.
+map it again. It begins with a header of 64 bytes for each block. The blocks begin at the next page. A block consists of
+its parts of all KV cache arrays (keys or values of a layer), one after the other. So it can be sent to another machine
+in one piece.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ is the number of checks without a reply after which the connection ends.
 
 
 def introduce(link: socket.socket, magic: bytes, secret: bytes, facts: bytes) -> None:
-    """Does the sender's part of the introduction. ``facts`` has at most ``MAX_FACTS_BYTES`` bytes.
+    """Does the sender's part of the introduction. ``facts`` describes the sender's memory, in at most
+    ``MAX_FACTS_BYTES`` bytes.
 
     Raises OSError if the connection breaks, and ProtocolError if the receiver refuses.
     """
@@ -51,7 +52,8 @@ def admit(link: socket.socket, magic: bytes, secret: bytes, problem_of: Callable
     """Does the receiver's part of the introduction and returns the sender's facts.
 
     ``problem_of`` checks the facts. It returns an error text, or an empty text if the facts are right. Raises OSError
-    if the connection breaks, and ProtocolError if the sender is refused. The sender then has the error text.
+    if the connection breaks. If the proof or the facts are wrong, sends the error text to the sender and raises
+    ProtocolError.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     link.sendall(_CHALLENGE.pack(magic, nonce))

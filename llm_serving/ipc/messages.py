@@ -64,7 +64,8 @@ class Challenge(Message, frozen=True, tag="challenge"):
 
 
 class Connect(Message, frozen=True, tag="connect"):
-    """Server to agent: proof over the agent's nonce, the server's nonce, and the names of the shared memory.
+    """Server to agent: the server's proof for the agent's nonce (see ``prove``), a nonce of the server, and the names
+    of the shared memory.
 
     ``exchange_name`` is empty if the agent is alone in its group. ``pool_name`` is empty without KV tiers,
     ``tiles_name`` if the model reads no images, and ``hand_over_name`` if replicas have no roles.
@@ -138,7 +139,7 @@ class Move(Message, frozen=True, tag="move"):
 class Masks(Message, frozen=True, tag="masks"):
     """Server to agent: all masks of step ``seq`` are in slot ``slot``. Sent once for each step with masks.
 
-    ``biased_rows`` are the batch rows of the step whose logits get a bias before sampling.
+    ``biased_rows`` are the batch rows of this step whose logits get the bias of an earlier ``Bias`` message.
     """
 
     seq: UInt
@@ -149,8 +150,8 @@ class Masks(Message, frozen=True, tag="masks"):
 class Bias(Message, frozen=True, tag="bias"):
     """Server to agent: the logit bias of the sequence that uses batch row ``row`` from now on.
 
-    Sent before the first ``Masks`` that names the batch row for this sequence. ``token_ids`` (int32) and ``values``
-    (float32) are the bytes of arrays of the same length.
+    Sent before the first ``Masks`` message that has ``row`` in ``biased_rows`` for this sequence. ``token_ids`` (int32)
+    and ``values`` (float32) are the bytes of arrays of the same length.
     """
 
     seq: UInt
@@ -239,9 +240,9 @@ class Shutdown(Message, frozen=True, tag="shutdown"):
 class StepDone(Message, frozen=True, tag="step_done"):
     """Agent to server: step ``seq`` has run and its results are in its slot, or it was aborted before it began.
 
-    The three times are microseconds in the task queue, in the graph (with the moves before it) and in the sampler.
-    ``fetched_bytes`` is the number of bytes that were copied from the device to choose the tokens. ``draft_us`` is the
-    part of ``sample_us`` that the draft model took.
+    ``queue_us``, ``graph_us`` and ``sample_us`` are microseconds of the step: in the task queue, in the graph (with the
+    block moves before it) and in the sampler. ``fetched_bytes`` is the number of bytes that were copied from the device
+    to choose the tokens. ``draft_us`` is the part of ``sample_us`` that the draft model took.
     """
 
     seq: UInt

@@ -43,10 +43,11 @@ MOVE_WIDTH = 3
 """Number of integers that describe one block move in a slot: kind, source, destination."""
 
 STATE_MOVE_WIDTH = 3
-"""Number of integers that describe one state move in a slot: entry of the step, number of its tokens, snapshot.
+"""Number of integers that describe one state move in a slot: index of a sequence in the step, number of tokens n,
+snapshot.
 
-With 0 tokens, the entry resumes from the snapshot. Otherwise the state after this number of the entry's tokens is saved
-in the snapshot, see ``agent/sequence_states.py``.
+A state move loads or saves a state of linear attention. If n is 0, the sequence resumes from the snapshot. Otherwise,
+the state after the sequence's first n tokens in the step is saved in the snapshot (``agent/sequence_states.py``).
 """
 
 HEADER_WORDS = 8
@@ -115,8 +116,8 @@ class SlotLimits:
     num_snapshots: int = 0
     """Number of snapshots of the states of linear attention. 0: the steps have no state moves."""
     max_logged: int = 0
-    """Number of drafts in the log of a state. A sequence may have more drafts in a step only if all drafts except the
-    last ``max_logged`` are certain to be right.
+    """Number of drafts whose inputs a state of linear attention can keep, so that wrong drafts can be undone. A
+    sequence may have more drafts in a step only if the drafts before the last ``max_logged`` are certain to be right.
     """
 
     @property
@@ -155,8 +156,8 @@ class Field:
 def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
     """Returns the fields of a slot, in the order of the memory.
 
-    The shapes use the sizes of the present step, which the header states: T tokens, S sequences, and W block ids in
-    each block table.
+    The descriptions of the fields use the sizes in the slot's header: T tokens and S sequences of the present step, and
+    W block ids in each block table.
     """
     tokens, seqs = limits.max_tokens, limits.max_seqs
     return (

@@ -84,9 +84,11 @@ def tiles_between(tiles: Sequence[PromptTile], start: int, end: int, token: int)
 
 
 def write_shifts(column: npt.NDArray[np.int32], tiles: Sequence[PromptTile], start: int) -> None:
-    """Writes the shift of each token of a sequence into ``column``, its part of the field ``position_shifts``.
+    """Writes the shift of each token of a sequence into ``column``, the sequence's part of the field
+    ``position_shifts``.
 
-    ``start`` is the position of the first token. Tokens of a tile have the shift of the token before the tile.
+    The shift of a token is its position minus its rotary position. ``start`` is the position of the first token. Tokens
+    of a tile have the shift of the token before the tile.
     """
     if not tiles or start >= tiles[-1].end:
         column[:] = tiles[-1].shift if tiles else 0

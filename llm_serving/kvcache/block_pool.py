@@ -99,11 +99,11 @@ class BlockPool:
         """Adds a held full block to the prefix cache. ``content`` has its tokens, ``parent`` is the index entry of the
         block before it.
 
-        Returns the block that lookups find from now on. If a cached block has the same content and parent, this is the
-        cached block. The new block then stays private to its holder.
+        Returns the block that lookups find from now on: normally ``block``. If another cached block already has the
+        same content and parent, returns that block, and ``block`` is not cached.
 
-        A cached block with the same hash but another content or parent is removed from the prefix cache. It is a hash
-        collision, or its parent is no longer cached.
+        If a cached block has the same hash but another content or parent, ``block`` replaces it in the prefix cache.
+        The two blocks are then a hash collision, or the replaced block's parent is no longer cached.
         """
         index = self.index
         other = index.block_of(block_hash)
@@ -120,8 +120,8 @@ class BlockPool:
         """Adds a held block that is not full to the prefix cache. ``content`` has its tokens, ``parent`` is the index
         entry of the block before it.
 
-        ``PrefixIndex.find_tail`` can then find the block. Nothing changes if a cached block with the same parent begins
-        with the same content.
+        ``PrefixIndex.find_tail`` can then find the block. If a cached block with the same parent already begins with
+        this content, the new block is not added.
         """
         index = self.index
         found = index.find_tail(parent, content)
@@ -201,10 +201,10 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy of block ``source`` to block ``destination``, which belongs to a block table.
+    """A copy of block ``source`` to the new block ``destination`` of a sequence's block table.
 
-    The source is held until the copy ends. So even if its last other holder frees the source, no sequence can overwrite
-    it during the copy.
+    The copy itself holds the source block until it ends. So no sequence can get and overwrite this block during the
+    copy, even if all other holders free it.
     """
 
     source: int

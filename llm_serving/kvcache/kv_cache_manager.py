@@ -83,9 +83,9 @@ class KVCacheManager:
 
     @property
     def num_lent(self) -> int:
-        """Number of holds that ``lend`` and ``take`` have added and ``give_back`` has not removed.
+        """Number of holds on blocks that a step copies to or from a KV tier.
 
-        A hold keeps a block while a step copies it to or from a KV tier.
+        ``lend`` and ``take`` add these holds, and ``give_back`` removes them. A block with a hold is not evicted.
         """
         return self._lent.total()
 
@@ -151,9 +151,9 @@ class KVCacheManager:
     def free(self, block_table: list[int], chain: PrefixChain | None = None) -> None:
         """Removes one hold from all blocks of a block table.
 
-        Blocks that the prefix cache has committed (completely computed) stay cached. The method withdraws the
-        announcements of ``chain``, but the chain stays valid for the sequence's next start. It does not change
-        ``block_table``, and the caller must not use this list again.
+        Blocks that are committed to the prefix cache stay cached. Blocks of ``chain`` that were announced but not
+        computed are no longer announced. The chain stays valid for the sequence's next start. The list ``block_table``
+        is not changed, but the caller must not use it again.
         """
         (self._contiguous or self._pool).free(block_table)
         if chain is not None:
@@ -179,10 +179,10 @@ class KVCacheManager:
         copy. If too few blocks are free for the copy, the tail is not used. If too few blocks are free for the
         sequence, returns None and changes nothing.
 
-        On a CPU, copying a tail is always faster than computing its tokens. A copy moves some KB per token. The
-        computation takes two operations per token for each weight of the model, which takes about a thousand times
-        longer. So even a prompt that is completely cached copies its last block, except one token. A device whose
-        copies stop all streams computes the tail instead (``copies_tails``).
+        On a CPU, copying a tail takes about a thousandth of the time of computing its tokens. A copy moves some KB per
+        token, and the computation takes two operations per token for each weight of the model. So even if a prompt is
+        completely cached, its last block is copied, and only its last token is computed. With ``copies_tails=False``,
+        the tail is computed instead. This is for devices whose copies stop all streams.
         """
         if block_table:
             raise AssertionError(f"a table of {len(block_table)} blocks cannot adopt a prefix: it must be empty")
@@ -271,11 +271,13 @@ class KVCacheManager:
             self._prefix_cache.check_idle()
 
     def _adopt_tail(self, block_table: list[int], tail: TailMatch | None, spare: int) -> Adoption:
-        """Appends the tail to a block table. The tail is a cached block of which only the first tokens match.
+        """Appends a block with the tokens of the tail to a block table, if possible. The tail is a cached block of
+        which only the first tokens match.
 
-        ``spare`` is the number of free blocks that the sequence does not need otherwise. If the tail's block is free
-        and has only the matching tokens, the sequence continues in this block. Otherwise the block is copied. If the
-        tail's block is free, the copy needs one spare block. Without a copy, the sequence computes the tokens again.
+        If the tail's block is free and has only the matching tokens, the sequence continues in this block. Otherwise
+        the block is copied. The copy of a free block needs one more block than the sequence, so ``spare`` must not be
+        0. ``spare`` is the number of free blocks that the sequence does not need. If the block cannot be copied, its
+        tokens are computed again.
         """
         num_tokens = len(block_table) * self.block_size
         if tail is None:

@@ -72,7 +72,7 @@ class PrefixCache:
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.fresh: list[tuple[int, int]] | None = None
-        """The full blocks that were committed and not yet offered to the KV tiers, each with its index entry. None if
+        """The full blocks that were committed but not yet offered to the KV tiers, as (block, index entry). None if
         there are no KV tiers."""
         self._pool = pool
         self._index = pool.index
@@ -108,10 +108,10 @@ class PrefixCache:
         return PrefixMatch(blocks, entries, num_tokens, tail, self._num_pending_tokens(chain, len(chain.blocks)))
 
     def known(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Returns how many of the first blocks with these hashes are cached or announced, and how many of them count as
-        held.
+        """Returns (known, held) for the block hashes of a prompt. Known is the number of its first blocks that are
+        cached or announced. Held is the number of known blocks that are in use.
 
-        An announced block counts as held. The method compares hashes but not tokens, which suffices for the router's
+        An announced block counts as in use. Tokens are not compared, because equal hashes suffice for the router's
         forecast.
         """
         num_known = num_held = 0
@@ -194,10 +194,10 @@ class PrefixCache:
         return match.blocks[:num_current], tail
 
     def begin(self, chain: PrefixChain, num_tokens: int) -> None:
-        """Records that a sequence starts with ``num_tokens`` cached tokens, and allows commits of its chain.
+        """Records that a sequence starts with ``num_tokens`` cached tokens. From now on, blocks of its chain can be
+        committed, until the next ``drop_all``.
 
-        Also adds to ``num_query_tokens`` and ``num_hit_tokens``. A chain whose sequence started before the last
-        ``drop_all`` cannot be committed.
+        Also counts all tokens of the chain in ``num_query_tokens``, and the cached ones in ``num_hit_tokens``.
         """
         chain.epoch = self.epoch
         self.num_query_tokens += chain.num_tokens
@@ -282,8 +282,8 @@ class PrefixCache:
         return next(index for index, (block, entry) in pairs if entries_now[block] != entry)
 
     def _find_further(self, chain: PrefixChain, end: int) -> None:
-        """Looks up the following blocks of the chain in the prefix cache, and appends the found ones to
-        ``chain.blocks``. Block ``end`` is the first that is not looked up.
+        """Looks up the blocks of the chain that come after ``chain.blocks``, up to block ``end - 1``. Appends those
+        that are cached to ``chain.blocks``, up to the first that is not.
         """
         parent: Parent = chain.entries[-1] if chain.entries else chain.salt
         for index in range(len(chain.blocks), end):

@@ -85,7 +85,7 @@ class StateSnapshots:
     def publish(self, entry: int, block: int, snapshot: int) -> None:
         """Publishes a taken snapshot: it has the state after ``block``, the cached block with this index entry.
 
-        If the entry has a snapshot already, the new one is freed, because both have the same bits.
+        If the entry already has a snapshot, the new snapshot is freed. Both contain the same state.
         """
         known = self._published.pop(entry, None)
         if known is not None:

@@ -26,8 +26,8 @@ Change = Stored | bytes | None
 class ChangeQueue:
     """A bounded queue of changes that the publisher has not sent yet, from all replicas. ``put`` never waits.
 
-    The engine threads call ``put``, and the publisher's thread calls ``take``. At the position of lost changes,
-    ``take`` yields None.
+    The engine threads call ``put``, and the publisher's thread calls ``take``. If the queue was full and changes were
+    dropped, ``take`` yields None in their place.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -90,8 +90,9 @@ class ChangeQueue:
 class ReplicaObserver:
     """Observes the prefix cache of a replica, with the interface ``IndexObserver`` of the KV cache manager.
 
-    The observer publishes changes from ``enter_service`` on, until the engine of a newer model version replaces this
-    one. A block is published only if the block before it is, because a request can find it only through that block.
+    The observer publishes changes from ``enter_service`` on, until a reload of the model replaces the replica's engine.
+    A block is published only if the block before it is also published, because requests look up the blocks of a prefix
+    in order.
     """
 
     def __init__(self, queue: ChangeQueue, replica: int, take_over: Callable[[ReplicaObserver], None]) -> None:

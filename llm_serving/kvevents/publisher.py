@@ -30,7 +30,7 @@ _COLLECT_MS = 20
 _QUIET_ROUNDS = 50
 """Number of rounds of ``_COLLECT_MS`` without a change before the thread sleeps until the next change.
 
-The engine thread needs time to wake this thread, so this thread sleeps only if changes are rare.
+Waking this thread costs time in the engine thread. So this thread sleeps only if changes are rare.
 """
 
 
@@ -59,8 +59,9 @@ class EventPublisher:
             self._pub = self._socket(zmq.PUB, "endpoint", settings.endpoint, settings.buffer_batches)
             self._replay = None
             if settings.replay_endpoint is not None:
-                # ZeroMQ notices only each time a subscriber has read half of this limit. Until then, messages that were
-                # read still count. They can fill half of the limit, so a whole replay must fit into the other half.
+                # ZeroMQ limits the number of unread messages to a subscriber. But it learns what the subscriber has
+                # read only after each half of the limit. So messages that were already read can fill half of the limit,
+                # and a whole replay must fit into the other half.
                 limit = 2 * (settings.buffer_batches + 1)
                 self._replay = self._socket(zmq.ROUTER, "replay_endpoint", settings.replay_endpoint, limit)
         except ConfigError:

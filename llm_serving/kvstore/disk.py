@@ -126,10 +126,11 @@ class FileTier(ABC):
         """Opens and returns the records of a namespace. The mover calls this method."""
 
     def open(self, namespace: Callable[[], bytes]) -> None:
-        """Asks the mover to open the records of a namespace. Until they are open, the tier finds and writes no blocks.
+        """Asks the mover to open the tier's records (blocks on disk) of one namespace. Until they are open, the tier
+        finds and writes no blocks.
 
-        ``namespace`` returns the digest that names the namespace. The mover calls it, because it may have to read all
-        weights. If it raises an error, the tier stays closed.
+        ``namespace`` is a function that returns the namespace's digest. The mover calls this function, because
+        computing the digest may mean reading all weights. If the function raises an error, the tier stays closed.
         """
         self._records = None
         self.mover.submit(lambda: self._open(namespace()), urgent=True)
@@ -208,8 +209,8 @@ class FileTier(ABC):
         host: int,
         done: Callable[[], None],
     ) -> None:
-        """Writes a block to ``records``, which were open when ``write`` was called. Writes nothing if other records are
-        open now, because other agents have computed the block.
+        """Writes a block to ``records``, which were open when ``write`` was called. Writes nothing if other records
+        have been opened since then. In this case, the block was computed by earlier agents with another namespace.
         """
         try:
             if records is None or records is not self._records or not self.may_write:

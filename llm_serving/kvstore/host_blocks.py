@@ -15,8 +15,8 @@ DOUBTFUL = BlockKey(b"", b"")
 class HostBlocks:
     """The host blocks ``first .. first + num_blocks - 1`` with their contents.
 
-    A block without holds is parked if a request asked to keep its content, and idle otherwise. Idle blocks are reused
-    before parked blocks.
+    A block that has a content but no holds can be reused for another content. It is *parked* if a request asked to keep
+    its content, and *idle* otherwise. Idle blocks are reused before parked blocks.
     """
 
     def __init__(self, first: int, num_blocks: int, kept: KeptBlocks) -> None:

@@ -14,10 +14,10 @@ is rebuilt without outdated entries.
 
 
 class KeptBlocks:
-    """The kept blocks of all owners, by chained hash: at most ``max_blocks`` in total and ``max_per_owner`` of each
-    owner.
+    """The blocks that requests asked to keep in host memory, by chained hash: at most ``max_blocks`` in total, and
+    ``max_per_owner`` of each owner.
 
-    A block counts for the owner that first asked to keep it. Another owner may later extend the time.
+    A block counts for the owner that first asked to keep it, even if another owner later extends the time.
     """
 
     def __init__(self, max_blocks: int, max_per_owner: int) -> None:

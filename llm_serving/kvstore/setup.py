@@ -75,8 +75,8 @@ class KvTiers:
         return store
 
     def agents_ready(self, summary: Mapping[str, object]) -> None:
-        """Opens the tiers in folders when the agents are ready. ``summary`` is the agents' report, with the digest of
-        their kernels. A mover computes the digest of the weights.
+        """Opens the tiers in folders. Must be called when the agents are ready. ``summary`` has facts about the agents,
+        including a digest of their kernels. Each tier's mover computes the namespace of the blocks from it.
         """
         self._arithmetic = str(summary.get("arithmetic", ""))
         for tier in self._tiers:

@@ -1,8 +1,8 @@
 """The KV tiers of one replica: host blocks with copies of computed blocks, and the slower tiers in folders.
 
-The scheduler offers computed blocks, and asks for the blocks of waiting requests. ``BlockStore.exchange`` replies to
-both. A host block is held while a step or the mover copies it. Host blocks without holds are reused, least recently
-used first.
+The scheduler offers blocks that it has computed, so that the tiers can copy them. It also asks for the blocks of
+waiting requests. ``BlockStore.exchange`` replies to these offers and questions. While a step or the mover copies a host
+block, the block is held. Host blocks without holds are reused, the least recently used first.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TierFigures:
 class Loan:
     """The right to read or write one block outside the engine thread.
 
-    The loan is for a host block, which is not reused until the loan ends, or for a place on the disk.
+    The block is a host block (``host``), which is not reused until the loan ends, or a record on the disk (``place``).
     """
 
     key: BlockKey
@@ -170,8 +170,8 @@ class BlockStore:
 
     @property
     def next_due(self) -> float | None:
-        """The time of the engine's clock at which ``exchange`` must be called without another reason. None if no
-        read is in progress. Infinity if reads are in progress, but no request waits for them any more.
+        """The time of the engine's clock at which a request stops waiting for a read from the disk. ``exchange`` must
+        then be called. None if no read is in progress. Infinity if no request waits any more for the reads in progress.
         """
         return min((one.due for one in self._waiting), default=None)
 
@@ -238,7 +238,8 @@ class BlockStore:
         return self._hosts.num_blocks // 2
 
     def accept(self, key: BlockKey) -> Loan | None:
-        """Returns a loan of a host block. The caller writes the content of ``key`` into it and then calls ``accepted``.
+        """Reserves a host block for the block ``key`` of an import, and returns a loan of it. The caller writes the
+        content into the host block and then calls ``accepted``.
 
         Returns None if all host blocks are in use, or while the agents are lost.
         """
@@ -259,8 +260,8 @@ class BlockStore:
     # The following methods copy offered blocks to the host and to the disk.
 
     def _take_offers(self, source: TierSource) -> None:
-        """Assigns host blocks to offered blocks while host blocks are available. The scheduler offers the other blocks
-        again at the next exchange."""
+        """Gives each block that the scheduler offers a host block, until no host block is available. The scheduler
+        offers the remaining blocks again at the next ``exchange``."""
         while offers := source.fresh_blocks(MAX_OFFERS):
             replies: list[int] = []
             for key in offers:
@@ -274,8 +275,8 @@ class BlockStore:
                 return
 
     def _host_for(self, key: BlockKey | None) -> int | None:
-        """Returns a host block for an offered block. Returns ``NO_HOST_BLOCK`` if a tier has the block or it was
-        evicted, and None if all host blocks are held.
+        """Returns a host block for an offered block, or None if all host blocks are held. Returns ``NO_HOST_BLOCK`` if
+        a tier already has the block, or if the offered block was evicted (``key`` is None).
         """
         if key is None:
             self.figures.dropped += 1
@@ -302,8 +303,8 @@ class BlockStore:
     def _write_behind(self) -> None:
         """Asks the mover to write host blocks to the disk.
 
-        While a block is being written, it cannot be reused. This applies to at most half of the host blocks. The others
-        wait and may be reused. A block that is reused before its write begins is not written.
+        At most half of the host blocks are being written at the same time, because these cannot be reused until their
+        write ends. Blocks that wait for their write may be reused, and are then not written.
         """
         disk, pool, hosts = self._disk, self._pool, self._hosts
         if disk is None or pool is None or not disk.may_write:
@@ -337,9 +338,9 @@ class BlockStore:
     def _look_up(self, source: TierSource, wanted: WantedBlocks, now: float) -> bool:
         """Finds the blocks that the scheduler wants. Returns True if this method has replied.
 
-        If none of the leading blocks that it found must be read from the disk, it replies immediately. Otherwise it
-        starts the read and returns False. A block is not read if the read takes longer than computing the block, or if
-        no host block is free.
+        The reply can only have the first blocks of the request, up to the first block that no tier has. If all of them
+        are in host memory, replies immediately. Otherwise starts to read the missing blocks from the disk and returns
+        False. Blocks are not read if reading takes longer than computing them, or if no host block is free.
         """
         hosts: list[int] = []
         transfer = Transfer([], [], [], [])
@@ -420,8 +421,8 @@ class BlockStore:
         return replied
 
     def _end_read(self, source: TierSource, one: _Waiting) -> None:
-        """Lets lookups find the blocks that were read. Replies to the scheduler with the blocks before the first one
-        that could not be read.
+        """Processes a read that has ended. Lookups can then find the blocks. The scheduler gets all blocks before the
+        first one that could not be read.
         """
         keys = self._hosts.keys
         oks = {h: ok and keys[h] is not DOUBTFUL for h, ok in zip(one.transfer.hosts, one.transfer.oks, strict=True)}
