@@ -240,9 +240,9 @@ class Shutdown(Message, frozen=True, tag="shutdown"):
 class StepDone(Message, frozen=True, tag="step_done"):
     """Agent to server: step ``seq`` has run and its results are in its slot, or it was aborted before it began.
 
-    ``queue_us``, ``graph_us`` and ``sample_us`` are microseconds of the step: in the task queue, in the graph (with the
-    block moves before it) and in the sampler. ``fetched_bytes`` is the number of bytes that were copied from the device
-    to choose the tokens. ``draft_us`` is the part of ``sample_us`` that the draft model took.
+    ``queue_us``, ``graph_us`` and ``sample_us`` are microseconds in the task queue, in the graph and in the sampler.
+    The graph includes the block moves before it. ``fetched_bytes`` is the number of bytes that were copied from the
+    device to choose the tokens. ``draft_us`` is the part of ``sample_us`` that the draft model took.
     """
 
     seq: UInt
