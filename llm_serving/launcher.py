@@ -361,11 +361,11 @@ def _url(scheme: str, listener: socket.socket) -> str:
 
 
 def _freeze_objects() -> None:
-    """Excludes all present objects from garbage collection. They are mostly modules, functions and classes.
+    """Excludes all present objects (mostly modules, functions and classes) from garbage collection.
 
-    These objects live as long as the server. Otherwise each full collection would traverse them and delay all requests
-    by 50 to 150 ms. Call this function before the first engine is made. The objects of an engine form reference cycles,
-    and a reload of the model must free them.
+    They live as long as the server. A full collection that traverses them would delay all requests by 50 to 150 ms.
+    Call this function before the first engine is made: an engine's objects form reference cycles, which garbage
+    collection must free after a reload.
     """
     gc.collect()
     gc.freeze()

@@ -38,8 +38,8 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     """The request ended because ``max_tokens`` or the end of the model's context was reached."""
     ABORT = "abort"
-    """The request was ended by its client, or dropped because its deadline passed before it started.
-    ``RequestOutput.error`` is set in the second case.
+    """The client ended the request, or its deadline passed before it started. In the second case,
+    ``RequestOutput.error`` is set.
     """
     ERROR = "error"
     """The request ended because the server could not continue. ``RequestOutput.error`` has the reason."""
@@ -107,7 +107,7 @@ class Constraint(Protocol):
         """Returns the mask of the tokens that may come next: bit ``id % 32`` of word ``id // 32`` is 1. The mask has at
         least one token.
 
-        After an error, the mask has all tokens, and the next ``advance`` raises ConstraintError.
+        If the constraint has failed, all tokens are allowed, and the next ``advance`` raises ConstraintError.
         """
 
 
@@ -165,7 +165,7 @@ class Request:
     num_losses: int = 0
     """Number of times that the agent was lost while a step with this request was in flight."""
     alone_until: int = 0
-    """Number of output tokens until which the request runs alone, because it may have killed its agent.
+    """The request runs alone until it has this number of output tokens, because it may have killed its agent.
 
     See ``llm_serving.scheduler.quarantine``."""
     finish_reason: FinishReason | None = None
@@ -257,7 +257,7 @@ class Blocked:
     seconds: float
     """Seconds for which this reason blocked the request, or the request that was first in the queue.
 
-    They are part of ``queue``, ``preempted`` or ``restarted`` in ``RequestTimings``.
+    This time is a part of ``queue``, ``preempted`` or ``restarted`` in ``RequestTimings``.
     """
 
 
@@ -306,12 +306,12 @@ PARTS = ("tokenise", "queue", "prefill", "decode", "preempted", "swapped", "rest
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A piece of a request's stream: the output since the previous piece. The object must not be changed after its
+    """The output of a request since its previous ``RequestOutput``. The object must not be changed after its
     construction.
 
-    ``text`` does not end within a character and contains no part of a stop string. The last piece has a
-    ``finish_reason``. ``stop_reason`` is the stop string or token id that ended the stream, if any. The class is not
-    frozen, because an object is created for each token, and a frozen class would take three times as long.
+    ``text`` does not end within a character and contains no part of a stop string. Only the last output of a request
+    has a ``finish_reason``. ``stop_reason`` is the stop string or token id that ended the request, if any. The class is
+    not frozen, because an object is created for each token, and a frozen class would take three times as long.
     """
 
     request_id: str

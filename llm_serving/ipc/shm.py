@@ -156,8 +156,8 @@ class Field:
 def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
     """Returns the fields of a slot, in the order of the memory.
 
-    The descriptions of the fields use sizes of the present step, which the slot's header has: T tokens, S sequences, W
-    block ids per block table.
+    The descriptions of the fields use sizes of the present step from the slot's header: T tokens, S sequences, W block
+    ids per block table.
     """
     tokens, seqs = limits.max_tokens, limits.max_seqs
     return (

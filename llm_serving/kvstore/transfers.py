@@ -1,4 +1,4 @@
-"""Copies blocks between the KV tiers and callers on the event loop.
+"""Reads and writes blocks of the KV tiers for coroutines on the event loop.
 
 Each copy visits three threads. The engine thread finds the blocks and holds them. The mover copies the contents. The
 engine thread then releases the blocks, and the caller gets the result. So no copy runs on the engine thread or on the

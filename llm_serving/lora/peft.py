@@ -101,8 +101,8 @@ def read_adapter(folder: Path, shape: ModelShape, *, max_rank: int, dtype: str) 
 def _has_stored_names(shape: ModelShape, tensors: dict[str, TensorInfo]) -> bool:
     """Returns True if an adapter has the layer names of the checkpoint, and not those of the modules in transformers.
 
-    Before version 4.52 of transformers, the modules of Qwen2.5-VL had the names of the checkpoint. An adapter of
-    Qwen3.5 has the checkpoint's names if it was trained together with the image encoder.
+    This is the case for adapters of Qwen2.5-VL that were trained with transformers before version 4.52. It is also the
+    case for adapters of Qwen3.5 that were trained on the model with its image encoder.
     """
     if shape.vision is not None:
         return not any(shape.vision.text_module in name for name in tensors)

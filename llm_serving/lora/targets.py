@@ -57,9 +57,10 @@ def largest_adapter(shape: ModelShape, max_rank: int) -> int:
 
 
 def stacked_values(shape: ModelShape, max_rank: int) -> int:
-    """Returns the number of values of an adapter slot of the native operators.
+    """Returns the number of values that an adapter slot has with native operators.
 
-    Layers with the same inputs, for example q, k and v, share one joined matrix A and one joined matrix B.
+    These operators join the adapters of layers with the same inputs, for example q, k and v, to one matrix A and one
+    matrix B.
     """
     prefixes = ((f"model.layers.{layer}", layer) for layer in range(shape.num_layers))
     groups = [group for prefix, layer in prefixes for group in _groups_of_layer(shape, prefix, layer)]

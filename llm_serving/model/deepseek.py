@@ -75,7 +75,7 @@ class Routing:
 
 
 def read_latent_attention(fields: TypedFields, num_heads: int, *, has_interleave_key: bool) -> LatentAttention:
-    """Returns the sizes of latent attention. Raises the fields' error for a missing or unsupported value.
+    """Returns the sizes of latent attention. Raises the error class of ``fields`` for a missing or unsupported value.
 
     ``has_interleave_key`` is True if the family has the key ``rope_interleave``. Without the key, rotation is
     interleaved.
@@ -119,7 +119,8 @@ def read_routing(fields: TypedFields, experts: int, per_token: int, *, corrected
     """Returns how a layer's router chooses the experts of a token, for DeepSeek V3 if ``corrected`` is True, else for
     V2.
 
-    Raises the fields' error for an unsupported method, and for groups with fewer experts than a token needs.
+    Raises the error class of ``fields`` for an unsupported method, and for groups with fewer experts than a token
+    needs.
     """
     if corrected:
         fields.text("topk_method", "noaux_tc", ("noaux_tc",))

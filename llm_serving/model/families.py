@@ -69,8 +69,8 @@ class Family:
     gpt_oss: bool = False
     """If True, attention has sinks, and ``llm_serving.model.gpt_oss`` has the defaults of ``config.json``."""
     beside_encoder: str = ""
-    """Architecture of folders with an encoder of images and, as ``text_config``, a model of this family. The encoder is
-    not used. "": the family has no folders of this kind."""
+    """Architecture name of folders that have an image encoder in addition to a text model of this family
+    (``text_config``). Only the text model is used. "": the family has none of these folders."""
     hybrid: bool = False
     """If True, most layers have Gated DeltaNet (``llm_serving.model.gated_delta``). The other layers have full
     attention with an output gate."""

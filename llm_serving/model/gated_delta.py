@@ -55,7 +55,8 @@ class GatedDelta:
 
     @property
     def projected(self) -> int:
-        """Number of outputs of the first linear layer: the channels, an output gate, and two values of each value head.
+        """Number of outputs of the first linear layer: the channels of the convolution, an output gate, and two values
+        of each value head.
 
         The two values are b, from which beta is computed, and a, from which the decay is computed.
         """
@@ -64,8 +65,8 @@ class GatedDelta:
     def state_floats(self, max_logged: int) -> int:
         """Returns the number of float32 values in a sequence's state of one layer.
 
-        These values are a matrix for each value head, and the inputs of the convolution from the last ``taps`` - 1
-        tokens. Then the log follows: inputs and gates of ``max_logged`` drafts.
+        These values are a matrix for each value head, the inputs of the convolution from the last ``taps`` - 1 tokens,
+        and a log. The log has the inputs and gates of ``max_logged`` drafts, so that wrong drafts can be undone.
         """
         log = max_logged * (self.channels + 2 * self.value_heads)
         return self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels + log

@@ -74,7 +74,7 @@ class WeightFormat:
         return max(1, 8 // self.bits)
 
     def on(self, op_table: str) -> WeightFormat:
-        """Returns the format in which the operators of ``op_table`` compute weights that are configured in this format.
+        """Returns the format in which the operators of ``op_table`` compute if the config asks for this format.
 
         Raises UnknownFormatError if these operators cannot compute the weights.
         """
@@ -153,9 +153,8 @@ _WEIGHT_FORMATS = (
 WEIGHT_FORMATS = {each.name: each for each in _WEIGHT_FORMATS}
 INTEGER_FORMATS = tuple(each for each in _WEIGHT_FORMATS if not each.is_float)
 STORED_FORMATS = tuple(each for each in INTEGER_FORMATS if each.stored_as == each.name)
-"""The integer formats whose names occur in checkpoints. No weight-only format is among them: its checkpoint is the same
-as that of the format with equal integers, and has the name of that format.
-"""
+"""The integer formats in which checkpoints can be stored. A weight-only format is not in the list, because its integers
+are stored as those of another format: ``int8_weight_only`` as ``int8``."""
 _ALIASES = {"bf16": "bfloat16"}
 
 
@@ -168,7 +167,8 @@ def weight_format(name: str) -> WeightFormat:
 
 
 def formats_of_stored(stored: str) -> tuple[str, ...]:
-    """Returns the formats that can use a checkpoint's integers unchanged. ``stored`` is the checkpoint's format.
+    """Returns the names of the formats that a checkpoint in the format ``stored`` can be loaded in without changing its
+    integers.
 
     Raises UnknownFormatError.
     """
@@ -221,8 +221,9 @@ def scale_row_copies(kv_heads: int) -> int:
 def scale_row_width(kv_heads: int) -> int:
     """Returns the number of elements in a row of the native operators' cache of scales.
 
-    A row has the scales of one token: for each head, one of the key and one of the value. A scale is the sum of two
-    elements of ``model_dtype``. The row repeats the scales until its size is a multiple of 32 bytes.
+    A row has the scales of one token: for each head, one scale of the key and one of the value. A scale is stored as
+    two elements of ``model_dtype``, whose sum is the scale. The row repeats all scales until its size is a multiple of
+    32 bytes.
     """
     return 4 * kv_heads * scale_row_copies(kv_heads)
 

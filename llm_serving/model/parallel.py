@@ -36,8 +36,8 @@ PREFERRED_GRANULE = 32
 class RankPlace:
     """Position of a rank. All indices count from 0.
 
-    ``dp_index`` is its replica, ``pp_index`` its pipeline stage, and ``tp_index`` its place among the agents of the
-    stage.
+    ``dp_index`` is the number of its replica, ``pp_index`` of its pipeline stage, and ``tp_index`` its index among the
+    agents of the stage.
     """
 
     rank: int
@@ -131,9 +131,10 @@ def split_columns(total: int, parts: int, index: int, group: int = 1) -> Span:
 
 
 def granule_of(total: int, parts: int, group: int = 1) -> int:
-    """Returns the number of columns whose multiples are the boundaries between ranks.
+    """Returns the unit, in columns, by which columns are divided: a rank gets whole units.
 
-    It is a multiple of ``group``, the inputs that share a scale, and of ``PREFERRED_GRANULE`` if that is possible.
+    The unit is a multiple of ``group``, the number of inputs that share a scale. If possible, it is also a multiple of
+    ``PREFERRED_GRANULE``.
     """
     granule = max(group, PREFERRED_GRANULE) if PREFERRED_GRANULE % group == 0 else group
     return granule if total >= granule * parts else group
@@ -156,7 +157,8 @@ def split_vocab(total: int, parts: int, index: int) -> tuple[Span, int]:
 def split_heads(num_query: int, num_key_value: int, parts: int, index: int) -> tuple[Span, Span]:
     """Returns the query heads and the key-value heads of part ``index`` of ``parts``.
 
-    If there are more parts than key-value heads, each part has one key-value head, which other parts may have too.
+    If there are more parts than key-value heads, each part has one key-value head. Parts with the same key-value head
+    divide its query heads.
     """
     per_group = num_query // num_key_value
     if parts <= num_key_value:

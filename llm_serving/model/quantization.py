@@ -90,9 +90,9 @@ def stored_weight_format(path: Path) -> str | None:
 
 
 def _gguf_format(file: Path) -> str | None:
-    """Returns the weight format in which most weights of a GGUF file are loaded.
+    """Returns the weight format in which most weights of a GGUF file are loaded, or None for float weights.
 
-    A GGUF type without an equal weight format is loaded as int8.
+    Weights of a GGUF type that no weight format equals are loaded as int8.
     """
     sizes = Counter[str]()
     for each in read_header(file).tensors.values():

@@ -46,7 +46,8 @@ class RopeScaling:
     def max_positions(self, max_position_embeddings: int) -> int:
         """Returns the maximum length of a sequence with the scaling.
 
-        ``max_position_embeddings`` of ``config.json`` may be the length with or without the scaling.
+        For ``dynamic`` and ``yarn``, some files state the length without the scaling as ``max_position_embeddings``. So
+        the result is at least the trained context times ``factor``.
         """
         if self.type in ("dynamic", "yarn"):
             stretched = int(self.original_max_position_embeddings * self.factor)
@@ -81,7 +82,8 @@ def read_rope_scaling(
 def read_rotary_sections(rope: TypedFields, head_dim: int) -> tuple[int, ...]:
     """Returns ``mrope_section``: how many frequencies belong to time, height and width (arXiv:2409.12191, section 2.1).
 
-    ``rope`` and its errors are as in ``read_rope_scaling``. Three-dimensional positions need this key.
+    ``rope`` is the mapping ``rope_scaling`` or ``rope_parameters``. Raises its error class if the key is missing or
+    wrong.
     """
     key = "mrope_section"
     sections = rope.value(key)

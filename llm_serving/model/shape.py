@@ -102,9 +102,10 @@ class ModelShape:
 
     @property
     def shares_output(self) -> bool:
-        """True if the output layer can use the parameter of the embedding.
+        """True if the output layer and the embedding can share one parameter in memory.
 
-        Gemma's embedding is multiplied by a factor when it is loaded, but its output layer is not.
+        Gemma needs two parameters: its embedding is multiplied by a factor when it is loaded, and its output layer is
+        not.
         """
         return self.tie_word_embeddings and self.gemma is None
 
@@ -205,7 +206,8 @@ class ModelShape:
     def num_linear_parameters(self) -> int:
         """Number of parameters of all linear layers, with the output layer.
 
-        The weight format applies to these parameters. Only the ``num_head_parameters`` of latent attention stay floats.
+        The weight format applies to these parameters, except the ``num_head_parameters`` of latent attention, which
+        stay floats.
         """
         mlps = self.num_layers * self.intermediate_size
         if self.experts is not None:
@@ -305,8 +307,8 @@ def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_head
 def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: str, default: int | None = None) -> int:
     """Returns ``head_dim`` of the file, else the family's ``default``, else ``hidden_size`` / ``num_heads``.
 
-    Raises an error if the result would be this quotient and the quotient is not an integer. ``heads`` is the key of the
-    number of heads, for messages.
+    Raises the error class of ``fields`` if the third value is needed and ``num_heads`` does not divide ``hidden_size``.
+    ``heads`` is the key of the number of heads, for messages.
     """
     if default is not None:
         return fields.integer("head_dim", default, 1, MAX_HEAD_DIM)
@@ -378,9 +380,10 @@ def shape_of_fields(
 
 
 def _unused_size(experts: Experts | None) -> int | None:
-    """Returns the default of ``intermediate_size``: the size of an expert if every layer has experts, else None.
+    """Returns the default of ``intermediate_size``. None: the key must be present.
 
-    If every layer has experts, no layer has an MLP of this size. Qwen3.5 with experts does not state it.
+    If every layer has experts, no layer has an MLP of this size, and the key may be missing, as in Qwen3.5. The default
+    is then the size of an expert.
     """
     return None if experts is None or experts.dense_layers else experts.intermediate_size
 

@@ -39,8 +39,8 @@ class Windows:
     """The parts of Qwen2.5-VL's encoder: windows of attention, rotary embedding in two dimensions, RMSNorm, SwiGLU."""
 
     size: int
-    """Width and height of a window, in squares of ``row_edge`` pixels. The encoder makes one embedding of each
-    square. A patch attends to the patches of its window only."""
+    """Width and height of a window, counted in squares with edges of ``row_edge`` pixels. The encoder makes one
+    embedding of each square. A patch attends only to the patches of its window."""
     full_layers: tuple[int, ...]
     """Numbers of the layers in which each patch attends to all patches."""
     frames: int
@@ -142,9 +142,9 @@ class VisionShape:
     def activation_floats(self, num_pixels: int) -> int:
         """Returns the maximum number of values that the encoder keeps in memory for a tile of ``num_pixels`` pixels."""
         patches = num_pixels // self.patch_size**2
-        # Attention scores [patches, patches], queries, keys and values, and hidden values of the MLP. All count three
-        # times, an upper limit for their copies. An encoder with windows computes the scores of QUERY_ROWS patches at
-        # a time, and its MLP has a gate.
+        # The values are attention scores [patches, patches], queries, keys and values, and hidden values of the MLP.
+        # The factor 3 is an upper limit for copies of them. An encoder with windows computes the scores of QUERY_ROWS
+        # patches at a time, and its MLP has a gate.
         if self.windows is None:
             return 3 * patches * (patches + 3 * self.hidden_size + self.intermediate_size)
         scores = min(patches, QUERY_ROWS) * patches
@@ -189,8 +189,8 @@ class ImageProcessing:
 def text_fields(fields: TypedFields, text_type: str) -> TypedFields:
     """Returns the keys of the text model in the ``config.json`` of a model that reads images.
 
-    ``text_type`` is its ``model_type``. Folders of Qwen2.5-VL may have its keys at the top level instead of
-    ``text_config``.
+    ``text_type`` is the ``model_type`` that the text model must have. The keys are in ``text_config``. In folders of
+    Qwen2.5-VL, they may be at the top level instead.
     """
     text = fields.mapping("text_config")
     if not text and text_type == QWEN_TEXT:
@@ -278,7 +278,8 @@ def read_processing(folder: Path, shape: VisionShape, max_tile_pixels: int) -> I
     """Returns how a model folder prepares images: ``preprocessor_config.json``, or the part ``image_processor`` of
     ``processor_config.json``, which newer folders have instead.
 
-    Tiles of any size have at most ``max_tile_pixels`` pixels. Raises CheckpointError with file, key and value.
+    If tiles have any size, ``max_tile_pixels`` limits their number of pixels. Raises CheckpointError with file, key and
+    value.
     """
     path = folder / "preprocessor_config.json"
     if path.is_file():

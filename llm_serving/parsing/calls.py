@@ -238,9 +238,10 @@ def _parameter(reader: Reader, types: frozenset[str]) -> Steps[bool]:
 
 
 class _Quoted:
-    """Adds text to the arguments of the newest call, escaped as the inside of a JSON string.
+    """Adds the text of a parameter value to the arguments of the call that is being read, escaped as the inside of a
+    JSON string.
 
-    A newline at the end of the text is left out.
+    Leaves out a newline at the end of the value.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -256,8 +257,8 @@ class _Quoted:
 def harmony(reader: Reader, options: CallOptions) -> Steps[None]:
     """Reads the messages of gpt-oss. The header of a message names its channel, or the tool that receives the message.
 
-    The channel ``analysis`` is reasoning, and other channels are content. The prompt ends within the header of the
-    first message, so the text begins with the rest of this header.
+    The channel ``analysis`` is reasoning, and other channels are content. The prompt already has the beginning of the
+    first message's header. So the generated text begins in the middle of this header.
     """
     while True:
         reader.record = []

@@ -21,8 +21,8 @@ def describe_tools(
 ) -> list[Message]:
     """Returns messages that have only the roles system, user and assistant.
 
-    The system message describes the tools. Earlier calls become part of the assistant's text. Results of tools, which
-    may have images (``parts``), become messages of the user.
+    The system message describes the tools. Earlier calls become part of the assistant's text. Results of tools become
+    messages of the user. A result with images has them in the field ``parts``.
     """
     plain: list[Message] = []
     in_results = False

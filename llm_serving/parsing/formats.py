@@ -28,8 +28,8 @@ class ToolFormat:
     name: str
     parse: CallParser
     trigger: str
-    """The text that marks the start of calls after content. Empty if the format has no start marker. A grammar can then
-    constrain the calls only if the request requires a call."""
+    """The text that marks the start of calls after content. Empty if the format has no start marker. Without a marker,
+    a grammar can constrain the calls only if the request requires a call."""
     begin: str
     end: str
     open: str = ""

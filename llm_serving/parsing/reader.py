@@ -46,9 +46,10 @@ class Reader:
         self._reasoning_space = ""
         self._has_reasoning = False
         self._gap: str | None = None
-        """Characters to leave out before the content continues. None while content is being read.
+        """White space that ``content`` removes before the next content: newlines after the reasoning, and all white
+        space after a call.
 
-        After the reasoning these are newlines, after a call all white space.
+        None while content is being read.
         """
 
     def take(self, count: int) -> str:
@@ -72,7 +73,7 @@ class Reader:
         return text
 
     def content(self, text: str) -> None:
-        """Adds ``text`` to the content. ``text`` must be the last text that was read.
+        """Adds ``text`` to the content. It must be the text that was read last.
 
         White space around tool calls and newlines after the reasoning are left out.
         """

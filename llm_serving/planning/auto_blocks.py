@@ -22,8 +22,8 @@ SPARE_FRACTION = {"CPU": 0.10, "Ascend": 0.05}
 
 
 SHORTEST = 256
-"""The least value, in tokens, that ``fit_length`` chooses for the maximum sequence length. If even this length does not
-fit, the memory plan reports the numbers.
+"""The least maximum sequence length, in tokens, that ``fit_length`` chooses. If even this length does not fit,
+``plan_memory`` later raises an error with the numbers.
 """
 
 
@@ -66,9 +66,9 @@ def fit_blocks(config: Config, machine: Machine, read_npus: Callable[[], Sequenc
     """Replaces ``auto`` as the number of blocks by the greatest number that fits.
 
     Without the prefix cache, the result has at most as many blocks as all running sequences can use. If not even one
-    sequence of the maximum length fits, the result has blocks for one sequence, and the memory plan reports the
-    numbers. A config with a number of blocks is returned unchanged. Raises MemoryPlanError if the memory of an Ascend
-    is not known.
+    sequence of the maximum length fits, the result has blocks for one sequence, and ``plan_memory`` later raises an
+    error. A config with a number of blocks is returned unchanged. Raises MemoryPlanError if the memory of an Ascend is
+    not known.
     """
     if not config.auto_blocks:
         return config

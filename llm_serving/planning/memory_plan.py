@@ -17,7 +17,7 @@ The formulas give bytes. They use these letters:
                      attention: L x (kv_lora_rank + qk_rope_head_dim) x b x block_size x num_blocks
     gathered blocks  native operators with an int8 KV cache: one layer's blocks of the largest step, as integers and as
                      floats (``gathered_bytes`` in ``rank_memory.py``)
-    host blocks      the same with num_host_blocks, for swapped sequences
+    host blocks      as the KV cache, with num_host_blocks instead of num_blocks, for swapped sequences
     activations      T x (2h + (H + 2K)D + 2HD + 3I) x b for one layer: residual and its norm; query, key, value;
                      rotated query and output of attention; gate, up and their product. Latent attention has other
                      matrices (``rank_memory.py``)

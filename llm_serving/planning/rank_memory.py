@@ -125,8 +125,8 @@ def _gathered_items(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]
 
 
 def gathered_bytes(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of the blocks that the largest step gathers. Each block exists as int8, as float32 before and
-    after scaling, and rounded to ``model_dtype``.
+    """Returns the bytes of the blocks that the largest step gathers. Each block exists in four forms: int8, float32
+    before scaling, float32 after scaling, and rounded to ``model_dtype``.
 
     ``shape`` is the rank's part of the model. The dequantised keys stay in memory while the values are dequantised.
     """
@@ -305,9 +305,9 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
 def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
     """Returns the number of elements of one token's activations in latent attention.
 
-    The heads share three vectors: the result of the first linear layer, the latent vector of the queries, and the
-    queries. In addition, each head has two vectors as wide as a row of the KV cache, and a result. These two are a
-    query and a weighted sum of cache rows.
+    Three vectors exist once for all heads: the result of the first linear layer, the latent vector of the queries, and
+    the queries. In addition, each head has a query, a weighted sum of cache rows, and a result. The query and the sum
+    are as wide as a row of the KV cache.
     """
     heads, queries = shape.num_attention_heads, shape.num_attention_heads * latent.head_dim
     first = (latent.query_rank or queries) + latent.cache_dim

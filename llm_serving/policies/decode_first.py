@@ -8,7 +8,7 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, St
 from llm_serving.scheduler.state import SchedulerState
 
 DECODE_STREAK_LIMIT = 32
-"""Maximum number of decode steps that a prompt waits under ``decode_first`` if it could start.
+"""Maximum number of decode steps for which ``decode_first`` lets a single waiting prompt wait although it could start.
 
 With n waiting prompts, a prefill step comes after ``DECODE_STREAK_LIMIT / n`` decode steps. So all n prompts start
 within ``DECODE_STREAK_LIMIT * (1 + 1/2 + ... + 1/n)`` decode steps. A limit that did not depend on n made the policy

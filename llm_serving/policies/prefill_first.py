@@ -63,8 +63,8 @@ class PromptsFirst(SchedulingPolicy):
 def prefill_streak_limit(max_num_seqs: int, prefill_batch_size: int) -> int:
     """Returns the maximum number of consecutive prefill steps that may delay decoding sequences.
 
-    This number of prefill steps can start a request in every batch row. So a burst of requests starts quickly, but an
-    endless stream of short requests cannot stop the decoding sequences.
+    It is the number of prefill steps that fill all batch rows with new requests. So a burst of requests starts quickly,
+    but an endless stream of short requests cannot stop the decoding sequences.
     """
     return -(-max_num_seqs // prefill_batch_size)
 

@@ -140,7 +140,8 @@ class Slo(MixedPolicy):
     def _waits_for_light_keys(self, now: float) -> bool:
         """Returns True, and sets a wakeup, if light keys are active and it is too early to send the next step.
 
-        A light key's prompt that arrives while the step waits would have to wait until the step has completed.
+        A step that is sent too early waits in the agent's queue. A light key's prompt that arrives meanwhile would have
+        to wait until this step has completed.
         """
         state = self._state
         if not (state.in_flight.num_compute_steps and self._model.is_known and self._mixed.light_keys.is_active(now)):
@@ -260,10 +261,11 @@ class Slo(MixedPolicy):
         return max(0, int(spare / sequence_s)) if sequence_s > 0.0 else None
 
     def _limit_intake(self, pace: _Pace, budget: int, max_starts: int | None) -> None:
-        """Limits how many waiting requests the intake accepts: as many as can start and still keep their objectives.
+        """Limits how many waiting requests the intake accepts, so that accepted requests keep their objectives.
 
-        These requests must leave running sequences their time between tokens. They must also get their first token in
-        time. For this estimate, their prompts have the mean length of the waiting prompts.
+        The limit is the smaller of two numbers. ``max_starts`` requests can start while running sequences keep their
+        time between tokens. The other number is how many prompts of mean length can be computed within the objective
+        for the first token.
         """
         intake = self._state.intake
         if not intake:

@@ -154,8 +154,8 @@ class RayDriver:
     def _advance(self, seat: _Seat, result: object) -> None:
         """Continues the start of a node after a result has arrived from Ray.
 
-        The first result is the placement, after which the actor is created. The second one is the address of the node,
-        and the third one its end.
+        Ray returns three results for each node. After the first one, the placement, this method creates the actor. The
+        second result is the address of the node, and the third one its end.
         """
         node, placement = seat.node, self._placement
         assert node is not None

@@ -22,9 +22,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def limit_free_memory() -> None:
     """Makes the C library keep little free memory in this process. Call this function at the start of a server.
 
-    By default, glibc raises both limits when large allocations are freed, see mallopt(3). They grow up to 32 MiB for
-    an allocation and 64 MiB at the end of each heap. The server would then keep the memory of the largest request
-    bodies that it received.
+    It sets the limits ``LARGE_BYTES`` and ``MAX_FREE_BYTES``. Without this call, glibc raises these two limits when
+    large allocations are freed, up to 32 MiB and 64 MiB, see mallopt(3). The server would then keep the memory of the
+    largest request bodies that it received.
     """
     with contextlib.suppress(OSError, AttributeError):  # only the C library of GNU has this function
         library = ctypes.CDLL(None)

@@ -15,9 +15,9 @@ from llm_serving.planning.memory_plan import SERVER_PROCESS_BYTES, estimate_memo
 from llm_serving.registry.arbiter import HOST, NODES, Arbiter, Claim, Need
 
 LoadConfig = Callable[[str | None, Config], tuple[Config, Need]]
-"""Type of a function that reads a model's config again and plans its memory. Arguments: a model folder, or None for the
-same folder, and the present config, whose block count and lengths the new config keeps. Raises ConfigError,
-CheckpointError or MemoryPlanError.
+"""Type of a function that reads a model's config again and plans its memory. The first argument is a model folder, or
+None for the same folder. The second is the present config: the new config keeps its number of blocks and its maximum
+lengths. Raises ConfigError, CheckpointError or MemoryPlanError.
 """
 
 
@@ -42,7 +42,8 @@ class PlannedModel:
 
 
 def need_of(config: Config, machine: Machine) -> dict[str, int]:
-    """Returns the bytes that a model needs in each pool, from its memory plan, without the server process.
+    """Returns the bytes that a model needs in each pool, from its memory plan. The memory of the server process is not
+    included.
 
     Agents on other machines need no memory of this machine. There, each node checks the plan against its own memory.
     """

@@ -117,8 +117,8 @@ class ModelRegistry(Generic[V]):
     async def acquire(self, model: ServedModel[V], deadline_s: float | None = None) -> Lease[V]:
         """Returns a lease of a model. If the model is not in memory, starts the model and waits.
 
-        Raises ModelUnavailableError after ``max_wait_s`` or ``deadline_s`` seconds, or immediately if a start is
-        expected to take longer.
+        Raises ModelUnavailableError if the model is not ready within the smaller of ``max_wait_s`` and ``deadline_s``
+        seconds. Raises it immediately if the start is expected to take longer.
         """
         limit = self._max_wait_s if deadline_s is None else min(deadline_s, self._max_wait_s)
         until = self._clock() + limit

@@ -108,7 +108,8 @@ class _Reload(Generic[V]):
         self._began = transitions.clock()
 
     async def check_adapters(self, adapters: list[Adapter]) -> None:
-        """Reads the adapters of the old version, which may have to end before the new version reads them.
+        """Checks that the new version can use the LoRA adapters of the old version. The check comes early, because the
+        old version may have to end before the new version loads them.
 
         Raises ModelStateError if the new version cannot use an adapter, or if the old version has ended meanwhile.
         """
@@ -120,10 +121,11 @@ class _Reload(Generic[V]):
             raise ModelStateError(f"The model {self._model.name!r} has ended; send the command again.")
 
     def victims(self, *, drain_first: bool) -> list[ServedModel[V]] | None:
-        """Returns the other models that must end, so that a second version of this model fits into memory.
+        """Returns the other models that must end, so that the old and the new version of this model fit into memory
+        together.
 
-        Returns None if both versions cannot fit, and ``drain_first`` permits to end the old version first. Without
-        ``drain_first``, raises ModelStateError in this case.
+        If they cannot fit together, returns None: the old version must then end before the new version starts. Raises
+        ModelStateError if ``drain_first`` is False, so that this is not permitted, or if it would not suffice.
         """
         hint = ' Send {"drain_first": true} to end the old version before the new one starts.'
         try:

@@ -73,7 +73,7 @@ class Transitions(Generic[V]):
     def end_for_other(self, model: ServedModel[V]) -> asyncio.Task[None]:
         """Puts an idle model to sleep, because another model needs its memory.
 
-        The other model has already claimed this memory, so ``_claims`` no longer counts it for the idle model.
+        The other model already claims this memory. So ``_claims`` no longer counts a claim of the idle model.
         """
         model.is_victim = True
         return self.end(model, ModelState.SLEEPING)
@@ -196,7 +196,7 @@ class Transitions(Generic[V]):
     def _claims(self) -> list[Claim]:
         """Returns the memory claims of all versions that run, start or end.
 
-        A model that ends to make space for another model has no claim, because the other model already claims the
+        A model that ends because another model needs its memory is left out: the other model already claims this
         memory.
         """
         claims = [Claim(name, need, 0.0, may_sleep=False) for name, need in self.starting.items()]

@@ -75,7 +75,7 @@ class HandOverDesk:
         """Processes the transfers that have ended, and grants the blocks that they free.
 
         Returns True if requests went back to the router's queue since the last call, because their blocks cannot
-        arrive. No replica may have an event then, so the caller must place these requests.
+        arrive. The caller must then place these requests, because no other event may follow that would place them.
         """
         if self._ended:
             self._take_ended(now)
@@ -111,8 +111,8 @@ class HandOverDesk:
     def lose(self, replica: RoutedReplica, now: float) -> None:
         """Processes the changes of hand-overs after a replica has lost its agents.
 
-        If a request had to load its blocks at this replica, another pool may still have these blocks. The request then
-        loads them at another replica, unless the request may have killed the agents.
+        A request that was about to load its blocks at this replica loads them at another replica, if a pool still has
+        the blocks. A request that may have killed the agents does not.
         """
         if not self._split.pools.is_shared:
             for lease in self._leases:

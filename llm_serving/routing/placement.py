@@ -54,7 +54,7 @@ class Placed(enum.Enum):
     PREFIX = "prefix"
     """The replica has more tokens of the prompt in its cache than at least one other replica."""
     LOAD = "load"
-    """The replica has the least load. No cached prefix decided: no replica has one, or the replica that has it is
+    """The replica has the least load. Cached tokens did not decide: no replica has any, or the replica that has them is
     overloaded or cannot start the request."""
     TURN = "turn"
     """The replica was next in round-robin order."""

@@ -201,8 +201,7 @@ class Placer:
         replica.scheduler.place_request(request, index, now, hands_over=hands_over, handed=handed)
 
     def _recall_held_up(self, live: list[RoutedReplica], now: float) -> bool:
-        """Moves requests back to the router's queue if they wait at a replica that cannot start them, and another
-        replica can.
+        """Moves requests back to the router's queue if their replica cannot start them and another replica can.
 
         Requests that have run or belong to a request group stay. Returns True if a request was moved.
         """

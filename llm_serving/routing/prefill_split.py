@@ -94,8 +94,9 @@ class PrefillSplit:
         return min(self.decoders(live), key=lambda replica: (replica.survey().load, replica.index))
 
     def for_prompt(self, entry: Entry, num_uncached: int, live: list[RoutedReplica]) -> list[RoutedReplica]:
-        """Returns the replicas that should compute a long prompt. Returns [] for a prompt that any decode replica may
-        compute. ``num_uncached`` is the number of its tokens that no prefix cache has.
+        """Returns the replicas that should compute a prompt, or [] if any replica that decodes may compute it. Only a
+        long prompt, for which a hand-over pays, gets special replicas. ``num_uncached`` is the number of its tokens
+        that no prefix cache has.
         """
         decoders = self.decoders(live)
         if len(decoders) == len(live) or not self._may_move(entry):

@@ -48,7 +48,7 @@ class Entry:
     def num_uncomputed_tokens(self) -> int:
         """Number of tokens that must still be computed if the output reaches its maximum length.
 
-        Includes the tokens that encoding the images counts as.
+        Includes the cost of encoding the request's images, counted in tokens.
         """
         computed = self.request.num_computed_tokens or self.cached_tokens
         return max(self.sequence.max_cached_tokens - computed, 0) + self.request.tile_cost_after(computed)
@@ -143,9 +143,9 @@ class Trip:
 
 
 def _step_bounds(limits: SchedulerLimits) -> tuple[int, int]:
-    """Returns the maximum number of requests that may wait at a replica, and the maximum of their tokens together.
+    """Returns the maximum number of requests that may wait at a replica, and their maximum total number of tokens.
 
-    These are the numbers that the replica's next step or batch can start.
+    A replica may have as many waiting requests as its next step or batch can start.
     """
     if limits.batching is BatchingStrategy.NONE:
         return 1, limits.max_num_batched_tokens

@@ -25,8 +25,8 @@ So the agent is never idle, and a decode step waits for few prefill steps.
 class StepComposer(Stateful):
     """Composes the steps that a policy asks for.
 
-    A decode step is composed only when all decoding sequences can be in it. Otherwise the batch could split into groups
-    that decode alternately for a long time. A sequence joins the next decode step after its prefill.
+    A decode step is composed only when every decoding sequence is ready for it. Otherwise the batch could split into
+    groups that decode alternately for a long time. After its prefill, a sequence joins the next decode step.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("_held_since", "_num_choices")
@@ -149,8 +149,8 @@ class StepComposer(Stateful):
             sequences = self.grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
-            # All chosen sequences were preempted. The loop chooses other sequences immediately, because without a step
-            # in flight the engine would not call this method again.
+            # All chosen sequences were preempted, and no step is in flight. The engine would not call this method again
+            # before an event. So the loop chooses other sequences immediately.
 
     def _ready(self) -> tuple[list[Sequence], int]:
         """Returns the sequences that can decode, and the number of sequences that will be able to decode after their

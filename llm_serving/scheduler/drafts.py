@@ -9,8 +9,8 @@ from llm_serving.scheduler.step_builder import DecodeBatch, build_decode
 
 
 def with_drafts(state: SchedulerState, sequences: list[Sequence]) -> list[Sequence]:
-    """Returns the entries of a decode step that verifies drafts. Each sequence has one entry, and one more for each
-    draft that fits into the step and into the sequence's blocks.
+    """Returns the sequence of each entry of a decode step that verifies drafts. A sequence has one entry for its last
+    token, and one for each draft that fits into the step and into its blocks.
 
     A draft gets no block that a running sequence may need for its next token. No sequence is preempted for a draft.
     """

@@ -201,7 +201,8 @@ class SchedulerFigures:
     def figures(self) -> Figures:
         """The present figures.
 
-        Any thread may read them. During ``update``, some figures may be from before the update and some from after it.
+        Any thread may read them. If a thread reads them during ``update``, some figures may be from before the update
+        and some from after it.
         """
         return Figures.of(self._state, self._preemption)
 

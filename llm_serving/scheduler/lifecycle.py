@@ -225,8 +225,8 @@ def void_steps(in_flight: InFlightSteps) -> list[int]:
     """Returns the numbers of the steps whose requests have all ended, the last step first. The executor may drop
     these steps.
 
-    Leaves out a step if a later step that is not dropped has one of its sequences. The later step needs the state
-    that the earlier step leaves in the batch row.
+    A step is not in the result if one of its sequences is also in a later step that must run. The later step needs the
+    state that the earlier step leaves in the batch row.
     """
     void: list[int] = []
     kept: set[Sequence] = set()

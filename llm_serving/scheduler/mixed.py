@@ -58,11 +58,12 @@ class MixedComposer(StepComposer):
         starts: SloStarts | None = None,
         late: frozenset[Sequence] = frozenset(),
     ) -> ScheduledStep | None:
-        """Returns a step of about ``budget`` tokens: one token of each sequence that can decode, then chunks of
-        prompts.
+        """Returns a step with one token of each sequence that can decode, and chunks of prompts. With decoding
+        sequences, the step has at most ``budget`` tokens, or more if they leave fewer than ``_MIN_CHUNK`` tokens for
+        prompts. Without decoding sequences, ``budget`` does not limit the step.
 
-        Returns None if there is nothing to run. ``starts`` decides which requests may start. The sequences in ``late``
-        only get tokens that no other prompt can use.
+        Returns None if there is nothing to run. ``starts`` decides which requests may start. The prompts in ``late``
+        can no longer be on time. They only get tokens that no other prompt can use.
         """
         self._light_streak = 0
         if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:

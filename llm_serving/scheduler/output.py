@@ -102,8 +102,8 @@ class History:
 class ScheduledStep:
     """One step with S sequences and T tokens.
 
-    A DECODE step has one token per sequence (T == S) and samples a token for each sequence. Each draft counts as a
-    sequence here. A MOVE step only copies blocks (S == T == 0).
+    A DECODE step has one token per sequence (T == S) and samples a token for each sequence. In S and in all columns,
+    each draft counts as one more sequence. A MOVE step only copies blocks (S == T == 0).
     """
 
     seq: int

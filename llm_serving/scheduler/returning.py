@@ -27,8 +27,8 @@ def limit_history(ready: list[Sequence], capacity: int) -> list[Sequence]:
 def restart_rows(step: ScheduledStep, sequences: list[Sequence], restarts: list[bool]) -> None:
     """Sets the ``restarts`` column of a decode step, and adds the histories of sequences with penalties.
 
-    ``restarts[i]`` is True if the step is the first step of sequence i on its batch row. Later steps of the batch share
-    this list, so the function sets all its values to False.
+    ``restarts[i]`` is True if the step is the first step of sequence i on its batch row. The function sets all values
+    of this list to False, because later steps of the batch use the same list.
     """
     step.restarts = list(restarts)
     restarts[:] = [False] * len(restarts)

@@ -94,7 +94,7 @@ class RunningSet(Stateful):
         """The running sequence to preempt next: the latest arrival among the sequences with the least important
         priority.
 
-        The oldest running sequence is chosen only if no other sequence runs.
+        The oldest running sequence is left out, unless it is the only one.
         """
         others = islice(self._running.values(), 1, None)
         latest = self._running[next(reversed(self._running))]
@@ -103,10 +103,10 @@ class RunningSet(Stateful):
     def reserve(self, watermark_blocks: int) -> int:
         """Returns the number of blocks that must stay free when a sequence starts or returns from the host.
 
-        If no sequence runs, the number is 0. Otherwise it is at least one block for each running sequence. So a waiting
+        If no sequence runs, the number is 0. Otherwise it is at least one block for each running sequence. So a new
         sequence cannot take the blocks that a preemption has just freed, and the oldest sequence always gets its next
-        token. The number is also at least ``watermark_blocks``. Otherwise the next tokens of the running sequences
-        could need blocks immediately, and the new sequence would be preempted.
+        token. The number is also at least ``watermark_blocks``. With fewer free blocks, running sequences would soon
+        need blocks for their next tokens, and preempt the new sequence.
         """
         return max(len(self._running), watermark_blocks) if self._running else 0
 
@@ -134,7 +134,7 @@ class RunningSet(Stateful):
     def end_prefill(self, sequence: Sequence) -> None:
         """Marks a sequence as decoding: its known tokens are computed, or steps in flight compute them.
 
-        If another replica will decode the sequence, it only ends its prefill and does not decode here.
+        If another replica will decode the sequence, only its prefill ends, and it is not marked as decoding.
         """
         self._prefilling.pop(sequence.arrival_index, None)
         sequence.is_decoding = sequence.hand_over is not HandOverState.WANTED

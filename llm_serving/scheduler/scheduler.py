@@ -139,7 +139,8 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
     def take_ended(self) -> list[RequestUpdate]:
         """Returns the last updates of requests that the scheduler has ended by itself. Returns each update once.
 
-        ``schedule`` ends requests at their deadline. ``agent_lost`` ends a suspect that lost its agent when alone.
+        ``schedule`` ends requests at their deadline. ``agent_lost`` ends a suspect that was the only request in flight
+        when its agent was lost again.
         """
         return self._intake.take_ended()
 

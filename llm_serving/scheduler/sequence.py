@@ -84,7 +84,8 @@ class Sequence:
     """True after a step of this sequence failed or was dropped. The results of its steps in flight are then void, and
     the content of its blocks is unknown."""
     asked_from: int = -1
-    """The KV tiers were last asked for the sequence's full blocks from this number on. -1: they were not asked."""
+    """Index of the first block in the last question to the KV tiers for the sequence's full blocks. -1: they were not
+    asked."""
     waits_for_load: bool = False
     """True while the KV tiers look for blocks of the waiting sequence, or a step copies them to the device."""
     hand_over: HandOverState = HandOverState.NONE
@@ -93,8 +94,8 @@ class Sequence:
     num_handed: int = 0
     """Number of handed blocks that completed steps have copied."""
     last_chosen: int = 0
-    """The number of the last choice of this sequence for a decode step. ``StepComposer._choose`` numbers its choices if
-    a decode step cannot have all decoding sequences.
+    """If a decode step cannot have all decoding sequences, ``StepComposer._choose`` chooses and numbers its choices.
+    This is the number of this sequence's last choice. The sequence with the smallest number is chosen next.
     """
 
     def __post_init__(self) -> None:

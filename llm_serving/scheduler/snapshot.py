@@ -126,7 +126,7 @@ def load(state: Any, sequences: Sequences) -> Any:
 def save_sequence(sequence: Sequence, codec: RequestCodec, version: int) -> dict[str, Any]:
     """Returns a sequence as plain data. ``version`` is the present version of the block supply.
 
-    The sequence's prefix match is saved only if it has this version, because an older match is never used.
+    The sequence's prefix match is saved only if it was found at this version, because an older match is never used.
     """
     chain, match = sequence.prefix_chain, sequence.prefix_match
     return {

@@ -32,11 +32,11 @@ class SchedulerState(Stateful):
     num_started: int = 0
     """Number of requests that have started and not ended, in any state."""
     no_capacity: tuple[int, int, int] | None = None
-    """``RunningSet.num_changes``, free batch rows and free blocks at the last time when the first waiting request
-    lacked capacity. None if it did not lack capacity, or if a request has ended since."""
+    """The state when the first waiting request last lacked capacity: ``RunningSet.num_changes``, free batch rows and
+    free blocks. None if it did not lack capacity, or if a request has ended since."""
     wakeup: float | None = None
-    """Time in seconds at which ``schedule`` must be called again, because a request or step may not be held back
-    longer. None if nothing is held back."""
+    """Time in seconds until which a request or a step is held back. ``schedule`` must be called again at this time.
+    None if nothing is held back."""
 
     @property
     def page_use(self) -> float:

@@ -10,9 +10,9 @@ def tokens_before_tiles(
 ) -> tuple[int, int]:
     """Returns the length of the next chunk of a request with images, and the cost of its tiles in tokens.
 
-    The chunk ends before the first tile that no longer fits the ``num_free_tokens`` of the step. Any step may have one
-    tile, so that a tile that costs more than a whole step is computed, too. ``is_first``: the step has no other chunks
-    yet.
+    The chunk ends before the first tile that no longer fits the ``num_free_tokens`` of the step. If the step has no
+    other chunks yet (``is_first``), the chunk may begin with a tile of any cost. So a tile that costs more than a whole
+    step is computed, too.
     """
     start = request.num_tokens - num_uncomputed_tokens
     free, cost = num_free_tokens, 0
