@@ -19,7 +19,7 @@ The keys of the index are pairs of tokens, so a larger ``MIN_MATCH`` needs large
 MAX_INDEXED_TOKENS = 32_768
 """Maximum number of tokens in an index. It bounds the memory of a sequence's index to about 5 MB."""
 _MAX_PLACES = 6
-"""Maximum number of earlier places that a lookup compares, the latest first."""
+"""Maximum number of earlier positions that a lookup compares, the latest first."""
 _NONE = -1
 
 

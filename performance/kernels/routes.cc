@@ -27,8 +27,8 @@ struct Routes {
   bool records = false;
   std::vector<int32_t> chosen;    // expert ids of all recorded rows, one row after the other
   std::vector<int32_t> followed;  // expert ids of an earlier run, or empty if no choice is replaced
-  // The largest difference in router logits between an expert that a row chose itself, and the expert of the earlier
-  // run that it had to use instead.
+  // If a row must use an expert of the earlier run instead of its own choice, the router logits of the two experts
+  // differ. This is the largest difference of all rows.
   float widest_margin = 0;
 };
 Routes routes;

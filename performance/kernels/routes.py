@@ -21,8 +21,8 @@ class Routes:
     chosen: list[int] = field(default_factory=list)
     """The experts of each row, layer after layer and step after step."""
     widest_margin: float = 0.0
-    """The largest difference in router logits between an expert that a row chose itself, and the expert of the earlier
-    run that it had to use instead.
+    """If a row must use an expert of the earlier run instead of its own choice, the router logits of the two experts
+    differ. This is the largest difference of all rows.
     """
 
 

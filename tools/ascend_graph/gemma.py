@@ -33,8 +33,8 @@ class GemmaRules:
     def counts(self, *, is_last: bool) -> dict[str, int]:
         """Returns how often each primitive must be in the graph. These numbers replace the numbers of a Llama.
 
-        Each layer has six norms: before attention, before the MLP, of the query heads, of the key heads, of the
-        attention's result and of the MLP's result.
+        Each layer has six norms. One is before attention, and one before the MLP. Query heads, key heads, the result of
+        attention and the result of the MLP also have a norm each.
         """
         layers = self._shape.num_layers
         return {"RmsNorm": 6 * layers + is_last, "AddRmsNorm": 0, "Swiglu": 0, "GeluExt": layers}

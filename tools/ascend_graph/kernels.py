@@ -55,8 +55,8 @@ _ROW_BYTES = 32
 states it for the layout NZ.
 """
 _MAX_FUSED_BLOCK, _MAX_FUSED_ROW, _MAX_FUSED_GROUP, _MAX_FUSED_CACHE = 512, 65535, 64, 2**31 - 1
-"""Limits of FusedInferAttentionScore with a block table, if each row of the table has one query. The limits are the
-tokens of a block, the elements of a cache row, the query heads of a key-value head, and the elements of a cache.
+"""Limits of FusedInferAttentionScore with a block table, if each row of the table has one query. The limits are, in
+this order: tokens of a block, elements of a cache row, query heads of a key-value head, elements of a cache.
 """
 _DEFAULT_MASK, _TRAPEZOIDAL_MASK = 0, 1
 """``mask_mode`` of PagedAttention. Source: ``MaskMode`` in the wheel's ``op_param.h``."""
