@@ -20,9 +20,11 @@ struct RoutingArgs {
 
 void route_tokens(const RoutingArgs& args);
 
-// Sorts the choices of all rows by expert, in a stable order. Choice number row * chosen + rank is the expert that has
-// this rank in this row. Writes each choice's position in the sorted order to place [choices]. Writes the position of
-// each expert's first choice to starts [experts + 1].
+// Sorts the choices of all rows by expert, in a stable order. A choice is an expert that a row uses: choice number row
+// * chosen + i is the row's expert with the i-th largest probability.
+//
+// Writes each choice's position in the sorted order to place [choices]. Writes the position of each expert's first
+// choice to starts [experts + 1], and the number of choices to its last element.
 void group_by_expert(const int32_t* ids, int64_t choices, int64_t experts, int64_t* starts, int64_t* place);
 
 }  // namespace llmk

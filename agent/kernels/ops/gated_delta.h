@@ -40,8 +40,8 @@ constexpr int kDeltaSaves = 2;  // maximum number of states that a run saves in 
 struct DeltaRun {
   int32_t first_token, tokens;
   int32_t read, write;  // numbers of states; read is -1 if the run begins with the sequence
-  // The state `to` gets the state after the first `after` tokens. Used entries come first, in ascending order of
-  // `after`. An unused entry has after = 0.
+  // Saved states: the state number `to` receives the state after the run's first `after` tokens. Used elements come
+  // first, in ascending order of `after`. In an unused element, `after` is 0.
   struct {
     int32_t after, to;
   } saves[kDeltaSaves];
@@ -93,9 +93,9 @@ namespace LLMK_ARCH {
 constexpr int64_t kDeltaPiece = 16;  // tokens that a task takes from `projected` at a time
 constexpr int64_t kDeltaColumns = 4;  // vectors of value columns that the recurrence keeps in registers
 
-// The buffers of a task. A task computes one value head of one run, in pieces of up to kDeltaPiece tokens. A row of
-// `inputs` and `mixed` has the head's channels: query, key, value. The first rows of `inputs` are the taps - 1 tokens
-// before the piece.
+// The buffers of a task. A task computes one value head of one run, at most kDeltaPiece tokens at a time (a piece). A
+// row of `inputs` and `mixed` has the head's channels: query, key, value. The first rows of `inputs` are the taps - 1
+// tokens before the piece.
 struct DeltaPiece {
   float* inputs;   // [taps - 1 + kDeltaPiece, head channels]
   float* mixed;    // [kDeltaPiece, head channels]
@@ -272,8 +272,8 @@ static inline void write_results(const GatedDeltaArgs& args, const DeltaPiece& p
   }
 }
 
-// Stores `count` rows of `from` in the inputs of the state `state`, from row `row` on. If several value heads share a
-// key head, only the first of them stores the channels of query and key.
+// Stores `count` rows of `from` as the inputs of state number `state`, from input row `row` on. If several value heads
+// share a key head, only the first of them stores the channels of query and key.
 static inline void store_inputs(const GatedDeltaArgs& args, int64_t state, const HeadChannels& own, int64_t head,
                                 int64_t row, const float* from, int64_t count) {
   const bool is_first = head % (args.value_heads / args.key_heads) == 0;
@@ -335,9 +335,9 @@ static inline int64_t piece_tokens(const DeltaRun& run, int64_t done) {
   return end - done;
 }
 
-// If the run saves a state after `done` tokens, copies the head's part into this state: `matrix` and the last inputs.
-// The last inputs are the first rows of piece.inputs. If the state that the run writes ends after `done` tokens, stores
-// the last inputs in it.
+// Stores what belongs to states that end after `done` tokens. If the run saves such a state, copies the head's `matrix`
+// and the last taps - 1 inputs to it. If the state run.write ends here, copies only the inputs, because its matrix is
+// already in place. The inputs are the first rows of piece.inputs.
 static inline void end_states(const GatedDeltaArgs& args, const DeltaRun& run, const HeadChannels& own, int64_t head,
                               const DeltaPiece& piece, int64_t done, const float* matrix) {
   for (const auto& save : run.saves) {

@@ -12,11 +12,11 @@
 
 namespace llmk {
 
-// The checksum adds up the stripes of a block in eight lanes, as XXH3 does (Collet, 2019). A stripe has one 64-bit word
-// for each lane. A lane adds the product of the two halves of its word, and the word of the neighbouring lane. Stripe n
-// of a round uses other keys than stripe n + 1, and at the end of a round the lanes are mixed. So a checksum depends on
-// the order of the bytes. The checksum takes less time than the copy of the block. CRC-32C with one lane would take as
-// long as the copy.
+// The checksum of a block works like that of XXH3 (Collet, 2019). The block is read in stripes of eight 64-bit words, one
+// for each of eight lanes. A lane adds the product of the two halves of its word, after an XOR with a key. It also adds
+// the word of the neighbouring lane. The stripes of a round have different keys, and at the end of a round the lanes are
+// mixed. So a checksum depends on the order of the bytes. It takes less time than the copy of the block. CRC-32C with
+// one lane would take as long as the copy.
 constexpr int64_t kLanes = 8;
 constexpr int64_t kStripe = 8 * kLanes;  // bytes
 constexpr int64_t kRound = 16;           // stripes
@@ -131,10 +131,11 @@ static void finish(const Sum& sum, uint64_t* checksum) {
   }
 }
 
-// Copies a part of a block and adds its bytes to the checksum. With AVX2, each whole stripe is read once, for both the
-// copy and the checksum. The checksum reads all other bytes from `summed`, which is the source or the destination.
+// Copies a part of a block and adds its bytes to the checksum. With AVX2, whole stripes are read once, for both the
+// copy and the checksum. All other bytes are copied first. Then the checksum reads them from `summed`, which is `to` or
+// `from`.
 //
-// Meanwhile prefetches the source: the part itself, and at its end `next`, the start of the next part. The parts of a
+// At the same time, prefetches the rest of the source, and then `next`, the start of the next part. The parts of a
 // block are in different arrays, so the hardware prefetchers cannot find the next part.
 static void copy_part(char* to, const char* from, const char* summed, const char* next, int64_t bytes, Sum& sum) {
   int64_t done = 0;
@@ -190,8 +191,8 @@ static void hand_out(const HandBlocksArgs& args, int64_t m) {
   const int64_t source = args.moves[3 * m + 1], destination = args.moves[3 * m + 2];
   HandedHeader& header = args.headers[destination];
   std::memset(&header, 0, sizeof(header));
-  // The header becomes zero before the first byte changes. So a process that still reads the old block cannot find the
-  // old header together with new bytes.
+  // First sets the header to zero, before any byte of the block changes. So a process that still reads the old block
+  // cannot find the old header together with new bytes.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   char* to = args.pool + destination * args.num_arrays * args.part_bytes;
   Sum sum = {};

@@ -58,9 +58,9 @@
 
 namespace llmk {
 
-// The number of a format is its `kernel_code` in llm_serving/model/number_formats.py. A new format needs an entry
-// there, here and in kFormats. A new value of Packing also needs code in linear_pack.cc, linear_driver.h and
-// linear_weight_only.h.
+// The number of a format is the field `kernel_code` of the format in llm_serving/model/number_formats.py. A new format
+// needs an entry there, here and in kFormats. A new value of Packing also needs code in linear_pack.cc, linear_driver.h
+// and linear_weight_only.h.
 enum class WeightFormat : int32_t {
   kFloat32 = 0,
   kFloat16 = 1,
@@ -166,8 +166,8 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes);
 // Returns 0, or an error code after one line on standard error.
 int join_weight_parts(void* blob, int64_t bytes, int32_t parts);
 
-// Activations, quantised row by row: x = scale * q with scale = max|x| / 127 and q in [-127, 127]. If a weight has
-// static inputs, q = round(x * inverse scale + offset) in [-128, 127] instead, and the scale of each row is 1.
+// Activations, quantised row by row. q is in [-127, 127]: x = scale * q, with scale = max|x| / 127. With a weight that
+// has static inputs, q = round(x * inverse scale + offset) in [-128, 127], and each row has scale 1.
 struct QuantizedRows {
   int8_t* values;
   float* scales;   // [rows]
@@ -236,8 +236,8 @@ static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int
   return shape;
 }
 
-// Returns the byte offset of the weights that step `step` reads for vector v (0 to 3) of a panel, within a group.
-// `steps` is the number of steps of the group, or of the whole depth.
+// Returns where a step finds the weights of vector v (0 to 3) of a panel: the byte offset from the start of the
+// quantisation group, or of the panel if there are no groups. `steps` is the number of steps of the group or panel.
 static inline int64_t step_offset(int64_t tile_steps, int64_t steps, int64_t step, int v, int64_t vector_bytes) {
   const int64_t first = step / tile_steps * tile_steps;  // first step of the tile
   return (v / 2 * 2 * steps + 2 * first + v % 2 * smaller(tile_steps, steps - first) + step - first) * vector_bytes;
@@ -252,8 +252,9 @@ static inline WeightShape weight_shape(const PackedWeightHeader& header) {
 static inline int64_t panels_bytes(const WeightShape& shape) { return shape.panels * shape.panel_bytes; }
 static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels * kPanelColumns * 4; }
 
-// Returns the length of the array of inverse scales in static inputs: the depth, rounded up to a multiple of 16. The
-// array of offsets has the same length. The function static_bytes() returns the size of all static inputs of a blob.
+// Returns the number of floats that the inverse scales of static inputs occupy: the depth, rounded up to a multiple of
+// 16. The offsets of static inputs occupy as many. The function static_bytes() returns the size of all static inputs of
+// a blob.
 static inline int64_t static_stride(int64_t depth) { return ceil_div(depth, 16) * 16; }
 static inline int64_t static_bytes(const WeightShape& shape, int64_t depth) {
   return 2 * static_stride(depth) * 4 + shape.panels * kPanelColumns * 4;
@@ -307,8 +308,9 @@ static inline StaticInputs static_inputs_of(const void* blob) {
   return {first, first + stride, reinterpret_cast<const int32_t*>(first + 2 * stride)};
 }
 
-// Returns the number of the first weight column in vector v (0 to 3) of a panel. The function vector_end() returns the
-// upper limit of the column numbers in this vector. A lane whose column number reaches this limit holds zeros.
+// Returns the number of the first weight column in vector v (0 to 3) of a panel. A vector has 16 columns, but the last
+// vectors may have fewer. The function vector_end() returns the limit: lanes for columns from this number on hold
+// zeros.
 static inline int64_t vector_column(const PackedWeightHeader& header, int64_t panel, int v) {
   if (header.gated == 0) return panel * kPanelColumns + v * 16;
   return panel * (kPanelColumns / 2) + v / 2 * 16 + (v % 2 == 0 ? 0 : header.columns / 2);

@@ -1,6 +1,6 @@
 // The inner loops of linear.h on AMX tiles. For int8 and int4, tiles give the same integers as every other instruction
-// set. For bfloat16, tiles add in their own order (amx_tiles.h). To get the same bits for any number of rows, this file
-// computes every product with a bfloat16 weight, even for a single row.
+// set. For bfloat16, tiles add in their own order (amx_tiles.h). Therefore every product with a bfloat16 weight uses
+// tiles, even for a single row. So a row gets the same bits in a step with any number of rows.
 //
 // A tile product takes 16 cycles. Loading a tile takes 8 cycles from the L1 cache and 20 from the L2 cache. Therefore a
 // chunk of the weights of half a panel stays in the L1 cache while all blocks of 32 rows use it. Each loaded tile, of

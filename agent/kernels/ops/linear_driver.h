@@ -3,8 +3,8 @@
 //
 // A task multiplies one panel by one block of rows. It processes the depth in pieces. The weights of a piece stay in
 // the L2 cache while all tiles of rows use them. Between pieces the sums are kept in memory without rounding, so the
-// results have the same bits as without pieces. During the computation of a piece, the next piece is prefetched, half
-// by half. The next piece may belong to the next panel.
+// results have the same bits as without pieces. During the computation of a piece, the two halves of the next piece are
+// prefetched. The next piece may belong to the next panel.
 #pragma once
 #include <cmath>
 
@@ -18,8 +18,8 @@ namespace llmk::LLMK_ARCH {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kPieceBytes = 384 << 10;
-// Maximum number of rows that form two tall tiles of up to kTallRows rows each. For more rows, three or more tiles of
-// kMostRows rows are at least as fast.
+// Up to this number of rows, the rows form at most two tall tiles, each with up to kTallRows rows. More rows form three
+// or more tiles of up to kMostRows rows, which are then at least as fast.
 constexpr int64_t kMostTallTilesRows = 16;
 
 // A part of the depth of one panel. `begin` and `end` count steps in PlainForm and groups in GroupedForm.
@@ -228,8 +228,8 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    // Prefetches one cache line per step. This is enough if four tiles prefetch. It is also enough for two tall tiles,
-    // because a tall tile reads a panel in two halves and so takes twice as many steps.
+    // Each tile prefetches one cache line per step. Four tiles together prefetch the whole next piece. Two tall tiles
+    // do so, too, because a tall tile reads a panel in two halves and so takes twice as many steps.
     } else {
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }

@@ -7,10 +7,10 @@
 
 namespace llmk::LLMK_ARCH {
 
-// The scales by which the sums of a product must be multiplied: of the row, of the column, or of both.
+// How the sums of a product are scaled: not at all, by the row's scale, by the column's scale, or by both.
 //
-// kIntegerBoth adds the sum offsets of static inputs to the integer sums, if there are any. Then it multiplies by the
-// scales of row and column. kUnsignedBoth also corrects for stored weights that are 128 too large.
+// kIntegerBoth and kUnsignedBoth are for integer sums and use both scales. Before that, they add the sum offsets of
+// static inputs, if there are any. kUnsignedBoth also subtracts the effect of the 128 that is added to stored weights.
 enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {

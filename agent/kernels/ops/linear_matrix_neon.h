@@ -44,8 +44,8 @@ struct BFloatProducts {
 };
 #endif
 
-// Multiplies R rows by one vector (16 columns). A product needs 8 bytes of depth. These are one step of nibbles if
-// kNibbles, otherwise two steps.
+// Multiplies R rows by one vector (16 columns). A matrix instruction needs 8 bytes of depth for each column. If
+// kNibbles, one step has these 8 bytes, otherwise two steps.
 template <class Products, bool kNibbles>
 struct MatrixStep : MatrixTiles {
   using X = typename Products::X;

@@ -123,8 +123,8 @@ constexpr int64_t kUnpackDepth = 64;  // 16 KB as float32, 8 KB as bfloat16
 
 struct WeightBlock {
   const uint8_t* group;
-  // The steps of the block. They are the steps [begin, begin + count) of group `number`, which has `steps` steps.
-  // Counted over the whole depth instead of the group, the first step of the block has the number `first`.
+  // The block has `count` steps of group number `number`, from its step `begin` on. The group has `steps` steps.
+  // `first` is the number of the block's first step in the whole depth.
   int64_t number, steps, begin, count, first;
 
   bool starts_group() const { return begin == 0; }

@@ -1,10 +1,10 @@
 // Multiplies integer weights by bfloat16 activations (linear_weight_only.h) on AMX tiles. The depth must consist of
 // whole tiles. The result of a row does not depend on other rows.
 //
-// A step multiplies 16 rows by half a panel of a block of weights. Its sums are in tiles 0 and 1 for the first half,
-// and in tiles 2 and 3 for the second half. Other work runs between the tile products of a step. The sums of the
-// previous step are stored, and the sums of the step before that are scaled and added. During the first rows, a tile of
-// the next block of weights is also unpacked.
+// A job, here called a step, multiplies 16 rows by half a panel of a block of weights. Its sums are in tiles 0 and 1
+// for the first half, and in tiles 2 and 3 for the second half. Between its tile products, vector registers do other
+// work. The sums of the previous step are stored, and the sums of the step before that are scaled and added to the
+// totals. During the first 16 rows, the next block of weights is also unpacked, tile by tile.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_weight_only.h"
@@ -49,8 +49,8 @@ class TiledWeightOnly {
     sums_ = static_cast<float*>(thread_scratch(kScratchLinearTile, (sums + rows * kPanelColumns) * 4));
     totals_ = sums_ + sums;
     x_ = static_cast<const bfloat_t*>(job.x) + row * job.x_stride;
-    // Blocks of rows may differ in length by one row, but all use one configuration of the tiles. A shorter block also
-    // computes the first row of the next block. The last block is never shorter.
+    // The blocks of rows may differ in length by one row, but the tiles are configured for the longest block. A shorter
+    // block therefore also computes the first row of the next block. The last block is never shorter.
     configure_tiles(rows - first_row(row_blocks_ - 1), 0);
   }
 
@@ -133,8 +133,8 @@ class TiledWeightOnly {
     store_tile<2 * H + 1>(last_.sums + kLanes, kPanelColumns * 4);
   }
 
-  // Adds the scaled sums that were stored last to the totals: total = fma(sum, scale, total). Then the sums of the
-  // previous step count as stored last.
+  // Adds the sums of the step before the previous step to the totals: total = fma(sum, scale, total). Call this after
+  // store_last(): it also notes that the sums of the previous step are stored now.
   void fold() {
     if (stored_.rows > 0) fold_group<2>(stored_.sums, stored_.scales, stored_.rows, stored_.first, stored_.totals);
     stored_ = last_;
@@ -158,8 +158,8 @@ class TiledWeightOnly {
 
   const LinearJob& job_;
   const int64_t rows_, row_blocks_;
-  // folds_ is true if each group has its own scales. Then the scaled sums of each group are added to the totals. The
-  // flag keeps_ is true if all sums must stay in memory, because the next block of weights adds to them.
+  // folds_ is true if each group has its own scales: then the scaled sums of each group are added to the totals. keeps_
+  // is true if the sums of all rows must stay in memory, because the next block of weights adds to them.
   const bool folds_, keeps_;
   const bfloat_t* x_;
   float *sums_, *totals_;

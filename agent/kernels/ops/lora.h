@@ -1,28 +1,28 @@
-// LoRA adapters of linear layers. A row may name an adapter, whose product scale * B (A x) is added to the row's output
-// of a packed weight (linear.h). A is [rank, depth] and B [columns, rank].
+// LoRA adapters of linear layers. A row of the input may have an adapter. Then the row's output of a packed weight
+// (linear.h) gets an additional term, scale * B (A x). A is [rank, depth] and B [columns, rank].
 //
 // The products with A ("shrink") are computed before the linear layer, always from the float activations, even if the
 // weight takes int8 activations. The epilogue of the linear layer adds the products with B, before bias, SwiGLU and
 // rounding. Rows without an adapter, and layers that an adapter does not change, take no additional work.
 //
-// Arithmetic. It is the same for every batch, tile and thread count. All sums are float32. A shrunk value is the sum
-// over even k plus the sum over odd k, times the scale. The addition to an output is the sum over even ranks plus the
-// sum over odd ranks, each from the lowest rank.
+// Arithmetic. It is the same for every batch, tile and thread count. All sums are float32. An element of A x is the sum
+// over even k plus the sum over odd k, times the scale. The term of an output is the sum over even ranks plus the sum
+// over odd ranks. Each sum begins with the lowest index.
 #pragma once
 #include "../common/types.h"
 
 namespace llmk {
 
-// The parts of the operators' argument `counts` for adapters. At kNumAdapted is the number of rows with an adapter.
-// From kRowAdapters on, each row has its adapter slot, or -1 for no adapter. `counts` has these parts only if the
-// server has adapters.
+// The elements of the operators' argument `counts` that describe adapters. They exist only if the server has adapters.
+// Element kNumAdapted is the number of rows with an adapter. From element kRowAdapters on, there is one element for
+// each row: its adapter slot, or -1 for no adapter.
 constexpr int kNumAdapted = 4, kRowAdapters = 5;
 
 constexpr int64_t kRankLanes = 16;
 
 // The adapter of one packed weight. A weight may join several layers, such as q, k and v. Then `a` has the rows of all
-// their matrices A, one layer after another. A vector of 16 columns of the weight (linear.h) belongs to one layer, and
-// uses only the ranks of this layer.
+// their matrices A, one layer after another. The columns of a vector of 16 columns (linear.h) belong to one layer, and
+// use only the ranks of this layer.
 struct LoraWeight {
   int32_t dtype;        // DType of `a` and `b`
   int32_t rank_groups;  // number of groups of 16 rows of A; the last group is filled with zeros

@@ -3,11 +3,11 @@
 // layout.
 //
 // For int8, tiles give the same integers as vector registers. For bfloat16, a tile adds up 16 units of dims or of keys
-// from zero, which is another order than in vector registers. To get the same bits for any number of rows, this file
-// computes every product with a bfloat16 cache, even for a single row.
+// from zero, which is another order than in vector registers. Therefore every product with a bfloat16 cache uses tiles,
+// even for a single row. So a row gets the same bits in a step with any number of rows.
 //
-// Each tile of a panel is multiplied by two tiles of rows, so that it is loaded only once for both. With bfloat16, the
-// two tiles are 32 rows. With int8, they are the high bytes and the low bytes of 16 rows.
+// Each tile of a panel is multiplied by two tiles of rows (upper and lower), so that it is loaded only once
+// for both. With bfloat16, the two tiles are 32 rows. With int8, they are the high bytes and the low bytes of 16 rows.
 #pragma once
 
 #ifdef LLMK_AMX
@@ -92,12 +92,12 @@ LLMK_INLINE void multiply_tile() {
   if constexpr (!kScores) TileProducts<F>::template value<S, X, W>();
 }
 
-// Multiplies rows by panels and adds the products to the sums in tiles 0 to 3. If kLower is false, each of these tiles
-// is for one of up to four panels. If kLower is true, there are two panels. Then tiles 0 and 1 are for the upper rows,
-// tiles 2 and 3 for the lower rows.
+// Multiplies rows by `columns` panels and adds the products to the sums in tiles 0 to 3. If kLower is false, only the
+// upper rows are multiplied, and tile i has the sums for panel i (of up to four). If kLower is true, there are two
+// panels: tiles 0 and 1 are for the upper rows, tiles 2 and 3 for the lower rows.
 //
-// The function at(step, column) returns the address of the 16 units that a panel has for a step. These units are
-// `stride` bytes apart.
+// The function at(step, column) returns the address of the 16 units that panel number `column` has for a step. These
+// units are `stride` bytes apart.
 template <class F, bool kScores, bool kLower, class At>
 LLMK_INLINE void multiply_tiles(const TileRows<F>& rows, int64_t begin, int64_t end, int64_t columns, int64_t stride,
                                 TileFetch* fetch, const At& at) {
@@ -139,10 +139,11 @@ LLMK_INLINE void store_lower(void* out, int64_t stride) {
   store_tile<3>(static_cast<char*>(out) + 64, stride);
 }
 
-// Stores the sums of the tiles as rows, which are `stride` floats apart. Tiles 0 and 1 are the first two vectors of the
-// rows 0 to kAmxRows - 1. If `lower`, tiles 2 and 3 are the first two vectors of the next kAmxRows rows. Otherwise,
-// tiles 2 and 3 are the third and fourth vectors of the first rows, if `columns` is 4. If `columns` is 2, they are not
-// stored. restore_sums() loads the tiles from the same places.
+// Stores the sums of the tiles as rows, which are `stride` floats apart. A tile has one vector of up to kAmxRows rows.
+// Tiles 0 and 1 are vectors 0 and 1 of the upper rows.
+//
+// If `lower`, tiles 2 and 3 are vectors 0 and 1 of the lower rows. Otherwise they are vectors 2 and 3 of the upper rows
+// if `columns` is 4, and unused if `columns` is 2. restore_sums() loads the tiles from the same addresses.
 LLMK_INLINE void store_sums(float* out, int64_t stride, bool lower, int64_t columns) {
   store_upper(out, stride * 4);
   if (lower || columns > 2) store_lower(lower ? out + kAmxRows * stride : out + 2 * kLanes, stride * 4);
@@ -156,9 +157,9 @@ LLMK_INLINE void restore_sums(const float* from, int64_t stride, bool lower, int
   load_tile<3>(second + kLanes, stride * 4);
 }
 
-// Int8Form multiplies in two passes: by the high bytes of the rows, then by the low bytes. This function combines both
-// results. Tiles 0 and 1 have the products of the high bytes, tiles 2 and 3 those of the low bytes. Calls emit(row, i,
-// sums) for the vectors i = 0 and 1 of each row.
+// Combines the two passes of Int8Form, which multiplies by the high bytes and by the low bytes of the rows. Tiles 0 and
+// 1 have the products of the high bytes, tiles 2 and 3 those of the low bytes. Calls emit(row, i, sums) for the vectors
+// i = 0 and 1 of each row.
 template <class P, class Emit>
 LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& emit) {
   alignas(64) Unit high[kAmxRows][2 * kLanes], low[kAmxRows][2 * kLanes];
@@ -252,9 +253,11 @@ static inline void value_tiles(const TilePanels& panels, GroupRange groups, int6
 }
 
 // A queue of matrix products with AMX tiles. The caller queues the scores of one block of rows and the weighted sums of
-// another block. It then calls some() between other computations, which runs a few steps of four tile products. The
-// scores come first. The sums of a column of products are stored only after the products of the next column have begun.
-// Thus no store waits for a running product.
+// another block. Between other computations, it calls some(), which runs a few steps of the queued products. All scores
+// are computed before the sums.
+//
+// The results of one set of tiles are stored only after the products of the next set have begun. So no store waits for
+// a running product.
 template <class F>
 class TileWork {
  public:
@@ -296,8 +299,8 @@ class TileWork {
 
  private:
   struct Steps {
-    // The products that are left to compute, and the next one. A column is a pair of groups of keys if scores are
-    // computed. It is a pair of vectors of dims if weighted sums of values are computed.
+    // How far the queued products are: `column` and `step` are those of the next product, out of `columns` and `steps`.
+    // For scores, a column is a pair of groups of keys. For weighted sums of values, it is a pair of vectors of dims.
     int64_t columns = 0, steps = 0, column = 0, step = 0;
 
     int64_t left() const { return (columns - column) * steps - step; }

@@ -1,11 +1,11 @@
 // Divides RotaryAttention into tasks. A row is one query: one token and one of the query heads that share a kv head. A
 // task computes some rows of one sequence for one or a few kv heads. It may cover only a range of the context's
-// partitions. If several tasks divide the context of the same rows, the task that finishes last combines the results of
-// all partitions, in order.
+// partitions. A partition is a fixed number of keys (kPartition). If several tasks divide the context of the same rows,
+// the task that finishes last combines the results of all partitions, in order.
 //
 // A task rotates its queries. It also writes the keys and values of its tokens, so that a decode step is one parallel
-// loop. In two cases, all keys and values are written before the tasks start instead. The first case is a sequence with
-// more rows than a task. The second case is a sequence that reads blocks which another sequence writes in this step.
+// loop. But all keys and values are written before the tasks start if a sequence has more rows than a task. The same
+// holds if a sequence reads blocks that another sequence writes in this step.
 #pragma once
 #include <cmath>
 
@@ -29,8 +29,8 @@ struct PagedTask {
 // combines the results of all partitions.
 struct PagedJoin {
   int64_t waiting;
-  // The results of all partitions: [heads][rows][partitions seen][part_floats]. One result has `best` and `mass` of
-  // SoftmaxState, padding, then its `sums`.
+  // The results of all partitions: [heads][rows][partitions seen][part_floats]. The part_floats() floats of one result
+  // begin with `best` and `mass` of SoftmaxState. After padding, its `sums` follow.
   float* parts;
 };
 
@@ -235,9 +235,9 @@ static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& 
   }
 }
 
-// Prefetches the keys that a task reads next, once it has read the heads before `head` of the partition at `begin`.
-// These are the keys of the following heads, or of the next partition, or of the thread's next task `next` (null: there
-// is none).
+// Prefetches the keys that a task reads after the heads before `head` of the partition at `begin`: those of the
+// following heads, or of the next partition. At the end of the task, prefetches keys of `next`, the thread's next task,
+// unless it is null.
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               const PagedTask* next, bool writes, TileFetch* fetch) {
   if (head < task.heads) return fetch_keys(args, task, begin, head, writes, fetch);
@@ -251,8 +251,8 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
           static_cast<const char*>(args.value_cache) + offset};
 }
 
-// Returns the panels of the keys of one head. Packs the keys into `memory`, or points into the cache if the products
-// can read it directly. The caller adds values and scales later. `h` is the index of the head in `memory`.
+// Finds the panels of the keys of one head: packs the keys into `memory`, or points into the cache if the products can
+// read it directly. The caller adds values and scales to the result later. `h` is the index of the head in `memory`.
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h,
                                     const TaskRows& all, const PanelMemory& memory) {
