@@ -225,10 +225,9 @@ def record_any_size(
 
 
 def _recorded(run: Run, memory: list[Memory]) -> tuple[Results, RecordedLaunches | None, str]:
-    """Runs a graph and records its launches.
+    """Runs a graph and records its launches. Returns (results of the graph, recording, "").
 
-    Returns the results of the graph, the recording, and an empty text. If the launches cannot be replayed, returns None
-    instead of a recording, and the reason as the text.
+    If the launches cannot be replayed, returns None instead of the recording, and the reason instead of the empty text.
     """
     library = load_library()
     library.llmk_begin_recording()

@@ -42,10 +42,8 @@ class StaticInputs:
     offsets: npt.NDArray[np.float32]
     """The offset of each input [in], added after the multiplication."""
     sum_offsets: npt.NDArray[np.int32]
-    """An integer for each output column [out], which is added to the column's sum.
-
-    This integer subtracts the part of the sum that comes from the inputs' offsets. It can also include the layer's
-    bias.
+    """An integer for each output column [out], which is added to the column's sum. It removes the part of the sum that
+    comes from the offsets of the inputs. It can also include the layer's bias.
     """
 
 

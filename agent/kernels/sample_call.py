@@ -198,8 +198,9 @@ class SampleCall:
         histories: Sequence[Int32Array | None] | None = None,
         prompt_lens: Sequence[int] | Int32Array | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Chooses the tokens of the rows that the candidates determine. These are the tokens that ``run`` would choose.
-        Returns a bool for each row [S]: True if the row needs its whole logits (``run_rows``).
+        """Chooses the tokens of the rows whose token the candidates determine. The token is the one that ``run`` would
+        choose. Returns a bool for each row [S]: True if the row has no token yet and needs its whole logits
+        (``run_rows``).
 
         ``best_ids`` [S] are the tokens with the largest logits, the smaller id on a tie, and ``best_values`` [S] are
         these logits. Without ``candidates``, only greedy rows that report no logits are sampled. The other arguments

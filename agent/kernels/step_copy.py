@@ -20,8 +20,8 @@ ADAPTERS = 5
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The limits of the values in a step. A field ``lowest_...`` is a lower limit, and a negative number with a special
-    meaning. All other fields are upper limits.
+    """The limits of the values in a step. A field ``lowest_...`` is a lower limit: the smallest valid value, a negative
+    number with a special meaning. All other fields are upper limits.
     """
 
     lowest_token: int

@@ -51,9 +51,8 @@ def local_rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32A
 
 
 def _widened(table: Float32Array, shape: ModelShape, filler: float) -> Float32Array:
-    """Returns a rotary table with additional columns, for the elements of a head that are not rotated.
-
-    These columns have the value ``filler``. Half of them are at the end of each half of a row.
+    """Adds columns for the elements of a head that are not rotated to a rotary table. The new columns have the value
+    ``filler``. Half of them are at the end of the first half of each row, the others at the end of the second half.
     """
     missing = (shape.rotary_width - shape.rotary_dim) // 2
     if missing == 0:
@@ -91,12 +90,12 @@ def _powers(shape: ModelShape, base: np.float32 | Float32Array) -> Float32Array:
 
 
 def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions: int) -> Float32Array:
-    """Returns rotary frequencies for each position after the trained context, float32 [positions, rotary_dim / 2].
+    """Returns the rotary frequencies of the positions after the trained context, float32 [positions, rotary_dim / 2].
 
-    The frequencies of a position use the base that NTK-aware scaling gives to a sequence that ends at this position.
-    Therefore the rotation at a position does not depend on the chunks of a sequence or on its final length. The library
-    transformers works differently: if a prompt is longer than the trained context, all its positions use the base of
-    the last position.
+    NTK-aware scaling computes a base from the length of a sequence. Here, each position uses the base for a sequence
+    that ends at this position. So the rotation at a position does not depend on the chunks of a sequence or on its
+    final length. In the library transformers, all positions of a prompt that is longer than the trained context use the
+    base of the last position.
     """
     trained, factor, dim = scaling.original_max_position_embeddings, np.float32(scaling.factor), shape.rotary_dim
     lengths = np.arange(trained + 1, num_positions + 1, dtype=np.float32)

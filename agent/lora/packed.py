@@ -107,8 +107,10 @@ def _vectors(columns: int, *, is_gated: bool) -> Iterator[range]:
 def _block(
     columns: range, modules: Sequence[ModuleAdapter], ranks: npt.NDArray[Any], storage: Any
 ) -> tuple[int, Array]:
-    """Returns the part of an adapter that changes one vector of 16 columns, as two values. The first is the index of
-    the lowest rank that these columns use. The second is the matrix B of these columns, [ranks, 16]."""
+    """Returns the part of an adapter that changes one vector of 16 columns: (first rank, B).
+
+    B [ranks, 16] has the rows of the ranks that these columns use. ``first rank`` is the lowest of them.
+    """
     touched = [
         index for index, each in enumerate(modules) if each.rows.start < columns.stop and columns.start < each.rows.stop
     ]

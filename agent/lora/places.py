@@ -51,11 +51,12 @@ class Place:
 
 
 def adapter_places(part: ModelPart, *, equal_vocabularies: bool) -> dict[str, tuple[Place, ...]]:
-    """Returns the places of each checkpoint tensor that may have an adapter, by the tensor's name.
+    """Returns, for each checkpoint tensor that may have an adapter, its places in the agent's parameters, by the
+    tensor's name.
 
-    A tensor has a place in each parameter that has some of its rows. For example, the query weight of a hybrid model
-    also has the rows of the output gate. A tensor without a place belongs to another pipeline stage. ``shard_specs``
-    describes ``equal_vocabularies``.
+    A tensor has a place in each parameter that contains some of its rows. For example, the query weight of a hybrid
+    model also has the rows of the output gate. A tensor without a place belongs to another pipeline stage.
+    ``shard_specs`` describes ``equal_vocabularies``.
     """
     specs = [spec for spec in weight_specs(part.whole) if _may_have_adapter(spec)]
     own = shard_specs(specs, part, equal_vocabularies=equal_vocabularies)

@@ -5,8 +5,9 @@ matrix products multiply the rows of each adapter by the matrices of its slot. R
 slot, whose matrices stay zero. Loading an adapter only overwrites the matrices of its slot, so no graph is compiled
 again.
 
-A layer may join several layers of a checkpoint, such as q, k and v. Then the ranks of their matrices A follow each
-other, and B is block diagonal. If an adapter has a smaller rank, zeros fill the rest. B includes the adapter's scale.
+A layer may join several layers of a checkpoint, such as q, k and v. Then A has the ranks of all these layers, one layer
+after another, and B is block diagonal. If an adapter has a smaller rank, zeros fill the remaining ranks. B includes the
+adapter's scale.
 
 This module does not import MindSpore.
 """

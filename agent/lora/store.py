@@ -64,7 +64,8 @@ class AdapterStore:
     ) -> None:
         """``dtype`` is the type of the matrices. ``shard_specs`` describes ``equal_vocabularies``.
 
-        ``loaded`` lists arrays [adapter slots]. If a slot gets an adapter, its entry in each of these arrays becomes 1.
+        ``loaded`` has arrays [adapter slots], in which the store marks the slots in use: 1 for a slot with an adapter,
+        otherwise 0.
         """
         self._dtype, self._slots, self._loaded = dtype, slots, loaded
         self._places = adapter_places(part, equal_vocabularies=equal_vocabularies)

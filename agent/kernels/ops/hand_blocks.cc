@@ -12,11 +12,11 @@
 
 namespace llmk {
 
-// The checksum of a block works like that of XXH3 (Collet, 2019). The block is read in stripes of eight 64-bit words, one
-// for each of eight lanes. A lane adds the product of the two halves of its word, after an XOR with a key. It also adds
-// the word of the neighbouring lane. The stripes of a round have different keys, and at the end of a round the lanes are
-// mixed. So a checksum depends on the order of the bytes. It takes less time than the copy of the block. CRC-32C with
-// one lane would take as long as the copy.
+// The checksum of a block works like that of XXH3 (Collet, 2019). The block is read in stripes of eight 64-bit words,
+// one for each of eight lanes. A lane adds the product of the two halves of its word, after an XOR with a key. It also
+// adds the word of the neighbouring lane. The stripes of a round have different keys, and at the end of a round the
+// lanes are mixed. So a checksum depends on the order of the bytes. It takes less time than the copy of the block.
+// CRC-32C with one lane would take as long as the copy.
 constexpr int64_t kLanes = 8;
 constexpr int64_t kStripe = 8 * kLanes;  // bytes
 constexpr int64_t kRound = 16;           // stripes

@@ -6,8 +6,8 @@
 // from zero, which is another order than in vector registers. Therefore every product with a bfloat16 cache uses tiles,
 // even for a single row. So a row gets the same bits in a step with any number of rows.
 //
-// Each tile of a panel is multiplied by two tiles of rows (upper and lower), so that it is loaded only once
-// for both. With bfloat16, the two tiles are 32 rows. With int8, they are the high bytes and the low bytes of 16 rows.
+// Each tile of a panel is multiplied by two tiles of rows (upper and lower), so that it is loaded only once for both.
+// With bfloat16, the two tiles are 32 rows. With int8, they are the high bytes and the low bytes of 16 rows.
 #pragma once
 
 #ifdef LLMK_AMX

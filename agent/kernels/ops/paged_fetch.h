@@ -10,11 +10,12 @@ namespace llmk::LLMK_ARCH::paged {
 
 class TileFetch {
  public:
-  // Begins to prefetch the keys or values of positions [begin, end) of a sequence, for kv heads [head, head + heads).
+  // Begins to prefetch positions [begin, end) of a sequence, for kv heads [head, head + heads): the keys if `keys` is
+  // true, otherwise the values.
   //
-  // If the range consists of whole blocks, prefetches `together` blocks alternately, with all heads of each block.
-  // Otherwise prefetches one head after the other. If the cache holds units of 4 bytes, always prefetches whole groups
-  // of 16 keys.
+  // If the range consists of whole blocks, alternates between `together` blocks at a time, and prefetches all heads of
+  // each block. Otherwise prefetches one head after the other. If the cache holds units of 4 bytes, the range is
+  // extended to whole groups of 16 keys.
   void start(const RotaryAttentionArgs& args, bool keys, int64_t seq, int64_t begin, int64_t end, int64_t head,
              int64_t heads, int together) {
     const auto base = reinterpret_cast<uintptr_t>(keys ? args.key_cache : args.value_cache);
@@ -47,8 +48,8 @@ class TileFetch {
     }
   }
 
-  // Also prefetches the cache lines that the task will write for the last token of a sequence. The elements of its key
-  // are spread over all lines of a group of 16 keys.
+  // Also prefetches the cache lines of the last token of a sequence, to which the task will write. With units of 4
+  // bytes, these are all lines of a group of 16 keys, because the elements of one key are spread over them.
   void add_written(const RotaryAttentionArgs& args, int64_t seq, int64_t head, int64_t heads) {
     const int64_t position = args.context_lens[seq] - 1, index = position % args.block_size, chunk = chunk_bytes(args);
     const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
@@ -119,9 +120,8 @@ class TileFetch {
     }
   }
 
-  // Adds memory to prefetch: `rows` ranges of `bytes` bytes, whose first addresses have the distance `stride`. If the
-  // distance is not a multiple of a cache line, a row may begin in the middle of a line. Then the row occupies one more
-  // line.
+  // Adds memory to prefetch: `rows` ranges of `bytes` bytes, which begin `stride` bytes apart. If `stride` is not a
+  // multiple of a cache line, a range may begin in the middle of a line. So one more line is prefetched for each range.
   void add(uintptr_t first, int64_t bytes, int64_t rows = 1, int64_t stride = 0) {
     if (count_ == kPieces) return;
     const uintptr_t last = first + static_cast<uintptr_t>(bytes);

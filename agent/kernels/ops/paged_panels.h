@@ -10,8 +10,9 @@
 
 namespace llmk::LLMK_ARCH::paged {
 
-// The places of the keys [begin, begin + count) of a sequence, and of their values, in the cache. All entries are byte
-// offsets from the start of the cache, for kv head 0.
+// Where the cache holds the keys [begin, begin + count) of a sequence, and their values. `values` has the byte offset
+// of each key in the key cache, which is also the offset of its value in the value cache. The offsets are for kv head
+// 0.
 struct PagedTile {
   int64_t begin, count;
   int64_t values[kPartition];
@@ -46,8 +47,8 @@ struct HeadTile {
   const char* values;
 };
 
-// Packs a square of the cache into a panel: 16 units (of 32 bits each) of each of kLanes keys. The keys begin at number
-// `first`, and the units at dim `d`.
+// Packs 16 units (32 bits each) of kLanes keys into a panel. Transposes them, because in the panel the same unit of all
+// keys is adjacent. The first key is number `first` of the tile, and the first unit begins at dim `d`.
 template <bool kWhole, class F, class C>
 LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, int64_t dim, Unit* panel) {
   const PagedTile& tile = *now.tile;
@@ -86,8 +87,8 @@ LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, in
   F::template pack_values<kWhole>(rows, n, out);
 }
 
-// Packs the values of a tile into `panel` [unit of keys][padded_dim]. Fills the places after the last value with zeros.
-// Their weight is zero, but zero times uninitialised memory could be NaN.
+// Packs the values of a tile into `panel` [unit of keys][padded_dim]. Keys after the last key of the tile get zeros as
+// values. Their weight is zero, but zero times uninitialised memory could be NaN.
 template <class F, class C>
 static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_dim, int64_t product_groups,
                                Unit* panel) {
@@ -174,14 +175,14 @@ LLMK_INLINE float largest_of(const float* scales) {
   return largest(top);
 }
 
-// Points to the packed keys and values of one head in one partition. Each entry of `keys` has a group of 16 keys. Each
-// entry of `values` has the values that one product reads. They belong to one group of keys, or on AMX to all groups in
-// a tile register.
+// Points to the packed keys and values of one head in one partition. Each pointer in `keys` is for a group of 16 keys.
+// Each pointer in `values` is for the values that one product reads: those of one group of keys, or on AMX those of all
+// groups that fill a tile register.
 struct TilePanels {
   int64_t begin, groups;            // first key, and number of groups of kGroupKeys keys
   int64_t value_stride;             // distance between units of values; between units of keys it is kGroupKeys
-  // Each entry points to [unit of dims][kGroupKeys]. Entries from number `groups` on equal the first entry, so that a
-  // product over several panels can read them.
+  // Each pointer leads to [unit of dims][kGroupKeys]. Pointers from number `groups` on equal the first pointer, so that
+  // a product over several panels can read them.
   const Unit* keys[kPartGroups];
   const Unit* values[kPartGroups];  // each entry points to [unit of keys][dim]
   float* key_scales;                // scales of the keys [kPartition] for int8 caches, or null
@@ -223,8 +224,8 @@ static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit
   }
 }
 
-// Sets panels->values for groups [begin, end). Each entry covers `product_groups` groups. An entry points into the
-// cache if its groups are complete and adjacent there. Otherwise the groups are copied to `buffer`.
+// Sets panels->values for groups [begin, end). Each pointer is for `product_groups` groups. It points into the cache if
+// these groups are complete and adjacent there. Otherwise the groups are copied to `buffer`, and it points to the copy.
 template <class F>
 static inline void point_at_values(const HeadTile& now, int64_t begin, int64_t end, int64_t dim, int64_t product_groups,
                                    Unit* buffer, TilePanels* panels) {

@@ -55,10 +55,11 @@ template <int kPasses, int kRows>
 constexpr int kBlockVectors = 2;
 #endif
 
-// Returns how many groups of 16 keys are multiplied at a time for `heads` heads: a chunk, a multiple of kBlockVectors.
+// Returns the size of a chunk: how many groups of 16 keys are multiplied at a time if a block of rows has `heads`
+// heads.
 //
-// The heads of a block read a chunk one after another, because their keys are adjacent in memory. With fewer heads,
-// chunks are larger, because each chunk loads and stores all sums.
+// All heads of the block read a chunk before the next chunk, because the keys of the heads are adjacent in memory. With
+// fewer heads, chunks are larger, because the sums are loaded and stored once for each chunk.
 LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, larger(4, kBlockRows / heads / 4 * 4)); }
 
 // The state of the online softmax of some rows, over the keys processed so far.
@@ -70,8 +71,8 @@ struct SoftmaxState {
 
 // The query rows of a task: `rows` rows for each of `heads` kv heads. Row r of head h has the number h * rows + r.
 struct TaskRows {
-  // `query_units` is the number of units in which a query is multiplied by keys. A query has F::kRowWords words for
-  // each unit. Int8Form has two words: one for each pass. WidenedForm has the floats of the unit, side by side.
+  // `query_units` is the number of units in which a query is multiplied by keys. A packed query has F::kRowWords 32-bit
+  // words for each unit: one for each pass of Int8Form, or one float for each element with WidenedForm.
   int64_t heads, rows, dim, padded_dim, query_units;
   const int64_t* visible;                             // [rows]: a row sees keys before this position; ascending
   const int64_t* first;                               // [rows]: first key that a row sees; null: key 0 for all rows
@@ -130,11 +131,12 @@ struct ProductRows {
   int64_t stride, pass_stride;
 };
 
-// Adds the dot product of row r and panel vector v to total[r][v], for each r and v, over the pieces [begin, end). A
-// piece has `units` units, and at(piece, v) returns the address of its first unit.
+// Adds the dot product of row r and panel vector v to total[r][v], for each r and v. The product covers the pieces
+// [begin, end). A piece is `units` units that follow each other, and at(piece, v) returns the address of its first
+// unit.
 //
-// Int8Form is different: it does not add to `total` but overwrites it. It has two passes (paged_units.h). It shifts the
-// sums of the first pass and then adds the sums of the second pass.
+// Int8Form is different: it overwrites `total` instead of adding to it. It has two passes (paged_units.h). It shifts
+// the sums of the first pass and then adds the sums of the second pass.
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, SharedFetch shared, typename P::Acc (&total)[R][V]) {
@@ -257,8 +259,8 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
   });
 }
 
-// The range [hidden, visible) of a partition's keys that a row sees. All keys of groups [0, whole) are visible, and
-// `whole` is even.
+// The keys [hidden, visible) of a partition, which are the keys that a row sees. The row sees all keys of the first
+// `whole` groups, so these groups need no mask. `whole` is even.
 struct RowView {
   int64_t hidden, visible, whole;
 
@@ -346,9 +348,9 @@ static inline void soften_block(const TaskRows& all, const TilePanels* panels, c
   });
 }
 
-// Stores the sums of softmax weights times values. The keys of a partition may be processed in several chunks. Unless
-// `fresh`, the sum of the earlier chunks is added to `total` first. If `done`, no chunk follows, and the sum is
-// converted to floats.
+// Writes `total`, the sum of softmax weights times values for a chunk of keys, to `sums`. Int8Form first adds the sum
+// of the earlier chunks, which is in `sums`, unless the chunk is the first (`fresh`). It converts the sum to floats if
+// the chunk is the last (`done`). With all other forms, `total` already includes the earlier chunks.
 template <class F>
 LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, bool done, float step, float* sums) {
   using P = typename F::ValueProduct;

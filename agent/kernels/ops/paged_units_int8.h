@@ -16,8 +16,8 @@ LLMK_INLINE Ints dot_bytes(Ints total, Ints unsigned_bytes, Ints signed_bytes) {
   return total;
 }
 
-// Multiplies keys by signed queries. A stored key has 128 added and is an unsigned byte. This adds 128 * sum(query) to
-// each product, which the row's offset subtracts.
+// Multiplies keys by signed queries. A key is stored as an unsigned byte, with 128 added. This makes each product too
+// large by 128 * sum(query). The row's offset is -128 * sum(query) and corrects the product.
 struct Int8ScoreProduct {
   using Acc = Ints;
   using Operand = Ints;
@@ -122,10 +122,10 @@ struct Int8Form {
     *factor *= most / kLargestQuery;
   }
 
-  // Multiplies each softmax weight of a row by the scale of its value, and rounds the product to 16 bits.
+  // Multiplies each softmax weight of a row by the scale of its value, and stores the product in 16 bits.
   //
-  // The largest possible product is weight 1 times the largest scale of a value. It is stored as 65535, so the rounding
-  // error is at most 2^-17 of it. A sum of kPartition rounded weights times values is below 2^31.
+  // The largest possible product, weight 1 times the largest scale of a value, is stored as 65535. So the rounding
+  // error is at most 2^-17 of it. A sum of kPartition stored products times values is below 2^31.
   struct Weights {
     const float* value_scales;
     const float largest_scale;
@@ -142,8 +142,8 @@ struct Int8Form {
           high(reinterpret_cast<uint8_t*>(out)),
           low(high + kPartition) {}
 
-    // Adds the softmax weights of two groups of keys. The caller passes groups in ascending order, and a multiple of
-    // four groups. Every second call stores the weights of four groups.
+    // Takes the softmax weights of groups `group` and `group` + 1 of keys. The caller passes the groups in ascending
+    // order, and their number must be a multiple of four. Every second call stores the weights of four groups.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
       const Ints mixed = pack_words(whole(first, group), whole(second, group + 1));
@@ -163,8 +163,8 @@ struct Int8Form {
   };
   static_assert(int64_t{kPartition} * 65535 * 127 < int64_t{1} << 31, "a sum of weights times values is an int32");
 
-  // Undoes the order of dims that pack_values() uses, for 64 sums. They are 16 blocks of 4 sums. Block 4 * i + l moves
-  // to place 4 * l + i.
+  // Puts 64 sums back into the order of the dims, which pack_values() has changed. The sums are 16 blocks of 4 sums.
+  // Block 4 * i + l becomes block 4 * l + i.
   static inline void restore_order(float* sums) {
     float blocks[16][4];
     std::memcpy(blocks, sums, sizeof(blocks));

@@ -92,8 +92,8 @@ LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
 #endif
 }
 
-// Quantises a head to symmetric int8: scale = max|x| / 127, rounded to nearest even. Flips the bits of each byte that
-// are set in `bias`.
+// Quantises a head to symmetric int8: scale = max|x| / 127, rounded to nearest even. Stores each byte XOR `bias`. (A
+// bias of 0x80 adds 128, so that the stored byte is unsigned.)
 static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char* values, char* scale) {
   Vec top = zero();
   for (int64_t d = 0; d < dim; d += kLanes) {

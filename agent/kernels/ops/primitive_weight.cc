@@ -175,8 +175,8 @@ int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob) {
   }
   source.scales = scales.data();
   source.zeros = int4 && !zeros.empty() ? zeros.data() : nullptr;
-  // pack_weight() accepts sum offsets only together with scales and offsets of the inputs, so these arrays are zeros.
-  // No kernel reads them, because the primitive QuantV2 has quantised the rows before the product.
+  // pack_weight() accepts sum offsets only together with scales and offsets of the inputs, so it gets arrays of zeros
+  // for these. No kernel reads the zeros, because the primitive QuantV2 has quantised the rows before the product.
   const std::vector<float> unread(weight.sum_offsets == nullptr ? 0 : static_cast<size_t>(weight.depth));
   if (weight.sum_offsets != nullptr) {
     source.input_inverses = unread.data();

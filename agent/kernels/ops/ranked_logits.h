@@ -27,11 +27,11 @@ struct Prefix {
   double mass;
 };
 
-// Ranks a whole row. Divides the tokens into bins by logit, and stores the mass of each bin. To find where a running
-// mass or count crosses a limit, sorts only the bin in which this happens.
+// Ranks a whole row. Divides the tokens into bins by logit, and stores the mass of each bin. To find where a sum of
+// masses (or a count of tokens) crosses a limit, sorts only the bin in which this happens.
 //
-// Masses are added in double. The masses of whole bins come first, each added in the order of the token ids. Then
-// follow the tokens of the sorted bin in the order of their rank.
+// Masses are added in double. The masses of whole bins are added first; the mass of a bin is the sum in the order of
+// the token ids. Then the tokens of the sorted bin are added in the order of their rank.
 class RankedRow {
  public:
   RankedRow(const float* row, int64_t size, float top);

@@ -141,9 +141,9 @@ static inline int64_t value_element(const RotaryAttentionArgs& args, int64_t row
 // The addresses of a token's key (or value) and of its scale in the cache, as byte offsets for kv head 0. For head h,
 // add h * chunk_bytes() to both.
 struct CachePlace {
-  // `values` is the offset of the token's row in a chunk. If the chunk has units of 4 bytes, rows are interleaved. Then
-  // the offset is valid only for the first row of a group of 16, and is the offset of the group. `scale` is valid only
-  // for int8 caches.
+  // `values` is the offset of the token's row in a chunk. If the chunk has units of 4 bytes, the rows of 16 tokens are
+  // interleaved. Then the offset is valid only for the first of the 16 tokens, and is where their group begins. `scale`
+  // is valid only for int8 caches.
   int64_t values, scale;
 };
 static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t block, int64_t row) {

@@ -71,8 +71,8 @@ class WrittenBlocks {
   uint64_t* words_;
 };
 
-// Adds the blocks that a sequence writes. Returns false if the sequence writes outside its own last positions, or into
-// a block that another sequence writes.
+// Adds the blocks that a sequence writes to `written`. Returns false if the sequence writes to a position other than
+// those of its own new tokens, or into a block that another sequence writes.
 bool mark_writes(const RotaryAttentionArgs& args, int64_t seq, WrittenBlocks* written) {
   const int64_t begin = args.context_lens[seq] - args.query_lens[seq];
   int64_t last = -1;
@@ -87,9 +87,9 @@ bool mark_writes(const RotaryAttentionArgs& args, int64_t seq, WrittenBlocks* wr
   return true;
 }
 
-// Returns true if a sequence may read a block that another sequence writes in this step. The prefix cache allows two
-// sequences to share a block that one of them fills in this step. In this case, the kernel must write all keys before
-// it reads any.
+// Returns true if the kernel must write all keys of the step before it reads any: a sequence may read a block that
+// another sequence writes in this step. This happens if two sequences share a block through the prefix cache, and one
+// of them fills it in this step.
 bool must_write_first(const RotaryAttentionArgs& args) {
   WrittenBlocks written(args.num_blocks);
   int64_t tokens = 0;

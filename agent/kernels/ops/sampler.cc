@@ -44,8 +44,8 @@ bool has_penalties(const SampleArgs& args, int64_t row) {
          args.frequency_penalty[row] != 0.0f;
 }
 
-// Returns true if candidates.cc implements every filter of the row. A developer can add a filter to this file first.
-// Then this function must return false for rows with that filter, until candidates.cc has it, too.
+// Returns true if candidates.cc implements every filter of the row. All filters of this file are implemented there, so
+// the result is always true. For a new filter that only this file has, the function must return false.
 bool candidates_have_filters(const SampleArgs&, int64_t) { return true; }
 
 const uint32_t* mask_of(const SampleArgs& args, int64_t row) {
@@ -259,8 +259,9 @@ void sample_row(const SampleArgs& args, int64_t row) {
 // Returns true if this call must leave the results of the row as they are.
 bool is_left(const SampleArgs& args, int64_t row) { return args.logits_rows != nullptr && args.logits_rows[row] < 0; }
 
-// Returns true if the row needs no sampling: it is skipped, or it is greedy and its best token is known. The function
-// `sample` finishes the known rows at the start of the batch itself, because waking another thread would take longer.
+// Returns true if the row's result is known without its logits: it is skipped, or it is greedy and its best token is
+// known. If the first rows are known, `sample` finishes them in the calling thread, because waking another thread would
+// take longer.
 bool is_known(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return true;
   return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&

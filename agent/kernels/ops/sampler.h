@@ -13,8 +13,8 @@ constexpr int32_t kNotFinite = -2;
 // describes what each parameter does.
 struct SampleArgs {
   const float* logits;         // [rows, vocab_size]
-  // The row of `logits` that each row samples from. -1: the results of the row stay unchanged. Null: row i samples from
-  // row i of `logits`.
+  // For each row of the batch, the row of `logits` from which it samples. -1: the results of this row stay unchanged.
+  // If the pointer is null, row i samples from row i of `logits`.
   const int32_t* logits_rows;
   int64_t rows, vocab_size;
   const float* temperature;  // 0: greedy

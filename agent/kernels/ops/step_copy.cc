@@ -47,8 +47,8 @@ bool in_bounds(const StepCopyArgs& a) {
          in_range(a.num_top_logits, a.seqs, a.lowest_top_logits, a.max_top_logits + 1);
 }
 
-// Replaces each token id `lowest_token` (LAST_TOKEN) in own_token_ids [begin, end) by the last token of batch row
-// `row`. Returns false if this batch row has no last token.
+// Replaces the token id `lowest_token` (LAST_TOKEN) by the last token of batch row `row`, in own_token_ids [begin,
+// end). Returns false if this batch row has no last token.
 bool resolve(const StepCopyArgs& a, int64_t begin, int64_t end, int32_t row) {
   if (a.row_last_tokens == nullptr) return true;
   for (int64_t t = begin; t < end; ++t) {

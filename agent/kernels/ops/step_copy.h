@@ -5,9 +5,11 @@
 
 namespace llmk {
 
-// The sizes of a step, the bounds of its values, its arrays, and the arrays that receive the copies. T is the number of
-// tokens, S the number of sequences, W the width of the block tables. Each value must be below its bound and at least
-// 0. If there is a `lowest_...` number for it, this number is the lower limit instead of 0.
+// The arguments of copy_step(): the sizes of a step, the limits of its values, its arrays, and the arrays that receive
+// the copies. T is the number of tokens, S the number of sequences, W the width of the block tables.
+//
+// A value must be below its upper limit and at least 0. If there is a `lowest_...` member for a value, this member is
+// the lower limit instead of 0.
 struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence

@@ -131,8 +131,8 @@ void for_parts(int64_t count, const Function& function) {
   });
 }
 
-// The strides of two broadcast operands along the axes of the output. Two adjacent axes become one if a single stride
-// of each operand covers both.
+// The strides of two broadcast operands along the axes of the output. Adjacent axes are merged into one axis if a
+// single stride of each operand covers both.
 struct Broadcast {
   int axes = 0;
   int64_t count = 1;

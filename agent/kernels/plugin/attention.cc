@@ -92,9 +92,9 @@ static bool is_masked(const Call& call, int mask, int64_t index) {
   return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: tests all bits except the sign
 }
 
-// Writes the first key that each query sees to `first_keys`, according to a mask [tokens, positions]. The mask is 0 at
-// every visible key. The visible keys of a query must be consecutive and end at the query's own position. Leaves
-// `first_keys` empty if every query sees its keys from position 0 on.
+// Converts a mask [tokens, positions] to `first_keys`: the first key that each query sees. The mask is 0 (or false) at
+// every visible key. The visible keys of a query must be consecutive and end at the query's own position. If every
+// query sees all keys from position 0 on, `first_keys` becomes empty.
 //
 // A mask of another shape is ignored, because the kernel itself hides the keys after the query's position.
 static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args, std::vector<int64_t>* first_keys) {
@@ -138,8 +138,8 @@ static void copy_first_elements(const RotaryAttentionArgs& args, const char* fro
   });
 }
 
-// Runs the attention. mla_v_dim above 0 means latent attention: a value is the first mla_v_dim elements of a key. Then
-// the kernel computes all elements of the keys as values, and only the first mla_v_dim elements are copied to the
+// Runs the attention. With mla_v_dim above 0 (latent attention), a value is the first mla_v_dim elements of a key. Then
+// the kernel attends to whole keys as values, and only the first mla_v_dim elements of each result are copied to the
 // output.
 static void run_paged(RotaryAttentionArgs* args, int64_t mla_v_dim) {
   char* out = static_cast<char*>(args->out);

@@ -247,7 +247,7 @@ class Finder {
     return {};
   }
 
-  // Extends the lifetime of each value that a fusion reads or writes to all launches of the fusion. So these values do
+  // Makes the lifetime of each value that a fusion reads or writes span all launches of the fusion. So these values do
   // not share memory.
   void extend(const Fusion& fusion) const {
     for (int part = 0; part < fusion.count; ++part) {
@@ -285,8 +285,8 @@ class Finder {
            recording_->values[static_cast<size_t>(value)].last > last;
   }
 
-  // Returns true if all launches of a fusion can run where the last one runs. No other launch may read their results
-  // before this place, and none of them may be a collective.
+  // Returns true if all launches of a fusion can run at the place of the last one. Before this place, no launch outside
+  // the fusion may read their results. No launch of the fusion may be a collective.
   bool can_move(const Fusion& fusion) const {
     for (int number = fusion.first(); number <= fusion.last(); ++number) {
       const bool is_part = std::find(fusion.parts, fusion.parts + fusion.count, number) != fusion.parts + fusion.count;

@@ -86,9 +86,10 @@ bool hold(Recording* recording) {
   return false;
 }
 
-// Runs all launches of a recording. After an error, the remaining launches do not run. With `keeps_pace`, the remaining
-// collectives do run, because the other agents of the stage wait for them. Returns false after an error. If a caller
-// stores errors (holds_failures in op_plugin.cc), errors do not count here.
+// Runs all launches of a recording. Returns false if a launch fails. After an error, the remaining launches do not run.
+// With `keeps_pace`, the remaining collectives do run, because the other agents of the stage wait for them.
+//
+// If holds_failures (op_plugin.cc) is set, failing launches report success, so the result is true.
 bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
   if (recording->memory != arena.memory) find_places(recording, arena.memory);

@@ -42,8 +42,8 @@ int check_depth(const Call& call, int x, const PrimitiveWeight& weight) {
                      call.ndims[x], static_cast<long long>(call.dim(x, -1)), static_cast<long long>(weight.depth));
 }
 
-// Quantises the rows of argument `x` into `rows_of_y`. If `rows_of_y` has its own memory, copies the rows to `y`.
-// `blob` is a packed weight or only its header, and determines how the rows are quantised.
+// Quantises the rows of argument `x` into `rows_of_y`. If the values of `rows_of_y` are in scratch memory, also copies
+// them to `y`. `blob` determines how the rows are quantised. It is a packed weight, or only the header of one.
 void quantise_rows(const Call& call, int x, int8_t* y, const QuantizedRows& rows_of_y, int64_t rows, const void* blob) {
   const int64_t depth = header_of(blob).depth, row_bytes = depth * size_of(call.dtype(x));
   for_rows(rows, depth, [&](int64_t row) {

@@ -11,8 +11,8 @@ namespace llmk {
 // The packed form of a weight for one call. This is the form that keep_primitive() has stored, or a temporary one.
 class Blob {
  public:
-  // Finds the stored form, or packs the weight into memory of this object. Returns 0, or an error code after one line
-  // on standard error.
+  // Finds the form that keep_primitive() has stored. If there is none, packs the weight into memory of this object.
+  // Returns 0, or an error code after one line on standard error.
   int find(const char* op, const PrimitiveWeight& weight);
   const void* data() const { return data_; }
 
@@ -26,7 +26,7 @@ class Blob {
 LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out);
 
 // Provides memory for quantised rows in the layout of the linear kernel: each row fills whole cache lines and has a
-// sum. If `depth` is a multiple of a cache line, the rows are stored in `values` [rows, depth]. Otherwise they are
+// sum. If a row of `values` [rows, depth] fills whole cache lines, the rows are stored in `values`. Otherwise they are
 // stored in scratch memory of this thread, which is valid until the next call.
 QuantizedRows allocate_rows(int8_t* values, float* scales, int64_t rows, int64_t depth);
 

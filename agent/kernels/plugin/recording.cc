@@ -27,9 +27,8 @@ int holder(const std::vector<Value>& values, const void* address) {
   return -1;
 }
 
-// Returns true if an input is a constant of the graph, which is a single number. An array of integers is not a
-// constant, because the inputs of a graph are arrays of integers. Call this function only for an input that no launch
-// wrote and whose memory the caller did not name.
+// Returns true if an input is a constant of the graph. Constants are single numbers. Arrays of integers are inputs of
+// the graph. Call this function only for an input that no launch wrote and whose memory the caller did not name.
 bool is_constant(const Tensors& tensors, int i) {
   return tensors.size(i) == 1 && (tensors.ndims[i] == 0 || tensors.dtype(i) != DType::kUnsupported);
 }
@@ -113,8 +112,8 @@ void assign_buffers(Recording* recording) {
   lay_out(recording);
 }
 
-// Finds the rule (Length) for a length that is `a` in one recorded step and `b` in the other. Returns false if no rule
-// fits both.
+// Finds the rule (Length) for a length that was `a` in one recorded step and `b` in the other: a constant, or a
+// multiple of the tokens, sequences or blocks. Returns false if no rule gives both lengths.
 bool length_of(int64_t a, int64_t b, StepSizes of_a, StepSizes of_b, Length* length) {
   *length = {a, {0, 0, 0}};
   if (a == b) return true;

@@ -7,11 +7,12 @@
 
 namespace llmk {
 
-// Finds the row of cos and sin for each token and writes it to `positions`. Leaves `positions` empty if the tables have
-// one row per token, in order. Otherwise the rows come from `position_ids`, whose meaning depends on cos_format:
+// Finds the row of cos and sin for each token and writes it to `positions`. If the tables have one row per token, in
+// order, leaves `positions` empty. Otherwise computes the rows from `position_ids`, whose meaning depends on
+// cos_format:
 //
-//  0 and 1: positions, one per token. For a query [batch, length, width], one list of `length` positions is enough.
-//  2 and 3: lengths of sequences that start at position 0 (MindFormers' prefill).
+//  0 and 1: positions, one per token. For a query [batch, length, width], one list for all batches is enough.
+//   2 and 3: lengths of sequences that start at position 0 (MindFormers' prefill).
 //
 // Formats 0 and 2 rotate halves, formats 1 and 3 interleaved pairs.
 static int rotary_positions(const Call& call, int64_t tokens, int64_t rows, int64_t format,
