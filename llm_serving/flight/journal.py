@@ -41,9 +41,9 @@ _RESULT = attrgetter(
 class Journal:
     """Writes the calls of ``scheduler`` into ``segments``.
 
-    The caller first passes each call of ``schedule`` and ``update`` to ``decode_log``. If the log refuses a call, the
-    caller passes it to the journal's own methods. The methods raise OSError if the disk is full; the caller then calls
-    ``pause``.
+    The caller first passes each call of ``schedule`` and ``update`` to ``decode_log``. If the decode log does not
+    accept a call, the caller passes it to ``record_step`` or ``record_result``. The methods raise OSError if the disk
+    is full; the caller then calls ``pause``.
     """
 
     def __init__(self, scheduler: Scheduler, segments: SegmentWriter, names: TokenNames | None) -> None:

@@ -57,8 +57,8 @@ class AdapterMemory(NamedSegment):
         All matrices have the same type. Raises OSError if /dev/shm is too small.
         """
         sizes = [(each[2].nbytes, each[3].nbytes) for each in modules]
-        # The index contains the offsets of the matrices, and the offsets depend on the size of the index. Reserve the
-        # size of an index with the largest offsets.
+        # The index contains the offsets of the matrices, and the offsets depend on the size of the index. So the size
+        # of an index with very large offsets is reserved.
         room = len(msgspec.msgpack.encode(_index(modules, 1 << 40, sizes)))
         start = _aligned(_LENGTH_BYTES + room)
         index = _index(modules, start, sizes)

@@ -37,9 +37,10 @@ class KVCacheManager:
     """Gives blocks to sequences and takes them back.
 
     ``prefix_cache``: keep computed blocks for other sequences. ``namespace`` identifies the model, the weights and the
-    cache format. Together with tokens and salt, they determine the content of a block. ``contiguous``: each block table
-    is a range of consecutive blocks, which cannot be shared. ``num_host_blocks``: size of the host pool for swapped
-    sequences. ``copies_tails``: whether a sequence may copy a cached block of which only the first tokens match.
+    cache format. The content of a block depends only on these, the tokens and the salt. ``contiguous``: each block
+    table is a range of consecutive blocks, which cannot be shared. ``num_host_blocks``: size of the host pool for
+    swapped sequences. ``copies_tails``: whether a sequence may copy a cached block of which only the first tokens
+    match.
     """
 
     def __init__(

@@ -105,8 +105,8 @@ class BlockStore:
     """The tiers of one replica. Only the engine thread calls the methods.
 
     ``first_host`` is the first of the ``num_hosts`` host blocks that belong to the tiers. ``disk`` is the tier behind
-    host memory. ``wake`` wakes the engine thread; any thread may call it. With ``always_loads``, blocks are read even
-    if computing them takes less time.
+    host memory. ``wake`` wakes the engine thread; any thread may call it. With ``always_loads``, blocks are read from
+    the disk even if computing them takes less time.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Placer:
         self._groups: OrderedDict[str, RoutedReplica] = OrderedDict()
         self._next_index = 0
         self._with_new: set[int] = set()
-        """Indices of the replicas that may have a waiting request that never ran."""
+        """Indices of the replicas at which a request that never ran may wait."""
         self._blocked: tuple[Entry, bool, list[Capacity]] | None = None
         """The last attempt in which no replica could start the first request: the request, whether the request was
         late, and the capacities of the replicas. None before the first of these attempts.

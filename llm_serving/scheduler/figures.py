@@ -96,9 +96,11 @@ def _num_held_tokens(running: RunningSet, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A scheduler's free capacity and its waiting requests. The router forecasts from it whether a request can start.
+    """A scheduler's free capacity and its waiting requests. From these numbers, the router forecasts whether a request
+    can start.
 
-    Even if there is capacity, batching mode, admission and policy can keep the request waiting.
+    The forecast can be wrong: batching mode, admission control and policy may keep a request waiting even if there is
+    capacity.
     """
 
     num_waiting: int
@@ -117,8 +119,8 @@ class Capacity:
     num_waiting_blocks: int
     """Number of blocks that the tokens of all waiting requests need."""
     is_held_up: bool
-    """True if no new request can start yet. Either a preempted sequence must come back first, or the first waiting
-    request lacked capacity, and no capacity has become free since then."""
+    """True if no new request can start yet, for one of two reasons. A preempted sequence must continue first. Or the
+    first waiting request lacked capacity, and nothing has become free since then."""
     is_idle: bool
     """True if no request runs or waits. Then a request can start immediately, whatever its length."""
 

@@ -83,8 +83,8 @@ class RunningSet(Stateful):
     def num_leaving_blocks(self) -> int:
         """Number of blocks that become free when the steps in flight complete, unless other sequences share them.
 
-        These are the blocks of leaving sequences, the source blocks of copies, and blocks that move to or from KV
-        tiers.
+        They are the blocks of leaving sequences, the source blocks of copies, and the blocks that steps copy to or from
+        KV tiers.
         """
         held = sum(len(sequence.block_table) for sequence in self._leaving.values())
         return held + self._kv_cache.num_copies_under_way + self._kv_cache.num_lent

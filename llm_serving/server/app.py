@@ -65,8 +65,8 @@ def create_app(
 def split_administration(app: ServerApp) -> tuple[ServerApp, ServerApp]:
     """Splits an application for two listeners. Returns a public application and one for administration.
 
-    The public one lacks the administration endpoints, and the other one has only these. Both also serve the health
-    endpoints and the files of the web pages.
+    The public application has all endpoints except those for administration, and the second application has only those.
+    Both also serve the health endpoints and the files of the web pages.
     """
     endpoints = app.state.endpoints
     public = [one for one in endpoints if not one.admin]
