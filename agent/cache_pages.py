@@ -1,5 +1,5 @@
-"""Makes the system allocate the memory pages of the KV cache: the first 64 MiB during the start, and all other pages
-while the agent is idle.
+"""Makes the system allocate the memory pages of the KV cache: the first 64 MiB during the start, and the remaining
+pages while the agent serves.
 
 A system takes 0.2 to 2 seconds to allocate 1 GiB, so a start that allocates a large cache would take long. The server
 uses blocks with low numbers first, so these blocks get their pages first. If a step uses a block without pages, the

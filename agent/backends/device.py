@@ -1,5 +1,5 @@
-"""The interfaces of a device, apart from its operators: facts about it, methods that the agent calls around each run of
-a graph (hooks), and copies of cache blocks.
+"""The interfaces of a device, apart from its operators: facts about it, hooks, and copies of cache blocks. Hooks are
+methods that the agent calls around each run of a graph.
 
 ``agent.backends.base`` has the table of operators.
 """

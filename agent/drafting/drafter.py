@@ -159,7 +159,7 @@ class Drafter:
         True.
 
         Returns False for any other step. The copy takes less time than ``_follow``. Later, the tokens of many steps are
-        stored at once.
+        stored together.
         """
         seqs = slot.num_seqs
         if not is_plain(slot, inputs):

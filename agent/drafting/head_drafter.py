@@ -230,7 +230,7 @@ class HeadDrafter(Drafter):
     def _sorted_waiting(self) -> list[tuple[int, Int32Array, Array]]:
         """Removes all waiting tokens. Returns (batch row, positions, hidden states) for each sequence.
 
-        Leaves out a sequence if one of its blocks belongs to another sequence now. Such a sequence has ended.
+        Leaves out sequences that have ended and one of whose blocks belongs to another sequence now.
         """
         if not self._waiting:
             return []

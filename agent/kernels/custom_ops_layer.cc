@@ -33,8 +33,9 @@ enum LayerArgument {
   kQueryGamma = kPlainLayer, kKeyGamma
 };
 
-// The elements of the argument `form`: the number of layers, the window of attention (0: none), and two flags.
-// kHeadNorms is set if query and key heads have a norm, kResultNorms if the results of attention and MLP have a norm.
+// The elements of the argument `form`: the number of layers, the window of attention (0: none), and two flags. The flag
+// kHeadNorms is set if query and key heads have a norm. The flag kResultNorms is set if the results of attention and
+// MLP have a norm.
 enum FormField { kNumLayers, kWindow, kHeadNorms, kResultNorms, kFormFields };
 
 // Returns the number of arguments of each layer.

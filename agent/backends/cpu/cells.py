@@ -392,7 +392,7 @@ class GatedDeltaNet(nn.Cell):
 def _window(form: AttentionForm) -> Parameter | None:
     """Returns the operator's argument for the attention window. The value 0 means that there is no window.
 
-    Returns None if the operator needs no such argument: the layer has no window, no sinks and no head norms. The
+    Returns None if the operator does not need this argument: the layer has no window, no sinks and no head norms. The
     arguments for sinks and head norms come after the window, so they need it.
     """
     if form.window == 0 and form.norm_epsilon is None and not form.sinks:

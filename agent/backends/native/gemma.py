@@ -1,7 +1,7 @@
 """Implements the parts of Gemma 3 (arXiv:2503.19786) that the native op table composes of several primitives.
 
-The weights of Gemma's norms are float32. With activations of 16 bits, RmsNorm accepts such weights, but AddRmsNorm does
-not (docs/lab/ascend.md). There is no primitive for a gate with GELU.
+The weights of Gemma's norms are float32. With activations of 16 bits, RmsNorm accepts float32 weights, but AddRmsNorm
+does not (docs/lab/ascend.md). There is no primitive for a gate with GELU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // Sums and gathers arrays of the agents of a stage, over the exchange (llm_serving/ipc/exchange.py).
 //
-// An array is exchanged in pieces, each as large as a buffer. Every agent writes its piece into its own buffer and
+// An array is exchanged in pieces, at most as large as a buffer. Every agent writes its piece into its own buffer and
 // raises its counter. When all agents have raised their counters, each agent adds up all pieces itself, in the order of
 // the ranks. It adds in float32 and rounds once. So all agents get the same bits, and an element of the sum depends
 // only on its own terms.

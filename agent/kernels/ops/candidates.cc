@@ -98,7 +98,7 @@ double mass(const CandidateArgs& from, const float* sums, int64_t row, float top
 
 // Sorts the candidates by logit_of(token), largest first, and the smaller id first on a tie.
 //
-// Returns how many of the first candidates have a certain rank: their logit is above `threshold`, so no token outside
+// Returns how many of the first candidates have a certain rank. Their logits are above `threshold`, so no token outside
 // the candidates can rank before them.
 template <class LogitOf>
 size_t rank(Row* row, float threshold, const LogitOf& logit_of) {

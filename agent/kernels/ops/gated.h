@@ -25,8 +25,8 @@ LLMK_INLINE Vec gelu_lanes(Vec x) {
   return mul(x, sigmoid(bent));
 }
 
-// Computes kClampedSilu for 16 elements. A NaN stays a NaN, because minimum() and maximum() return their second
-// argument if one argument is NaN: the number that is clamped must be the second argument.
+// Computes kClampedSilu for 16 elements. If one argument is NaN, minimum() and maximum() return their second argument.
+// So the number to clamp is the second argument, and a NaN stays a NaN.
 LLMK_INLINE Vec clamped_silu_lanes(Vec gate, Vec up) {
   const Vec limit = broadcast(kClampedLimit), g = minimum(limit, gate);
   const Vec u = maximum(broadcast(-kClampedLimit), minimum(limit, up));

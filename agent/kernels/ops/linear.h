@@ -236,8 +236,9 @@ static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int
   return shape;
 }
 
-// Returns where a step finds the weights of vector v (0 to 3) of a panel: the byte offset from the start of the
-// quantisation group, or of the panel if there are no groups. `steps` is the number of steps of the group or panel.
+// Returns where a step finds the weights of vector v (0 to 3) of a panel. The result is a byte offset from the start of
+// the quantisation group. Without groups, it counts from the start of the panel. `steps` is the number of steps of the
+// group or panel.
 static inline int64_t step_offset(int64_t tile_steps, int64_t steps, int64_t step, int v, int64_t vector_bytes) {
   const int64_t first = step / tile_steps * tile_steps;  // first step of the tile
   return (v / 2 * 2 * steps + 2 * first + v % 2 * smaller(tile_steps, steps - first) + step - first) * vector_bytes;

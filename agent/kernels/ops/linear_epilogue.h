@@ -10,7 +10,8 @@ namespace llmk::LLMK_ARCH {
 // How the sums of a product are scaled: not at all, by the row's scale, by the column's scale, or by both.
 //
 // kIntegerBoth and kUnsignedBoth are for integer sums and use both scales. Before that, they add the sum offsets of
-// static inputs, if there are any. kUnsignedBoth also subtracts the effect of the 128 that is added to stored weights.
+// static inputs, if there are any. The scaling kUnsignedBoth also subtracts the effect of the 128 that is added to
+// stored weights.
 enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {

@@ -12,9 +12,9 @@
 
 namespace llmk::LLMK_ARCH {
 
-// Returns the address of the weights that a step reads for 8 columns, half of a vector of 16 columns. `half` counts the
-// halves from vector v of the panel on: 0 and 1 are the halves of vector v, 2 is the first half of vector v + 1.
-// Consecutive steps are 128 bytes apart.
+// Returns the address of the weights that a step reads for 8 columns, half of a vector of 16 columns. The argument
+// `half` counts the halves from vector v of the panel on. 0 and 1 are the halves of vector v, and 2 is the first half
+// of vector v + 1. Consecutive steps are 128 bytes apart.
 LLMK_INLINE const uint8_t* half_at(const uint8_t* w, int64_t half_bytes, int v, int half) {
   const int vector = v + half / 2;
   return w + vector / 2 * half_bytes + vector % 2 * 64 + half % 2 * 32;

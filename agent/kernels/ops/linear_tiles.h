@@ -13,13 +13,13 @@ constexpr int64_t kTileSteps = 1;
 #endif
 
 // WideTiles and NarrowTiles define the sizes of tiles. A tile multiplies R rows of activations by columns(R) vectors of
-// a panel. The constant kMostRows is the maximum of R for which all sums stay in registers. If there
-// are few rows, they form one or two tall tiles of up to kTallRows rows, which read a panel in two halves.
+// a panel. The constant kMostRows is the maximum of R for which all sums stay in registers. If there are few rows, they
+// form one or two tall tiles of up to kTallRows rows, which read a panel in two halves.
 //
-// A Step multiplies one step of a panel. It is derived from WideTiles or NarrowTiles. kDepth is the number of depths in
-// a step, and kVectorBytes the size of the weights of 16 columns in a step. If kOwnLoop is true, the Step has a
-// function sum() that replaces the loop of sum_steps(). If kInParts is true, the depths of a step are multiplied one
-// after the other.
+// A Step multiplies one step of a panel. It is derived from WideTiles or NarrowTiles. The constant kDepth is the number
+// of depths in a step. The constant kVectorBytes is the size of the weights of 16 columns in a step. If kOwnLoop is
+// true, the Step has a function sum() that replaces the loop of sum_steps(). If kInParts is true, the depths of a step
+// are multiplied one after the other.
 struct WideTiles {
   static constexpr bool kOwnLoop = false, kInParts = false;
   static constexpr int kMostRows = 6;

@@ -158,8 +158,9 @@ class TiledWeightOnly {
 
   const LinearJob& job_;
   const int64_t rows_, row_blocks_;
-  // folds_ is true if each group has its own scales: then the scaled sums of each group are added to the totals. keeps_
-  // is true if the sums of all rows must stay in memory, because the next block of weights adds to them.
+  // The flag folds_ is true if each group has its own scales. Then the scaled sums of each group are added to the
+  // totals. The flag keeps_ is true if the sums of all rows must stay in memory, because the next block of weights adds
+  // to them.
   const bool folds_, keeps_;
   const bfloat_t* x_;
   float *sums_, *totals_;

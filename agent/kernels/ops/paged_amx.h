@@ -143,7 +143,7 @@ LLMK_INLINE void store_lower(void* out, int64_t stride) {
 // Tiles 0 and 1 are vectors 0 and 1 of the upper rows.
 //
 // If `lower`, tiles 2 and 3 are vectors 0 and 1 of the lower rows. Otherwise they are vectors 2 and 3 of the upper rows
-// if `columns` is 4, and unused if `columns` is 2. restore_sums() loads the tiles from the same addresses.
+// if `columns` is 4, and unused if `columns` is 2. The function restore_sums() loads the tiles from the same addresses.
 LLMK_INLINE void store_sums(float* out, int64_t stride, bool lower, int64_t columns) {
   store_upper(out, stride * 4);
   if (lower || columns > 2) store_lower(lower ? out + kAmxRows * stride : out + 2 * kLanes, stride * 4);

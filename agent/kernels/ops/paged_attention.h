@@ -235,9 +235,9 @@ static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& 
   }
 }
 
-// Prefetches the keys that a task reads after the heads before `head` of the partition at `begin`: those of the
-// following heads, or of the next partition. At the end of the task, prefetches keys of `next`, the thread's next task,
-// unless it is null.
+// Prefetches the keys that a task reads next, when it has read the heads before `head` in the partition at `begin`.
+// These keys belong to the following heads, or to the next partition. At the end of the task, prefetches keys of
+// `next`, the thread's next task, unless it is null.
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               const PagedTask* next, bool writes, TileFetch* fetch) {
   if (head < task.heads) return fetch_keys(args, task, begin, head, writes, fetch);
@@ -251,7 +251,7 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
           static_cast<const char*>(args.value_cache) + offset};
 }
 
-// Finds the panels of the keys of one head: packs the keys into `memory`, or points into the cache if the products can
+// Finds the panels of the keys of one head. Packs the keys into `memory`, or points into the cache if the products can
 // read it directly. The caller adds values and scales to the result later. `h` is the index of the head in `memory`.
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h,

@@ -176,8 +176,8 @@ LLMK_INLINE float largest_of(const float* scales) {
 }
 
 // Points to the packed keys and values of one head in one partition. Each pointer in `keys` is for a group of 16 keys.
-// Each pointer in `values` is for the values that one product reads: those of one group of keys, or on AMX those of all
-// groups that fill a tile register.
+// Each pointer in `values` is for the values that one product reads. These are the values of one group of keys, or on
+// AMX of all groups that fill a tile register.
 struct TilePanels {
   int64_t begin, groups;            // first key, and number of groups of kGroupKeys keys
   int64_t value_stride;             // distance between units of values; between units of keys it is kGroupKeys

@@ -87,8 +87,8 @@ bool mark_writes(const RotaryAttentionArgs& args, int64_t seq, WrittenBlocks* wr
   return true;
 }
 
-// Returns true if the kernel must write all keys of the step before it reads any: a sequence may read a block that
-// another sequence writes in this step. This happens if two sequences share a block through the prefix cache, and one
+// Returns true if a sequence may read a block that another sequence writes in this step. Then the kernel must write all
+// keys of the step before it reads any. This happens if two sequences share a block through the prefix cache, and one
 // of them fills it in this step.
 bool must_write_first(const RotaryAttentionArgs& args) {
   WrittenBlocks written(args.num_blocks);

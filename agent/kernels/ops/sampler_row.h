@@ -1,5 +1,5 @@
-// The rules of the sampler for one row. sampler.cc defines these functions, explains the sampler's steps and applies
-// the rules to whole rows of logits. candidates.cc applies the same rules to the best tokens of a row.
+// The rules of the sampler for one row. The file sampler.cc defines these functions, explains the sampler's steps and
+// applies the rules to whole rows of logits. The file candidates.cc applies the same rules to the best tokens of a row.
 #pragma once
 #include <limits>
 

@@ -112,8 +112,8 @@ void assign_buffers(Recording* recording) {
   lay_out(recording);
 }
 
-// Finds the rule (Length) for a length that was `a` in one recorded step and `b` in the other: a constant, or a
-// multiple of the tokens, sequences or blocks. Returns false if no rule gives both lengths.
+// Finds the rule (Length) for a length that was `a` in one recorded step and `b` in the other. A rule is a constant, or
+// a multiple of the tokens, sequences or blocks. Returns false if no rule gives both lengths.
 bool length_of(int64_t a, int64_t b, StepSizes of_a, StepSizes of_b, Length* length) {
   *length = {a, {0, 0, 0}};
   if (a == b) return true;
