@@ -40,8 +40,8 @@ _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 class PrimitiveWeight:
     """A weight in the layout of its primitive (ops/primitive_weight.h), or the weights of all experts.
 
-    The weights of experts have the expert as an additional first axis. Two int4 values share a byte. The value with the
-    even index is in the low half.
+    The weights of experts have one more axis, the expert, as first axis. In int4 weights, a byte has two values. The
+    value with the even index is in the low half.
     """
 
     values: Array

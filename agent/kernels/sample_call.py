@@ -27,11 +27,11 @@ SAMPLE_INPUTS: dict[str, Any] = {each.name: np.dtype(each.column) for each in SA
     "rows": np.dtype(np.int32),
     "mask_number": np.dtype(np.int32),
 }
-"""The sampler's inputs and their types. Each input has one entry for each row. A step slot has fields of the same
-names.
+"""The sampler's inputs and their types. Each input is an array with one element for each row. A step slot has fields of
+the same names.
 
-If ``do_sample`` is 0, the row is skipped and its token becomes -1. Without ``do_sample``, every row is sampled.
-``rows`` are the indices in ``SampleOutputs.last_token`` at which the tokens are stored, and are needed only with
+``do_sample`` 0 means that the row is skipped and its token becomes -1. Without ``do_sample``, every row is sampled.
+``rows`` are the indices in ``SampleOutputs.last_token`` at which the tokens are stored. They are needed only with
 ``last_token``. ``mask_number`` is the number of the row's mask in ``masks``, counted from 1, or 0 if all tokens are
 allowed.
 """
@@ -53,8 +53,8 @@ class SampleOutputs:
     """
     top_logits: Float32Array
     last_token: Int32Array | None = None
-    """[batch rows]: the last token of each batch row, or None if last tokens are not stored. If a batch row does not
-    sample, its entry does not change.
+    """[batch rows]: the last token of each batch row, or None if last tokens are not stored. The element of a batch row
+    that does not sample stays unchanged.
     """
 
     @classmethod

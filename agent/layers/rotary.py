@@ -18,11 +18,11 @@ def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, 
     """Returns cosines and sines, float32 [num_positions, rotary_width]. Each row contains its angles twice.
 
     With partial rotary embedding, some elements of a head are not rotated. Their columns, at the end of both halves of
-    a row, have cosine 1 and sine 0. The weights of queries and keys have their rows in the same order
+    a row, have cosine 1 and sine 0. The loader orders the rows of query and key weights accordingly
     (``agent/models/names.py``).
 
-    If adjacent elements are rotated together (``LatentAttention.interleaved``), equal angles are adjacent. Otherwise
-    the second half of a row repeats the first half.
+    If adjacent elements are rotated together (``LatentAttention.interleaved``), the two columns of an angle are
+    adjacent. Otherwise the second half of a row repeats the first half.
 
     Frequencies and angles are rounded to float32 at the same places as in transformers, because checkpoints were
     trained with these values. Cosine and sine are computed in float64 and rounded once. They include the attention

@@ -1,4 +1,4 @@
-"""Finds the place of a LoRA adapter's matrices in an agent's parameters: which rows and columns belong to the agent.
+"""Finds which rows and columns of a LoRA adapter's matrices an agent needs, and to which of its parameters they belong.
 
 If a layer is split by its outputs, an agent has all columns of A and its own rows of B. If a layer is split by its
 inputs, an agent has its own columns of A and all rows of B. The layer then sums its results over the agents. This sum

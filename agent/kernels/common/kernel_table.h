@@ -25,8 +25,8 @@ struct KernelTable {
   void (*linear)(const LinearArgs&);
   // LoRA (lora.h): multiplies a tile's rows of activations by 16 rows of the matrix A, those of rank group `group`.
   void (*lora_shrink)(const ShrinkTile& tile, int64_t group);
-  // Quantises the activations `x` [depth] to int8 and stores them as row `row` of `rows`. Different threads may
-  // quantise different rows at the same time.
+  // LoRA (lora.h): multiplies a tile's rows of activations by 16 rows of the matrix A: rows 16 * group to 16 * group +
+  // 15.
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
   void (*sum_parts)(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
   void (*rotary_attention)(const RotaryAttentionArgs&);

@@ -36,7 +36,7 @@ struct HandBlocksArgs {
 
 // Runs the moves, with one thread for each block. A move to the pool writes the block, the expected header and the
 // checksum. A move from the pool compares the header, copies the block and compares the checksum. If the header or the
-// checksum is wrong, sets faults[m] to 1. Does not change the other entries of `faults`. Returns 0, or an error code
+// checksum is wrong, sets faults[m] to 1. All other elements of `faults` stay unchanged. Returns 0, or an error code
 // after one line on standard error if a kind or a block is out of range. After an error, nothing has been copied.
 int hand_blocks(const char* op, const HandBlocksArgs& args);
 

@@ -3,13 +3,13 @@
 //   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k] (+ bias[c])
 //
 // Layout. A blob has a 64-byte header, then panels of 64 columns. A panel has four vectors of 16 columns, one column
-// per lane. A step is what one load of a vector reads: the weights of 16 columns at 1 to 8 consecutive depths. The
-// kernel multiplies a step by broadcast activations.
+// per lane. A step is what one load of a vector reads: the weights of 16 columns at 1 to 8 consecutive depths. (The
+// depths are the indices k.) The kernel multiplies a step by broadcast activations.
 //
-// Each half of a panel has two vectors, which alternate in memory in tiles. A tile has T steps of one vector, and the
-// next tile has T steps of the other vector. T is 16 (a tile of 1 KB) for AMX and 1 otherwise. With T = 1, half a panel
-// is one sequential stream. Hardware prefetchers follow one stream at twice the rate of two streams through the same
-// page.
+// A panel is stored as two halves, each with two vectors. In memory, the two vectors alternate: T steps of the first
+// vector, then the same T steps of the second vector, and so on. T steps of a vector are a tile. T is 16 (a tile of 1
+// KB) for AMX and 1 otherwise. With T = 1, half a panel is one sequential stream. Hardware prefetchers follow one
+// stream at twice the rate of two streams through the same page.
 //
 // The dimensions of a blob for each format, where [steps / T] counts the tiles and braces enclose the parts of a group:
 //

@@ -44,8 +44,8 @@ struct PagedPlan {
 
 static inline int64_t part_floats(int64_t padded_dim) { return padded_dim + kLanes; }
 
-// Returns the estimated cost of a task with `rows` rows of one kv head in `parts` partitions. Reading the keys and
-// values of a partition costs as much as computing 8 rows.
+// Returns the estimated cost of a task, in units of one row of one kv head in one partition. The task has `rows` rows
+// and `parts` partitions. Reading the keys and values of a partition costs as much as computing 8 rows.
 static inline int64_t task_cost(int64_t rows, int64_t parts) { return parts * (8 + rows); }
 
 template <class Function>
@@ -575,9 +575,9 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   });
 }
 
-// Computes attention over keys and values that are matrix rows instead of cache blocks. A sequence whose query rows
-// form several tiles is computed alone, after its keys and values have been copied to blocks (paged_layout.h). Then all
-// other sequences are computed together.
+// Computes attention over keys and values that are matrix rows instead of cache blocks. If the query rows of a sequence
+// form several tiles, copies the sequence's keys and values to blocks (paged_layout.h) and computes this sequence
+// alone. Then computes all other sequences together.
 template <class F, class C>
 static inline void attend_ready(const RotaryAttentionArgs& args) {
   int32_t* others = static_cast<int32_t*>(thread_scratch(kScratchLengths, args.num_seqs * 4));

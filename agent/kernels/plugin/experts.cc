@@ -21,7 +21,7 @@ namespace llmk {
 
 // MoeGatingTopKSoftmax: x [rows, experts], finished (None), k -> y [rows, k] of x's type, expert_idx and row_idx int32
 // [rows, k]. The output y has the k largest values of the softmax, and expert_idx has their experts. The output row_idx
-// has the index of each element of y in column-major order.
+// has row + rows * i at [row, i].
 int plugin_moe_gating_top_k_softmax(const Call& call) {
   enum { kX, kFinished, kK, kY, kExpertIdx, kRowIdx };
   const int64_t rows = call.dim(kX, 0), experts = call.dim(kX, 1), k = call.integer(kK);

@@ -231,7 +231,7 @@ int group_product(const Call& call, const PrimitiveWeight& weight, const Quantiz
 }
 
 // Multiplies rows [begin, end) by the weight of group number `group`, and adds its bias if there is one. With a bias,
-// the sums of some rows at a time are floats in scratch memory.
+// computes kBiasedRows rows at a time, whose sums are first floats in scratch memory.
 int whole_product(const Call& call, const GroupedWeight& all, int64_t group, const QuantizedRows* quantized,
                   int64_t begin, int64_t end) {
   constexpr int64_t kBiasedRows = 256;

@@ -15,9 +15,9 @@
 // The library has its own memory for the outputs of recorded launches. Outputs that are not needed at the same time
 // share memory.
 //
-// A kernel of MindSpore that runs between two kernels of this library is missing in the recording. Therefore the caller
-// must check that the recording is complete. It fills the memory of the outputs with NaN, replays, and compares the
-// results with those of the graph.
+// If a kernel of MindSpore itself runs between two kernels of this library, it is missing in the recording. Therefore
+// the caller must check that the recording is complete. The caller fills the memory of the outputs with NaN, replays,
+// and compares the results with those of the graph.
 #pragma once
 #include "../custom_ops.h"
 #include "call.h"

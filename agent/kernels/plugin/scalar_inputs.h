@@ -20,8 +20,8 @@ struct Range {
 };
 
 // The arguments of a launch that are numbers or lists. While the launch is recorded, this class reads them from
-// MindSpore's object and stores copies. A replay reads the copies, because these arguments are constants of the graph.
-// MindSpore's object may no longer exist at a replay, or may describe another call.
+// MindSpore's object and stores copies. A replay reads the copies, because MindSpore's object may no longer exist then,
+// or may describe another call. The copies stay valid, because these arguments are constants of the graph.
 class ScalarInputs : public KernelInputInfo {
  public:
   explicit ScalarInputs(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
