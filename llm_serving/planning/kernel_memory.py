@@ -43,7 +43,14 @@ from __future__ import annotations
 from llm_serving.config import Config
 from llm_serving.model.parallel import local_shape
 from llm_serving.model.shape import ModelShape
-from llm_serving.planning.rank_memory import FLOAT32_BYTES, INT32_BYTES, MemoryItem, activation_bytes, gathered_bytes
+from llm_serving.planning.rank_memory import (
+    FLOAT32_BYTES,
+    INT32_BYTES,
+    MemoryItem,
+    activation_bytes,
+    copied_cache_bytes,
+    gathered_bytes,
+)
 
 KERNEL_SCRATCH = "kernel scratch"
 REPLAYS = "replays"
@@ -120,7 +127,8 @@ def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
     gathered = gathered_bytes(config, shape) if config.gathers_blocks else 0
     layers = RECORDED_GRAPHS * (1 + shape.num_layers) * (layer + (RECORDED_CACHE_BYTES if gathered else 0))
     tables = tokens * config.max_blocks_per_seq * INT32_BYTES if shape.sinks else 0
-    return layers + step + mask + logits + gathered + tables
+    copied = copied_cache_bytes(config, shape)
+    return layers + step + mask + logits + gathered + tables + copied
 
 
 def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:

@@ -299,7 +299,16 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
     if config.op_table == "native" and shape.sinks:
         # Each token has a block table of 32-bit numbers. The results of attention are multiplied in float32.
         per_token += 2 * config.max_blocks_per_seq + 4 * query
-    return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
+    step = config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
+    return step + copied_cache_bytes(config, shape)
+
+
+def copied_cache_bytes(config: Config, shape: ModelShape) -> int:
+    """Returns the bytes of the copies of one layer's KV cache that native attention with sinks makes."""
+    if config.op_table != "native" or not shape.sinks:
+        return 0
+    row = 2 * shape.num_key_value_heads * shape.head_dim * config.dtype_bytes
+    return config.pa_config.num_blocks * config.pa_config.block_size * row
 
 
 def _latent_elements(shape: ModelShape, latent: LatentAttention) -> int:
