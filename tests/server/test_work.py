@@ -5,15 +5,19 @@ Long work must not block the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llm_serving.errors import RequestError
+from llm_serving.server.batches.files import FileContent
 from llm_serving.server.generation.work import check_beams, check_work
 from llm_serving.server.http import json_pieces
-from llm_serving.server.http.json_pieces import EncodedList, encode_in_pieces
+from llm_serving.server.http.json_pieces import EncodedList, PiecesResponse, encode_in_pieces
 from llm_serving.server.limits import INLINE_ITEMS, MAX_LOGPROB_ENTRIES
 from llm_serving.server.openai import chat as openai_chat
 from llm_serving.server.state import ServerSettings
@@ -92,6 +96,30 @@ def test_lists_are_encoded_in_pieces():
     pieces = encode_in_pieces(content)
     assert json.loads(b"".join(pieces)) == {"x\0": items, "y": [[], "\0"], "z": [1, 2]}
     assert max(map(len, pieces)) < 40 * json_pieces.ITEMS_PER_PIECE
+
+
+@pytest.mark.parametrize("size", [0, 1, 700_000])
+@pytest.mark.parametrize("kind", ["JSON", "file"])
+def test_the_last_bytes_of_a_response_also_end_it(tmp_path: Path, kind: str, size: int) -> None:
+    """Otherwise a client could have all bytes and send its next request before the response is complete.
+
+    The connection refuses such a request.
+    """
+    content, path, sent = b"x" * size, tmp_path / "file", []
+    path.write_bytes(content)
+    pieces = [content[at : at + 1000] for at in range(0, size, 1000)]
+    response: Any = PiecesResponse(pieces, {}) if kind == "JSON" else FileContent(path, size)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(response({"type": "http"}, None, send))
+    start, *bodies = sent
+    assert dict(start["headers"])[b"content-length"] == str(size).encode()
+    assert b"".join(each["body"] for each in bodies) == content
+    assert [each["more_body"] for each in bodies] == [True] * (len(bodies) - 1) + [False]
+    assert size == 0 or all(each["body"] for each in bodies)
+    assert len(bodies) > size // 300_000
 
 
 @pytest.mark.parametrize("length", [5, 60])

@@ -151,7 +151,7 @@ async def _file(state: ServerState, request: Request) -> StoredFile:
 
 async def _get_content(state: ServerState, request: Request) -> AnyResponse:
     file = await _file(state, request)
-    return _FileContent(store_of(state).path_of(file), file.num_bytes)
+    return FileContent(store_of(state).path_of(file), file.num_bytes)
 
 
 async def _delete_file(state: ServerState, request: Request) -> Response:
@@ -160,7 +160,7 @@ async def _delete_file(state: ServerState, request: Request) -> Response:
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
-class _FileContent:
+class FileContent:
     """A response with the content of a file.
 
     A thread reads the file part by part. It reads the next part only after the client has accepted the previous one.
@@ -178,14 +178,15 @@ class _FileContent:
             size = b"%d" % self._size
             headers = [(b"content-type", b"application/octet-stream"), (b"content-length", size)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            left = self._size
-            while left > 0:
+            left, is_complete = self._size, False
+            while not is_complete:
                 data = await loop.run_in_executor(None, file.read, min(left, _READ_BYTES))
-                if not data:
+                if left and not data:
                     raise OSError(f"{self._path} is shorter than its record states")
                 left -= len(data)
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                # The last bytes also end the response, because the client may then send its next request at once.
+                is_complete = left == 0
+                await send({"type": "http.response.body", "body": data, "more_body": not is_complete})
         finally:
             file.close()
 

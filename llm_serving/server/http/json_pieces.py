@@ -64,10 +64,15 @@ class PiecesResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self._headers.items()]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        for part in _joined(self._pieces):
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-            await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        part = b""
+        for following in _joined(self._pieces):
+            if part:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)
+            part = following
+        # The last bytes also end the response. A client that has all bytes may send its next request at once, and the
+        # connection would close if the response were not complete then.
+        await send({"type": "http.response.body", "body": part, "more_body": False})
 
 
 def _pieces_of_list(items: Iterator[object]) -> Iterator[bytes]:
