@@ -8,7 +8,7 @@
                                                                                          [out, groups]
     int4_weight_only  WeightQuantBatchMatmul              int4 [in, out], two in a byte  model_dtype [groups, out]
 
-A form is named after the weight format in which the primitives compute. For example, ``weight_format: int4`` has the
+The name of a form states how the primitives compute. It may differ from the setting: ``weight_format: int4`` has the
 form ``int4_weight_only``.
 
 A static form has three more parameters:
@@ -17,16 +17,17 @@ A static form has three more parameters:
 - sum_offset, int32 [out], the bias of QuantBatchMatmul: the primitive adds it to the integer sums before it scales
   them. This removes the contribution of input_offset from the sums.
 
-The weights of all experts of a layer are one weight [experts, in, out] of GroupedMatmulV4:
+The weights of all experts of a layer are one weight [experts, in, out] of GroupedMatmulV4. With ``int8``, the primitive
+DynamicQuantExt quantises the inputs before.
 
     form              weight               scales, offsets
     float             model_dtype
-    int8              int8                 bfloat16 or float32 [experts, out], after DynamicQuantExt
+    int8              int8                 bfloat16 or float32 [experts, out]
     int8_weight_only  int8                 model_dtype [experts, out]
     int4_weight_only  int4, two in a byte  model_dtype [experts, groups, out]
 
-The two weight-only forms always have offsets, because GroupedMatmulV4 requires them. Offsets are zero, unless the
-checkpoint has zero points and one scale for each whole row.
+The two weight-only forms always have offsets, because GroupedMatmulV4 requires them. The offsets are the zero points of
+a checkpoint with one scale for each row. In all other cases they are zero.
 
 Sources and limits: docs/ascend.md.
 """

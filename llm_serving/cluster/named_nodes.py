@@ -67,8 +67,8 @@ class NamedNodes:
                 return
 
     def look(self) -> None:
-        """Looks the name up once, adds nodes for new addresses and removes unused nodes without an address. If the
-        look-up fails, all nodes stay.
+        """Looks the name up once. Adds a node for each new address. Removes the unused nodes whose address the look-up
+        did not return. If the look-up fails, all nodes stay.
         """
         try:
             now = {str(Address(host, self._name.port)) for host in self._find(self._name)}

@@ -1,4 +1,4 @@
-"""A request on the event loop: passes its pieces to the reader, and records when they were sent to the client.
+"""A request on the event loop: passes the pieces of its output to the HTTP handler, and records when they were sent.
 
 The engine thread knows when a token was sampled. The HTTP edge knows when the token's bytes were written to the socket,
 which is closer to the time that a client sees. ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log therefore count from

@@ -137,8 +137,9 @@ def make_result(
 
     ``do_sample`` states for each sequence of the step whether the step samples its next token. ``ends`` are the indices
     of the sequences that ended. ``rejected`` are the indices of the tokens that do not count because of a wrong draft.
-    ``bad_moves`` are the indices of the block moves that failed. ``names`` has the pseudonyms of the tokens. If
-    ``names`` is None, a token that ended a request becomes ``ENDING_TOKEN``, and any other token ``PLAIN_TOKEN``.
+    ``bad_moves`` are the indices of the block moves that failed. A recording has no tokens, so the result has the
+    pseudonyms ``names``. If ``names`` is None, it has ``ENDING_TOKEN`` for a token that ended a request, and
+    ``PLAIN_TOKEN`` for any other.
     """
     result = StepResult(seq, bad_moves=list(bad_moves), queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)

@@ -86,7 +86,10 @@ class KnownRequests:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Recorded numbers of the requests that have not been forgotten, by request id."""
+        """The number that stands for each request in the recording, by request id.
+
+        Only requests that the recorder still follows are included.
+        """
         return {request_id: number for request_id, (number, _) in self._requests.items()}
 
     def add(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:

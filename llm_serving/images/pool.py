@@ -105,7 +105,7 @@ class Hold:
         self.digests = tuple(pool.digest(place) for place in places)
 
     def again(self) -> Hold:
-        """Returns a second hold of the same places. This hold must not have ended yet."""
+        """Returns another hold of the places of this hold. Call it only before ``end``."""
         self._pool._share(self.places)
         return Hold(self._pool, self.places)
 

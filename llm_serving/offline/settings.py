@@ -25,7 +25,7 @@ def config_of(
 ) -> Config:
     """Returns the config of an ``LLM``. ``settings`` override ``options``, and ``options`` override the config file.
 
-    ``options`` are short options of the command line, ``dtype`` and ``quantize``. The logs are in ``log_folder``
+    ``options`` are the values of the options ``--dtype`` and ``--quantize``. The logs are in ``log_folder``
     unless ``settings`` state another place. Raises ConfigError, CheckpointError or MemoryPlanError.
     """
     own = [

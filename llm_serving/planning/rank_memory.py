@@ -297,7 +297,8 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
         # A sliding window also needs its mask, and the positions from which the mask is computed.
         per_token += 2 * config.max_model_len
     if config.op_table == "native" and shape.sinks:
-        # Each token has a block table of 32-bit numbers. The results of attention are multiplied in float32.
+        # Each token has its own block table, with 4 bytes for each block. The result of attention also exists in
+        # float32, because it is multiplied by the factor of the sinks.
         per_token += 2 * config.max_blocks_per_seq + 4 * query
     step = config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
     return step + copied_cache_bytes(config, shape)

@@ -26,8 +26,8 @@ __all__ = ["Spread", "SpreadDraws", "lasting_part"]
 NEAREST_S, FARTHEST_S, CLASSES = 0.01, 2.56, 8
 """Pairs of steps are grouped by their distance: the seconds between their starts, from NEAREST_S to FARTHEST_S.
 
-Each of the CLASSES classes of distances is twice as wide as the previous one. Pairs with other distances are not used:
-nearer pairs are only consecutive steps, and beyond FARTHEST_S the state of the machine has decayed.
+Each of the CLASSES classes of distances is twice as wide as the previous one. Pairs with other distances are not used.
+Nearer pairs are all consecutive steps. Beyond FARTHEST_S, the times of the two steps no longer depend on each other.
 """
 MIN_PAIRS = 100
 """Minimum number of pairs of steps in a class of distances. Classes with fewer pairs are ignored."""

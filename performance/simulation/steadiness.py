@@ -42,7 +42,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One try: a real run of a load's part, between two probes."""
+    """One try: a part of a load on the real server (not simulated), and the machine's speed before and after."""
 
     before: Probe
     run: LoadRun

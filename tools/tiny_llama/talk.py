@@ -50,7 +50,7 @@ def riddle(rng: random.Random) -> list[Pair]:
 
 
 def listing(rng: random.Random) -> Pair:
-    """Returns a question that asks for several things of a kind, as a sentence or a numbered list."""
+    """Returns a question that asks for several things of a kind, and its answer: a sentence or a numbered list."""
     kind, names = rng.choice(sorted(LISTS.items()))
     count = rng.randint(2, 4)
     chosen = rng.sample(names, count)

@@ -64,7 +64,7 @@ def open_models(
 
 
 def view_of(state: ServerState, engine: AsyncEngine, log: EventLog) -> ServerState:
-    """Returns the view of a version that ``engine`` serves.
+    """Returns the server state for requests to one version of a model. ``engine`` serves this version.
 
     Objects that do not depend on the model, such as the API keys, are shared with ``state``.
     """

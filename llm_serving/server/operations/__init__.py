@@ -1,1 +1,1 @@
-"""Endpoints for operators: health, metrics, models, adapters, profiles and receipts."""
+"""Endpoints for operators: health, metrics, models, adapters, device profiles, and receipts (times of a request)."""
