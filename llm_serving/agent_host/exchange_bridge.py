@@ -6,9 +6,10 @@ a thread sends the streams that agents of this node write and agents of the othe
 connection, which carries data in one direction:
 
     receiver                              sender
-       |<--- introduction ------------------|   the secret of this run of the group, the sender's number and layout
+       |<--- introduction ------------------|   the secret of this run of the group, both nodes' numbers, the layout
        |<--- number, value, bytes, data ----|   the number of a stream, the new value of its counter, the length of the
        |                                    |   new data, and the new data
+       |<--- beat --------------------------|   first of all, and each ``BEAT_S`` without new data
 
 So agents find the data of all other agents in the memory of their own node, as on one machine, and compute the same
 bits.
@@ -21,52 +22,86 @@ import socket
 import ssl
 import struct
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import astuple
 
 from llm_serving.agent_host.exchange_lines import FlagLines
 from llm_serving.cluster.key import ClusterKey
-from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S, Place, Share
+from llm_serving.cluster.messages import BEAT_S, HANDSHAKE_TIMEOUT_S, SERVER_PATIENCE_S, Place, Share
 from llm_serving.errors import LLMServingError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.exchange_streams import Stream, streams_of
-from llm_serving.ipc.introduction import admit, introduce, receive, receive_into, set_options, shut_down
+from llm_serving.ipc.introduction import admit, introduce, set_options, shut_down
 
 MAGIC = b"LLMEXCH1"
 CONNECT_TIMEOUT_S = 3.0
+INTRODUCTION_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
+"""Seconds that a sender waits for each message of the handshake and the introduction. The receiver gives up earlier."""
+UNREACHED_LIMIT_S = 60.0
+"""Seconds after which a node that cannot be reached ends the group."""
 RETRY_S = 0.25
 """Seconds between two attempts to connect to a node that has no memory for the group yet."""
-_LOOK_S = 1.0
-"""Maximum seconds that a sender sleeps. A change of the exchange wakes it earlier."""
+_NUM_LOOKS = 3
+"""A receiver divides its patience into this number of waits. If the whole machine pauses, only one of them passes."""
 _UPDATE = struct.Struct("<III")
+_BEAT_NUMBER = 0xFFFFFFFF
+"""Number of a stream that does not exist. An update with this number is a sign of life."""
+_BEAT = _UPDATE.pack(_BEAT_NUMBER, 0, 0)
+_DIFFERS = "its exchange differs"
+
+
+class _NotReadyError(Exception):
+    """The other node can be reached, but has no exchange for the group yet."""
 
 
 class ExchangeBridge:
     """Copies the streams of an exchange to other nodes and from them.
 
-    ``descriptor`` becomes readable if a connection has ended, and ``problem`` then has the reason. A group without one
-    of its connections cannot compute, so the caller must end the agents.
+    ``descriptor`` becomes readable if a connection has ended or cannot be made, and ``problem`` then has the reason. A
+    group without one of its connections cannot compute, so the caller must end the agents.
     """
 
-    def __init__(self, memory: ExchangeMemory, share: Share, key: ClusterKey) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    def __init__(
+        self,
+        memory: ExchangeMemory,
+        share: Share,
+        key: ClusterKey,
+        note: Callable[[str], None],
+        *,
+        patience_s: float = SERVER_PATIENCE_S,
+        unreached_limit_s: float = UNREACHED_LIMIT_S,
+    ) -> None:
+        """``note`` writes a line to the log of the node. Threads call it.
+
+        ``patience_s`` is the time without data and beats after which a connection counts as broken.
+        """
         self.problem = ""
-        self._memory, self._share, self._key = memory, share, key
+        self._memory, self._share, self._key, self._note = memory, share, key, note
+        self._patience_s, self._unreached_limit_s = patience_s, unreached_limit_s
         self._lines = FlagLines(memory)
         self._streams = streams_of(memory.layout)
         self._changed = threading.Condition()
         self._is_closed = False
         self._links: set[socket.socket] = set()
         """The connections of all threads, which ``close`` ends."""
-        self._senders: set[int] = set()
-        """Numbers of the nodes from which this node receives."""
+        self._senders: dict[int, socket.socket] = {}
+        """For each node from which this node receives: the newest connection."""
+        self._confirmed: set[int] = set()
+        """Numbers of the nodes that have sent data or a beat. Their connections cannot be replaced."""
         self._num_receiving = 0
         self._threads = [
             threading.Thread(target=self._send, args=(number,), name=f"exchange {number}", daemon=True)
             for number in range(len(share.nodes))
             if number != share.number and self._between(share.number, number)
         ]
-        for thread in self._threads:
-            thread.start()
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def receive(self, link: ssl.SSLSocket) -> None:
         """Receives the streams of another node through a new connection until it ends, and closes it. Runs in the
@@ -78,9 +113,8 @@ class ExchangeBridge:
             if self._keep(link):
                 self._receive(link)
         finally:
-            link.close()
             with self._changed:
-                self._links.discard(link)
+                self._drop(link)
                 self._num_receiving -= 1
                 self._changed.notify_all()
 
@@ -94,7 +128,8 @@ class ExchangeBridge:
         bell = self._memory.layout.bell_line
         self._lines.publish(bell, (self._lines.value(bell) + 1) & 0xFFFFFFFF)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # a thread that could not be started has no number
+                thread.join()
         with self._changed:
             self._changed.wait_for(lambda: not self._num_receiving)
             os.close(self.descriptor)
@@ -116,62 +151,116 @@ class ExchangeBridge:
                 self._links.add(link)
             return not self._is_closed
 
-    def _fail(self, number: int, error: Exception) -> None:
+    def _drop(self, link: socket.socket) -> None:
+        """Closes a connection and forgets it."""
+        with self._changed:
+            self._links.discard(link)
+            link.close()
+
+    def _name(self, number: int) -> str:
+        place = self._share.nodes[number]
+        return f"node {place.host}:{place.port} of the same group"
+
+    def _fail(self, problem: str) -> None:
         """Reports the end of a connection, unless ``close`` has ended it."""
         with self._changed:
             if self._is_closed or self.problem:
                 return
-            address = self._share.nodes[number]
-            self.problem = f"the connection to node {address.host}:{address.port} of the same group ended: {error}"
+            self.problem = problem
             os.eventfd_write(self.descriptor, 1)
+
+    def _fail_link(self, number: int, error: Exception) -> None:
+        self._fail(f"the connection to {self._name(number)} ended: {error or type(error).__name__}")
 
     # The following methods run in the threads that send.
 
     def _send(self, number: int) -> None:
-        link = self._connect(self._share.nodes[number])
-        if link is None:
-            return
+        link: socket.socket | None = None
         try:
-            self._copy(link, self._between(self._share.number, number))
-        except (OSError, LLMServingError) as error:
-            self._fail(number, error)
+            link = self._connect(number)
+            if link is not None:
+                self._copy(link, self._between(self._share.number, number))
+        except Exception as error:  # otherwise, the thread would end, and the node would not report why no data arrives
+            self._fail_link(number, error)
         finally:
-            link.close()
+            if link is not None:
+                self._drop(link)
 
-    def _connect(self, place: Place) -> socket.socket | None:
+    def _connect(self, number: int) -> socket.socket | None:
         """Returns a connection to another node. Tries again until that node has created its exchange for the group.
 
-        Returns None if this object was closed meanwhile.
+        Returns None if this object was closed meanwhile, or the node refuses, or it was not reached for too long.
         """
-        while True:
-            with self._changed:
-                if self._is_closed:
-                    return None
-            link: socket.socket | None = None
+        reached, is_noted = time.monotonic(), False
+        while not self._is_closed:
             try:
-                link = socket.create_connection((place.host, place.port), timeout=CONNECT_TIMEOUT_S)
-                link = self._key.exchange.wrap_socket(link)
-                set_options(link)
-                if self._keep(link):
-                    introduce(link, MAGIC, self._share.secret, self._facts(self._share.number))
-                    link.settimeout(None)
-                    return link
-            except (OSError, ProtocolError):
-                pass
+                return self._try_to_connect(number)
+            except _NotReadyError:
+                reached = time.monotonic()
+            except (OSError, ProtocolError) as error:
+                silent_s = time.monotonic() - reached
+                if not is_noted and not self._is_closed:
+                    self._note(f"no connection to {self._name(number)} yet: {error}")
+                    is_noted = True
+                if silent_s >= self._unreached_limit_s or _DIFFERS in str(error):
+                    self._fail(f"no connection to {self._name(number)} after {silent_s:.0f} s: {error}")
+                    return None
             with self._changed:
-                if link is not None:
-                    self._links.discard(link)
-                    link.close()
                 self._changed.wait_for(lambda: self._is_closed, RETRY_S)
+        return None
 
-    def _facts(self, number: int) -> bytes:
-        """Returns the facts about a node that its receivers compare."""
-        return struct.pack("<6I", number, *astuple(self._memory.layout))
+    def _try_to_connect(self, number: int) -> socket.socket:
+        """Returns a connection to another node after the introduction.
+
+        Raises OSError or ProtocolError if this fails, and _NotReadyError if the node has no exchange for the group yet.
+        """
+        link = self._dial(self._share.nodes[number])
+        try:
+            introduce(link, MAGIC, self._share.secret, self._facts(self._share.number, number))
+            link.settimeout(None)
+            return link
+        except ConnectionError as error:  # a node without an exchange closes the connection after the TLS handshake
+            self._drop(link)
+            raise _NotReadyError from error
+        except BaseException:
+            self._drop(link)
+            raise
+
+    def _dial(self, place: Place) -> socket.socket:
+        """Returns a connection after the TLS handshake. ``close`` can end it in each of its states. Raises OSError."""
+        problem = OSError(f"{place.host} has no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM):
+            link = socket.socket(family, kind, protocol)
+            try:
+                link.settimeout(CONNECT_TIMEOUT_S)
+                self._must_keep(link)
+                link.connect(address)
+                with self._changed:  # the plain socket gives its descriptor to the new object
+                    self._links.discard(link)
+                    link = secure = self._key.exchange.wrap_socket(link, do_handshake_on_connect=False)
+                    self._must_keep(link)
+                link.settimeout(INTRODUCTION_TIMEOUT_S)
+                set_options(link)
+                secure.do_handshake()
+                return link
+            except OSError as error:
+                self._drop(link)
+                problem = error
+        raise problem
+
+    def _must_keep(self, link: socket.socket) -> None:
+        if not self._keep(link):
+            raise ConnectionAbortedError("the exchange is closed")
+
+    def _facts(self, sender: int, receiver: int) -> bytes:
+        """Returns the facts about a connection that its receiver compares."""
+        return struct.pack("<7I", sender, receiver, *astuple(self._memory.layout))
 
     def _copy(self, link: socket.socket, streams: dict[int, Stream]) -> None:
         """Sends all changes of the streams until the connection ends or this object is closed."""
         lines, mapping, bell_line = self._lines, memoryview(self._memory.mapping), self._memory.layout.bell_line
-        copied = dict.fromkeys(streams, 0)
+        copied, sent_at = dict.fromkeys(streams, 0), time.monotonic()
+        link.sendall(_BEAT)
         while not self._is_closed:
             bell = lines.value(bell_line)
             parts: list[bytes | memoryview] = []
@@ -184,10 +273,12 @@ class ExchangeBridge:
                     begin = stream.place(each) if num_bytes else 0
                     parts += [_UPDATE.pack(number, each, num_bytes), mapping[begin : begin + num_bytes]]
                 copied[number] = value
-            if parts:
-                link.sendall(b"".join(parts))
+            pause_s = sent_at + BEAT_S - time.monotonic()
+            if parts or pause_s <= 0:
+                link.sendall(b"".join(parts) or _BEAT)
+                sent_at = time.monotonic()
             else:
-                lines.wait(bell_line, bell, _LOOK_S)
+                lines.wait(bell_line, bell, pause_s)
 
     # The following methods run in the threads that receive.
 
@@ -196,32 +287,66 @@ class ExchangeBridge:
             link.settimeout(HANDSHAKE_TIMEOUT_S)
             set_options(link)
             facts = admit(link, MAGIC, self._share.secret, self._problem_of)
-            link.settimeout(None)
         except (OSError, LLMServingError):
             return  # the sender tries again, unless it belongs to another run of the group
         (sender,) = struct.unpack_from("<I", facts)
         with self._changed:
-            is_new = sender not in self._senders
-            self._senders.add(sender)
-        if not is_new:
-            return
+            if sender in self._confirmed:
+                return
+            if (replaced := self._senders.get(sender)) is not None:
+                shut_down(replaced)  # the sender did not get the reply in time, so it has connected again
+            self._senders[sender] = link
         try:
-            self._write(link, self._between(sender, self._share.number))
-        except (OSError, LLMServingError) as error:
-            self._fail(sender, error)
+            self._write(link, sender)
+        except Exception as error:  # otherwise, the thread would end, and the node would not report why no data arrives
+            with self._changed:
+                is_lost = sender in self._confirmed and self._senders[sender] is link
+            if is_lost:
+                self._fail_link(sender, error)
 
     def _problem_of(self, facts: bytes) -> str:
         """Compares the facts of a sender with its own. Returns the difference, or an empty text."""
         others = [number for number in range(len(self._share.nodes)) if number != self._share.number]
-        if facts in [self._facts(number) for number in others]:
+        needed = [self._facts(number, self._share.number) for number in others]
+        if facts in needed:
             return ""
-        return f"its exchange differs: {facts.hex()}; one of {[self._facts(each).hex() for each in others]} is needed"
+        return f"{_DIFFERS}: {facts.hex()}; one of {[each.hex() for each in needed]} is needed"
 
-    def _write(self, link: socket.socket, streams: dict[int, Stream]) -> None:
+    def _confirm(self, link: socket.socket, sender: int) -> bool:
+        """Notes the first sign of life of a sender. Returns False if another connection has replaced this one."""
+        with self._changed:
+            if self._senders[sender] is not link:
+                return False
+            self._confirmed.add(sender)
+        link.settimeout(self._patience_s / _NUM_LOOKS)
+        return True
+
+    def _fill(self, link: socket.socket, view: memoryview) -> None:
+        """Fills ``view``. Raises OSError if the connection ends, or carries nothing for ``patience_s``."""
+        num_silent = 0
+        while view.nbytes:
+            try:
+                count = link.recv_into(view)
+            except TimeoutError:
+                num_silent += 1
+                if num_silent == _NUM_LOOKS:
+                    raise TimeoutError(f"no sign of life for {self._patience_s:.1f} s") from None
+                continue
+            if not count:
+                raise ConnectionError("the peer closed the connection")
+            view, num_silent = view[count:], 0
+
+    def _write(self, link: socket.socket, sender: int) -> None:
         """Writes received changes to the exchange until the connection ends. Raises ProtocolError for a wrong one."""
+        streams, head = self._between(sender, self._share.number), bytearray(_UPDATE.size)
         mapping, present = memoryview(self._memory.mapping), dict.fromkeys(streams, 0)
         while True:
-            number, value, num_bytes = _UPDATE.unpack(receive(link, _UPDATE.size))
+            self._fill(link, memoryview(head))
+            number, value, num_bytes = _UPDATE.unpack(head)
+            if sender not in self._confirmed and not self._confirm(link, sender):
+                return
+            if number == _BEAT_NUMBER and not num_bytes:
+                continue
             stream = streams.get(number)
             if stream is None:
                 raise ProtocolError(f"it sent stream {number}, which it does not write")
@@ -232,6 +357,6 @@ class ExchangeBridge:
                 )
             if num_bytes:
                 begin = stream.place(value)
-                receive_into(link, mapping[begin : begin + num_bytes])
+                self._fill(link, mapping[begin : begin + num_bytes])
             present[number] = value
             self._lines.publish(stream.line, value)

@@ -254,7 +254,7 @@ class Session:
         from llm_serving.agent_host.exchange_bridge import ExchangeBridge
 
         assert memory.exchange is not None, "a group on several nodes has several agents"
-        self.bridge = ExchangeBridge(memory.exchange, self._share, self._key)
+        self.bridge = ExchangeBridge(memory.exchange, self._share, self._key, self._note)
         self._selector.register(self.bridge.descriptor, selectors.EVENT_READ, self._note_lost_bridge)
 
     def _note_lost_bridge(self) -> None:

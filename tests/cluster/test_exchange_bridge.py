@@ -6,9 +6,12 @@ Each agent attaches the exchange of its own node. The bridges run in the process
 from __future__ import annotations
 
 import dataclasses
+import os
+import queue
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,17 +22,19 @@ import numpy as np
 import pytest
 
 from agent.group.exchange import Exchange
+from llm_serving.agent_host import exchange_bridge
 from llm_serving.agent_host.exchange_bridge import MAGIC, ExchangeBridge
 from llm_serving.cluster.key import EXCHANGE_PROTOCOL, ClusterKey
 from llm_serving.cluster.messages import Place, Share
 from llm_serving.config import ParallelConfig
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
-from llm_serving.ipc.introduction import introduce
+from llm_serving.ipc.introduction import admit, introduce, receive
 from support.collective_runs import check_gathers, check_sums, finish, start
 from support.sweeps import with_sweeps
 from support.time_limits import time_limit
 
 SECRET = bytes(range(32))
+BEAT = np.array([0xFFFFFFFF, 0, 0], "<u4").tobytes()
 
 
 class NodeExchange:
@@ -37,20 +42,23 @@ class NodeExchange:
 
     def __init__(self, layout: ExchangeLayout, key: ClusterKey) -> None:
         self.memory, self._key = ExchangeMemory.create(layout), key
-        self.bridge: ExchangeBridge | None = None
+        self.bridge: Any = None
+        self.notes: list[str] = []
+        self.unready: queue.Queue[None] = queue.Queue()
+        """Has an element for each connection that was closed because there is no bridge yet."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.place = Place("127.0.0.1", self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
-    def join(self, share: Share) -> None:
-        self.bridge = ExchangeBridge(self.memory, share, self._key)
+    def join(self, share: Share, **limits: float) -> None:
+        limits = {"patience_s": time_limit(10.0), "unreached_limit_s": time_limit(60.0), **limits}
+        self.bridge = ExchangeBridge(self.memory, share, self._key, self.notes.append, **limits)
 
     def problem(self) -> str:
         """Waits until a connection has ended, and returns the reason."""
-        assert self.bridge is not None
         assert select.select([self.bridge.descriptor], [], [], time_limit(20.0))[0]
-        return self.bridge.problem
+        return str(self.bridge.problem)
 
     def _accept(self) -> None:
         while True:
@@ -61,6 +69,7 @@ class NodeExchange:
                 return
             if self.bridge is None or link.selected_alpn_protocol() != EXCHANGE_PROTOCOL:
                 link.close()
+                self.unready.put(None)
             else:
                 threading.Thread(target=self.bridge.receive, args=(link,), daemon=True).start()
 
@@ -167,16 +176,15 @@ def test_a_node_that_is_not_ready_yet_is_asked_again(make_nodes: Any) -> None:
     ("change", "problem"),
     [
         ({"secret": bytes(32)}, "did not prove the launch secret"),
-        ({"facts": b"\0" * 24}, "its exchange differs"),
+        ({"facts": b"\0" * 28}, "its exchange differs"),
+        ({"receiver": 1}, "its exchange differs"),
         ({"facts": b""}, "its exchange differs"),
     ],
 )
-def test_a_sender_of_another_group_is_refused(
-    make_nodes: Any, key: Path, change: dict[str, bytes], problem: str
-) -> None:
+def test_a_sender_of_another_group_is_refused(make_nodes: Any, key: Path, change: dict[str, Any], problem: str) -> None:
     nodes = make_nodes(2, 1, 2, joined=False)
     nodes[0].join(Share(0, [node.place for node in nodes], SECRET))
-    facts = np.array([1, *dataclasses.astuple(nodes[0].memory.layout)], "<u4").tobytes()
+    facts = facts_of(nodes[0], change.get("receiver", 0))
     wanted = {"secret": SECRET, "facts": facts, **change}
     with connected(nodes[0], key) as link, pytest.raises(Exception, match=problem):
         introduce(link, MAGIC, wanted["secret"], wanted["facts"])
@@ -198,15 +206,158 @@ def test_a_wrong_update_ends_the_connection_and_writes_nothing(
 ) -> None:
     nodes = make_nodes(2, 1, 2, joined=False)
     nodes[0].join(Share(0, [node.place for node in nodes], SECRET))
-    facts = np.array([1, *dataclasses.astuple(nodes[0].memory.layout)], "<u4").tobytes()
     before = bytes(nodes[0].memory.mapping)
     with connected(nodes[0], key) as link:
-        introduce(link, MAGIC, SECRET, facts)
+        introduce(link, MAGIC, SECRET, facts_of(nodes[0]))
         link.sendall(np.array(update, "<u4").tobytes())
         assert problem in nodes[0].problem()
     assert bytes(nodes[0].memory.mapping) == before
 
 
+def facts_of(node: NodeExchange, receiver: int = 0) -> bytes:
+    """Returns the facts of node 1 for a connection to node ``receiver``."""
+    return np.array([1, receiver, *dataclasses.astuple(node.memory.layout)], "<u4").tobytes()
+
+
 def connected(node: NodeExchange, key: Path) -> socket.socket:
     plain = socket.create_connection((node.place.host, node.place.port), timeout=time_limit(10.0))
     return ClusterKey(str(key)).exchange.wrap_socket(plain)
+
+
+def test_a_node_that_cannot_be_reached_ends_the_group(make_nodes: Any) -> None:
+    [node] = make_nodes(2, 1, 1, joined=False)
+    with socket.socket() as absent:
+        absent.bind(("127.0.0.1", 0))  # without listen, so the system refuses connections
+        port = absent.getsockname()[1]
+        node.join(Share(0, [node.place, Place("127.0.0.1", port)], SECRET), unreached_limit_s=0.6)
+        problem = node.problem()
+    assert f"no connection to node 127.0.0.1:{port} of the same group after" in problem
+    assert "refused" in problem
+    assert [f"127.0.0.1:{port} of the same group yet" in each for each in node.notes] == [True]
+
+
+def test_a_node_that_still_prepares_counts_as_reached(make_nodes: Any) -> None:
+    nodes = make_nodes(2, 1, 2, joined=False)
+    nodes[0].join(Share(0, [node.place for node in nodes], SECRET), unreached_limit_s=0.0)
+    for _ in range(3):
+        nodes[1].unready.get(timeout=time_limit(20.0))
+    assert (nodes[0].bridge.problem, nodes[0].notes) == ("", [])
+
+
+def test_a_node_with_another_exchange_ends_the_group_at_once(make_nodes: Any) -> None:
+    nodes = [*make_nodes(2, 1, 1, joined=False), *make_nodes(1, 2, 1, joined=False)]
+    for number, node in enumerate(nodes):
+        node.join(Share(number, [each.place for each in nodes], SECRET))
+    assert "its exchange differs" in nodes[0].problem()
+    assert "its exchange differs" in nodes[1].problem()
+
+
+def test_a_silent_node_is_noticed(make_nodes: Any, key: Path) -> None:
+    nodes = make_nodes(2, 1, 2, joined=False)
+    nodes[0].join(Share(0, [node.place for node in nodes], SECRET), patience_s=0.3)
+    with connected(nodes[0], key) as link:
+        introduce(link, MAGIC, SECRET, facts_of(nodes[0]))
+        link.sendall(BEAT)
+        assert f"node 127.0.0.1:{nodes[1].place.port} of the same group ended: no sign of life" in nodes[0].problem()
+
+
+def test_a_node_without_new_data_sends_beats(make_nodes: Any) -> None:
+    nodes, links = make_nodes(2, 1, 2, joined=False), queue.Queue[socket.socket]()
+    nodes[1].bridge = SimpleNamespace(receive=links.put, close=lambda: None)
+    nodes[0].join(Share(0, [node.place for node in nodes], SECRET))
+    with links.get(timeout=time_limit(20.0)) as link:
+        link.settimeout(time_limit(20.0))
+        admit(link, MAGIC, SECRET, lambda facts: "")
+        assert receive(link, 3 * len(BEAT)) == 3 * BEAT
+        nodes[0].bridge.close()
+        nodes[0].bridge = None
+
+
+def test_a_new_connection_replaces_one_without_updates(make_nodes: Any, key: Path) -> None:
+    nodes = make_nodes(2, 1, 2, joined=False)
+    nodes[0].join(Share(0, [node.place for node in nodes], SECRET))
+    with connected(nodes[0], key) as first, connected(nodes[0], key) as second, connected(nodes[0], key) as third:
+        introduce(first, MAGIC, SECRET, facts_of(nodes[0]))
+        introduce(second, MAGIC, SECRET, facts_of(nodes[0]))
+        assert first.recv(1) == b"", "the node closes the connection that was replaced"
+        second.sendall(BEAT)
+        while not nodes[0].bridge._confirmed:
+            time.sleep(0.01)
+        introduce(third, MAGIC, SECRET, facts_of(nodes[0]))
+        assert third.recv(1) == b"", "a connection that carries updates cannot be replaced"
+        assert nodes[0].bridge.problem == ""
+        second.sendall(np.array([99, 1, 0], "<u4").tobytes())
+        assert "sent stream 99" in nodes[0].problem()
+
+
+@pytest.mark.parametrize("state", ["connecting", "in the TLS handshake"])
+def test_close_ends_a_connection_that_is_being_made(
+    make_nodes: Any, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    for name in ("CONNECT_TIMEOUT_S", "INTRODUCTION_TIMEOUT_S"):
+        monkeypatch.setattr(exchange_bridge, name, 3600.0)
+    [node] = make_nodes(2, 1, 1, joined=False)
+    with ExitStack() as owned:
+        silent = owned.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        if state == "connecting":  # this connection fills the queue, so the system answers no other one
+            owned.enter_context(socket.create_connection(silent.getsockname()))
+        node.join(Share(0, [node.place, Place(*silent.getsockname())], SECRET))
+        if state == "connecting":
+            while not node.bridge._links:
+                time.sleep(0.01)
+        else:
+            accepted = owned.enter_context(silent.accept()[0])
+            assert accepted.recv(1)
+        closer = threading.Thread(target=node.bridge.close, daemon=True)
+        closer.start()
+        closer.join(time_limit(20.0))
+        assert not closer.is_alive()
+        node.bridge = None
+
+
+def test_an_unexpected_error_of_a_thread_ends_the_group(
+    make_nodes: Any, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("nobody expects this")
+
+    nodes = make_nodes(2, 1, 2, joined=False)
+    places = [node.place for node in nodes]
+    nodes[1].join(Share(1, places, SECRET))
+    with monkeypatch.context() as patch:
+        patch.setattr(ExchangeBridge, "_copy", fail)
+        nodes[0].join(Share(0, places, SECRET))
+        assert "nobody expects this" in nodes[0].problem()
+    nodes[0].bridge.close()
+    nodes[1].bridge.close()
+    nodes[1].bridge = None
+    nodes[0].join(Share(0, places, SECRET))
+    with monkeypatch.context() as patch, connected(nodes[0], key) as link:
+        patch.setattr(nodes[0].bridge._lines, "publish", fail)
+        introduce(link, MAGIC, SECRET, facts_of(nodes[0]))
+        link.sendall(np.array([1, 1, 0], "<u4").tobytes())
+        assert "nobody expects this" in nodes[0].problem()
+
+
+def test_a_bridge_that_cannot_start_frees_its_resources(make_nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thread(threading.Thread):
+        started: list[threading.Thread] = []  # noqa: RUF012
+
+        def start(self) -> None:
+            if self.started:
+                raise RuntimeError("can't start new thread")
+            self.started.append(self)
+            super().start()
+
+    def close(descriptor: int) -> None:
+        closed.append(descriptor)
+        os.close(descriptor)
+
+    closed: list[int] = []
+    monkeypatch.setattr(exchange_bridge, "os", SimpleNamespace(**{**vars(os), "close": close}))
+    monkeypatch.setattr(exchange_bridge, "threading", SimpleNamespace(**{**vars(threading), "Thread": Thread}))
+    nodes = make_nodes(3, 1, 3, joined=False)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        nodes[0].join(Share(0, [node.place for node in nodes], SECRET))
+    assert not Thread.started[0].is_alive()
+    assert len(closed) == 1, "the descriptor that reports problems"
