@@ -47,6 +47,11 @@ def largest_memory_bytes(config: Config) -> int:
     return values * config.dtype_bytes + _BYTES_PER_MODULE * (1 + len(lora_targets(config.shape)))
 
 
+def configured_names(config: Config) -> list[str]:
+    """Returns the names of the adapters in ``lora_config.adapters``."""
+    return [entry.partition("=")[0].strip() for entry in config.lora_config.adapters or ()]
+
+
 def read_configured(config: Config) -> list[ConfiguredAdapter]:
     """Reads the adapters of ``lora_config.adapters`` into shared memory, which the caller must close.
 

@@ -16,7 +16,7 @@ from llm_serving.engine.schedulers import ObserveCache
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import AdapterError, AgentStartError
-from llm_serving.lora.loading import read_into_memory
+from llm_serving.lora.loading import configured_names, read_into_memory
 from llm_serving.lora.registry import Adapter
 from llm_serving.model.source_files import files_fingerprint
 from llm_serving.registry.arbiter import Need
@@ -126,7 +126,7 @@ def with_fingerprint(config: Config) -> Config:
 
 
 def _check_adapters(adapters: Sequence[Adapter], config: Config) -> None:
-    for adapter in adapters:
+    for adapter in _kept(adapters, config):
         try:
             _, memory = read_into_memory(Path(adapter.path), config)
         except AdapterError as error:
@@ -135,11 +135,23 @@ def _check_adapters(adapters: Sequence[Adapter], config: Config) -> None:
 
 
 def _copy_adapters(adapters: Sequence[Adapter], engine: AsyncEngine) -> None:
-    """Loads into ``engine`` all ``adapters`` that it does not have yet. Raises AdapterError.
+    """Loads into ``engine`` all ``adapters`` that it does not have from its config. Raises AdapterError."""
+    for adapter in _kept(adapters, engine.config):
+        digest, memory = read_into_memory(Path(adapter.path), engine.config)
+        engine.adapters.keep(adapter.name, adapter.path, digest, memory)
 
-    These are the adapters that were loaded over HTTP. The adapters of the config are already there.
+
+def _kept(adapters: Sequence[Adapter], config: Config) -> list[Adapter]:
+    """Returns the ``adapters`` that an engine with ``config`` does not have from its config.
+
+    Raises AdapterError if the slots do not suffice for these adapters and those of the config. Without this check, an
+    adapter would replace another one.
     """
-    for adapter in adapters:
-        if engine.adapters.find(adapter.name) is None:
-            digest, memory = read_into_memory(Path(adapter.path), engine.config)
-            engine.adapters.keep(adapter.name, adapter.path, digest, memory)
+    own, slots = configured_names(config), config.lora_config.max_adapters
+    kept = [adapter for adapter in adapters if adapter.name not in own]
+    if len(own) + len(kept) > slots:
+        raise AdapterError(
+            f"the {len(kept)} loaded LoRA adapters and the {len(own)} of lora_config.adapters are more than "
+            f"lora_config.max_adapters = {slots}. Unload adapters, or raise lora_config.max_adapters."
+        )
+    return kept
