@@ -52,19 +52,29 @@ class LargeBodies:
     """
 
     def __init__(self) -> None:
-        self._timer: asyncio.TimerHandle | None = None
+        self._is_pending = False
+        """Whether a timer runs."""
+        self._is_again = False
+        """Whether a large body has been read since the timer was started. The timer then starts once more."""
 
     def note(self, num_bytes: int) -> None:
-        """Notes that a body of ``num_bytes`` has been read. ``TRIM_S`` after the last large body, another thread
-        returns the free memory.
+        """Notes that a body of ``num_bytes`` has been read. After a large body, another thread returns the free memory
+        every ``TRIM_S``, for the last time when ``TRIM_S`` have passed since the last large body.
         """
         if num_bytes < LARGE_BYTES:
             return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(TRIM_S, self._return)
+        if self._is_pending:
+            self._is_again = True
+        else:
+            self._start()
+
+    def _start(self) -> None:
+        self._is_pending, self._is_again = True, False
+        asyncio.get_running_loop().call_later(TRIM_S, self._return)
 
     def _return(self) -> None:
-        self._timer = None
+        self._is_pending = False
+        if self._is_again:
+            self._start()
         with contextlib.suppress(RuntimeError):  # the server stops, so its threads take no more work
             asyncio.get_running_loop().run_in_executor(None, _trim)

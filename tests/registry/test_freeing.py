@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
+from llm_serving.registry import freeing
 from llm_serving.registry.freeing import LARGE_BYTES, MAX_FREE_BYTES
 from support.small_configs import REPOSITORY
 
@@ -88,3 +90,19 @@ def test_after_a_large_body_the_heaps_of_all_threads_are_returned(body_bytes: in
     command = [sys.executable, "-S", "-c", PINNED, str(body_bytes)]
     kept = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     assert (kept < 5_000_000) == (body_bytes >= LARGE_BYTES), kept
+
+
+def test_large_bodies_in_short_intervals_do_not_delay_the_return_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is returned at the latest ``TRIM_S`` after each body, and once more after the last body."""
+    loop, bodies = Mock(), freeing.LargeBodies()
+    monkeypatch.setattr(freeing.asyncio, "get_running_loop", lambda: loop)
+    bodies.note(LARGE_BYTES)
+    bodies.note(LARGE_BYTES)
+    [((delay, fire), _)] = loop.call_later.call_args_list
+    assert delay == freeing.TRIM_S
+    fire()
+    assert (loop.call_later.call_count, loop.run_in_executor.call_count) == (2, 1)
+    fire()
+    assert (loop.call_later.call_count, loop.run_in_executor.call_count) == (2, 2)
+    bodies.note(LARGE_BYTES)
+    assert loop.call_later.call_count == 3
