@@ -19,11 +19,12 @@ from llm_serving.cluster.key import ClusterKey
 from llm_serving.cluster.messages import BEAT, BEAT_S, NODE_PATIENCE_S, Carried
 from llm_serving.cluster.program import difference, own_program
 from llm_serving.config import Config
+from llm_serving.config.cluster_checks import is_loopback_host
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError, ConfigError, ProtocolError
 from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import GroupMemory
 from llm_serving.executor.agent_process import AgentProgram
-from llm_serving.executor.hccl_cluster import GroupPart, free_port
+from llm_serving.executor.hccl_cluster import GroupPart, reserve_port
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import MAX_FRAME_BYTES
 from llm_serving.ipc.messages import AgentMessage, StepDone, StepFailed, Unhealthy
@@ -199,14 +200,18 @@ class Session:
                 f"a group of {parallel.group_size} agents on {parallel.nodes_per_replica} nodes cannot have the share "
                 f"{None if share is None else share.number} of {count} nodes"
             )
-        host, cluster, is_first = self._channel.own_host, share.cluster, share.number == 0
-        if is_first:
-            cluster = None if config.device == "CPU" else link.Place(host, free_port(host))
+        host, cluster, reserved = self._channel.own_host, share.cluster, None
+        if config.device != "CPU" and is_loopback_host(host) and not all(is_loopback_host(n.host) for n in share.nodes):
+            self._refuse(f"the server reaches this node at {host}, which the other nodes of the replica do not reach")
+        if share.number == 0:
+            if config.device != "CPU":
+                reserved = reserve_port(host)
+                cluster = link.Place(host, reserved.getsockname()[1])
             self._send(link.control(link.ClusterAt(cluster)))
         self._share = share
         members = share.members(parallel.group_size, share.number)
         scheduler = None if cluster is None else (cluster.host, cluster.port)
-        return GroupPart(members, host, scheduler, runs_scheduler=is_first)
+        return GroupPart(members, host, scheduler, reserved)
 
     def _refuse(self, reason: str) -> NoReturn:
         self._send_last(link.Refused(reason[: 60 * 1024]))
@@ -435,6 +440,8 @@ class Session:
                 owned.close()
         if self._preparation is not None:
             self._preparation.close()
+        if self._part is not None and self._part.reserved is not None:
+            self._part.reserved.close()
         self._selector.close()
 
 

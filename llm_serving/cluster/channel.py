@@ -46,9 +46,9 @@ class SecureChannel:
 
     @property
     def own_host(self) -> str:
-        """The IP address of this end of the connection."""
+        """The IP address of this end of the connection. IPv4 addresses have their usual form, also in IPv6 sockets."""
         host: str = self._socket.getsockname()[0]
-        return host
+        return host.removeprefix("::ffff:")
 
     def allow(self, num_bytes: int) -> None:
         """Sets the maximum size of frames, in both directions."""

@@ -37,6 +37,17 @@ def check_cluster(raw: RawConfig, config: Config) -> None:
             raise raw.error(f"kv_tier_config.{name}", folder, problem)
 
 
+def note_missing_nodes(file: str, parallel: ParallelConfig) -> list[str]:
+    """Returns a note if ``nodes`` names too few nodes for one replica. The operator may add nodes later."""
+    nodes, needed = parallel.nodes or (), parallel.nodes_per_replica
+    if not nodes or len(nodes) >= needed or any(node.startswith("dns:") for node in nodes):
+        return []
+    return [
+        f"{file}: parallel_config.nodes has {len(nodes)} of the {needed} nodes that a replica needs "
+        f"(parallel_config.nodes_per_replica); no replica starts before llm-serving cluster add adds the others"
+    ]
+
+
 def _obstacle_to_spanning(parallel: ParallelConfig) -> str | None:
     """Returns the reason why the agents of a replica cannot be on several nodes, or None if they can."""
     product = f"tensor_parallel x pipeline_parallel = {parallel.group_size}"
@@ -56,7 +67,11 @@ def _obstacle_to_spanning(parallel: ParallelConfig) -> str | None:
 
 
 def _is_loopback(node: str) -> bool:
-    host = node.rpartition(":")[0].strip("[]")
+    return is_loopback_host(node.rpartition(":")[0].strip("[]"))
+
+
+def is_loopback_host(host: str) -> bool:
+    """Returns True if only this machine reaches ``host``, a name or an IP address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llm_serving.config.cluster_checks import check_cluster
+from llm_serving.config.cluster_checks import check_cluster, note_missing_nodes
 from llm_serving.config.config import Config
 from llm_serving.config.draft_model import MTP, DraftModel, read_draft_model
 from llm_serving.config.events_checks import check_events
@@ -167,7 +167,7 @@ class Resolver:
             processing=self._processing(folder, shape),
             auto_length=self._sections["pa_config"].decode_seq_length == AUTO_SIZE,
             auto_blocks=self._sections["pa_config"].num_blocks == AUTO_SIZE,
-            notes=(*self._notes, *notes),
+            notes=(*self._notes, *notes, *note_missing_nodes(str(self._raw.file), sections["parallel_config"])),
             unused=(*self._unused, *(mindformers.unused_on(device) if mindformers else ())),
         )
         for check in _CHECKS:

@@ -77,7 +77,9 @@ class AgentGroup:
         self._cluster: HcclCluster | None = None
         try:
             place = ClusterPlace.of(config, part)
-            if place is not None and (part is None or part.runs_scheduler):
+            if place is not None and (part is None or part.reserved is not None):
+                if part is not None and part.reserved is not None:
+                    part.reserved.close()  # the scheduler binds the port
                 self._cluster = HcclCluster(place, log_folder / f"cluster_{replica}.log")
             for rank, listener in zip(ranks, listeners, strict=True):
                 log_path = log_folder / f"agent_{rank}.log"
@@ -112,11 +114,15 @@ class AgentGroup:
         return self.memory.pools
 
     def sources(self) -> list[Source]:
-        """Returns each agent's connection and the descriptor that becomes readable at its exit."""
+        """Returns each agent's connection and the descriptor that becomes readable at its exit. The last one is that of
+        the cluster's scheduler, if this machine runs it.
+        """
         sources: list[Source] = []
         for member, link in enumerate(self.links):
             sources.append((link.channel, partial(self._receive, member, link)))
             sources.append((link.process.exit_descriptor, partial(self._take_exit, member, link)))
+        if self._cluster is not None:
+            sources.append((self._cluster.exit_descriptor, self._take_cluster_exit))
         return sources
 
     @property
@@ -220,3 +226,7 @@ class AgentGroup:
         received = self._receive(member, link)
         link.check_alive()
         return received
+
+    def _take_cluster_exit(self) -> Received:
+        assert self._cluster is not None
+        raise self._cluster.loss(is_ready=self.is_ready)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.config import Config
-from llm_serving.errors import AgentStartError
-from llm_serving.executor.agent_process import ModuleProcess
+from llm_serving.errors import AgentError, AgentLostError, AgentStartError
+from llm_serving.executor.agent_process import ModuleProcess, describe_exit
 
 SCHEDULER_MODULE = "agent.group.cluster_scheduler"
 _CHOOSES_ADDRESS = {"HCCL_IF_IP", "HCCL_SOCKET_IFNAME"}
@@ -36,8 +36,8 @@ class GroupPart:
     """The IP address of this machine that the other machines reach."""
     scheduler: tuple[str, int] | None = None
     """IP address and port at which the agents find each other. None on a CPU, where they need not."""
-    runs_scheduler: bool = False
-    """True if the scheduler of the cluster runs on this machine."""
+    reserved: socket.socket | None = None
+    """Keeps the scheduler's port until the scheduler starts. None unless the scheduler runs on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class ClusterPlace:
     def on_this_machine(cls, host: str, num_agents: int, timeout_s: float) -> ClusterPlace:
         """Returns a place with a port that is free now. ``host`` is a loopback address."""
         host = "127.0.0.1" if host == "localhost" else host  # MindSpore accepts IP addresses, but no host names
-        return cls(host, free_port(host), num_agents, timeout_s)
+        with reserve_port(host) as reserved:
+            return cls(host, reserved.getsockname()[1], num_agents, timeout_s)
 
     @classmethod
     def of(cls, config: Config, part: GroupPart | None = None) -> ClusterPlace | None:
@@ -100,12 +101,35 @@ class HcclCluster(ModuleProcess):
     def __init__(self, place: ClusterPlace, log_path: Path) -> None:
         environment = {**place.common, "MS_ROLE": "MS_SCHED"}
         super().__init__("the cluster scheduler", SCHEDULER_MODULE, "--pipe-fd", log_path, environment)
+        self.exit_descriptor = -1
+        """Descriptor that becomes readable when the process ends."""
+        try:
+            self.exit_descriptor = os.pidfd_open(self.pid)
+        except OSError as error:
+            self.close()
+            raise AgentStartError(f"the cluster scheduler could not be started: {error}") from error
+
+    def loss(self, *, is_ready: bool) -> AgentError:
+        """Returns the error for a scheduler that has ended. ``is_ready``: all agents of this machine were ready."""
+        text = f"the cluster scheduler ended ({describe_exit(self._process.wait())}); its log is {self.log.path}"
+        return AgentLostError(text) if is_ready else AgentStartError(f"{text}, and ends with:\n{self.log.tail()}")
+
+    def close(self) -> None:
+        super().close()
+        if self.exit_descriptor >= 0:
+            os.close(self.exit_descriptor)
+            self.exit_descriptor = -1
 
 
-def free_port(host: str) -> int:
-    """Returns a port that is free now. The cluster's scheduler process binds it shortly afterwards."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def reserve_port(host: str) -> socket.socket:
+    """Returns a socket that keeps a free port, so that no other program gets the port.
+
+    The caller closes the socket before the cluster's scheduler process binds the port. Raises OSError.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        reserved.bind((host, 0))
+    except OSError:
+        reserved.close()
+        raise
+    return reserved

@@ -5,6 +5,7 @@ The node sends signs of life meanwhile. It frees reserved memory that no run use
 
 from __future__ import annotations
 
+import dataclasses
 import selectors
 import socket
 import threading
@@ -15,14 +16,19 @@ import pytest
 
 from llm_serving.agent_host import preparation
 from llm_serving.agent_host.preparation import RunMemory
-from llm_serving.agent_host.session import Session
+from llm_serving.agent_host.session import LinkEndedError, Session
 from llm_serving.agent_host.settings import NodeSettings
 from llm_serving.cluster import messages as link
+from llm_serving.cluster.channel import SecureChannel
 from llm_serving.errors import AgentStartError
 from support.small_configs import small_config
 from support.time_limits import time_limit
 
 TEXT = "/dev/shm has no room"
+SPAN = (
+    *("parallel_config.executor=nodes", "parallel_config.cluster_key_file=key"),
+    *("parallel_config.nodes_per_replica=2", "parallel_config.tensor_parallel=2"),
+)
 
 
 class Channel:
@@ -136,3 +142,38 @@ def test_memory_that_was_made_before_an_error_is_removed(tmp_path, monkeypatch):
     with pytest.raises(AgentStartError, match=TEXT):
         RunMemory.create(small_config(tmp_path), None, range(1))
     assert closed == ["tiles"]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "number", "is_refused"),
+    [
+        ("127.0.0.1", "10.0.0.6", 0, True),
+        ("127.0.0.1", "10.0.0.6", 1, True),
+        ("127.0.0.1", "localhost", 0, False),
+        ("127.0.0.1", "localhost", 1, False),
+    ],
+)
+def test_ascends_of_other_machines_are_not_sent_to_a_loopback_address(
+    session, tmp_path, own, other, number, is_refused
+):
+    pair = small_config(tmp_path, SPAN)
+    config = dataclasses.replace(pair, model_config=dataclasses.replace(pair.model_config, device_target="Ascend"))
+    session.channel.own_host, places = own, [link.Place(own, 1), link.Place(other, 2)]
+    share = link.Share(number, places, bytes(32), None if number == 0 else link.Place(own, 3))
+    if is_refused:
+        with pytest.raises(LinkEndedError, match=f"reaches this node at {own}, which the other nodes"):
+            session.it._take_share(config, share)
+        return
+    part = session.it._take_share(config, share)
+    assert (part.reserved is not None) == (number == 0)
+    if part.reserved is not None:
+        port = part.reserved.getsockname()[1]
+        assert link.control(link.ClusterAt(link.Place(own, port))) in session.channel.sent
+        assert part.scheduler == (own, port)
+        part.reserved.close()
+
+
+@pytest.mark.parametrize("found", ["::ffff:10.0.0.5", "10.0.0.5"])
+def test_a_mapped_address_has_the_form_of_ipv4(found):
+    channel = SimpleNamespace(_socket=SimpleNamespace(getsockname=lambda: (found, 7450, 0, 0)))
+    assert SecureChannel.own_host.fget(channel) == "10.0.0.5"

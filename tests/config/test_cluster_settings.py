@@ -55,6 +55,15 @@ def test_wrong_settings_are_refused(tmp_path: Path, settings: list[str], problem
     assert problem in str(refused.value).replace('"', "'")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "is_noted"), [("['10.0.0.5:1']", True), ("['10.0.0.5:1', '10.0.0.6:1']", False), ("['dns:a:1']", False)]
+)
+def test_too_few_nodes_for_a_replica_are_noted(tmp_path: Path, nodes: str, is_noted: bool) -> None:
+    config = small_config(tmp_path, [*REMOTE, SPAN, *PAIR, f"parallel_config.nodes={nodes}"])
+    notes = [note for note in config.notes if "nodes has 1 of the 2 nodes that a replica needs" in note]
+    assert len(notes) == is_noted
+
+
 def test_a_config_of_nodes_counts_the_memory_of_one_node(tmp_path: Path) -> None:
     config = small_config(tmp_path, [*REMOTE, "parallel_config.data_parallel=3"])
     machine = Machine(1 << 20, "a very small machine")

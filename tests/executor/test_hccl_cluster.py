@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import select
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from llm_serving.errors import AgentStartError
-from llm_serving.executor.hccl_cluster import ClusterPlace, GroupPart, HcclCluster, free_port
+from llm_serving.errors import AgentLostError, AgentStartError
+from llm_serving.executor import agent_group
+from llm_serving.executor.hccl_cluster import ClusterPlace, GroupPart, HcclCluster, reserve_port
 from support.small_configs import small_config
 from support.time_limits import time_limit
 
@@ -28,9 +32,7 @@ def add_up(places, tmp_path):
     try:
         for member in reversed(range(len(places))):
             environment = {**os.environ, **places[member].environment(member), "GLOG_v": "3"}
-            workers[member] = subprocess.Popen(
-                [sys.executable, str(WORKER)], env=environment, stdout=subprocess.PIPE
-            )
+            workers[member] = subprocess.Popen([sys.executable, str(WORKER)], env=environment, stdout=subprocess.PIPE)
         return [workers[member].communicate(timeout=time_limit(200))[0].decode().split() for member in sorted(workers)]
     finally:
         for worker in workers.values():
@@ -43,7 +45,9 @@ def add_up(places, tmp_path):
 @pytest.mark.timeout(240)
 def test_agents_find_each_other_and_have_the_ranks_they_were_given(tmp_path):
     """The scheduler listens on another address than that of the agents, as on another machine."""
-    place = ClusterPlace("127.0.0.2", free_port("127.0.0.2"), 2, 120.0, own_host="127.0.0.1")
+    with reserve_port("127.0.0.2") as reserved:
+        port = reserved.getsockname()[1]
+    place = ClusterPlace("127.0.0.2", port, 2, 120.0, own_host="127.0.0.1")
     assert add_up([place, place], tmp_path) == [["RESULT", "0", "2", "3"], ["RESULT", "1", "2", "3"]]
 
 
@@ -51,6 +55,11 @@ def test_a_cluster_that_is_killed_while_it_waits(tmp_path):
     cluster = HcclCluster(ClusterPlace.on_this_machine("localhost", 2, 120.0), tmp_path / "cluster_0.log")
     assert psutil.pid_exists(cluster.pid)
     cluster.kill()
+    assert select.select([cluster.exit_descriptor], [], [], time_limit(20))[0]
+    assert isinstance(cluster.loss(is_ready=True), AgentLostError)
+    loss = cluster.loss(is_ready=False)
+    assert isinstance(loss, AgentStartError)
+    assert f"the cluster scheduler ended (signal 9); its log is {tmp_path / 'cluster_0.log'}" in str(loss)
     cluster.close()
     assert not psutil.pid_exists(cluster.pid)
 
@@ -98,3 +107,36 @@ def test_agents_on_another_machine_connect_to_the_first_one(tmp_path, monkeypatc
     assert "HCCL_IF_IP" not in place.environment(1), "the operator has chosen the network"
     with pytest.raises(AgentStartError, match="has no address at which its agents find each other"):
         ClusterPlace.of(ascend, replace(part, scheduler=None))
+
+
+class Scheduler:
+    """Stands for the scheduler process. It listens at its place, and has ended already."""
+
+    def __init__(self, place, log_path):
+        self.listener = socket.create_server((place.host, place.port))
+        self.exit_descriptor = self.listener.fileno()
+
+    def loss(self, *, is_ready):
+        return AgentStartError(f"the scheduler ended, {is_ready=}")
+
+    def kill(self):
+        self.listener.close()
+
+    close = kill
+
+
+def test_a_group_starts_the_scheduler_at_the_port_it_kept_and_notices_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_group, "HcclCluster", Scheduler)
+    reserved = reserve_port("127.0.0.1")
+    address = reserved.getsockname()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(address)
+    memory = SimpleNamespace(mark_down=lambda: None, close=lambda: None)
+    part = GroupPart(range(0), "127.0.0.1", address, reserved)
+    group = agent_group.AgentGroup(
+        ascend_pair(tmp_path), 0, [], tmp_path, lambda *_: None, agent_group.AgentProgram(), memory=memory, part=part
+    )
+    [(_, take)] = group.sources()
+    with pytest.raises(AgentStartError, match="the scheduler ended, is_ready=False"):
+        take()
+    group.close()
