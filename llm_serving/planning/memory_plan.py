@@ -108,6 +108,11 @@ class MemoryPlan:
     host memory.
     """
 
+    others: tuple[MemoryPlan, ...] = ()
+    """Plans of the other machines, if a replica spans several machines. They need at most as much memory as this plan,
+    but another part of it may be for blocks.
+    """
+
     def bytes_of(self, name: str) -> int:
         """Returns the bytes of the item with this name, or 0 if the plan has no item with this name."""
         return sum(each.num_bytes for each in self.items if each.name == name)
@@ -118,7 +123,9 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.available_bytes is None or self.total_bytes <= self.available_bytes
+        if self.available_bytes is None:
+            return True
+        return self.total_bytes <= self.available_bytes and all(other.fits for other in self.others)
 
     @property
     def without_host_blocks(self) -> MemoryPlan:
@@ -127,17 +134,24 @@ class MemoryPlan:
             self,
             items=_without(HOST_BLOCKS, self.items),
             ranks=tuple(_without(HOST_BLOCKS, items) for items in self.ranks),
+            others=tuple(other.without_host_blocks for other in self.others),
         )
 
     @property
     def largest_num_blocks(self) -> int | None:
-        """Number of KV cache blocks that fit into the memory together with the other items. None if the available
-        memory is not known.
+        """Number of KV cache blocks that fit into the memory of each machine together with the other items. None if the
+        available memory is not known.
         """
+        spare = self.spare_blocks
+        return None if spare is None else max(spare + self.num_blocks, 0)
+
+    @property
+    def spare_blocks(self) -> int | None:
+        """Number of further blocks that fit into the memory of each machine, negative if the plan does not fit."""
         if self.available_bytes is None:
             return None
-        block_bytes = self.kv_bytes_per_token * self.block_size
-        return max((self.available_bytes - self.total_bytes) // block_bytes + self.num_blocks, 0)
+        own = (self.available_bytes - self.total_bytes) // (self.kv_bytes_per_token * self.block_size)
+        return min([own, *(spare for other in self.others if (spare := other.spare_blocks) is not None)])
 
     def table(self) -> str:
         """Returns the plan as text: a line for each item, the total and the available memory.
@@ -212,7 +226,8 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
         replace(_estimate(config, machine, ranks), first_rank=ranks.start)
         for ranks in config.parallel_config.ranks_of_machines
     ]
-    return max(plans, key=lambda plan: plan.total_bytes)
+    fullest = max(plans, key=lambda plan: plan.total_bytes)
+    return replace(fullest, others=tuple(plan for plan in plans if plan is not fullest))
 
 
 def _estimate(config: Config, machine: Machine, world: range) -> MemoryPlan:
@@ -410,8 +425,5 @@ def _advice_on_host_blocks(plan: MemoryPlan) -> str:
     rest = plan.without_host_blocks
     if not rest.fits:
         return f"without pa_config.num_host_blocks, too, {advice(rest)}"
-    assert rest.available_bytes is not None
-    block_bytes = plan.kv_bytes_per_token * plan.block_size
-    wanted = plan.bytes_of(HOST_BLOCKS) // block_bytes
-    largest = (rest.available_bytes - rest.total_bytes) // block_bytes
-    return f"pa_config.num_host_blocks = {wanted} does not fit; the largest that does is {largest}"
+    wanted = plan.bytes_of(HOST_BLOCKS) // (plan.kv_bytes_per_token * plan.block_size)
+    return f"pa_config.num_host_blocks = {wanted} does not fit; the largest that does is {rest.spare_blocks}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,20 @@ def test_the_plan_of_a_spanning_replica_is_that_of_the_fullest_node(tmp_path: Pa
     own = [sum(item.num_bytes for item in items) for items in whole.ranks]
     assert plan.total_bytes == max(own) + whole.bytes_of("exchange") + whole.bytes_of("server process")
     assert config.agent_threads(8) == 8
+
+
+def test_the_blocks_of_a_spanning_replica_fit_each_node(tmp_path: Path) -> None:
+    config = small_config(tmp_path, [*REMOTE, "parallel_config.pipeline_parallel=2", SPAN])
+    plan = estimate_memory(config, Machine(1 << 40, "a large machine"))
+    alone = replace(plan, others=())
+    [other] = plan.others
+    assert other.total_bytes <= alone.total_bytes
+    assert sorted([plan.first_rank, other.first_rank]) == [0, 1]
+    large = replace(other, kv_bytes_per_token=2 * plan.kv_bytes_per_token)  # its blocks are larger
+    largest = replace(plan, others=(large,)).largest_num_blocks
+    assert largest is not None
+    assert alone.largest_num_blocks is not None
+    assert largest == large.largest_num_blocks < alone.largest_num_blocks
 
 
 def test_agents_on_nodes_need_no_memory_of_the_server(tmp_path: Path) -> None:
