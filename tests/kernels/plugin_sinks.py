@@ -100,14 +100,33 @@ def test_attention_with_sinks(
     assert_rounded(out, wanted.reshape(len(lengths), -1), dtype, slack=3 * EPSILON[dtype])
 
 
-def test_a_hidden_key_between_visible_ones_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    class Holes(nn.Cell):
-        def construct(self, positions: Any) -> Any:
-            return (self.columns % 2 == 0) | (positions.reshape(-1, 1) < 0)
+class Given(nn.Cell):
+    """Returns a given mask instead of the mask of a window."""
 
+    def __init__(self, mask: np.ndarray[Any, Any], dtype: ms.dtype) -> None:
+        super().__init__()
+        self.mask = Tensor(mask, dtype)
+
+    def construct(self, positions: Any) -> Any:
+        return self.mask
+
+
+@pytest.mark.parametrize(
+    ("mask", "dtype", "problem"),
+    [
+        (np.arange(POSITIONS)[None] % 2 == 0, ms.bool_, "it must leave one run of keys"),
+        (np.ones((1, 31)), ms.bool_, "attn_mask is bool with 2 axes and 31 elements; it must be bool [1, 32 or more]"),
+        (np.ones((2, POSITIONS)), ms.bool_, "it must be bool [1, 32 or more]"),
+        (np.ones((1, POSITIONS)), ms.float16, "it must be bool [1, 32 or more]"),
+        (np.ones((1, 1, POSITIONS)), ms.bool_, "attn_mask is bool with 3 axes"),
+    ],
+    ids=["holes", "narrow", "rows", "float16", "axes"],
+)
+def test_a_mask_that_cannot_be_applied_is_refused(
+    capfd: pytest.CaptureFixture[str], mask: np.ndarray[Any, Any], dtype: ms.dtype, problem: str
+) -> None:
     graph = Attend((4, 2, 32), 16, 20, "float16")
-    graph.flags = Holes()
-    graph.flags.columns = Tensor(np.arange(POSITIONS, dtype=np.int32)[None])
+    graph.flags = Given(mask, dtype)
     rng = np.random.default_rng(3)
     q, (keys, cached) = values(rng, 1, 1, 128, dtype="float16")[0], (
         values(rng, 3, 16, 64, dtype="float16")[0] for _ in range(2)
@@ -119,7 +138,7 @@ def test_a_hidden_key_between_visible_ones_is_refused(capfd: pytest.CaptureFixtu
     finally:
         take_failure()
         hold_failures(False)
-    assert "it must leave one run of keys" in capfd.readouterr().err
+    assert problem in capfd.readouterr().err
 
 
 class Sigmoids(nn.Cell):

@@ -86,10 +86,11 @@ int plugin_flash_attention(const Call& call) {
   return 0;
 }
 
-static bool is_masked(const Call& call, int mask, int64_t index) {
-  if (call.has_dtype(mask, "bool")) return call.as<uint8_t>(mask)[index] != 0;
-  if (call.dtype(mask) == DType::kFloat32) return call.as<float>(mask)[index] != 0;
-  return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: tests all bits except the sign
+// Tests element `index` of a mask. `element_bytes` is 1 for bool, 4 for float32, and 2 for float16 and bfloat16.
+static bool is_masked(const void* mask, int64_t element_bytes, int64_t index) {
+  if (element_bytes == 1) return static_cast<const uint8_t*>(mask)[index] != 0;
+  if (element_bytes == 4) return static_cast<const float*>(mask)[index] != 0;
+  return (static_cast<const uint16_t*>(mask)[index] & 0x7FFF) != 0;  // tests all bits except the sign
 }
 
 // Converts a mask [tokens, positions] to `first_keys`: the first key that each query sees. The mask is 0 (or false) at
@@ -102,8 +103,10 @@ static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args
       call.dim(mask, 1) < longest_context(args)) {
     return 0;
   }
-  const int error = call.has_dtype(mask, "bool") ? 0 : check_float(call, mask);
+  const bool is_bool = call.has_dtype(mask, "bool");
+  const int error = is_bool ? 0 : check_float(call, mask);
   if (error != 0) return error;
+  const int64_t bytes = is_bool ? 1 : size_of(call.dtype(mask));
   first_keys->assign(static_cast<size_t>(args.tokens), 0);
   bool hides = false;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
@@ -111,9 +114,9 @@ static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args
       const int64_t token = args.query_starts[seq] + row, base = token * call.dim(mask, 1);
       const int64_t visible = args.context_lens[seq] - args.query_lens[seq] + row + 1;
       int64_t first = 0;
-      while (first < visible && is_masked(call, mask, base + first)) ++first;
+      while (first < visible && is_masked(call.data[mask], bytes, base + first)) ++first;
       for (int64_t key = first; key < visible || first == visible; ++key) {
-        if (first < visible && !is_masked(call, mask, base + key)) continue;
+        if (first < visible && !is_masked(call.data[mask], bytes, base + key)) continue;
         return refuse_text(call.op,
                            "attn_mask of token %lld hides key %lld; it must leave one run of keys that ends at "
                            "the token's own position %lld",
@@ -126,6 +129,18 @@ static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args
   }
   if (!hides) first_keys->clear();
   return 0;
+}
+
+// Checks that a mask, which may be missing, is bool [tokens, positions] and covers all positions of the block table.
+static int check_covering_mask(const Call& call, int mask, const RotaryAttentionArgs& args) {
+  const int64_t positions = args.table_width * args.block_size;
+  if (!call.is_tensor(mask) || (call.has_dtype(mask, "bool") && call.ndims[mask] == 2 &&
+                                call.dim(mask, 0) == args.tokens && call.dim(mask, 1) >= positions)) {
+    return 0;
+  }
+  return refuse_text(call.op, "attn_mask is %s with %d axes and %lld elements; it must be bool [%lld, %lld or more]",
+                     call.dtypes[mask], static_cast<int>(call.ndims[mask]), static_cast<long long>(call.size(mask)),
+                     static_cast<long long>(args.tokens), static_cast<long long>(positions));
 }
 
 // Shortens each head to its first `width` elements: copies rows [tokens, heads * dim] to rows [tokens, heads * width].
@@ -215,7 +230,8 @@ int plugin_paged_attention(const Call& call) {
 // Runs FusedInferAttentionScore with a block table: query [tokens, 1, heads * dim], caches
 // [blocks, block_size, kv_heads * dim], block_table int32 [tokens, width], actual_seq_lengths_kv [tokens]. Each row of
 // the table has one query, which sees the keys before its length. attn_mask bool [tokens, positions] is true for hidden
-// keys. The visible keys of a query must be consecutive and end at its length.
+// keys. It must have width * block_size positions or more. The visible keys of a query must be consecutive and end at
+// its length.
 //
 // The second result is softmax_lse, float32 [tokens, heads, 1, 1]: the logarithm of the sum of exp(score) over the
 // visible keys.
@@ -271,6 +287,7 @@ int plugin_fused_infer_attention(const Call& call) {
   args.context_lens = key_lens.data();
   std::vector<int64_t> starts(2 * key_lens.size() + 1), first_keys;
   error = check_ready_attention(call.op, &args, 0, starts.data());
+  if (error == 0) error = check_covering_mask(call, kAttnMask, args);
   if (error == 0) error = read_mask(call, kAttnMask, args, &first_keys);
   if (error != 0) return error;
   args.first_keys = first_keys.empty() ? nullptr : first_keys.data();
