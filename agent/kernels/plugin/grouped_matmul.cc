@@ -201,24 +201,15 @@ int plain_product(const Call& call, const PrimitiveWeight& weight, void* out, in
   return any_matmul(call.op, args);
 }
 
-// Multiplies rows [begin, end) by the packed weight of a group. If x is int8, `quantized` must have all rows of x.
-int group_product(const Call& call, const PrimitiveWeight& weight, const QuantizedRows* quantized, Target target,
-                  int64_t begin, int64_t end) {
-  Blob blob;
-  if (weight.scales == nullptr && !target.floats) {
-    int error = 0;
-    const bool known = call.dtype(kX) != DType::kUnsupported && kept_blob(call.op, weight, &error) != nullptr;
-    if (error != 0) return error;
-    if (!known) return plain_product(call, weight, target.out, begin, end);
-  }
-  const int error = blob.find(call.op, weight);
-  if (error != 0) return error;
+// Multiplies rows [begin, end) by a packed weight. If x is int8, `quantized` must have all rows of x.
+void packed_product(const Call& call, const void* blob, const QuantizedRows* quantized, Target target, int64_t begin,
+                    int64_t end) {
   const DType dtype = call.dtype(kOut);
-  LinearArgs linear = linear_args(blob.data(), dtype, end - begin, target.out);
+  LinearArgs linear = linear_args(blob, dtype, end - begin, target.out);
   linear.epilogue = target.floats ? Epilogue::kStoreFloat : Epilogue::kStore;
   QuantizedRows rows{};
   if (quantized == nullptr) {
-    linear.x = call.as<char>(kX) + begin * weight.depth * size_of(dtype);
+    linear.x = call.as<char>(kX) + begin * call.dim(kX, 1) * size_of(dtype);
   } else {
     rows = *quantized;
     rows.values += begin * rows.stride;
@@ -227,7 +218,6 @@ int group_product(const Call& call, const PrimitiveWeight& weight, const Quantiz
     linear.quantized = &rows;
   }
   kernels().linear(linear);
-  return 0;
 }
 
 // Multiplies rows [begin, end) by the weight of group number `group`, and adds its bias if there is one. With a bias,
@@ -236,15 +226,25 @@ int whole_product(const Call& call, const GroupedWeight& all, int64_t group, con
                   int64_t begin, int64_t end) {
   constexpr int64_t kBiasedRows = 256;
   const PrimitiveWeight weight = all.of(group);
-  if (!call.is_tensor(kBias)) {
-    void* out = call.as<char>(kOut) + begin * weight.columns * dtype_bytes(call.dtypes[kOut]);
-    return group_product(call, weight, quantized, {out, false}, begin, end);
+  const bool has_bias = call.is_tensor(kBias);
+  void* out = call.as<char>(kOut) + begin * weight.columns * dtype_bytes(call.dtypes[kOut]);
+  int error = 0;
+  if (weight.scales == nullptr && !has_bias) {
+    const bool known = call.dtype(kX) != DType::kUnsupported && kept_blob(call.op, weight, &error) != nullptr;
+    if (error != 0) return error;
+    if (!known) return plain_product(call, weight, out, begin, end);
+  }
+  Blob blob;
+  error = blob.find(call.op, weight);
+  if (error != 0) return error;
+  if (!has_bias) {
+    packed_product(call, blob.data(), quantized, {out, false}, begin, end);
+    return 0;
   }
   for (int64_t row = begin; row < end; row += kBiasedRows) {
     const int64_t rows = smaller(kBiasedRows, end - row);
     float* sums = static_cast<float*>(thread_scratch(kScratchInner, rows * weight.columns * 4));
-    const int error = group_product(call, weight, quantized, {sums, true}, row, row + rows);
-    if (error != 0) return error;
+    packed_product(call, blob.data(), quantized, {sums, true}, row, row + rows);
     add_bias(call, group, sums, rows, row);
   }
   return 0;
