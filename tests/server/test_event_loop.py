@@ -18,6 +18,8 @@ from llm_serving.server.http import body as body_module
 from llm_serving.server.http import protocol as http_protocol
 from llm_serving.server.http.protocol import BoundedHttpProtocol
 from llm_serving.server.limits import INLINE_ITEMS, INLINE_MESSAGES, MAX_DETOKENIZE, MAX_JSON_OBJECTS, MAX_JSON_VALUES
+from llm_serving.server.messages import endpoints as messages
+from llm_serving.server.responses import endpoints as responses
 from support.fake_engine import FakeEngine
 from support.http_server import http_request, read_response, running, wait_until
 from support.time_limits import time_limit
@@ -85,22 +87,23 @@ def test_too_many_tokens_are_not_decoded(large_server):
     assert f"at most {MAX_DETOKENIZE} items" in answer.json()["error"]["message"]
 
 
+def watch(monkeypatch, threads, owner, name):
+    """Appends the thread of each call of the function ``name`` of ``owner`` to ``threads``."""
+    original = getattr(owner, name)
+
+    def watched(*args, **named):
+        threads.append(threading.current_thread())
+        return original(*args, **named)
+
+    monkeypatch.setattr(owner, name, watched)
+
+
 @pytest.mark.parametrize("num_calls", [2, INLINE_MESSAGES])
 def test_many_tool_calls_are_converted_in_another_thread(large_server, monkeypatch, num_calls):
     """A conversation of few messages may have many calls, which must not block the event loop."""
     threads = []
-
-    def watch(module, name):
-        original = getattr(module, name)
-
-        def watched(*args, **named):
-            threads.append(threading.current_thread())
-            return original(*args, **named)
-
-        monkeypatch.setattr(module, name, watched)
-
-    watch(EarlierCall, "for_template")
-    watch(prompts, "describe_tools")
+    watch(monkeypatch, threads, EarlierCall, "for_template")
+    watch(monkeypatch, threads, prompts, "describe_tools")
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": "Add."},
@@ -109,6 +112,28 @@ def test_many_tool_calls_are_converted_in_another_thread(large_server, monkeypat
     ]
     large_server.post("/tokenize", {"messages": messages})
     assert [thread is large_server._thread for thread in threads] == [num_calls == 2] * (num_calls + 1)
+
+
+@pytest.mark.parametrize("num_parts", [2, INLINE_MESSAGES])
+@pytest.mark.parametrize(
+    ("module", "names", "path", "field", "kind"),
+    [
+        (messages, ["chat_request"], "/v1/messages", "messages", "text"),
+        (messages, ["chat_request"], "/v1/messages/count_tokens", "messages", "text"),
+        (responses, ["conversation", "chat_request", "input_items"], "/v1/responses", "input", "output_text"),
+    ],
+)
+def test_many_blocks_are_converted_in_another_thread(
+    large_server, monkeypatch, module, names, path, field, kind, num_parts
+):
+    threads = []
+    for name in names:
+        watch(monkeypatch, threads, module, name)
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant"}
+    body = {field: [question, {**answer, "content": [{"type": kind, "text": ""}] * num_parts}, question]}
+    limit = {"/v1/messages": {"max_tokens": 1}, "/v1/responses": {"max_output_tokens": 16}}.get(path, {})
+    assert large_server.post(path, {**body, **limit}).status_code == 200
+    assert [thread is large_server._thread for thread in threads] == [num_parts == 2] * len(names)
 
 
 def test_the_sizes_of_bodies_are_noted_to_return_their_memory(large_server, monkeypatch):

@@ -160,6 +160,8 @@ def _texts() -> list[WorstRequest]:
     message = {"role": "user", "content": "a"}
     call = {"id": "", "type": "function", "function": {"name": "a", "arguments": "{}"}}
     calls = {"role": "assistant", "tool_calls": [call] * MAX_TOOLS}
+    turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}] * (MAX_MESSAGES // 4)
+    parts = [{"type": "output_text", "text": ""}] * (MAX_JSON_OBJECTS // 5)
     inline = [{"role": "user", "content": "a" * (INLINE_CHAT_CHARS // INLINE_MESSAGES // 40)}] * INLINE_MESSAGES
     return [
         *requests,
@@ -171,8 +173,11 @@ def _texts() -> list[WorstRequest]:
             "template: messages", "/tokenize", {"messages": [{**message, "content": ""}] * (MAX_MESSAGES * 3 // 4)}
         ),
         _request("template: tool calls", "/tokenize", {"messages": [calls] * 3}),
+        _request("convert: messages", "/v1/messages/count_tokens", {"messages": [*turns, message]}),
+        _request("convert: parts of a response", "/v1/responses",
+                 {"max_output_tokens": 16, "input": [message, {"role": "assistant", "content": parts}, message]}),
         _request("template: inline limit", "/tokenize", {"messages": inline}),
-    ]
+    ]  # fmt: skip
 
 
 def _outputs(max_tokens: int) -> list[WorstRequest]:

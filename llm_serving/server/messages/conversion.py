@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, ClassVar
 
 from pydantic import ValidationError
@@ -55,6 +56,13 @@ class MessagesChat(ChatRequest):
     """
 
     fits_output: ClassVar[bool] = True
+
+
+def num_entries(body: ConversationFields) -> int:
+    """Returns the number of messages and blocks that ``chat_request`` converts."""
+    blocks = chain.from_iterable(message.content for message in body.messages)
+    nested = sum(1 + len(block.content) if isinstance(block, ToolResultBlock) else 1 for block in blocks)
+    return len(body.messages) + len(body.system or ()) + nested
 
 
 def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> MessagesChat:

@@ -10,11 +10,13 @@ from llm_serving.errors import RequestError
 from llm_serving.server.fields.images import named_images
 from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.generation.sequences import count_items
+from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import ModelT, json_response, read_request, whole_response
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.sse import EventStream
+from llm_serving.server.limits import INLINE_MESSAGES
 from llm_serving.server.messages.answer import MessageStream, message_of
-from llm_serving.server.messages.conversion import chat_request, image_fields, named_back, without_tags
+from llm_serving.server.messages.conversion import chat_request, image_fields, named_back, num_entries, without_tags
 from llm_serving.server.messages.fields import ConversationFields, CountRequest, MessagesRequest
 from llm_serving.server.models.lookup import served
 from llm_serving.server.openai.chat import ChatRequest, chat_prompt, start_chat
@@ -26,7 +28,7 @@ async def _create_message(state: ServerState, request: Request) -> AnyResponse:
     state.check_queue(tenant_of(request))
     body = await _read(MessagesRequest, state, request)
     state = await served(state, request, body.model, body)
-    chat = chat_request(body, state.output_format.effort_variables)
+    chat = await _chat(state, body)
     try:
         generation, plan = await start_chat(state, request, chat, "messages", "msg")
     except RequestError as error:
@@ -43,12 +45,18 @@ async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
     """Handles ``POST /v1/messages/count_tokens``: the number of tokens of a prompt."""
     body = await _read(CountRequest, state, request)
     state = await served(state, request, body.model, body)
-    chat = chat_request(body, state.output_format.effort_variables)
+    chat = await _chat(state, body)
     try:
         prompt = await chat_prompt(state, chat)
     except RequestError as error:
         raise _named(error, body, chat) from None
     return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+async def _chat(state: ServerState, body: ConversationFields) -> ChatRequest:
+    """Converts a request to a chat request. If its messages and blocks are many, another thread converts them."""
+    convert = partial(chat_request, body, state.output_format.effort_variables)
+    return await off_loop(num_entries(body), convert, INLINE_MESSAGES)
 
 
 def _named(error: RequestError, body: ConversationFields, chat: ChatRequest) -> RequestError:

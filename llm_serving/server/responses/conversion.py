@@ -88,6 +88,17 @@ def image_fields(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> l
     return fields
 
 
+def num_entries(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> int:
+    """Returns the number of ``earlier`` messages, and of items and parts of ``body``, in the conversation."""
+    total = len(earlier)
+    for item in body.input:
+        if isinstance(item, ResultItem):
+            total += 1 + len(item.output)
+        else:
+            total += 1 if isinstance(item, CallItem) else 1 + len(item.content or ())
+    return total
+
+
 def conversation(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the conversation as chat messages, without the instructions. ``earlier`` are its stored messages.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -13,18 +15,21 @@ from llm_serving.server.fields.images import named_images
 from llm_serving.server.fields.validation import clip, short
 from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.generation.sequences import count_items
+from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import json_response, read_request, whole_response
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.list_pages import in_order, page_of
 from llm_serving.server.http.sse import EventStream
+from llm_serving.server.limits import INLINE_MESSAGES
 from llm_serving.server.models.lookup import served
-from llm_serving.server.openai.chat import start_chat
+from llm_serving.server.openai.chat import ChatRequest, start_chat
 from llm_serving.server.responses.answer import Responder, ResponseStream
 from llm_serving.server.responses.conversion import (
     chat_request,
     conversation,
     image_fields,
     named_back,
+    num_entries,
     without_tags,
 )
 from llm_serving.server.responses.fields import ResponsesRequest
@@ -58,13 +63,13 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
         found = _stored(state, tenant, body.previous_response_id, "previous_response_id")
         earlier = orjson.loads(found.messages)
         items = [*found.items, *found.answer]
-    messages = conversation(body, earlier)
-    chat = chat_request(body, messages)
+    size = num_entries(body, earlier)
+    messages, chat = await off_loop(size, partial(_converted, body, earlier), INLINE_MESSAGES)
     try:
         generation, plan = await start_chat(state, request, chat, "responses", "resp")
     except RequestError as error:
         raise named_back(named_images(error, chat.messages, image_fields(body, earlier))) from None
-    items = input_items(body, generation.request_id, items)
+    items = await off_loop(size, partial(input_items, body, generation.request_id, items), INLINE_MESSAGES)
     responder = Responder(generation, plan, body, messages, items, tenant)
     if body.stream:
         return EventStream(generation, ResponseStream(responder))
@@ -73,6 +78,12 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
     response = await responder.whole(answer)
     responder.keep(response)
     return await whole_response(generation.request_id, count_items([answer]), lambda: response)
+
+
+def _converted(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], ChatRequest]:
+    """Returns the conversation as chat messages, and the chat request. Raises RequestError."""
+    messages = conversation(body, earlier)
+    return messages, chat_request(body, messages)
 
 
 async def _get_response(state: ServerState, request: Request) -> Response:
