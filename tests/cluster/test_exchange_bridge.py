@@ -244,6 +244,26 @@ def test_a_node_that_still_prepares_counts_as_reached(make_nodes: Any) -> None:
     assert (nodes[0].bridge.problem, nodes[0].notes) == ("", [])
 
 
+def test_only_the_time_since_a_node_was_last_reached_counts(make_nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt takes 50 s by the clock of the test, and the limit is 60 s."""
+    now, outcomes, has_ended = [0.0], [OSError("a short break"), *(exchange_bridge._NotReadyError(),) * 3], []
+
+    def attempt(bridge: ExchangeBridge, number: int) -> socket.socket:
+        now[0] += 50.0
+        if outcomes:
+            raise outcomes.pop()
+        has_ended.append(bridge.problem)
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(exchange_bridge, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ExchangeBridge, "_try_to_connect", attempt)
+    [node] = make_nodes(2, 1, 1, joined=False)
+    node.join(Share(0, [node.place, node.place], SECRET), unreached_limit_s=60.0)
+    assert "after 100 s: refused" in node.problem()
+    assert has_ended == [""]
+    assert len(node.notes) == 1
+
+
 def test_a_node_with_another_exchange_ends_the_group_at_once(make_nodes: Any) -> None:
     nodes = [*make_nodes(2, 1, 1, joined=False), *make_nodes(1, 2, 1, joined=False)]
     for number, node in enumerate(nodes):
