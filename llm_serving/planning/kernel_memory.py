@@ -8,6 +8,7 @@ The descriptions use these letters:
     T   tokens in the largest step               N   threads
     W   inputs of the widest linear layer        b   bytes of an element of ``model_dtype``
     h   hidden size                              I   intermediate size
+    E   intermediate size of an expert
     D   size of a head                           V   tokens in the vocabulary
 
 Items of the scratch memory:
@@ -17,6 +18,7 @@ Items of the scratch memory:
                      tokens for each thread. But the calling thread has 128 x N, or T if it is the only thread
     MLP              fused operators: 256 rows of I elements for each thread, and [T, h] results of the output layer
     products         256 rows of h float32 numbers, for each thread and each part of ``parallel_config.sum_parts``
+    biased experts   native operators: 256 rows of 2 x E or h float32 numbers, before the bias of an expert is added
     panel            for each thread, 64 columns of a weight (W bytes each) and the float32 sums of these columns
     attention        for each thread, keys, values and query rows of one task: about 1024 x (D + 48) x 4 bytes
     linear attention for each thread, the buffers of one value head: inputs and results of 16 tokens, and the weights
@@ -120,14 +122,14 @@ def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
-    step = activation_bytes(config, shape) * tokens // config.max_num_batched_tokens
+    copied = copied_cache_bytes(config, shape)  # part of the activations that a step of any size needs
+    step = (activation_bytes(config, shape) - copied) * tokens // config.max_num_batched_tokens
     mask = tokens * config.max_model_len * MASK_BYTES
     logits = config.max_num_seqs * shape.vocab_size * config.dtype_bytes
     layer = RECORDED_LAYER_BYTES * (1 if shape.experts is None else 2)
     gathered = gathered_bytes(config, shape) if config.gathers_blocks else 0
     layers = RECORDED_GRAPHS * (1 + shape.num_layers) * (layer + (RECORDED_CACHE_BYTES if gathered else 0))
     tables = tokens * config.max_blocks_per_seq * INT32_BYTES if shape.sinks else 0
-    copied = copied_cache_bytes(config, shape)
     return layers + step + mask + logits + gathered + tables + copied
 
 
@@ -135,6 +137,7 @@ def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
     wanted = (
         _row_bytes(config, shape, num_threads)
         + _mlp_bytes(config, shape, num_threads)
+        + _biased_expert_bytes(config, shape)
         + num_threads * (_panel_bytes(shape) + _attention_bytes(shape) + _delta_bytes(config, shape))
         + _split_context_bytes(config, shape, num_threads)
         + _laid_out_bytes(config, shape)
@@ -172,6 +175,14 @@ def _mlp_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:
     pieces = num_threads * min(tokens, PIECE_ROWS)
     sums = pieces * hidden * FLOAT32_BYTES * len(config.sum_shards)
     return (pieces * shape.intermediate_size + tokens * hidden) * config.dtype_bytes + sums
+
+
+def _biased_expert_bytes(config: Config, shape: ModelShape) -> int:
+    """Returns the bytes of an expert's sums before its bias is added (``whole_product`` of ``grouped_matmul.cc``)."""
+    if config.op_table != "native" or shape.experts is None or not shape.experts.biased:
+        return 0
+    rows = min(config.max_num_batched_tokens, PIECE_ROWS)
+    return rows * max(2 * shape.experts.intermediate_size, shape.hidden_size) * FLOAT32_BYTES
 
 
 def _panel_bytes(shape: ModelShape) -> int:

@@ -99,6 +99,25 @@ def test_recorded_steps_of_native_operators(tmp_path: Path) -> None:
     assert "a step of up to 512 tokens, 2 layers, at most" in plan.table()
 
 
+def test_native_operators_of_gpt_oss_are_planned(tmp_path: Path) -> None:
+    write_model(FAMILY_VARIANTS["gpt_oss"], tmp_path)
+    given = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=bfloat16", "model_config.op_table=native"]
+
+    def plan(config: Config) -> MemoryPlan:
+        return estimate_memory(config, PLENTY)
+
+    few, more = (load_config("llama_tiny_cpu.yaml", [*given, f"pa_config.num_blocks={n}"]) for n in (2048, 3072))
+    shape, experts = few.shape, few.shape.experts
+    copied = 2 * 1024 * 16 * shape.num_key_value_heads * shape.head_dim * 2
+    for name in ("activations", "replays"):
+        assert plan(more).bytes_of(name) - plan(few).bytes_of(name) == copied, "each has one copy of a layer's cache"
+    assert experts is not None
+    unbiased = replace(few, shape=replace(shape, experts=replace(experts, biased=False)))
+    sums = 256 * max(2 * experts.intermediate_size, shape.hidden_size) * 4
+    scratch = plan(few).bytes_of("kernel scratch") - plan(unbiased).bytes_of("kernel scratch")
+    assert scratch == sums + sums // 4, "the threads keep a quarter more"
+
+
 def test_the_recorded_step_of_fused_operators(tmp_path: Path) -> None:
     config = small(tmp_path)
     row = 3 * 64 * 4
