@@ -55,8 +55,8 @@ RotaryArgs = structure(
 MatMulArgs = structure("MatMulArgs", "pointer: x w out; int64: rows columns depth; int32: dtype")
 AttentionArgs = structure(
     "RotaryAttentionArgs",
-    "pointer: qkv out key_cache value_cache cos sin positions slots block_tables context_lens query_lens query_starts;"
-    "pointer: query_gamma key_gamma sinks;"
+    "pointer: qkv out lse key_cache value_cache cos sin positions slots block_tables context_lens query_lens;"
+    "pointer: query_starts query_gamma key_gamma sinks;"
     "int64: tokens num_seqs table_width table_rows num_blocks block_size heads kv_heads dim window;"
     "float: epsilon scale; int32: dtype gamma_dtype; bool: int8_cache write_first ready laid_out;"
     "pointer: key_starts first_keys",
