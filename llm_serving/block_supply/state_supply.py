@@ -166,8 +166,12 @@ class StateSupply(PrefixSupply, Stateful):
 
         ``num_known`` is the number of the sequence's known tokens. A token after them is a draft, or a step in flight
         computes it. If only the new state includes tokens of this kind, the last state is kept as ``saves.earlier``.
+        A new state without such tokens replaces both: the snapshot of ``saves.earlier`` is given back.
         """
         latest, size = saves.latest, self._kv_cache.block_size
+        if end <= num_known and saves.earlier is not None:
+            self._snapshots.give_back(saves.earlier[1])
+            saves.earlier = None
         if latest is None:
             return self._snapshots.take()
         if latest[0] * size <= num_known < end:

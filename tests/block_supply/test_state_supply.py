@@ -157,6 +157,15 @@ def test_a_rejected_draft_at_the_end_of_a_block_keeps_the_state_before(num_snaps
     assert finish(simulation, make_request("b", [*text, 5], 3)) == [found]
 
 
+def test_a_state_of_known_tokens_gives_the_snapshot_of_the_earlier_state_back() -> None:
+    """Both snapshots are taken until the next step computes the end of the block again, without a draft."""
+    simulation = hybrid(2)
+    drafted(simulation, draft_at_end=0, num_decoded=4)
+    simulation.step()
+    prompt = [40 + place for place in range(9)]
+    assert finish(simulation, make_request("b", prompt, 1), make_request("c", prompt, 1)) == [0, 8]
+
+
 def test_a_step_ahead_of_the_last_token_keeps_the_state_before() -> None:
     """When the 11th token ends the sequence, a step in flight computes a 12th token, which ends a block."""
     simulation = hybrid(decode_steps_ahead=2)
