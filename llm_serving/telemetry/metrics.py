@@ -202,7 +202,7 @@ class Metrics:
     def _of_steps(
         self, name: str, meaning: str, bounds: Sequence[float], label: str = "", kinds: Sequence[str] = ("",)
     ) -> StepHistogram:
-        """Returns a registered histogram, in which only the engine thread may observe values."""
+        """Returns a registered histogram, in which the threads of all engines observe values."""
         histogram = StepHistogram(name, meaning, bounds, label, kinds)
         self.registry.register(histogram)
         return histogram

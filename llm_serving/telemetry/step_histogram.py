@@ -1,4 +1,4 @@
-"""A Prometheus histogram for values of each step. Only one thread observes values, so no lock is needed.
+"""A Prometheus histogram for values of each step, which needs no lock.
 
 An observation with the histograms of ``prometheus_client`` takes two locks and three more calls. A step has several
 observations, and the engine thread makes them while the device may wait.
@@ -28,7 +28,11 @@ class StepSeries:
         """The sum of all observations."""
 
     def observe(self, value: float) -> None:
-        """Counts a value. Only one thread may call this method."""
+        """Counts a value. Several threads may call this method: each model and each version has an engine thread.
+
+        CPython switches between threads only at calls and at the end of a loop's pass. Here, no call is between the
+        reading and the writing of a number.
+        """
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
