@@ -34,8 +34,9 @@ class AdapterCollector(Collector):
         adapters = self._adapters()
         if not adapters.max_adapters:
             return
-        yield GaugeMetricFamily(SLOTS, "Slots for LoRA adapters in the agents.", value=adapters.max_adapters)
-        requests = GaugeMetricFamily(REQUESTS, "Open requests of each loaded LoRA adapter.", labels=["adapter"])
+        yield GaugeMetricFamily(SLOTS, "Slots for LoRA adapters of the main model.", value=adapters.max_adapters)
+        meaning = "Open requests of each loaded LoRA adapter, only of the present version of the main model."
+        requests = GaugeMetricFamily(REQUESTS, meaning, labels=["adapter"])
         for name, number in adapters.open_requests.items():
             requests.add_metric([name], number)
         yield requests
