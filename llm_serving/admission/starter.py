@@ -100,8 +100,7 @@ class Starter:
         light_keys: LightKeys,
         must_load: Callable[[Sequence], bool] | None = None,
     ) -> None:
-        """``must_load`` takes a waiting sequence and returns True while the sequence must wait for blocks from the KV
-        tiers. None without KV tiers."""
+        """``must_load`` returns True while a sequence must wait for blocks from the KV tiers. None: no KV tiers."""
         self._state = state
         self._must_load = must_load
         self._light_keys = light_keys

@@ -240,7 +240,6 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
             self._intake.note_ended([RequestUpdate(culprit.request, error=AgentLostTwiceError.TEXT)])
 
     def observe_cache(self, observer: IndexObserver) -> None:
-        """Reports each change of the prefix cache to ``observer``. Without a prefix cache, the observer gets no
-        reports."""
+        """Reports each change of the prefix cache to ``observer``. Without this cache, there are no reports."""
         self._kv_cache.prefix_index.observer = observer
 

@@ -84,8 +84,7 @@ class Sequence:
     """True after a step of this sequence failed or was dropped. The results of its steps in flight are then void, and
     the content of its blocks is unknown."""
     asked_from: int = -1
-    """Index of the first block in the last question to the KV tiers for the sequence's full blocks. -1: they were not
-    asked."""
+    """Index of the first full block that the KV tiers were asked for last. -1: they were not asked."""
     waits_for_load: bool = False
     """True while the KV tiers look for blocks of the waiting sequence, or a step copies them to the device."""
     hand_over: HandOverState = HandOverState.NONE
