@@ -794,6 +794,11 @@ class EarlyRead(native_sinks.SinkAttention):
         return ops.depend(self._with_sinks(attended, sums, of_heads[0]), written)
 
 
+def early_blocks(self: Any, cache: Any, written: Any) -> Any:
+    """Plants a mistake: the Reshape of a cache does not wait until the new keys and values are in the cache."""
+    return self.reshape(cache, self.blocks)
+
+
 def sink_attention(**changes: Any) -> Any:
     """Returns a patch that changes attributes of the attention with sinks."""
 
@@ -1049,6 +1054,11 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "sinks, of key-value heads": ("chunked", GPT_OSS, lambda: patched("SinkAttention", SharedSinks)),
     "sinks, rounded": ("chunked", GPT_OSS, rounded_sinks),
     "sinks, no wait for the cache": ("chunked", GPT_OSS, lambda: patched("SinkAttention", EarlyRead)),
+    "sinks, no wait of the caches": (
+        "chunked",
+        GPT_OSS,
+        lambda: mock.patch.object(native_sinks.SinkAttention, "_written_blocks", early_blocks),
+    ),
     "sinks, window of one more token": ("chunked", GPT_OSS, lambda: patched("WindowFlags", WideWindow)),
     "sinks, window in every layer": ("chunked", GPT_OSS, lambda: sink_attention(has_window=True)),
     "sinks, no window": ("chunked", GPT_OSS, lambda: sink_attention(has_window=False)),
@@ -1097,7 +1107,7 @@ TOGETHER = (
     ("latent, turned row", "latent, groups by their best expert"),
     ("int8 cache, blocks before the write", "int8 cache, scales of values for keys"),
     ("sinks, left out", "sinks, window of one more token", "sinks, gate without a limit", "sinks, rounded biases"),
-    ("sinks, of key-value heads", "sinks, up without 1", "sinks, no biases of experts"),
+    ("sinks, of key-value heads", "sinks, up without 1", "sinks, no biases of experts", "sinks, no wait of the caches"),
 )
 """Mistakes in different parts of the same graph. ``make test`` plants the mistakes of a group in one graph, because the
 compilation takes long. Each mistake has its own error. ``make test-sweeps`` plants them one at a time."""

@@ -126,6 +126,7 @@ CAUGHT = {
     "sinks, of key-value heads": "Sigmoid of layer 0: the sinks are a result of Gather; they must be layers.0.",
     "sinks, rounded": "Sigmoid of layer 0: the sinks are a result of Cast; they must be layers.0.attention.sinks",
     "sinks, no wait for the cache": "FusedInferAttentionScore of layer 0: the query does not wait for the layer's",
+    "sinks, no wait of the caches": "the Reshape of value_cache does not wait for the layer's ReshapeAndCache",
     "sinks, window of one more token": "the window begins 128 tokens before positions; it must begin 127 before",
     "sinks, window in every layer": "FusedInferAttentionScore of layer 1: attn_mask is given; this layer has no window",
     "sinks, no window": "of layer 0: attn_mask is constant; it must hide the keys before the window of 128 tokens",

@@ -82,15 +82,22 @@ class SinkRules:
         if not np.isclose(scale, shape.head_dim**-0.5, rtol=1e-6):
             yield f"scale_value is {scale:.7g}; 1 / sqrt(head size) is {shape.head_dim**-0.5:.7g}"
         yield from self._mask_problems(node, operands[_MASK])
-        yield from self._order_problems(node, operands[0])
+        query = self._wiring.node_of(operands[0])
+        if query is None or self._written(node, self._wiring.operands(query)[0]) is None:
+            yield "the query does not wait for the layer's ReshapeAndCache (ops.depend)"
 
     def _cache_problems(self, node: Node, name: str, operand: Operand) -> Iterator[str]:
-        """Yields an error unless an operand is the layer's cache, with the heads of a token in one row."""
+        """Yields an error unless an operand is the layer's cache after its write, with a token's heads in one row."""
         wanted = TensorType(self._dtype, (self._cache.num_blocks, self._cache.block_size, self._key))
         if self._type_of(operand) != wanted:
             yield f"{name} is {self._type_of(operand)}; it must be {wanted}"
         reshape = self._wiring.node_of(operand)
-        source = None if reshape is None else self._wiring.source(self._wiring.operands(reshape)[0])[0]
+        read = None if reshape is None else self._wiring.operands(reshape)[0]
+        written = None if read is None else self._written(node, read)
+        if written is None:
+            yield f"the Reshape of {name} does not wait for the layer's ReshapeAndCache (ops.depend)"
+        cache = written or read
+        source = None if cache is None else self._wiring.source(cache)[0]
         if source is None or source.name != f"layers.{node.layer}.attention.{name}":
             yield f"{name} is {None if source is None else source.name}, not the {name} of layer {node.layer}"
 
@@ -120,15 +127,14 @@ class SinkRules:
         if columns.value is None or not np.array_equal(columns.value, np.arange(self._positions)[None]):
             yield f"attn_mask does not compare with all positions of the keys, from 0 to {self._positions - 1}"
 
-    def _order_problems(self, node: Node, query: Operand) -> Iterator[str]:
-        """Yields an error unless the query depends on the layer's write of the cache."""
-        reshape = self._wiring.node_of(query)
-        depend = None if reshape is None else self._wiring.node_of(self._wiring.operands(reshape)[0])
-        write = None
-        if depend is not None and depend.primitive == "Depend":
-            write = self._wiring.node_of(depend.operands[1])
-        if write is None or write.primitive != "ReshapeAndCache" or write.layer != node.layer:
-            yield "the query does not wait for the layer's ReshapeAndCache (ops.depend)"
+    def _written(self, node: Node, operand: Operand) -> Operand | None:
+        """Returns the value that waits for the layer's write of the cache. None if ``operand`` does not wait."""
+        depend = self._wiring.node_of(operand)
+        if depend is None or depend.primitive != "Depend":
+            return None
+        write = self._wiring.node_of(depend.operands[1])
+        is_write = write is not None and write.primitive == "ReshapeAndCache" and write.layer == node.layer
+        return depend.operands[0] if is_write else None
 
     def _sigmoid_problems(self, node: Node) -> Iterator[str]:
         source = self._wiring.node_of(self._wiring.operands(node)[0])

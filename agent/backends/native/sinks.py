@@ -90,16 +90,23 @@ class SinkAttention(nn.Cell):
         slot_mapping, block_tables, context_lens = step[:3]
         query, key, value = self.split(qkv, self.widths, -1)
         query, key = self.rotate(query, key, rotary[0], rotary[1], context_lens)
-        query = ops.depend(query, self.write_cache(key, value, caches[0], caches[1], slot_mapping))
-        # FusedInferAttentionScore reads a cache with three axes as [blocks, block size, heads x head size]. It would
-        # read a cache with four axes as [blocks, heads, block size, head size].
-        keys, values = self.reshape(caches[0], self.blocks), self.reshape(caches[1], self.blocks)
+        written = self.write_cache(key, value, caches[0], caches[1], slot_mapping)
+        query = ops.depend(query, written)
+        keys, values = self._written_blocks(caches[0], written), self._written_blocks(caches[1], written)
         mask = rotary[2] if self.has_window else None
         attended, sums = self.attend(
             self.reshape(query, self.one_query), (keys,), (values,), None, mask, None, context_lens,
             None, None, None, None, None, None, None, block_tables,
         )  # fmt: skip
         return self._with_sinks(attended, sums, of_heads[0])
+
+    def _written_blocks(self, cache: Tensor, written: Tensor) -> Tensor:
+        """Returns a cache with three axes. The Reshape waits for the write, because it may copy the cache.
+
+        FusedInferAttentionScore reads a cache with three axes as [blocks, block size, heads x head size]. It would read
+        a cache with four axes as [blocks, heads, block size, head size].
+        """
+        return self.reshape(ops.depend(cache, written), self.blocks)
 
     def _with_sinks(self, attended: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
         """Returns attention [tokens, heads x head_size] in whose softmax each head has its sink.
