@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from llm_serving.errors import RequestError
@@ -39,11 +39,9 @@ def joined(parts: Iterable[dict[str, Any]], between: str) -> str | list[dict[str
     Neighbouring texts are joined, with ``between`` as the separator.
     """
     found: list[dict[str, Any]] = []
-    for part in parts:
-        if found and not is_image(part) and not is_image(found[-1]):
-            found[-1] = text_part(found[-1]["text"] + between + part["text"])
-        else:
-            found.append(part)
+    for are_images, run in groupby(parts, key=is_image):
+        group = list(run)
+        found += group if are_images else [text_part(between.join(part["text"] for part in group))]
     if any(map(is_image, found)):
         return found
     return found[0]["text"] if found else ""

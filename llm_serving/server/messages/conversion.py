@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from llm_serving.errors import RequestError
-from llm_serving.server.fields.images import ImageField, as_parts, image_part, joined, text_part
+from llm_serving.server.fields.images import ImageField, image_part, joined, text_part
+from llm_serving.server.fields.neighbours import join_neighbours
 from llm_serving.server.fields.renamed import renamed
 from llm_serving.server.fields.validation import request_error, short
 from llm_serving.server.generation.scheduling import SchedulingFields
@@ -149,12 +150,8 @@ def chat_messages(body: ConversationFields) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _joined(body.system)})
-    for i, message in enumerate(body.messages):
-        for each in _converted(message, f"messages[{i}]"):
-            if messages and messages[-1]["role"] == each["role"] and each["role"] in ("user", "assistant"):
-                _merge(messages[-1], each)
-            else:
-                messages.append(each)
+    converted = chain.from_iterable(_converted(each, f"messages[{i}]") for i, each in enumerate(body.messages))
+    messages += join_neighbours(converted, {"user": "\n", "assistant": ""})
     if messages[-1]["role"] == "assistant":
         raise RequestError(
             "'messages' ends with a message of the assistant, which this server cannot continue. End with a message "
@@ -205,19 +202,6 @@ def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
     if thoughts:
         found["reasoning_content"] = "".join(thoughts)
     return found
-
-
-def _merge(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Appends the content, tool calls and reasoning of message ``second`` to ``first``, which has the same role."""
-    parts = [*as_parts(first["content"] or ""), *as_parts(second["content"] or "")]
-    first["content"] = joined(parts, "\n" if first["role"] == "user" else "")
-    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
-    if calls:
-        first["tool_calls"] = calls
-        first["content"] = first["content"] or None
-    thoughts = first.get("reasoning_content", "") + second.get("reasoning_content", "")
-    if thoughts:
-        first["reasoning_content"] = thoughts
 
 
 def _joined(blocks: Iterable[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from llm_serving.errors import RequestError
 from llm_serving.server.fields.images import ImageField, as_parts, image_part, joined, text_part
+from llm_serving.server.fields.neighbours import join_neighbours
 from llm_serving.server.fields.renamed import renamed
 from llm_serving.server.fields.shared import is_image
 from llm_serving.server.fields.validation import request_error
@@ -88,6 +89,10 @@ def image_fields(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> l
     return fields
 
 
+_SEPARATORS = {"assistant": ""}
+"""An answer is stored as several items: text, reasoning and calls. They are one message of the assistant."""
+
+
 def num_entries(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> int:
     """Returns the number of ``earlier`` messages, and of items and parts of ``body``, in the conversation."""
     total = len(earlier)
@@ -109,18 +114,18 @@ def conversation(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> l
         if isinstance(item, MessageItem):
             if item.role == "assistant":
                 _check_text(item.content, f"input[{i}].content")
-            _add(messages, {"role": item.role, "content": _joined(item.content)})
+            messages.append({"role": item.role, "content": _joined(item.content)})
         elif isinstance(item, CallItem):
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
-            _add(messages, {"role": "assistant", "content": None, "tool_calls": [call]})
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif isinstance(item, ReasoningItem):
             thoughts = "".join(part.text for part in item.content or ())
             if thoughts:
-                _add(messages, {"role": "assistant", "content": "", "reasoning_content": thoughts})
+                messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
         else:
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
-    return messages
+    return join_neighbours(messages, _SEPARATORS)
 
 
 def chat_request(body: ResponsesRequest, messages: Sequence[dict[str, Any]]) -> ChatRequest:
@@ -165,32 +170,16 @@ def answer_message(output: Sequence[dict[str, Any]]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     for item in output:
         if item["type"] == "message":
-            _add(messages, {"role": "assistant", "content": "".join(part["text"] for part in item["content"])})
+            messages.append({"role": "assistant", "content": "".join(part["text"] for part in item["content"])})
         elif item["type"] == "reasoning":
             thoughts = "".join(part["text"] for part in item["content"])
-            _add(messages, {"role": "assistant", "content": "", "reasoning_content": thoughts})
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
         else:
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
-            _add(messages, {"role": "assistant", "content": None, "tool_calls": [call]})
-    return messages[0]
-
-
-def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Appends a message. If the last message and the new one are the assistant's, they become one message."""
-    if message["role"] != "assistant" or not messages or messages[-1]["role"] != "assistant":
-        messages.append(message)
-        return
-    first = dict(messages[-1])
-    calls = [*first.get("tool_calls", ()), *message.get("tool_calls", ())]
-    text = (first["content"] or "") + (message["content"] or "")
-    first["content"] = text or (None if calls else "")
-    if calls:
-        first["tool_calls"] = calls
-    thoughts = first.get("reasoning_content", "") + message.get("reasoning_content", "")
-    if thoughts:
-        first["reasoning_content"] = thoughts
-    messages[-1] = first
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    [message] = join_neighbours(messages, _SEPARATORS)
+    return message
 
 
 def _joined(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
