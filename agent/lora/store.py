@@ -45,7 +45,8 @@ class AdapterSlots(Protocol):
     def replace(self, slot: int, adapters: Mapping[str, ParameterAdapter]) -> None:
         """Replaces the adapter of a slot.
 
-        ``adapters`` has the adapter of each parameter that changes, by the parameter's name.
+        ``adapters`` has the new adapter's matrices for each parameter that it changes, by the parameter's name. Other
+        parameters have no adapter in this slot afterwards.
         """
 
 

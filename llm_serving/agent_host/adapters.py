@@ -34,7 +34,7 @@ CLOSE_WAIT_S = 1.0
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter that the server wants the agents to load. It exists until all agents have replied."""
+    """The pending load of an adapter that the server wants the agents to have. Kept until all agents have replied."""
 
     wanted: link.LoadAdapter
     memory: AdapterMemory | None = None

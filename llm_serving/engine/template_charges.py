@@ -125,7 +125,7 @@ def _reverse_split_size(budget: Budget, text: Any, sep: Any = None, maxsplit: An
 
 
 def _key_size(budget: Budget, value: Any, key: Any, *args: Any) -> int:
-    """Returns the charge of a dictionary look-up. It computes the hash of ``key``, including all values in the key."""
+    """Returns the charge of a dictionary look-up: the size of ``key`` with all values in it, because all are hashed."""
     return budget.size(key)
 
 

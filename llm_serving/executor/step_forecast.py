@@ -40,8 +40,8 @@ class StepForecast:
         self._num_results = 0
         self._largest: _Sizes = (0.0, 0.0, 0.0, 0.0)
         self._new_largest: _Sizes = self._largest
-        """The largest sizes of all steps until now. ``_largest`` has those at the last computation of the model's
-        coefficients."""
+        """The largest sizes of all steps until now. ``_largest`` is an older value of it: from the time when the cost
+        model last computed its coefficients."""
         self._reach = _LearntReach()
         self.longest_s = 0.0
         """Longest time of a step so far."""

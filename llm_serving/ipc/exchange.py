@@ -108,7 +108,10 @@ class ExchangeLayout:
 
     @property
     def bell_line(self) -> int:
-        """Offset of a counter: the number of changes of other counters on this machine."""
+        """Offset of the bell, a counter. Each agent of this machine increments it after it has changed another counter.
+
+        So a process can wait for changes of all counters at once.
+        """
         return self.token_line + LINE_BYTES
 
     @property

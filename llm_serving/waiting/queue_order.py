@@ -44,8 +44,8 @@ of them would be raised anyway when their tenants have requests again.
 """
 
 LIGHT_CREDIT = 1024
-"""Maximum lead of a light key (an API key with few requests) over the tenant with the least counter, in weighted
-tokens. With this lead, its second request need not wait until other tenants have received as much service.
+"""Weighted tokens by which the counter of a light key (an API key with few requests) may exceed the least counter of
+all tenants. So the second request of a light key need not wait until the others have received as much service.
 """
 
 DEFAULT_AGEING_S = 30.0
