@@ -64,9 +64,13 @@ class NodeExchange:
         while True:
             try:
                 plain = self._listener.accept()[0]
-                link = self._key.server.wrap_socket(plain, server_side=True)
             except OSError:
                 return
+            try:
+                link = self._key.server.wrap_socket(plain, server_side=True)
+            except OSError:  # a bridge was closed during its handshake
+                plain.close()
+                continue
             if self.bridge is None or link.selected_alpn_protocol() != EXCHANGE_PROTOCOL:
                 link.close()
                 self.unready.put(None)

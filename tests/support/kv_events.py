@@ -82,11 +82,15 @@ class Subscriber:
         return True
 
     def follow(self, is_done: Callable[[], bool]) -> None:
-        """Receives batches until the condition is true."""
+        """Receives batches until the condition is true.
+
+        If no batch arrives, asks for a replay: the publisher may have sent a batch before it knew the subscription.
+        """
         until = time.monotonic() + time_limit(20)
         while not is_done():
             assert time.monotonic() < until, "the events do not lead to the expected state"
-            self.receive(0.05)
+            if not self.receive(0.05):
+                self.catch_up()
 
     def _take(self, sequence: int, payload: bytes) -> None:
         if sequence < self.expected:
