@@ -302,10 +302,15 @@ def test_a_new_connection_replaces_one_without_updates(make_nodes: Any, key: Pat
     nodes[0].join(Share(0, [node.place for node in nodes], SECRET))
     with connected(nodes[0], key) as first, connected(nodes[0], key) as second, connected(nodes[0], key) as third:
         introduce(first, MAGIC, SECRET, facts_of(nodes[0]))
+        deadline = time.monotonic() + time_limit(20.0)
+        while not nodes[0].bridge._senders:  # the node notes a sender after it has replied
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         introduce(second, MAGIC, SECRET, facts_of(nodes[0]))
         assert first.recv(1) == b"", "the node closes the connection that was replaced"
         second.sendall(BEAT)
         while not nodes[0].bridge._confirmed:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         introduce(third, MAGIC, SECRET, facts_of(nodes[0]))
         assert third.recv(1) == b"", "a connection that carries updates cannot be replaced"
