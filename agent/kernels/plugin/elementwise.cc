@@ -59,6 +59,20 @@ void sigmoid(const T* in, int64_t count, T* out) {
   }
 }
 
+// Computes the result of an operator with one input, on several threads if there are many elements. The call
+// function(in, count, out) computes `count` elements.
+template <class Function>
+void by_element(const Call& call, const Function& function) {
+  const int64_t count = call.size(0);
+  with_element_type(call.dtype(0), [&](auto type) {
+    using T = decltype(type);
+    parallel_for(ceil_div(count, kElementsPerTask), [&](int64_t task) {
+      const int64_t first = task * kElementsPerTask;
+      function(call.as<T>(0) + first, smaller(kElementsPerTask, count - first), call.as<T>(call.count - 1) + first);
+    });
+  });
+}
+
 template <class T>
 void nan_to_num(const Call& call, const float (&numbers)[3]) {
   T replacements[3];
@@ -101,14 +115,7 @@ int plugin_gelu(const Call& call) {
     return refuse_text(call.op, "approximate is number %lld; only \"tanh\", number %lld, is supported",
                        static_cast<long long>(call.integer(1)), static_cast<long long>(kTanh));
   }
-  const int64_t count = call.size(0);
-  with_element_type(call.dtype(0), [&](auto type) {
-    using T = decltype(type);
-    parallel_for(ceil_div(count, kElementsPerTask), [&](int64_t task) {
-      const int64_t first = task * kElementsPerTask;
-      gelu(call.as<T>(0) + first, smaller(kElementsPerTask, count - first), call.as<T>(call.count - 1) + first);
-    });
-  });
+  by_element(call, [](auto* in, int64_t count, auto* out) { gelu(in, count, out); });
   return 0;
 }
 
@@ -116,14 +123,7 @@ int plugin_gelu(const Call& call) {
 int plugin_sigmoid(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;
-  const int64_t count = call.size(0);
-  with_element_type(call.dtype(0), [&](auto type) {
-    using T = decltype(type);
-    parallel_for(ceil_div(count, kElementsPerTask), [&](int64_t task) {
-      const int64_t first = task * kElementsPerTask;
-      sigmoid(call.as<T>(0) + first, smaller(kElementsPerTask, count - first), call.as<T>(call.count - 1) + first);
-    });
-  });
+  by_element(call, [](auto* in, int64_t count, auto* out) { sigmoid(in, count, out); });
   return 0;
 }
 
