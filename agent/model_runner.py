@@ -99,11 +99,10 @@ class ModelRunner:
         """All step readers of this object. If steps are launched ahead, a second reader copies the steps that are
         launched ahead.
         """
-        self._exchange: Exchange | None = None
-        self._last_tokens: SharedLastTokens | None = None
-        if exchange is not None:
-            self._exchange = Exchange(exchange, self._part, config.serving_config.step_timeout_s)
-            self._last_tokens = SharedLastTokens(self._exchange, self._part, self._sampler.rows)
+        timeout_s = config.serving_config.step_timeout_s
+        self._exchange = None if exchange is None else Exchange(exchange, self._part, timeout_s)
+        tokens = None if self._exchange is None else SharedLastTokens(self._exchange, self._part, self._sampler.rows)
+        self._last_tokens = tokens
         self._entry = StepEntry(config, self._part, self._exchange, self._last_tokens)
         self._model: LoadedModel | None = None
         self._graph: StepGraph | None = None

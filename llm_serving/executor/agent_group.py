@@ -77,10 +77,8 @@ class AgentGroup:
         self._cluster: HcclCluster | None = None
         try:
             place = ClusterPlace.of(config, part)
-            if place is not None and (part is None or part.reserved is not None):
-                if part is not None and part.reserved is not None:
-                    part.reserved.close()  # the scheduler binds the port
-                self._cluster = HcclCluster(place, log_folder / f"cluster_{replica}.log")
+            if place is not None:
+                self._cluster = _started_cluster(place, part, log_folder / f"cluster_{replica}.log")
             for rank, listener in zip(ranks, listeners, strict=True):
                 log_path = log_folder / f"agent_{rank}.log"
                 environment = {} if place is None else place.environment(rank - group.start)
@@ -230,3 +228,12 @@ class AgentGroup:
     def _take_cluster_exit(self) -> Received:
         assert self._cluster is not None
         raise self._cluster.loss(is_ready=self.is_ready)
+
+
+def _started_cluster(place: ClusterPlace, part: GroupPart | None, log_path: Path) -> HcclCluster | None:
+    """Starts the cluster of the group's agents. Returns None if another machine starts it."""
+    if part is not None:
+        if part.reserved is None:
+            return None
+        part.reserved.close()  # the scheduler binds the port
+    return HcclCluster(place, log_path)
