@@ -31,7 +31,10 @@ class Stream:
     readers: frozenset[int]
     """Numbers of the agents that wait for the counter."""
     num_places: int = 0
-    """Number of places for pieces, which are used in turn. 0 for a counter without data."""
+    """Number of places for pieces. 0 for a counter without data.
+
+    Each piece goes to the next place. After the last place, the first one follows.
+    """
     data: int = 0
     """Offset of the first place. The other places follow."""
     place_bytes: int = 0

@@ -1,4 +1,4 @@
 """The sixty checks of reliability and security.
 
-Each check has a sentence that states what is checked (the promise), and a test or program that measures a figure.
+A check has two parts: a sentence with the promise, and a test or program that measures whether it holds.
 """

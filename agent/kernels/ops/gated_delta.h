@@ -299,8 +299,8 @@ static inline void log_tokens(const GatedDeltaArgs& args, int64_t state, const H
   }
 }
 
-// Reads what was logged for `count` tokens into `piece`: their inputs, decays and strengths. The log is that of state
-// number `state`. `first` is the index in the log of the first token to read.
+// Copies the inputs, decays and strengths of `count` tokens from the log of state number `state` to `piece`. `first` is
+// the index of the first of these tokens in the log.
 static inline void read_log(const GatedDeltaArgs& args, int64_t state, const HeadChannels& own, int64_t head,
                             int64_t first, int64_t count, DeltaPiece* piece) {
   const int64_t before = args.taps - 1;
