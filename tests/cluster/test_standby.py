@@ -9,7 +9,7 @@ import pytest
 
 from llm_serving.cluster.dialling import Address
 from llm_serving.cluster.key import ClusterKey, make_key
-from llm_serving.cluster.named_nodes import NamedNodes, resolve
+from llm_serving.cluster.named_nodes import NamedNodes, Resolve, resolve
 from llm_serving.cluster.nodes import NodePool, NodeState
 from llm_serving.cluster.standby import Standby
 from support.fakes import RecordingLog
@@ -100,10 +100,17 @@ def pool(tmp_path: Path):
     pool.close()
 
 
+def looked_once(pool: NodePool, find: Resolve) -> NamedNodes:
+    """Returns nodes of a name whose thread has looked once and has ended, so that only the test looks from now on."""
+    nodes = NamedNodes(Address("agents", 9), pool, find)
+    nodes.close()
+    nodes._thread.join()
+    return nodes
+
+
 def test_nodes_follow_the_addresses_of_a_name(pool: NodePool) -> None:
     found = {"127.0.0.1", "::1"}
-    nodes = NamedNodes(Address("agents", 9), pool, lambda name: set(found))
-    nodes.close()
+    nodes = looked_once(pool, lambda name: set(found))
 
     def names() -> list[str]:
         nodes.look()
@@ -124,9 +131,7 @@ def test_a_node_that_a_replica_has_just_taken_keeps_its_requests(
     pool: NodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"127.0.0.1"}
-    nodes = NamedNodes(Address("agents", 9), pool, lambda name: set(found))
-    nodes.close()
-    nodes._thread.join()
+    nodes = looked_once(pool, lambda name: set(found))
     node, stale = pool.add("127.0.0.1:9"), [{"name": "127.0.0.1:9", "state": "free"}]
     with pool._changed:
         node.state = NodeState.USED
@@ -142,9 +147,7 @@ def test_a_node_that_a_replica_has_just_taken_keeps_its_requests(
 
 def test_a_drained_node_is_forgotten_with_its_address_and_used_when_the_address_is_back(pool: NodePool) -> None:
     found = {"127.0.0.1"}
-    nodes = NamedNodes(Address("agents", 9), pool, lambda name: set(found))
-    nodes.close()
-    nodes._thread.join()
+    nodes = looked_once(pool, lambda name: set(found))
     pool.drain("127.0.0.1:9", 0.0)
     nodes.look()
     assert [node["state"] for node in pool.status()] == ["drained"]
