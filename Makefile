@@ -9,6 +9,7 @@ ARGS    ?=
 WORKERS ?= 4
 BIN     := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check --progress-bar off
+# Runs a command without its output, and prints a line every few seconds so that the user sees that it still runs.
 PATIENT := $(BIN)/python tools/show_progress.py
 NEWENV  := $(PYTHON) tools/show_progress.py "creating a virtual environment" $(PYTHON) -m venv
 LIBRARY := agent/kernels/libllm_kernels.so
@@ -19,7 +20,8 @@ SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernel
 FAST_TESTS := $(addprefix tests/,config engine ipc kvcache log request routing server waiting test_boundaries.py)
 FAST_TESTS += $(addprefix tests/,admission block_moves block_supply policies scheduler step_costs)
 
-# A stamp is newer than the lock file whose packages have been installed.
+# Stamps: empty files that `make` creates after it has installed the packages of a lock file. A changed lock file is
+# newer than its stamp, so `make` installs the packages again.
 SERVING     := $(VENV)/.serving-installed
 TESTS       := $(VENV)/.tests-installed
 MODEL       := $(VENV)/.model-installed
@@ -156,7 +158,8 @@ $(MINDFORMERS): requirements-mindformers.lock | $(SERVING)
 	@$(PATIENT) "installing MindFormers into $(VENV)" $(BIN)/python $(INSTALL) --require-hashes -r requirements.lock -r requirements-mindformers.lock
 	@touch $@
 
-# What `make serve` needs compiles in a fraction of the time that the sets for the tests take.
+# `make serve` compiles the kernels only for the best instruction set of this processor. The tests also need the other
+# sets and a second library (the next rule), which takes several times as long.
 $(LIBRARY): $(SOURCES) | $(SERVING)
 	@LLM_KERNELS_BUILD=$(or $(LLM_KERNELS_BUILD),best) $(PATIENT) "compiling the kernels" $(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@

@@ -1,6 +1,6 @@
 // The custom operators of hybrid models: GatedDeltaNet (ops/gated_delta.h) and SigmoidGate.
 //
-// GatedDeltaNet. Tm is the number of tokens of the largest step, T the number of tokens of this step.
+// GatedDeltaNet. Tm and Sm are the numbers of tokens and sequences of the largest step, T the tokens of this step.
 //
 //   projected  [Tm, width]: queries, keys, values, output gates, then b and a of each value head
 //   form       int32 [6] = {key heads, value heads, key size, value size, taps of the convolution, tokens of a log}

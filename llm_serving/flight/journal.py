@@ -28,7 +28,9 @@ _TIME, _SCHEDULE, _UPDATE, _DECODING = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag
 WRITE_INTERVAL_S = 0.5
 """Maximum time in seconds between writes while steps are in flight."""
 _NOW = -math.inf
+"""A time that is always over: the journal then writes at the end of the loop iteration."""
 _MAX_ITERATIONS = 1024
+"""Maximum number of loop iterations in one record of undisturbed decoding."""
 _MAX_ENDED = 32
 """Approximate number of ended requests after which the journal forgets them, to limit its memory."""
 _MAX_PENDING = 256

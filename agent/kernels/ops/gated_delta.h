@@ -1,15 +1,17 @@
 // Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention. Instead of all keys and values of a sequence,
 // it keeps one matrix of fixed size for each value head.
 //
-// For each token, `projected` has the channels of queries, keys and values, then the output gate z. Then b and a of
-// each value head follow. A key head serves `value_heads / key_heads` consecutive value heads. For each token t and
-// value head:
+// For each token, `projected` has the channels of queries, keys and values, then the output gate z. Then come b of all
+// value heads, and a of all value heads, from which strength and decay are computed. A key head serves `value_heads /
+// key_heads` consecutive value heads. For each token t and value head:
 //
-//   x        silu(sum over j of conv[channel][j] * input[t - taps + 1 + j]), for the channels of q, k and v
-//   q, k     q / |q| / sqrt(key_dim) and k / |k|, where |x| = sqrt(sum of squares + 1e-6)
-//   decay    exp(-exp(log_rate) * softplus(a + rate_bias))      strength   sigmoid(b)
-//   delta    (v - decay * S^T k) * strength                     S          decay * S + k delta^T
-//   out      norm(S^T q) * gamma * silu(z)
+//   x         silu(sum over j of conv[channel][j] * input[t - taps + 1 + j]), for the channels of q, k and v
+//   q, k      q / |q| / sqrt(key_dim) and k / |k|, where |x| = sqrt(sum of squares + 1e-6)
+//   decay     exp(-exp(log_rate) * softplus(a + rate_bias))
+//   strength  sigmoid(b)
+//   delta     (v - decay * S^T k) * strength
+//   S         decay * S + k delta^T
+//   out       norm(S^T q) * gamma * silu(z)
 //
 // S is the matrix [key_dim, value_dim]. Everything is float32 until the output is rounded once. Each sum over key_dim
 // is computed in one lane per value column, and adds its terms in ascending order. So a token gets the same bits in a
@@ -45,7 +47,7 @@ struct DeltaRun {
   struct {
     int32_t after, to;
   } saves[kDeltaSaves];
-  int32_t replayed;  // number of tokens in the log of the state `read` that come before the run's own tokens
+  int32_t replayed;  // number of accepted drafts in the log of the state `read`, which the run replays first
   int32_t settled;   // number of tokens after which the state `write` ends; the later tokens are drafts and are logged
 };
 
@@ -155,6 +157,7 @@ static inline void begin_run(const GatedDeltaArgs& args, const DeltaRun& run, co
   }
 }
 
+// Reads the inputs of the head's channels for `count` tokens from `projected`, as floats.
 template <class T>
 static inline void read_inputs(const GatedDeltaArgs& args, const HeadChannels& own, const DeltaPiece& piece,
                                int64_t token, int64_t count) {
@@ -195,6 +198,7 @@ static inline void mix_inputs(const GatedDeltaArgs& args, const HeadChannels& ow
   }
 }
 
+// Computes decay and strength of `count` tokens, with the formulas at the start of this file.
 template <class T>
 static inline void read_gates(const GatedDeltaArgs& args, int64_t head, int64_t token, int64_t count,
                               DeltaPiece* piece) {
@@ -253,6 +257,7 @@ static inline void recur(const GatedDeltaArgs& args, const DeltaPiece& piece, in
   }
 }
 
+// Writes the output of `count` tokens: normalises the results, and multiplies them by gamma and by the output gate.
 template <class T>
 static inline void write_results(const GatedDeltaArgs& args, const DeltaPiece& piece, int64_t head, int64_t token,
                                  int64_t count) {
@@ -348,6 +353,7 @@ static inline void end_states(const GatedDeltaArgs& args, const DeltaRun& run, c
   if (done == run.settled) store_inputs(args, run.write, own, head, 0, piece.inputs, args.taps - 1);
 }
 
+// Computes one value head of a run. First replays the accepted drafts of the log, then computes the run's own tokens.
 template <class T>
 static inline void delta_head(const GatedDeltaArgs& args, const DeltaRun& run, int64_t head) {
   const HeadChannels own = head_channels(args, head);

@@ -1,10 +1,10 @@
-// Linear layers over weights that are packed once at load.
+// Linear layers over weights that are packed once, when the model is loaded.
 //
 //   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k] (+ bias[c])
 //
 // Layout. A blob has a 64-byte header, then panels of 64 columns. A panel has four vectors of 16 columns, one column
 // per lane. A step is what one load of a vector reads: the weights of 16 columns at 1 to 8 consecutive depths. (The
-// depths are the indices k.) The kernel multiplies a step by broadcast activations.
+// depths are the indices k.) The kernel broadcasts an activation to all lanes and multiplies it by the step.
 //
 // A panel is stored as two halves, each with two vectors. In memory, the two vectors alternate: T steps of the first
 // vector, then the same T steps of the second vector, and so on. T steps of a vector are a tile. T is 16 (a tile of 1
@@ -18,19 +18,20 @@
 //   int8, int8_weight_only [panels][groups]{[2][steps / T][2][T][16][4 depths] bytes w + 128, [64] float scales}
 //   int4, int4_weight_only [panels][groups]{[2][steps / T][2][T][16][4] bytes, [64] float scales, [64] uint8 zeros}
 //
-// An int4 byte has two weights. Depths 0 to 3 of a step are in the low nibbles, depths 4 to 7 in the high nibbles. The
-// zeros exist only if the weight is asymmetric. Without groups, one group spans the depth. The last tiles of a group or
-// of the depth have only the remaining steps (step_offset() below). Missing columns and depths are zeros.
+// An int8 weight w is stored as the unsigned byte w + 128. An int4 byte has two weights. Depths 0 to 3 of a step are in
+// the low nibbles, depths 4 to 7 in the high nibbles. The zeros exist only if the weight is asymmetric. Without groups,
+// one group spans the depth. The last tiles of a group or of the depth have only the remaining steps (step_offset()
+// below). Missing columns and depths are zeros.
 //
-// In panel p of a gated weight, vectors 0 and 2 hold the gate columns from 32p and from 32p + 16. Vectors 1 and 3 hold
-// the up columns with the same numbers.
+// A gated weight joins two layers of equal size, gate and up (SwiGLU or GeGLU). In its panel p, vectors 0 and 2 hold
+// the gate columns from 32p and from 32p + 16. Vectors 1 and 3 hold the up columns with the same numbers.
 //
 // A bias follows the panels as floats, in the order of the columns in the panels: [panels][64].
 //
 // An int8 weight without groups may have static inputs: scales and offsets from a calibration, with which its
 // activations are quantised. These numbers follow the bias. First come the inverse scales and then the offsets of the
 // inputs, each float [depth] and zeros up to a multiple of 16. Then come the int32 sum offsets of the columns,
-// [panels][64].
+// [panels][64]. A sum offset is added to the integer sum of its column. It removes the effect of the input offsets.
 //
 // A weight in parts is a header, followed by one blob for each of several consecutive ranges of the depth. Each blob
 // starts on a cache line, and the first blob has the bias. The product with the whole weight is the sum of the products
@@ -40,7 +41,7 @@
 // Arithmetic. It is the same for every tile, batch and thread count. The factor x_scale belongs to an activation row,
 // w_scale to a weight column, and scale to a group of a weight column:
 //
-//   float formats     one accumulator per element, over k in order (over pairs of k with VDPBF16PS)
+//   float formats     one accumulator for each result; it adds the products in the order of k (pairs with VDPBF16PS)
 //   int8              exact integer sum, then float(sum) * x_scale * w_scale; with groups: like int4, with zero = 128
 //   int8, static      float(sum + sum offset) * w_scale, where q = round(x * inverse scale + offset) within -128 to 127
 //   int4              for each group, in order: total = fma(float(sum over the group of (w - zero) * x), scale, total);
@@ -107,7 +108,7 @@ static inline bool is_known(WeightFormat format) {
 static inline const FormatTraits& traits_of(WeightFormat format) { return kFormats[static_cast<int32_t>(format)]; }
 
 constexpr uint32_t kPackedWeightMagic = 0x4B50574C;  // "LWPK"
-constexpr int32_t kPackedWeightLayout = 3;           // layout version 3: half panels consist of tiles of tile_steps
+constexpr int32_t kPackedWeightLayout = 3;           // version of the layout that this file describes
 
 struct PackedWeightHeader {
   uint32_t magic;

@@ -17,6 +17,8 @@ namespace llmk::LLMK_ARCH {
 constexpr int64_t kTileBytes = kAmxSteps * 64;
 static_assert(kTileSteps == kAmxSteps, "16 steps of a vector are a tile");
 
+// A tile product of int8 activations and int8 weights. The template arguments S, A and W of multiply_tiles() are the
+// tile registers of the sums, activations and weights.
 struct ByteTiles16 {
   using X = int8_t;
   static constexpr int64_t kDepth = 4 * kAmxSteps;  // number of depths that one tile product covers
@@ -27,6 +29,7 @@ struct ByteTiles16 {
   }
 };
 
+// A tile product of bfloat16 activations and weights.
 struct BFloatTiles16 {
   using X = bfloat_t;
   static constexpr int64_t kDepth = 2 * kAmxSteps;
@@ -49,8 +52,9 @@ static inline bool fits_tiles(const LinearJob& job) {
 // Prefetches the next chunk of weights into the L2 cache, a few lines at a time. Many prefetches together would delay
 // the loads of the tiles.
 //
-// Prefetches four pages at the same time, because one page alone does not use the whole memory bandwidth. The hardware
-// prefetcher follows each page separately, at most 20 lines ahead.
+// The chunk is divided into four equal parts, which are prefetched at the same time. They lie in different pages. The
+// hardware prefetcher follows each page separately, at most 20 lines ahead, so one page alone does not use the whole
+// memory bandwidth.
 class Fetch {
  public:
   static constexpr int kStreams = 4;
@@ -58,7 +62,7 @@ class Fetch {
   Fetch(const uint8_t* begin, int64_t bytes)
       : next_(begin), stream_bytes_(bytes / kStreams), left_(stream_bytes_ / 64) {}
 
-  // Prefetches the next `count` cache lines of each of the kStreams pages.
+  // Prefetches the next `count` cache lines of each of the kStreams parts.
   void lines(int64_t count) {
     count = smaller(count, left_);
     left_ -= count;
@@ -82,6 +86,7 @@ class Finishing {
   Finishing(const LinearJob& job, int64_t panel)
       : job_(job), halves_{{job, panel, 0, Finish::kStores}, {job, panel, 1, Finish::kStores}} {}
 
+  // Sets the rows that the next calls of some() process. First processes the rows that are left of the block before.
   void begin(int half, int64_t row, int64_t rows, const float* sums) {
     some(rows_);
     half_ = &halves_[half];
@@ -109,6 +114,7 @@ class Finishing {
   const float* sums_ = nullptr;
 };
 
+// Prepares the sums in tile T. Clears them for the first chunk of the depth. Later chunks continue the sums in memory.
 template <int T>
 LLMK_INLINE void start_tile(bool first, const float* sums) {
   if (first) {
@@ -118,6 +124,7 @@ LLMK_INLINE void start_tile(bool first, const float* sums) {
   }
 }
 
+// Multiplies weights without quantisation groups on tiles. `Kind` is ByteTiles16 or BFloatTiles16.
 template <class Kind>
 struct TiledForm {
   using X = typename Kind::X;

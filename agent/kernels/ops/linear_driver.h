@@ -27,7 +27,7 @@ struct Piece {
   const uint8_t* weights;
   int64_t half_bytes;  // bytes from the first half of the steps to the second half
   int64_t begin, end, bytes;
-  bool first;
+  bool first;  // true: the first piece of the depth, so that no earlier sums exist
   const uint8_t* next;      // weights of the next piece, which is about as large as this piece
   int64_t next_half_bytes;  // `half_bytes` of the next piece
 };
@@ -39,6 +39,8 @@ struct PlainForm {
   using Step = S;
   static constexpr int kTallRows = Step::kTallRows;
   static constexpr int64_t kWholeUnits = kTile;  // each piece begins at a multiple of this number of steps
+  // A unit is the smallest range of the depth that a piece may have. It is a step here, and a quantisation group in
+  // GroupedForm.
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
   // Returns the distance in bytes between the weights of two consecutive steps, within half a panel (32 columns).
@@ -73,6 +75,8 @@ struct PlainForm {
     }
   }
 
+  // Sets a sum to its start value. The products use weights of w + kZero. Therefore an integer sum starts at -kZero
+  // times the sum of the row's activations.
   LLMK_INLINE void start(const LinearJob&, int64_t, Vec* total) { *total = zero(); }
   LLMK_INLINE void start(const LinearJob& job, int64_t row, Ints* total) {
     *total = broadcast_int(-Step::kZero * job.rows.sums[row]);
@@ -158,6 +162,8 @@ struct GroupedForm {
     for (int i = 0; i < R * C; ++i) store(sums + i / C * kPanelColumns + (v + i % C) * kLanes, total[i / C][i % C]);
   }
 
+  // Adds the scaled sums of one quantisation group to the totals. Zero points are not subtracted from the weights.
+  // Instead, an integer sum starts at -zero times the sum of the row's activations in this group.
   template <int R, int C, int kLines>
   LLMK_INLINE void add_group(const LinearJob& job, const Group& group, int v, const uint8_t* next, Vec (&total)[R][C]) {
     const WeightShape& shape = job.shape;

@@ -55,6 +55,8 @@ static inline void raise_best(uint64_t* best, uint64_t key) {
   }
 }
 
+// Raises *best to the key of the largest of a row's values in half a panel. The product of a NaN or an infinity with
+// zero is NaN. So the sum of these products, `poison`, shows whether one of the values is not finite.
 static inline void find_best(const Vec (&values)[2], int64_t column, int64_t count, uint64_t* best) {
   Vec masked[2], poison_lanes = zero();
   LLMK_UNROLL
@@ -90,7 +92,7 @@ struct HalfPanel {
   const int32_t* sum_offsets;  // or null
   int64_t first;        // number of the half's first column, in the order of the panels
   int64_t column[2], width[2];  // first output column of each vector, and number of output columns from there on
-  bool whole;
+  bool whole;                   // true: every vector that is stored has 16 output columns
 
   HalfPanel(const LinearJob& job, int64_t panel, int half, int stores)
       : first(panel * kPanelColumns + 2 * half * kLanes) {

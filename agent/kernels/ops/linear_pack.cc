@@ -86,6 +86,8 @@ void copy_group(const PackSource& source, int64_t column, int64_t group, int64_t
   out->zero = nibbles && source.zeros != nullptr ? source.zeros[column * groups + group] : nibbles ? 8 : 128;
 }
 
+// Writes the stored integers of one column in one group to the column's lane of the group's steps. The group has
+// `depth` depths. Int4 steps have 8 depths: the first four go to the low nibbles, the others to the high nibbles.
 void place_codes(const GroupCodes& from, int64_t depth, int64_t step_depth, int lane, uint8_t* group) {
   const int64_t tile_steps = kernels().tile_steps;
   const int64_t steps = ceil_div(depth, step_depth);

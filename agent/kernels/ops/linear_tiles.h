@@ -13,8 +13,9 @@ constexpr int64_t kTileSteps = 1;
 #endif
 
 // WideTiles and NarrowTiles define the sizes of tiles. A tile multiplies R rows of activations by columns(R) vectors of
-// a panel. The constant kMostRows is the maximum of R for which all sums stay in registers. If there are few rows, they
-// form one or two tall tiles of up to kTallRows rows, which read a panel in two halves.
+// a panel. The constant kMostRows is the maximum of R for which all sums stay in registers. Up to kMostTallTilesRows
+// rows (linear_driver.h) form one or two tall tiles of up to kTallRows rows. A tall tile reads a panel in two passes,
+// two vectors in each.
 //
 // A Step multiplies one step of a panel. It is derived from WideTiles or NarrowTiles. The constant kDepth is the number
 // of depths in a step. The constant kVectorBytes is the size of the weights of 16 columns in a step. If kOwnLoop is
@@ -41,6 +42,7 @@ struct NarrowTiles {  // for steps of weights or activations that need two regis
 #endif
 };
 
+// Multiplies weights of type W, float32 or float16, by float32 activations.
 template <class W>
 struct FloatStep : WideTiles {
   using X = float;
@@ -84,6 +86,7 @@ struct BFloatStep : NarrowTiles {
 #endif
 
 #ifdef LLMK_BF16_DOT
+// Multiplies pairs of bfloat16 with VDPBF16PS, which adds the two products of a pair to a lane.
 struct BFloatDotStep : WideTiles {
   using X = bfloat_t;
   using Sum = Vec;
@@ -108,6 +111,8 @@ using ByteTiles = NarrowTiles;
 #endif
 
 #ifndef LLMK_NEON_I8MM
+// Multiplies int8 weights by int8 activations. A lane adds up four depths. The weights that are multiplied are w +
+// kZero, so the sums must be corrected by -kZero times the sum of the activations.
 struct ByteStep : ByteTiles {
   using X = int8_t;
   using Sum = Ints;
@@ -121,6 +126,8 @@ struct ByteStep : ByteTiles {
 #endif
 
 #if !defined(LLMK_VEC_AVX2) && !defined(LLMK_NEON_I8MM)
+// Multiplies int4 weights by int8 activations. The low nibbles of a step are its depths 0 to 3, the high nibbles its
+// depths 4 to 7. A stored nibble is w + kZero.
 struct NibbleStep : ByteTiles {
   using X = int8_t;
   using Sum = Ints;
@@ -143,7 +150,8 @@ struct NibbleStep : ByteTiles {
 #endif
 
 // How tiles prefetch weights. The template argument kLines is the number of cache lines that a tile prefetches per
-// step. It depends on the number of tiles into which the rows of a task are divided:
+// step. It depends on the number of tiles into which the rows of a task are divided. (linear_driver.h describes tasks
+// and pieces.)
 //
 //  4: If there is one tile, it prefetches its own weights, kFetchAhead bytes ahead.
 //  2: If there are two or three tiles, two of them each prefetch half of the next piece of the weights, at `next`.

@@ -9,7 +9,8 @@
 namespace llmk::LLMK_ARCH {
 
 // Unpacks one step of int8 weights: 16 columns at kDepth depths, in 64 bytes. The function floats() returns one vector
-// of floats per depth, pairs() returns pairs of bfloat16. A weight is the stored number plus `shift`.
+// of floats for each depth. The function pairs() returns one vector of bfloat16 pairs for every two depths. A weight is
+// the stored number plus `shift`.
 struct ByteWeights {
   static constexpr int kDepth = 4;
   LLMK_INLINE Ints shift(const uint8_t*) { return broadcast_int(-128); }
@@ -136,6 +137,7 @@ struct WeightBlock {
   const uint8_t* zeros(int v) const { return reinterpret_cast<const uint8_t*>(scales() + kPanelColumns) + v * kLanes; }
 };
 
+// The blocks of a panel, in the order of the depth. The last block of a quantisation group may be shorter.
 template <class Weights>
 struct WeightBlocks {
   static constexpr int64_t kSteps = kUnpackDepth / Weights::kDepth;
@@ -155,7 +157,7 @@ struct WeightBlocks {
 
   const WeightShape& shape;
   const uint8_t* panel;
-  const int64_t of_group;
+  const int64_t of_group;  // number of blocks in a full quantisation group
 };
 
 // Returns true if each group has its own scales. Otherwise each column has one scale, which is applied at the end.

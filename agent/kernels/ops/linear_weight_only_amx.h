@@ -1,10 +1,14 @@
 // Multiplies integer weights by bfloat16 activations (linear_weight_only.h) on AMX tiles. The depth must consist of
 // whole tiles. The result of a row does not depend on other rows.
 //
-// A job, here called a step, multiplies 16 rows by half a panel of a block of weights. Its sums are in tiles 0 and 1
-// for the first half, and in tiles 2 and 3 for the second half. Between its tile products, vector registers do other
-// work. The sums of the previous step are stored, and the sums of the step before that are scaled and added to the
-// totals. During the first 16 rows, the next block of weights is also unpacked, tile by tile.
+// The work is divided into steps, which are other steps than those of linear.h. A step multiplies 16 rows by one half
+// (32 columns) of an unpacked block of weights. Its sums are in tiles 0 and 1 for the first half, and in tiles 2 and 3
+// for the second half.
+//
+// Between the tile products of a step, vector registers do three other things:
+//   - They store the sums of the previous step.
+//   - They scale the sums of the step before that one, and add them to the totals.
+//   - During the first 16 rows, they unpack the next block of weights, tile by tile.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_weight_only.h"
@@ -148,6 +152,7 @@ class TiledWeightOnly {
     }
   }
 
+  // A step whose sums are not yet stored, or not yet added to the totals.
   struct Step {
     float* sums;
     const float* scales;

@@ -4,8 +4,8 @@
 // the task that finishes last combines the results of all partitions, in order.
 //
 // A task rotates its queries. It also writes the keys and values of its tokens, so that a decode step is one parallel
-// loop. But all keys and values are written before the tasks start if a sequence has more rows than a task. The same
-// holds if a sequence reads blocks that another sequence writes in this step.
+// loop. In two cases, all keys and values are written before the tasks start. Either a sequence has more rows than a
+// task, or a sequence reads blocks that another sequence writes in this step.
 #pragma once
 #include <cmath>
 
@@ -48,6 +48,8 @@ static inline int64_t part_floats(int64_t padded_dim) { return padded_dim + kLan
 // and `parts` partitions. Reading the keys and values of a partition costs as much as computing 8 rows.
 static inline int64_t task_cost(int64_t rows, int64_t parts) { return parts * (8 + rows); }
 
+// Divides the rows of each sequence into tiles of at most kTaskRows rows. Calls function(task) for each tile. The task
+// covers all partitions that the rows see, and split_row_tile() divides it further.
 template <class Function>
 static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function& function) {
   const int64_t group = args.heads / args.kv_heads;
@@ -147,6 +149,8 @@ static inline void place_queries(const RotaryAttentionArgs& args, const PagedTas
   }
 }
 
+// Divides a row's weighted sums of values by the sum of its weights, and writes them to the output. If not `in_order`,
+// the dims of the sums have the order of F::pack_values(), so first restores their order.
 template <class F>
 static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& task, int64_t kv_head, int64_t row,
                               int64_t padded_dim, bool in_order, const SoftmaxState& total) {
@@ -189,6 +193,7 @@ static inline void close_block(const PagedTask& task, int64_t part, const TaskRo
   }
 }
 
+// Combines the partitions of all tasks that share the context of the same rows, in order, and writes the output rows.
 template <class F>
 static inline void fold_joined(const RotaryAttentionArgs& args, const PagedTask& task, const PagedJoin& join,
                                const TaskRows& all, bool in_order) {
@@ -277,6 +282,8 @@ static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadT
   return panels;
 }
 
+// Finds the panels of the values of one head for `groups`. Packs the values, or points into the cache. With AMX
+// (`tiles`), a product reads the values of F::kPerUnit groups of keys at a time, otherwise those of one group.
 template <class F, class C>
 static inline void place_values(const RotaryAttentionArgs& args, const HeadTile& now, const TaskRows& all, bool tiles,
                                 GroupRange groups, const PanelMemory& memory, TilePanels* panels) {

@@ -6,9 +6,9 @@
 //  WidenedForm   FloatForm with the same bits, for few rows on AVX2. Converts the units of the cache in registers.
 //  BFloat16Form  VDPBF16PS for both products; queries and weights are rounded to bfloat16.
 //  Int8Form      VPDPBUSD for both products. The integer sums are exact, so the order of additions does not matter.
-//                Queries have 15 bits and one scale per row. Weights have 16 bits and one scale per row and partition.
-//                Both are stored as a high and a low byte. The sums of the high bytes are shifted, then the sums of the
-//                low bytes are added.
+//                Queries have 15 bits and one scale per row. Softmax weights have 16 bits and one scale per row and
+//                partition. Both are stored as a high and a low byte. The sums of the high bytes are shifted, then the
+//                sums of the low bytes are added.
 //
 // The panels (paged_panels.h) are keys [16 groups of keys][unit of dims][16 keys] and values [unit of keys][dim]. The
 // last dimension is spread over the lanes of a vector.
@@ -125,8 +125,17 @@ LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t st
 #endif
 }
 
+// The arithmetic of a product. The other product classes have the same functions:
+//
+//  lanes(p), spread(p)  load 16 units of a panel; broadcast one unit of a row
+//  step(a, b, total)    adds the products of both operands to an accumulator
+//  shift(), join()      combine the sums of the two passes of Int8Form; other forms have one pass and do not use them
+//  restore(sums)        loads an accumulator from memory
+//  result(total)        converts an accumulator to floats
 struct FloatProduct {
-  static constexpr int kParts = 1;  // number of words of a row that are multiplied by a unit in one pass
+  // 1: a unit is multiplied as a whole by one word of a row. Only WidenedForm has more parts. There, each element of a
+  // unit is multiplied by its own word of the row.
+  static constexpr int kParts = 1;
   using Acc = Vec;
   using Operand = Vec;
   static inline Acc clear() { return zero(); }
@@ -145,8 +154,9 @@ struct FloatProduct {
 struct FloatForm {
   using ScoreProduct = FloatProduct;
   using ValueProduct = FloatProduct;
+  // Elements in a unit; passes over the units; 32-bit words that a packed row has for each unit.
   static constexpr int kPerUnit = 1, kPasses = 1, kRowWords = 1;
-  static constexpr bool kPacks = true;
+  static constexpr bool kPacks = true;         // true: if the cache has no units, keys and values are packed to panels
   static constexpr int64_t kDimStep = kLanes;  // dim is padded to a multiple of this number
 
   static inline Vec power(Vec x) { return power_of_two(x); }

@@ -1,7 +1,7 @@
 // Quantises activations to int8, row by row: scale = max|x| / 127, q = round(x * (127 / max|x|)).
 //
 // With static inputs (linear.h), scales and offsets come from the weight: q = round(x * inverse scale + offset). The
-// row's scale is 1. The product and the sum are each rounded to float32.
+// row's scale is 1. The product is rounded to float32 before the offset is added.
 //
 // Sums of q are below 2^24 in magnitude, so adding them as floats is exact in any order. A row with a NaN or an
 // infinity gets zeros and the scale NaN. All its results are NaN, and other rows are not affected.
@@ -44,7 +44,7 @@ static void quantize_row_typed(const T* x, const QuantizedRows& rows, int64_t ro
     lanes = maximum(lanes, maximum(v, sub(zero(), v)));
     poison_lanes = fma(v, zero(), poison_lanes);
   }
-  const float poison = sum(poison_lanes);
+  const float poison = sum(poison_lanes);  // NaN if a number is not finite, because its product with zero is NaN
   const float most = largest(maximum(largest_lanes[0], largest_lanes[1]));
   const float inverse = poison != poison ? 0.0f : quantize_inverse(most);
   rows.scales[row] = poison != poison ? poison : most / 127.0f;
