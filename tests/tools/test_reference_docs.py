@@ -12,6 +12,7 @@ import pytest
 
 from llm_serving.config.schema import key_info, section_keys
 from llm_serving.config.sections import SECTIONS
+from llm_serving.server import limits as server_limits
 from llm_serving.telemetry.events import EVENTS
 from support.small_configs import REPOSITORY
 from support.source_trees import syntax_tree
@@ -40,6 +41,13 @@ def test_the_pages_are_up_to_date() -> None:
 def test_the_pictures_are_up_to_date(name: str) -> None:
     picture = {"peers": draw_pictures.peers_picture, "batching_modes": draw_pictures.batching_picture}[name]()
     assert (DOCS / "pictures" / f"{name}.svg").read_text("utf-8") == picture
+
+
+def test_the_page_of_files_has_every_limit_and_time() -> None:
+    page = (DOCS / "files.md").read_text("utf-8")
+    limits = [name for name in vars(server_limits) if name.startswith("MAX_") or name.endswith("_S")]
+    assert len(limits) > 20
+    assert [name for name in [*limits, "MIN_MATCH", "MAX_MATCH", "kSpinTime"] if f"`{name}`" not in page] == []
 
 
 def test_every_setting_has_a_row() -> None:

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDERS = ("llm_serving", "agent", "performance", "tools", "deploy", "helm")
+FOLDERS = ("llm_serving", "agent", "performance", "tools", "deploy", "helm", "tests/support")
 """The folders whose files are listed."""
 SUFFIXES = (".py", ".cc", ".h", ".js", ".css", ".yaml")
 MIN_CHARS, MAX_CHARS = 60, 240
 """Minimum and maximum length of a file's description in the page, in characters."""
 MAX_NAMES = 6
-"""Maximum number of names that the page shows of a file."""
+"""Number of names that the page shows of a file, if it has no more limits and times than this. All of these are shown.
+"""
+_LIMIT = re.compile(r"_?(MAX|MIN|DEFAULT)_.*|.*_(S|MS|BYTES)")
+"""Names of limits and times. A change is often about one of them."""
 INTRODUCTION = """\
 # All files
 
@@ -24,9 +27,9 @@ change. If you find none, try another word of the [glossary](glossary.md).
 
 <!-- Written by tools/write_reference_docs.py from the first sentences of each file. Edit there. -->
 
-Each row has a file, its task, and names in it: limits, times and classes. A name that begins with `MAX` is a limit. A
-name that ends with `_S` or `_MS` is a time in seconds or milliseconds. The tests of `llm_serving/NAME/` are in
-`tests/NAME/`, and those of `agent/` in `tests/agent/` and `tests/kernels/`.
+Each row has a file, its task, and names in it: all limits and times, and some other constants and classes. A name that
+begins with `MAX` is a limit. A name that ends with `_S` or `_MS` is a time in seconds or milliseconds. The tests of
+`llm_serving/NAME/` are in `tests/NAME/`, and those of `agent/` in `tests/agent/` and `tests/kernels/`.
 """
 
 
@@ -46,7 +49,7 @@ def _section(folder: str, paths: list[Path]) -> str:
     rows = []
     for path in paths:
         text = path.read_text(encoding="utf-8")
-        names = ", ".join(f"`{name}`" for name in list(dict.fromkeys(_names(path, text)))[:MAX_NAMES])
+        names = ", ".join(f"`{name}`" for name in _shown(list(dict.fromkeys(_names(path, text)))))
         rows.append(f"| `{path.name}` | {_sentence(_description(path, text))} | {names} |\n")
     lines = "".join(f"{line}\n" for line in textwrap.wrap(about, 120))
     table = "| file | task | names |\n|---|---|---|\n" + "".join(rows)
@@ -85,6 +88,13 @@ def _sentence(description: str) -> str:
     return shown if len(shown) <= MAX_CHARS else f"{shown[:MAX_CHARS].rpartition(' ')[0]} ..."
 
 
+def _shown(names: list[str]) -> list[str]:
+    """Returns the names that the page shows of a file: all limits and times, then others up to ``MAX_NAMES`` names."""
+    limits = [name for name in names if _LIMIT.fullmatch(name)]
+    others = [name for name in names if not _LIMIT.fullmatch(name)]
+    return limits + others[: max(0, MAX_NAMES - len(limits))]
+
+
 def _names(path: Path, text: str) -> Iterator[str]:
     """Yields the names of a file that a change may be about: constants first, then public classes."""
     if path.suffix == ".py":
@@ -92,10 +102,13 @@ def _names(path: Path, text: str) -> Iterator[str]:
         for node in body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
-                if isinstance(target, ast.Name) and re.fullmatch(r"_?[A-Z][A-Z0-9_]+", target.id):
-                    yield target.id
+                for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if isinstance(each, ast.Name) and re.fullmatch(r"_?[A-Z][A-Z0-9_]+", each.id):
+                        yield each.id
         yield from (node.name for node in body if isinstance(node, ast.ClassDef) and node.name[0] != "_")
         return
-    pattern = r"^const ([A-Z][A-Z0-9_]+)" if path.suffix == ".js" else r"^(?:static )?constexpr \w+ (k[A-Z]\w+)"
-    if path.suffix in (".js", ".cc", ".h"):
-        yield from re.findall(pattern, text, re.MULTILINE)
+    if path.suffix == ".js":
+        yield from re.findall(r"^(?:export )?const ([A-Z][A-Z0-9_]+)", text, re.MULTILINE)
+    if path.suffix in (".cc", ".h"):
+        for line in re.findall(r"^(?:static )?constexpr .*", text, re.MULTILINE):
+            yield from re.findall(r"\b(k[A-Z]\w+)(?:\[\w*\])? = ", line)

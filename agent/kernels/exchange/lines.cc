@@ -1,3 +1,5 @@
+// Waits for flag lines (lines.h). A waiting thread spins for a short time. Then it sleeps until another process wakes
+// it with the system call futex.
 #include "lines.h"
 
 #include <linux/futex.h>
