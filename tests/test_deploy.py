@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,12 @@ def test_systemd_accepts_the_unit_and_rates_its_rights_as_few(tmp_path):
 
 
 def test_the_health_check_sees_a_server_and_its_end(tmp_path):
-    path = Path("/tmp", f"llm-{tmp_path.name[-40:]}.sock")  # the path of a UNIX socket has at most 107 characters
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the path of a UNIX socket has at most 107 characters
+        _check_health(tmp_path, Path(folder, "server.sock"))
+
+
+def _check_health(tmp_path: Path, path: Path) -> None:
+    """Starts a server at the socket ``path``, and runs the health check with and without keys, and after its end."""
     check = [sys.executable, DEPLOY / "health_check.py", path]
     key, wrong = tmp_path / "probe.key", tmp_path / "wrong.key"
     key.write_text(f"{secret_of('probe')}\n")

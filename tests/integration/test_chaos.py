@@ -114,9 +114,9 @@ def test_a_fault_without_recovery_and_a_client_without_response_are_losses():
 def test_memory_that_grows_is_a_leak_and_noise_is_none():
     watch = MemoryWatch([(float(second), 200.0 + (second % 3)) for second in range(600)])
     assert watch.leak() == ""
-    watch = MemoryWatch([(float(second), 200.0 + 0.05 * second) for second in range(600)])
-    assert watch.slope_mib() == pytest.approx(30.0)
-    assert "memory: 17.9 MiB more" in watch.leak()
+    watch = MemoryWatch([(float(second), 200.0 + 0.06 * second) for second in range(600)])
+    assert watch.slope_mib() == pytest.approx(36.0)
+    assert "memory: 21.5 MiB more" in watch.leak()
 
 
 def test_memory_counts_after_the_first_round_of_faults():
