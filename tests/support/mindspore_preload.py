@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from agent.kernels.library import library_path
@@ -15,6 +16,7 @@ VARIABLES = {"GLOG_v": "3", "MS_OP_PLUGIN_PATH": str(library_path())}
 os.environ.update(VARIABLES)
 
 import mindspore  # noqa: E402, F401
+from mindspore.graph._parse.parser import Parser  # noqa: E402
 
 _find_lines = inspect.getsourcelines
 _lines: dict[Any, tuple[list[str], int]] = {}
@@ -36,4 +38,33 @@ def _cached_lines(function: Any) -> tuple[list[str], int]:
 
 
 inspect.getsourcelines = _cached_lines
+
+_find_location = Parser.get_location
+_locations: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+
+
+def _cached_location(parser: Any, node: Any) -> list[Any]:
+    """Returns the place of a syntax node in its file, as ``Parser.get_location`` does.
+
+    MindSpore asks for the place of each node once for each Cell of a graph. The trees of equal functions are the same.
+    """
+    nodes = tuple(map(id, node)) if isinstance(node, list | tuple) else id(node)
+    key = (nodes, parser.filename, parser.line_offset, parser.col_offset)
+    if key not in _locations:
+        _locations[key] = (node, _find_location(parser, node))  # the reference keeps the node's id from other nodes
+    return list(_locations[key][1])
+
+
+Parser.get_location = _cached_location
+
+
+def parse_early(functions: Iterable[Callable[..., Any]]) -> None:
+    """Fills MindSpore's cache of syntax trees, so that the compilation of a graph need not parse these functions.
+
+    MindSpore marks the tokens of each tree, which takes some milliseconds for each function.
+    """
+    for function in functions:
+        Parser(function).parse()
+
+
 gc.freeze()  # the garbage collector of forked programs then skips MindSpore's objects, also during compilation
