@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import ssl
 import threading
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+from llm_serving.cluster.dialling import connect_for_blocks
 from llm_serving.cluster.key import ClusterKey
 from llm_serving.cluster.messages import SECRET_BYTES, BlocksSent, SendBlocks
 from llm_serving.config import Config
@@ -22,7 +22,6 @@ from llm_serving.errors import LLMServingError, ProtocolError
 from llm_serving.handover.transport import PoolReceiver, TcpTransport
 from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
 
-CONNECT_TIMEOUT_S = 3.0
 MAX_ERROR_CHARACTERS = 1000
 
 
@@ -124,15 +123,6 @@ class HandedBlocks:
         if transport is not None:
             transport.stop()
         self._transports = {key: pair for key, pair in self._transports.items() if not pair[1].is_idle}
-        transport = TcpTransport(self._memories, partial(_connect, *place, self._key), message.secret)
+        transport = TcpTransport(self._memories, partial(connect_for_blocks, place, self._key.blocks), message.secret)
         self._transports[place] = (message.secret, transport)
         return transport
-
-
-def _connect(host: str, port: int, key: ClusterKey) -> socket.socket:
-    plain = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
-    try:
-        return key.blocks.wrap_socket(plain)
-    except BaseException:
-        plain.close()
-        raise

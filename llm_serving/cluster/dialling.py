@@ -13,6 +13,8 @@ from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S, Hello, Refused, We
 from llm_serving.cluster.program import difference, own_program
 from llm_serving.errors import ConfigError, LLMServingError, ProtocolError
 
+CONNECT_TIMEOUT_S = 3.0
+
 
 class NodeRefusedError(LLMServingError):
     """A node refuses this server, or runs another program than the server. The error's text names the difference."""
@@ -47,6 +49,18 @@ def read_listen_address(text: str) -> Address:
     if text.endswith(":0"):
         return read_address(f"{text[:-1]}1")._replace(port=0)
     return read_address(text)
+
+
+def connect_for_blocks(address: tuple[str, int], context: ssl.SSLContext) -> ssl.SSLSocket:
+    """Connects to a node for blocks of KV caches. ``context`` has the protocol of the connection. Waits at most a few
+    seconds. Raises OSError.
+    """
+    plain = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
+    try:
+        return context.wrap_socket(plain)
+    except BaseException:
+        plain.close()
+        raise
 
 
 def dial(address: Address, key: ClusterKey) -> tuple[SecureChannel, Welcome]:

@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import LLMServingError, ProtocolError
-from llm_serving.ipc.introduction import admit, introduce, receive, receive_into, set_options, shut_down
+from llm_serving.ipc.introduction import introduce, receive, receive_into, set_options, shut_down
+from llm_serving.ipc.receiver import Receiver
 
 MAGIC = b"LLMHAND3"
 TIMEOUT_S = 10.0
@@ -253,47 +254,19 @@ class TcpTransport:
             raise ProtocolError(f"the receiver acknowledged transfer {number} instead of {self._number}")
 
 
-class PoolReceiver:
-    """Receives blocks into ``pools`` from senders that know ``secret``. A pool has the blocks of one agent."""
+class PoolReceiver(Receiver):
+    """Receives blocks into ``pools`` from senders that know ``secret``. A pool has the blocks of one agent.
+
+    If a connection breaks, its sender notices this, and the requests are computed again.
+    """
+
+    MAGIC = MAGIC
+    MAX_CONNECTIONS = MAX_CONNECTIONS
+    TIMEOUT_S = TIMEOUT_S
 
     def __init__(self, pools: Sequence[Pool], secret: bytes) -> None:
-        self._pools, self._secret = pools, secret
-        self._links: set[socket.socket] = set()
-        self._changed = threading.Condition()
-        self._is_closed = False
-
-    def serve(self, link: socket.socket) -> None:
-        """Receives blocks from a new connection until it ends, and closes it. Each connection has its own thread.
-
-        ``link`` may be a TLS socket whose handshake is done.
-        """
-        with self._changed:
-            is_full = self._is_closed or len(self._links) >= MAX_CONNECTIONS
-            if not is_full:
-                self._links.add(link)
-        try:
-            if not is_full:
-                link.settimeout(TIMEOUT_S)
-                set_options(link)
-                admit(link, MAGIC, self._secret, self._problem_of)
-                link.settimeout(None)
-                while True:
-                    self._take(link)
-        except (OSError, LLMServingError):
-            pass  # the sender notices the closed connection, and its requests are computed again
-        finally:
-            link.close()
-            with self._changed:
-                self._links.discard(link)
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends all connections, and waits until no thread uses the pools."""
-        with self._changed:
-            self._is_closed = True
-            for link in self._links:
-                shut_down(link)
-            self._changed.wait_for(lambda: not self._links)
+        super().__init__(secret)
+        self._pools = pools
 
     def _problem_of(self, facts: bytes) -> str:
         """Compares the sizes of a sender's blocks with those of this process's pools.

@@ -226,7 +226,7 @@ def test_senders_to_nodes_that_never_come_back_do_not_add_up(monkeypatch: pytest
         return own
 
     monkeypatch.setattr("llm_serving.handover.transport.IDLE_S", 0.01)
-    monkeypatch.setattr("llm_serving.agent_host.handed_blocks._connect", connect)
+    monkeypatch.setattr("llm_serving.agent_host.handed_blocks.connect_for_blocks", connect)
     for number in range(5):
         sender.send(SendBlocks(number, f"node{number}", 1, target.secret, pack_pairs([(0, 1)])))
         assert select.select([sender.descriptor], [], [], time_limit(5.0))[0]
@@ -249,7 +249,7 @@ def test_new_agents_of_a_node_replace_its_idle_sender(monkeypatch: pytest.Monkey
             threading.Thread(target=target.receive, args=(other,), name="hand-over-receiver").start()
             return own
 
-        monkeypatch.setattr("llm_serving.agent_host.handed_blocks._connect", connect)
+        monkeypatch.setattr("llm_serving.agent_host.handed_blocks.connect_for_blocks", connect)
         sender.send(SendBlocks(number, "far", 1, target.secret, pack_pairs([(0, 1)])))
         assert select.select([sender.descriptor], [], [], time_limit(5.0))[0]
         assert sender.take_sent() == [BlocksSent(number, "")]

@@ -1,0 +1,72 @@
+"""Receives from connections whose senders prove a secret. Each connection has a thread, which the owner provides."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from llm_serving.errors import LLMServingError
+from llm_serving.ipc.introduction import admit, set_options, shut_down
+
+
+class Receiver(ABC):
+    """The connections of senders that know ``secret``. A subclass handles their messages."""
+
+    MAGIC: ClassVar[bytes]
+    """The magic number of the introduction (``ipc.introduction``)."""
+    MAX_CONNECTIONS: ClassVar[int]
+    TIMEOUT_S: ClassVar[float]
+    """Seconds without progress of a sender in the middle of a message after which its connection ends."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.secret = secret
+        self._links: set[socket.socket] = set()
+        self._changed = threading.Condition()
+        self._newest: socket.socket | None = None
+        """The connection whose sender has proved the secret last."""
+        self._is_closed = False
+
+    def serve(self, link: socket.socket) -> None:
+        """Handles the messages of a new connection until it ends, and closes it. Each connection has its own thread.
+
+        ``link`` may be a TLS socket whose handshake is done.
+        """
+        with self._changed:
+            is_full = self._is_closed or len(self._links) >= self.MAX_CONNECTIONS
+            if not is_full:
+                self._links.add(link)
+        try:
+            if not is_full:
+                link.settimeout(self.TIMEOUT_S)
+                set_options(link)
+                admit(link, self.MAGIC, self.secret, self._problem_of)
+                with self._changed:
+                    self._newest = link
+                link.settimeout(None)
+                while True:
+                    self._take(link)
+        except (OSError, LLMServingError):
+            pass  # the sender notices the closed connection
+        finally:
+            link.close()
+            with self._changed:
+                self._links.discard(link)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends all connections, and waits until no thread handles a message."""
+        with self._changed:
+            self._is_closed = True
+            for link in self._links:
+                shut_down(link)
+            self._changed.wait_for(lambda: not self._links)
+
+    @abstractmethod
+    def _problem_of(self, facts: bytes) -> str:
+        """Checks the facts of a sender. Returns an error text, or an empty text if they are right."""
+
+    @abstractmethod
+    def _take(self, link: socket.socket) -> None:
+        """Waits for the next message and handles it. Raises OSError or ProtocolError to end the connection."""
