@@ -19,7 +19,7 @@ from llm_serving.agent_host.session import Session, greet
 from llm_serving.agent_host.settings import NodeSettings
 from llm_serving.cluster.channel import SecureChannel
 from llm_serving.cluster.dialling import read_listen_address
-from llm_serving.cluster.key import BLOCKS_PROTOCOL, EXCHANGE_PROTOCOL, ClusterKey
+from llm_serving.cluster.key import BLOCKS_PROTOCOL, EXCHANGE_PROTOCOL, HOST_BLOCKS_PROTOCOL, ClusterKey
 from llm_serving.cluster.messages import HANDSHAKE_TIMEOUT_S
 from llm_serving.errors import ConfigError, ProtocolError
 from llm_serving.ipc.segment import remove_leftovers
@@ -76,7 +76,7 @@ class AgentHost:
         """Does the handshake of a new connection, and then serves it. The peer must have the same cluster key.
 
         If the peer is a server and the node is free, serves the link. If the peer is a node, receives its blocks
-        or the data of its agents.
+        or the data of its agents. A server may have a second connection, for the host blocks.
         """
         try:
             plain.settimeout(HANDSHAKE_TIMEOUT_S)
@@ -101,10 +101,14 @@ class AgentHost:
                 self._is_used.release()
 
     def _receive_data(self, link: ssl.SSLSocket, protocol: str | None) -> None:
-        """Passes a connection of another node to the memory that receives its data. Without this memory, closes it."""
+        """Passes a connection for data to the memory that has the data. Without this memory, closes the connection."""
         session, receiver = self._session, None
         if session is not None:
-            receivers = {BLOCKS_PROTOCOL: session.handed_blocks, EXCHANGE_PROTOCOL: session.bridge}
+            receivers = {
+                BLOCKS_PROTOCOL: session.handed_blocks,
+                HOST_BLOCKS_PROTOCOL: session.host_blocks,
+                EXCHANGE_PROTOCOL: session.bridge,
+            }
             receiver = receivers.get(protocol or "")
         if receiver is None:
             link.close()

@@ -21,6 +21,7 @@ from llm_serving.executor.agent_link import GroupMemory
 
 if TYPE_CHECKING:
     from llm_serving.agent_host.handed_blocks import HandedBlocks
+    from llm_serving.agent_host.host_blocks import NodeHostBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class RunMemory:
     """The hand-over pools. None if replicas have no roles."""
     tiles: NodeTiles | None
     """The tiles of images. None if the model reads no images."""
+    host_blocks: NodeHostBlocks | None
+    """The host blocks of the KV tiers, which the server uses. None without KV tiers."""
 
     @classmethod
     def create(cls, config: Config, key: ClusterKey, ranks: range) -> RunMemory:
@@ -45,13 +48,17 @@ class RunMemory:
                 if tiles is not None:
                     made.callback(tiles.close)
                 group = GroupMemory.create(config, ranks)
+                made.callback(group.close)
+                host_blocks = _host_blocks(config, group)
                 made.pop_all()
-                return cls(group, blocks, tiles)
+                return cls(group, blocks, tiles, host_blocks)
         except OSError as error:
             raise AgentStartError(f"the agents could not be started: {error}") from error
 
     def close(self) -> None:
         """Removes the memory. The agents must have ended."""
+        if self.host_blocks is not None:
+            self.host_blocks.close()
         self.group.close()
         for memory in (self.handed_blocks, self.tiles):
             if memory is not None:
@@ -64,6 +71,14 @@ def _hand_over_pools(config: Config, key: ClusterKey) -> HandedBlocks | None:
     from llm_serving.agent_host.handed_blocks import HandedBlocks
 
     return HandedBlocks.of(config, key)
+
+
+def _host_blocks(config: Config, group: GroupMemory) -> NodeHostBlocks | None:
+    if not group.pools:
+        return None
+    from llm_serving.agent_host.host_blocks import NodeHostBlocks
+
+    return NodeHostBlocks.of(config, group.pools)
 
 
 class Preparation:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from llm_serving.agent_host.adapters import NodeAdapters
     from llm_serving.agent_host.exchange_bridge import ExchangeBridge
     from llm_serving.agent_host.handed_blocks import HandedBlocks
+    from llm_serving.agent_host.host_blocks import NodeHostBlocks
     from llm_serving.agent_host.tiles import NodeTiles
 
 BRIDGE_GRACE_S = 0.5
@@ -76,6 +77,8 @@ class Session:
         self._key = key
         self.handed_blocks: HandedBlocks | None = None
         """The hand-over pools. None before the start of the agents, and if replicas have no roles."""
+        self.host_blocks: NodeHostBlocks | None = None
+        """The host blocks that the server uses. None before the start of the agents, and without KV tiers."""
         self.bridge: ExchangeBridge | None = None
         """The connections to the other nodes of the group. None before the start, and if the group has one node."""
         self._bridge_lost_at: float | None = None
@@ -226,7 +229,7 @@ class Session:
         if isinstance(memory, str):
             self._refuse(memory)
         config, settings, self._memory = self._config, self._settings, memory
-        self.handed_blocks, self._tiles = memory.handed_blocks, memory.tiles
+        self.handed_blocks, self.host_blocks, self._tiles = memory.handed_blocks, memory.host_blocks, memory.tiles
         try:
             with contextlib.ExitStack() as owned:
                 listeners = [owned.enter_context(_loopback()) for _ in range(config.parallel_config.agents_per_machine)]
@@ -384,8 +387,8 @@ class Session:
             if group.is_ready:
                 self._contents = [SlotContents(slot) for slot in group.slots]
                 summaries = [dict(agent.summary) for agent in group.links]
-                secret = b"" if self.handed_blocks is None else self.handed_blocks.secret
-                self._send(link.control(link.GroupReady(summaries, [agent.pid for agent in group.links], secret)))
+                secrets = [b"" if each is None else each.secret for each in (self.handed_blocks, self.host_blocks)]
+                self._send(link.control(link.GroupReady(summaries, [agent.pid for agent in group.links], *secrets)))
 
     def _pass_on(self, member: int, message: AgentMessage) -> None:
         """Sends an agent's message to the server.

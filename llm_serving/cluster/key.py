@@ -19,6 +19,8 @@ from llm_serving.errors import ConfigError
 MAX_KEY_BYTES = 64 * 1024
 BLOCKS_PROTOCOL = "llm-serving-blocks"
 """Protocol name (ALPN) in the TLS handshake of a node that connects to send blocks. A server sends no protocol name."""
+HOST_BLOCKS_PROTOCOL = "llm-serving-host-blocks"
+"""Protocol name of a server that connects to read and write the host blocks of KV tiers."""
 EXCHANGE_PROTOCOL = "llm-serving-exchange"
 """Protocol name of a node that connects to send the data of agents whose group spans both nodes."""
 _VALID_DAYS = "36500"
@@ -31,12 +33,15 @@ class ClusterKey:
         _check_file(path)
         self.server = _context(path, ssl.PROTOCOL_TLS_SERVER)
         """TLS settings of the end that accepts connections: ``agent_host``."""
-        self.server.set_alpn_protocols([BLOCKS_PROTOCOL, EXCHANGE_PROTOCOL])
+        self.server.set_alpn_protocols([BLOCKS_PROTOCOL, HOST_BLOCKS_PROTOCOL, EXCHANGE_PROTOCOL])
         self.client = _context(path, ssl.PROTOCOL_TLS_CLIENT)
         """TLS settings of the end that connects: the server."""
         self.blocks = _context(path, ssl.PROTOCOL_TLS_CLIENT)
         """TLS settings of a node that connects to another node to send blocks."""
         self.blocks.set_alpn_protocols([BLOCKS_PROTOCOL])
+        self.host_blocks = _context(path, ssl.PROTOCOL_TLS_CLIENT)
+        """TLS settings of a server that connects to read and write host blocks."""
+        self.host_blocks.set_alpn_protocols([HOST_BLOCKS_PROTOCOL])
         self.exchange = _context(path, ssl.PROTOCOL_TLS_CLIENT)
         """TLS settings of a node that connects to another node of the same group."""
         self.exchange.set_alpn_protocols([EXCHANGE_PROTOCOL])

@@ -41,7 +41,7 @@ from llm_serving.config.parallel_section import MAX_SENT_BLOCKS
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.messages import LongText, ShortText, UInt
 
-LINK_VERSION = 5
+LINK_VERSION = 6
 BEAT_S = 0.5
 """Seconds between two signs of life (messages ``Beat``)."""
 SERVER_PATIENCE_S = 2.4
@@ -171,6 +171,8 @@ class GroupReady(LinkMessage, frozen=True, tag="group_ready"):
     pids: Annotated[list[UInt], msgspec.Meta(max_length=256)]
     secret: Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)] = b""
     """The secret that nodes must know to send blocks to this node. Empty if replicas have no roles."""
+    pool_secret: Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)] = b""
+    """The secret that the server must know to use the host blocks of this node. Empty without KV tiers."""
 
 
 class GroupLost(LinkMessage, frozen=True, tag="group_lost"):

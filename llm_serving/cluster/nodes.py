@@ -98,7 +98,7 @@ class NodePool:
     """All nodes of a server. Any thread may call the methods."""
 
     def __init__(self, key: ClusterKey) -> None:
-        self._key = key
+        self.key = key
         self._log: NodeLog | None = None
         self._unlogged: list[tuple[str, str, dict[str, Any]]] = []
         """Events before the first call of ``log_to``. That call logs them."""
@@ -289,7 +289,7 @@ class NodePool:
         wait_s, num_failures = RETRY_S, 0
         while self._wait_to_connect(node):
             try:
-                channel, welcome = dial(node.address, self._key)
+                channel, welcome = dial(node.address, self.key)
             except NodeRefusedError as error:
                 self._note(node, NodeState.REFUSED, str(error))
                 self._sleep(node, REFUSED_RETRY_S)

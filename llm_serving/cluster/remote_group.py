@@ -13,8 +13,10 @@ from functools import partial
 from llm_serving.cluster import messages as link
 from llm_serving.cluster.adapters import AdapterSender
 from llm_serving.cluster.channel import SecureChannel, UnreadFramesError
+from llm_serving.cluster.dialling import connect_for_blocks
 from llm_serving.cluster.messages import BEAT, BEAT_S, SERVER_PATIENCE_S, Carried, GroupLost, GroupReady, Progress
 from llm_serving.cluster.nodes import Node, NodePool
+from llm_serving.cluster.remote_pool import RemotePool
 from llm_serving.cluster.standby import Standby, is_wanted
 from llm_serving.cluster.tiles import TileSender
 from llm_serving.config import Config
@@ -32,7 +34,7 @@ from llm_serving.handover.transport import Done, Pairs, TransferError
 from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
 from llm_serving.ipc.channel import MAX_FRAME_BYTES
-from llm_serving.ipc.host_pool import HostPoolMemory
+from llm_serving.ipc.host_pool import HostPoolLayout
 from llm_serving.ipc.messages import ServerMessage, StepDone
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, StepSlot
 from llm_serving.ipc.slot_contents import SlotContents
@@ -75,8 +77,6 @@ class RemoteGroup:
     must call ``start``.
     """
 
-    pools: Sequence[HostPoolMemory] = ()
-
     def __init__(
         self,
         config: Config,
@@ -98,6 +98,10 @@ class RemoteGroup:
         """True if the agent that writes the results of steps is on this node."""
         self.on_cluster: Callable[[link.Place | None], None] | None = None
         """Called once when the first node of a group replies where the group's agents find each other."""
+        self.pools: Sequence[RemotePool] = ()
+        """The host blocks of the node's agents. Empty without KV tiers, and before the agents are ready."""
+        layouts = [HostPoolLayout.of(config, rank - group.start) for rank in ranks]
+        self._layouts = [layout for layout in layouts if layout is not None]
         self.members = [RemoteMember(rank, str(node.address)) for rank in ranks]
         self.started_at = time.monotonic()
         self.is_ready = False
@@ -204,8 +208,8 @@ class RemoteGroup:
         if the node has sent no sign of life for ``SERVER_PATIENCE_S``. If the link broke, raises AgentLostError, or
         AgentStartError while the agents are not ready.
         """
-        if self._broken:
-            raise self._lost(self._broken)
+        if problem := self._broken or "".join(pool.problem for pool in self.pools):
+            raise self._lost(problem)
         leave_at = self._node.leave_at
         if leave_at is not None and now >= leave_at:
             raise NodeDrainedError(f"node {self._node.name} is drained; its requests move to other agents")
@@ -228,6 +232,8 @@ class RemoteGroup:
             self._is_closed = True
             self._selector.close()
             self._channel.close()
+            for pool in self.pools:
+                pool.close()
             self._pool.give_back(self._node, self._problem, is_refused=bool(self._refusal))
             self._end_transfers(self._problem or "the link has ended")
 
@@ -349,6 +355,11 @@ class RemoteGroup:
             raise ProtocolError(
                 f"the node's secret for handed blocks has {len(message.secret)} bytes; roles need {link.SECRET_BYTES}"
             )
+        if self._layouts and len(message.pool_secret) != link.SECRET_BYTES:
+            raise ProtocolError(
+                f"the node's secret for host blocks has {len(message.pool_secret)} bytes; KV tiers need "
+                f"{link.SECRET_BYTES}"
+            )
         for member, summary, pid in zip(self.members, message.summaries, message.pids, strict=True):
             member.is_ready, member.summary, member.pid = True, summary, pid
         arithmetic = str(message.summaries[self._answering].get("arithmetic", ""))
@@ -356,6 +367,9 @@ class RemoteGroup:
             self._refusal = other
             raise AgentStartError(f"node {self._node.name} is refused: {other}")
         self._secret = message.secret
+        if self._layouts:
+            connect = partial(connect_for_blocks, self._node.address, self._pool.key.host_blocks)
+            self.pools = (RemotePool(self._node.name, self._layouts, connect, message.pool_secret),)
         self.is_ready = True
 
     def _lost(self, reason: str) -> AgentStartError | AgentLostError:

@@ -21,14 +21,12 @@ from llm_serving.errors import AgentError
 from llm_serving.executor.group import Received, Source
 from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
-from llm_serving.ipc.host_pool import HostPoolMemory
+from llm_serving.ipc.host_pool import HostPool
 from llm_serving.ipc.messages import ServerMessage
 
 
 class SpanningGroup:
     """A ``Group`` of agents on several nodes. If one node is lost, all agents of the group are ended."""
-
-    pools: Sequence[HostPoolMemory] = ()
 
     def __init__(self, config: Config, nodes: Sequence[Node], make_part: Callable[[Node, RemotePart], RemoteGroup]):
         """``make_part`` makes the part of the group on a node, whose link is then in use."""
@@ -49,6 +47,10 @@ class SpanningGroup:
     @property
     def members(self) -> Sequence[RemoteMember]:
         return [member for part in self._parts for member in part.members]
+
+    @property
+    def pools(self) -> Sequence[HostPool]:
+        return [pool for part in self._parts for pool in part.pools]
 
     @property
     def is_ready(self) -> bool:

@@ -27,14 +27,6 @@ def check_cluster(raw: RawConfig, config: Config) -> None:
         raise raw.error("parallel_config.cluster_key_file", None, problem)
     if parallel.nodes and parallel.executor != NODES:
         raise raw.error("parallel_config.nodes", list(parallel.nodes), "is for executor: nodes; Ray has its own nodes")
-    tiers = config.kv_tier_config
-    for name, folder in (("ssd_folder", tiers.ssd_folder), ("shared_folder", tiers.shared_folder)):
-        if folder is not None:
-            problem = (
-                f"with executor: {parallel.executor}: the server writes this folder, and the blocks are in the memory "
-                "of other machines; remove it, and keep host_blocks"
-            )
-            raise raw.error(f"kv_tier_config.{name}", folder, problem)
 
 
 def note_missing_nodes(file: str, parallel: ParallelConfig) -> list[str]:

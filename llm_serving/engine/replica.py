@@ -13,7 +13,7 @@ from llm_serving.engine.step_traces import trace_step
 from llm_serving.engine.text_streams import TextStreams
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.base import Executor
-from llm_serving.kvstore.disk import pool_of
+from llm_serving.ipc.host_pool import pool_of
 from llm_serving.kvstore.setup import KvTiers
 from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import RequestOutput

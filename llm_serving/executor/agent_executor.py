@@ -32,7 +32,7 @@ from llm_serving.executor.pauses import PauseWatch
 from llm_serving.executor.step_slots import StepSlots
 from llm_serving.ipc import messages
 from llm_serving.ipc.adapters import AdapterMemory
-from llm_serving.ipc.host_pool import HostPoolMemory
+from llm_serving.ipc.host_pool import HostPool
 from llm_serving.ipc.messages import AgentMessage
 from llm_serving.ipc.shm import StepSlot
 from llm_serving.ipc.tile_memory import TileMemory
@@ -161,7 +161,7 @@ class AgentExecutor:
     def drop_adapter(self, slot: int) -> None:
         self._adapters.drop(slot)
 
-    def host_pools(self) -> Sequence[HostPoolMemory]:
+    def host_pools(self) -> Sequence[HostPool]:
         return () if self._group is None else self._group.pools
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from llm_serving.ipc.adapters import AdapterMemory
-    from llm_serving.ipc.host_pool import HostPoolMemory
+    from llm_serving.ipc.host_pool import HostPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Executor(Protocol):
         ``AdapterAnswered`` follows.
         """
 
-    def host_pools(self) -> Sequence[HostPoolMemory]:
+    def host_pools(self) -> Sequence[HostPool]:
         """Returns the host blocks of each ready agent, in order of rank. Empty without KV tiers."""
 
     def release(self) -> None:

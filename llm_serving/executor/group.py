@@ -7,7 +7,7 @@ from typing import Protocol
 
 from llm_serving.errors import AgentError
 from llm_serving.ipc.adapters import AdapterMemory
-from llm_serving.ipc.host_pool import HostPoolMemory
+from llm_serving.ipc.host_pool import HostPool
 from llm_serving.ipc.messages import AdapterLoad, AgentMessage, ServerMessage
 from llm_serving.ipc.shm import StepSlot
 
@@ -78,7 +78,7 @@ class Group(Protocol):
         """The step slots, in which the executor writes steps and reads results."""
 
     @property
-    def pools(self) -> Sequence[HostPoolMemory]:
+    def pools(self) -> Sequence[HostPool]:
         """The host blocks of each agent, in order of rank. Empty without KV tiers."""
 
     def sources(self) -> Sequence[Source]:

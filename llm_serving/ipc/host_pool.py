@@ -8,8 +8,9 @@ array begins at a page. Without KV tiers, the host blocks are the agent's own me
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,26 @@ from llm_serving.ipc.segment import LaidOutSegment
 from llm_serving.model.parallel import local_shape
 
 Array = npt.NDArray[Any]
+
+
+class HostPool(Protocol):
+    """The host blocks of a replica, or of some of its agents. They may be in the memory of another machine."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block in bytes, with the parts of all these agents."""
+
+    def read(self, block: int) -> bytes | None:
+        """Returns the content of a block. None if the machine with the blocks cannot be reached."""
+
+    def write(self, block: int, content: bytes) -> bool:
+        """Replaces the content of a block. Returns False if the machine with the blocks cannot be reached."""
+
+    def check_weights(self, digest: str) -> str:
+        """Compares the weights on the machine of the agents with the digest of the server's weights.
+
+        Returns a text if they differ. No block may be used then. Otherwise returns an empty text.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +103,38 @@ class HostPoolMemory(LaidOutSegment[HostPoolLayout]):
         """Returns the content of a block: its part of each array, in order."""
         return self._blocks[:, block].tobytes()
 
-    def write(self, block: int, content: bytes) -> None:
-        """Replaces the content of a block."""
+    def write(self, block: int, content: bytes) -> bool:
+        """Replaces the content of a block. Returns True, because the memory is on this machine."""
         self._blocks[:, block] = np.frombuffer(content, np.uint8).reshape(-1, self.layout.part_bytes)
+        return True
+
+    def check_weights(self, digest: str) -> str:
+        """Returns an empty text, because agents on this machine read the files of the server."""
+        return ""
+
+
+def pool_of(parts: Sequence[HostPool]) -> HostPool:
+    """Returns the host blocks of a replica as one pool. ``parts`` has the parts of its agents, in order of rank."""
+    return parts[0] if len(parts) == 1 else _JoinedPool(parts)
+
+
+class _JoinedPool:
+    """The host blocks of several agents. A block consists of the parts of all agents, in order of rank."""
+
+    def __init__(self, parts: Sequence[HostPool]) -> None:
+        self._parts = parts
+        self.block_bytes = sum(part.block_bytes for part in parts)
+
+    def read(self, block: int) -> bytes | None:
+        contents = [part.read(block) for part in self._parts]
+        return None if None in contents else b"".join(content for content in contents if content is not None)
+
+    def write(self, block: int, content: bytes) -> bool:
+        start, written = 0, []
+        for part in self._parts:
+            written.append(part.write(block, content[start : start + part.block_bytes]))
+            start += part.block_bytes
+        return all(written)
+
+    def check_weights(self, digest: str) -> str:
+        return "; ".join(problem for part in self._parts if (problem := part.check_weights(digest)))

@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol
 
 from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import LLMServingError
+from llm_serving.ipc.host_pool import HostPool
 from llm_serving.kvstore.mover import Mover
 from llm_serving.kvstore.places import Place
 from llm_serving.kvstore.segments import SEGMENT_BYTES, FolderLock, SegmentFolder
@@ -26,20 +27,6 @@ _KEEP = 0.9
 """The measured bandwidth is an average of the reads. Each new read multiplies the weight of earlier reads by this
 factor.
 """
-
-
-class HostPool(Protocol):
-    """The host blocks of a replica. They are in memory that the server and the agents share."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of a block in bytes, with the parts of all agents of the replica."""
-
-    def read(self, block: int) -> bytes:
-        """Returns the content of a block."""
-
-    def write(self, block: int, content: bytes) -> None:
-        """Replaces the content of a block."""
 
 
 @dataclass(slots=True)
@@ -216,6 +203,8 @@ class FileTier(ABC):
             if records is None or records is not self._records or not self.may_write:
                 return
             content = pool.read(host)
+            if content is None:
+                return  # the machine of the agents was lost, so the block counts as missing
             records.append(key, content)
             self._retry_at = 0.0
             self.figures.written_blocks += 1
@@ -233,9 +222,8 @@ class FileTier(ABC):
             for key, place, host in zip(transfer.keys, transfer.places, transfer.hosts, strict=True):
                 start = time.perf_counter()
                 content = None if self._records is None else self._records.read(place, key)
-                ok = content is not None and len(content) == pool.block_bytes
+                ok = content is not None and len(content) == pool.block_bytes and pool.write(host, content)
                 if content is not None and ok:
-                    pool.write(host, content)
                     self._learn(time.perf_counter() - start, len(content))
                 transfer.oks.append(ok)
                 if not ok:
@@ -298,27 +286,3 @@ class DiskTier(FileTier):
 
     def _new_records(self, namespace: bytes) -> SegmentFolder:
         return SegmentFolder(self._folder, namespace, self._max_bytes, self._segment_bytes)
-
-
-def pool_of(parts: Sequence[HostPool]) -> HostPool:
-    """Returns the host blocks of a replica as one pool. ``parts`` has each agent's part of the blocks, in order of
-    rank.
-    """
-    return parts[0] if len(parts) == 1 else _JoinedPool(parts)
-
-
-class _JoinedPool:
-    """The host blocks of several agents. A block consists of the parts of all agents, in order of rank."""
-
-    def __init__(self, parts: Sequence[HostPool]) -> None:
-        self._parts = parts
-        self.block_bytes = sum(part.block_bytes for part in parts)
-
-    def read(self, block: int) -> bytes:
-        return b"".join(part.read(block) for part in self._parts)
-
-    def write(self, block: int, content: bytes) -> None:
-        start = 0
-        for part in self._parts:
-            part.write(block, content[start : start + part.block_bytes])
-            start += part.block_bytes

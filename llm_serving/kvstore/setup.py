@@ -37,6 +37,7 @@ class KvTiers:
         self._arithmetic = ""
         self._digest: str | None = None
         self._reads_weights = threading.Lock()
+        self._stores: list[BlockStore] = []
         settings = config.kv_tier_config
         if settings.shared_folder is not None:
             folder = Path(settings.shared_folder).expanduser().absolute()
@@ -72,6 +73,7 @@ class KvTiers:
         )
         store.figures.disk = None if self._disk is None else self._disk.figures
         store.figures.shared = None if self._shared is None else self._shared.figures
+        self._stores.append(store)
         return store
 
     def agents_ready(self, summary: Mapping[str, object]) -> None:
@@ -85,13 +87,18 @@ class KvTiers:
     def identity(self) -> BlockIdentity:
         """Returns the facts on which the bits of this server's blocks depend, except tokens and salts.
 
-        The first call reads the weights, which takes about a second for each GB. Any thread may call it. Raises
-        CheckpointError if the weights have changed since the start.
+        The first call reads the weights, which takes about a second for each GB. Agents on other machines read their
+        own files. So their digests are compared with the server's. Blocks of a machine with other weights are not used.
+        Any thread may call it. Raises CheckpointError if the weights have changed since the start.
         """
         with self._reads_weights:
             if self._digest is None:
                 self._digest = weights_digest(self._config, self._folder, expected=self._weights)
             check_weights(self._config, self._weights)
+            for store in self._stores:
+                pool = store.pool
+                if pool is not None and (problem := pool.check_weights(self._digest)):
+                    self._on_problem(problem)
             return BlockIdentity.of(self._config, self._digest, self._arithmetic)
 
     @property

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Protocol
 
 from llm_serving.block_moves.tier_moves import NO_HOST_BLOCK, BlockKey, WantedBlocks
-from llm_serving.kvstore.disk import DiskFigures, HostPool, Transfer
+from llm_serving.ipc.host_pool import HostPool
+from llm_serving.kvstore.disk import DiskFigures, Transfer
 from llm_serving.kvstore.host_blocks import DOUBTFUL, HostBlocks
 from llm_serving.kvstore.kept import KeptBlocks
 from llm_serving.kvstore.places import Place
@@ -143,6 +144,11 @@ class BlockStore:
     def open(self, pool: HostPool) -> None:
         """Starts to use the host blocks ``pool``. Called when the agents have become ready."""
         self._pool = pool
+
+    @property
+    def pool(self) -> HostPool | None:
+        """The host blocks. None while the agents are not ready. Any thread may read it."""
+        return self._pool
 
     def lose(self, *, distrusted: bool = False) -> None:
         """Forgets all host blocks, because the agents were lost.

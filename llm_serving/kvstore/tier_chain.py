@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from llm_serving.block_moves.tier_moves import BlockKey
-from llm_serving.kvstore.disk import FileTier, HostPool, Transfer
+from llm_serving.ipc.host_pool import HostPool
+from llm_serving.kvstore.disk import FileTier, Transfer
 from llm_serving.kvstore.places import Place
 
 

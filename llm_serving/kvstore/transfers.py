@@ -55,8 +55,8 @@ class BlockTransfers:
         return await answer.future
 
     async def write(self, keys: Sequence[BlockKey], contents: Sequence[bytes]) -> int:
-        """Writes blocks into the host memory of each replica. Returns the number of leading blocks that every replica
-        has taken.
+        """Writes blocks into the host memory of each replica that has agents. Returns the number of leading blocks that
+        all of them have taken.
 
         Writing stops at the first content whose size differs from that of the agents' blocks.
         """
@@ -130,6 +130,8 @@ class BlockTransfers:
     ) -> None:
         accepted: list[tuple[BlockStore, list[Loan]]] = []
         for store in stores:
+            if store.pool is None:
+                continue  # the replica has no agents now, for example no node
             loans: list[Loan] = []
             for key in keys:
                 loan = store.accept(key)
@@ -149,7 +151,8 @@ class BlockTransfers:
                     if len(content) != loan.pool.block_bytes:
                         break
                     assert loan.host is not None
-                    loan.pool.write(loan.host, content)
+                    if not loan.pool.write(loan.host, content):
+                        break
                     counts[number] += 1
         finally:
             self._use_stores(lambda stores: self._end_writes(accepted, counts, answer))

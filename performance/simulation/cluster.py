@@ -145,8 +145,11 @@ class _NoPool:
     def read(self, block: int) -> bytes:
         raise AssertionError("the simulated tiers are in host memory only")
 
-    def write(self, block: int, content: bytes) -> None:
+    def write(self, block: int, content: bytes) -> bool:
         raise AssertionError("the simulated tiers are in host memory only")
+
+    def check_weights(self, digest: str) -> str:
+        return ""
 
 
 class VirtualCluster(VirtualServer):

@@ -114,7 +114,7 @@ def test_memory_that_is_ready_after_the_end_of_the_link_is_removed(session, monk
     def create(config, key, ranks):
         has_begun.set()
         assert may_end.wait(time_limit(10.0))
-        return RunMemory(part, part, None)
+        return RunMemory(part, part, None, part)
 
     monkeypatch.setattr(RunMemory, "create", create)
     thread = threading.Thread(target=session.it.run, args=(session.stop[0].fileno(),), daemon=True)
@@ -125,7 +125,7 @@ def test_memory_that_is_ready_after_the_end_of_the_link_is_removed(session, monk
     may_end.set()
     thread.join(time_limit(10.0))
     assert not thread.is_alive()
-    assert closed == [1, 1]
+    assert closed == [1, 1, 1]
     assert session.notes == ["the link has ended: the server closed the link"]
 
 

@@ -40,14 +40,6 @@ REMOTE = ("parallel_config.executor=nodes", "parallel_config.cluster_key_file=/e
             [*REMOTE, SPAN, *PAIR, "parallel_config.nodes=['10.0.0.5:1', '127.0.0.1:2']"],
             "nodes_per_replica = 2: needs nodes that reach each other, and 127.0.0.1:2 is an address of this machine",
         ),
-        (
-            [*REMOTE, "kv_tier_config.host_blocks=10", "kv_tier_config.ssd_folder=/ssd"],
-            "ssd_folder = '/ssd': with executor: nodes: the server writes this folder",
-        ),
-        (
-            [*REMOTE, "kv_tier_config.host_blocks=10", "kv_tier_config.shared_folder=/nfs"],
-            "shared_folder = '/nfs': with executor: nodes: the server writes this folder",
-        ),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, settings: list[str], problem: str) -> None:

@@ -1,65 +1,37 @@
-"""Tests LoRA adapters, images and KV tiers with agents on nodes. All bits are those of a local agent."""
+"""Tests LoRA adapters, images, KV tiers and sessions with agents on nodes. All bits are those of a local agent."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import time
-import urllib.error
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from llm_serving.model.shape import ModelShape
 from performance.models.vision import write_vision_model
-from support.chat_images import sample_part
 from support.cluster import NodeProcess, new_key
+from support.image_questions import (
+    HIT_BLOCKS,
+    IMAGES,
+    SETTINGS,
+    WRITTEN_BLOCKS,
+    all_answers,
+    answered,
+    completed,
+    load,
+    prompt_of,
+    sum_of_metric,
+    unload,
+    wait_for,
+)
 from support.lora_folders import random_adapter
 from support.server_process import ServerProcess, running_server
-from support.time_limits import time_limit
-
-SETTINGS = (
-    *("model_config.seq_length=[1024]", "model_config.max_generate_length=1024", "pa_config.decode_seq_length=1024"),
-    *("lora_config.max_adapters=2", "lora_config.max_rank=8"),
-)
-IMAGES = ([1], [2, 3], [])
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + time_limit(timeout_s)
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
-
-
-def answered(server: ServerProcess, numbers: list[int], model: str | None = None) -> tuple[list[int], Any]:
-    """Asks about some images. Returns the tokens of the answer and their log-probabilities."""
-    content = [*(sample_part(number) for number in numbers), {"type": "text", "text": "t11 t12 t13"}]
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 12, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True, "logprobs": True, "top_logprobs": 2}  # fmt: skip
-    answer = server.post("/v1/chat/completions", body | ({} if model is None else {"model": model}))
-    assert "choices" in answer, answer
-    [choice] = answer["choices"]
-    return choice["token_ids"], choice["logprobs"]
-
-
-def all_answers(server: ServerProcess, *models: str | None) -> list[tuple[list[int], Any]]:
-    """Asks about all images with all models, at the same time."""
-    jobs = [(numbers, model) for model in models for numbers in IMAGES]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return list(pool.map(lambda job: answered(server, *job), jobs))
-
-
-def load(server: ServerProcess, name: str, folder: Path) -> None:
-    loaded = server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-    assert loaded.get("id") == name, loaded
-
-
-def unload(server: ServerProcess, name: str) -> None:
-    assert server.post("/v1/unload_lora_adapter", {"lora_name": name})["deleted"] is True
+from support.session_files import call, put
 
 
 @dataclass
@@ -72,6 +44,9 @@ class Cluster:
     def new_node(self) -> NodeProcess:
         self.nodes.append(NodeProcess(self.folder / f"node{len(self.nodes)}", self.key))
         return self.nodes[-1]
+
+    def state_of(self, node: NodeProcess) -> str:
+        return {each["name"]: str(each["state"]) for each in self.server.get("/v1/cluster")["nodes"]}[node.address]
 
     def states(self) -> list[str]:
         return [each["state"] for each in self.server.get("/v1/cluster")["replicas"]]
@@ -97,7 +72,8 @@ def settings(model: Path, adapters: dict[str, Path]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iterator[ServerProcess]:
-    with running_server(tmp_path_factory.mktemp("local"), settings) as server:
+    tiers = ["kv_tier_config.host_blocks=200"]
+    with running_server(tmp_path_factory.mktemp("local"), [*settings, *tiers]) as server:
         yield server
 
 
@@ -112,6 +88,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
         *(f"parallel_config.cluster_key_file={key}", f"parallel_config.nodes={json.dumps([first.address])}"),
         # So few blocks that the prefix cache evicts them to the host memory of the node.
         *("kv_tier_config.host_blocks=200", "pa_config.num_blocks=31", "pa_config.decode_seq_length=480"),
+        *(f"kv_tier_config.ssd_folder={folder / 'tier'}", "kv_tier_config.loads=always"),
         # An agent keeps only one encoded tile, so it reads and encodes most tiles again.
         *("image_config.cached_tiles=1", "serving_config.agent_restart_limit=10"),
     ]
@@ -154,20 +131,34 @@ def test_adapters_are_loaded_and_unloaded_while_the_node_serves(
 
 
 def test_blocks_come_back_from_the_host_memory_of_the_node(cluster: Cluster, local: ServerProcess) -> None:
-    def num_hits() -> float:
-        name = 'llm_serving_kv_tier_hit_blocks_total{tier="host"}'
-        lines = cluster.server.get_text("/metrics").splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-    expected, before = [answered(local, numbers) for numbers in IMAGES], num_hits()
+    hits = f'{HIT_BLOCKS}{{tier="host"}}'
+    expected, before = [answered(local, numbers) for numbers in IMAGES], sum_of_metric(cluster.server, hits)
     for _ in range(2):
         assert [answered(cluster.server, numbers) for numbers in IMAGES] == expected
-    assert num_hits() > before
-    assert cluster.server.post("/v1/completions", {"prompt": "t11", "max_tokens": 1, "session_id": "trip"})["choices"]
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        cluster.server.get("/v1/sessions/trip")
-    with refused.value:
-        assert "are in the memory of nodes" in json.loads(refused.value.read())["error"]["message"]
+    assert sum_of_metric(cluster.server, hits) > before
+
+
+def test_a_session_moves_from_a_node_to_another_server_and_back(cluster: Cluster, local: ServerProcess) -> None:
+    """The last server of this journey is the first one again, with another session id."""
+    tokens, journey, names = prompt_of(1), [cluster.server, local, cluster.server], ["trip", "second", "third"]
+    first = completed(cluster.server, tokens, "trip")
+    for place, (server, target) in enumerate(itertools.pairwise(journey)):
+        status, file = call(server, "GET", f"/v1/sessions/{names[place]}")
+        assert status == 200
+        session_id = names[place + 1]
+        imported = put(target, file, session_id)
+        assert imported["differences"] == []
+        assert imported["resumed_tokens"] >= imported["tokens"] - 17
+        tokens = [*tokens, *first["choices"][0]["token_ids"], *prompt_of(7 + place, 40)]
+        resumed = completed(target, tokens, session_id)
+        assert resumed["usage"]["prompt_tokens_details"]["cached_tokens"] >= imported["resumed_tokens"]
+        assert resumed["choices"] == completed(server, tokens)["choices"], "tokens and bits of log-probabilities"
+        first = resumed
+    damaged = bytearray(file)
+    damaged[len(file) // 2] ^= 1
+    for body, reason in ((bytes(damaged), "damaged"), (file[:-30], "cut off")):
+        status, refused = call(cluster.server, "PUT", "/v1/sessions/bad", body)
+        assert (status, reason in json.loads(refused)["error"]["message"]) == (400, True), refused
 
 
 def test_a_replaced_agent_and_a_node_that_joins_later_have_adapters_and_images(
@@ -175,16 +166,41 @@ def test_a_replaced_agent_and_a_node_that_joins_later_have_adapters_and_images(
 ) -> None:
     [first] = cluster.nodes
     [agent] = first.agents()
+    written = sum_of_metric(cluster.server, WRITTEN_BLOCKS)
+    completion = completed(cluster.server, prompt_of(9), "file")["choices"]
+    wait_for(lambda: sum_of_metric(cluster.server, WRITTEN_BLOCKS) >= written + 12)
+    _, file = call(cluster.server, "GET", "/v1/sessions/file")
     for server in (cluster.server, local):
         load(server, "new", adapters["new"])
     agent.kill()
     wait_for(lambda: cluster.server.events("agent_lost"))
     wait_for(lambda: "ready" in cluster.states())
     expected = all_answers(local, None, "first", "new")
+    assert put(cluster.server, file)["differences"] == []  # when it has ended, the SSD is in use again
     assert all_answers(cluster.server, None, "first", "new") == expected
+    assert completed(cluster.server, prompt_of(9))["choices"] == completion
+    assert sum_of_metric(cluster.server, f'{HIT_BLOCKS}{{tier="ssd"}}') > 0, "the host blocks were lost with the agent"
     joined = cluster.new_node()
     cluster.server.post("/v1/cluster/add", {"address": joined.address})
     wait_for(lambda: cluster.states() == ["ready", "ready"])
     cluster.server.post("/v1/cluster/drain", {"node": first.address})
     wait_for(lambda: cluster.states().count("ready") == 1)
     assert all_answers(cluster.server, None, "first", "new") == expected
+
+
+def test_a_node_that_is_killed_while_it_sends_blocks_leaves_no_wrong_block(
+    cluster: Cluster, local: ServerProcess
+) -> None:
+    """The server writes the blocks of new prompts to its SSD when the node is killed. Other agents then use the SSD."""
+    server, prompts = cluster.server, [prompt_of(number, 400) for number in range(20, 28)]
+    expected = [completed(local, prompt)["choices"] for prompt in prompts]
+    [used] = [node for node in cluster.nodes if cluster.state_of(node) == "used"]
+    written = sum_of_metric(server, WRITTEN_BLOCKS)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(completed, server, prompt) for prompt in prompts]
+        wait_for(lambda: sum_of_metric(server, WRITTEN_BLOCKS) > written)
+        used.send_signal(signal.SIGKILL)
+        cluster.server.post("/v1/cluster/add", {"address": cluster.new_node().address})
+        assert [each.result()["choices"] for each in asked] == expected
+    assert [completed(server, prompt)["choices"] for prompt in prompts] == expected
+    assert sum_of_metric(server, "llm_serving_kv_tier_ssd_rejected_records_total") == 0

@@ -6,32 +6,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import urllib.error
-import urllib.request
 
 import pytest
 
 from support.server_process import ServerProcess, running_server
+from support.session_files import call, put
 from support.small_configs import TINY_LLAMA
-from support.time_limits import time_limit
 
 MESSAGES = [{"role": "user", "content": "Tell me a long story about a bird, a stone and the sea. " * 9}]
 TURN = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "logprobs": True, "session_id": "trip"}
-
-
-def call(server: ServerProcess, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-    headers = {} if body is None else {"content-type": "application/octet-stream"}
-    request = urllib.request.Request(server.url + path, body, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=time_limit(30)) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
-
-
-def put(server: ServerProcess, file: bytes, session_id: str = "trip") -> dict:
-    return json.loads(call(server, "PUT", f"/v1/sessions/{session_id}", file)[1])
 
 
 def next_turn(server: ServerProcess, answer: str, **changes: object) -> dict:

@@ -14,8 +14,9 @@ import pytest
 
 from llm_serving.block_moves.tier_moves import BlockKey
 from llm_serving.errors import CheckpointError, ConfigError
+from llm_serving.ipc.host_pool import pool_of
 from llm_serving.kvstore import segments
-from llm_serving.kvstore.disk import RETRY_S, DiskTier, pool_of
+from llm_serving.kvstore.disk import RETRY_S, DiskTier, Transfer
 from llm_serving.kvstore.records import decode_content, decode_header, encode_record
 from llm_serving.kvstore.segments import FolderLock, SegmentFolder
 from support.small_configs import REPOSITORY
@@ -190,6 +191,7 @@ class Pool:
 
     def write(self, block, data):
         self.blocks[block] = data
+        return True
 
 
 def test_a_full_disk_stops_writes_but_not_reads(tmp_path, monkeypatch):
@@ -227,6 +229,34 @@ def test_a_full_disk_stops_writes_but_not_reads(tmp_path, monkeypatch):
     tier.close()
     folder = open_folder(tmp_path)
     assert [found(folder, number) for number in range(4)] == [content(0), None, None, content(3)]
+
+
+class LostPool(Pool):
+    """Host blocks on a machine that cannot be reached."""
+
+    def read(self, block):
+        return None
+
+    def write(self, block, data):
+        return False
+
+
+def test_a_machine_that_cannot_be_reached_is_no_failure_of_the_disk(tmp_path):
+    tier, mover = disk_tier(tmp_path)
+    done, lost = [], LostPool()
+    for number, pool in enumerate((Pool(), lost)):
+        tier.write(key(number), pool, number, lambda: done.append(True))
+    mover.run()
+    assert (done, tier.may_write, tier.figures.failed_writes) == ([True, True], True, 0)
+    assert tier.find(key(1)) is None
+    place = tier.find(key(0))
+    for pool, ok in ((lost, False), (Pool(), True)):
+        transfer = Transfer([key(0)], [place], [5], [])
+        tier.read(transfer, pool, lambda: done.append(True))
+        mover.run()
+        assert (transfer.oks, transfer.done) == ([ok], True)
+    assert len(done) == 4
+    tier.close()
 
 
 def test_a_block_of_agents_that_have_ended_is_not_written_for_others(tmp_path):

@@ -139,8 +139,9 @@ class Pool:
     def read(self, block: int) -> bytes:
         return self.blocks[block]
 
-    def write(self, block: int, value: bytes) -> None:
+    def write(self, block: int, value: bytes) -> bool:
         self.blocks[block] = value
+        return True
 
 
 def test_two_tiers_read_their_parts_at_the_same_time(tmp_path):

@@ -30,8 +30,9 @@ class Pool:
     def read(self, block: int) -> bytes:
         return self.blocks.get(block, bytes(CONTENT_BYTES))
 
-    def write(self, block: int, content: bytes) -> None:
+    def write(self, block: int, content: bytes) -> bool:
         self.blocks[block] = content
+        return True
 
 
 class Source:

@@ -27,8 +27,19 @@ class Pool:
     def read(self, block: int) -> bytes:
         return self.blocks[block]
 
-    def write(self, block: int, content: bytes) -> None:
+    def write(self, block: int, content: bytes) -> bool:
         self.blocks[block] = content
+        return True
+
+
+class LostPool(Pool):
+    """Host blocks on a machine that cannot be reached."""
+
+    def read(self, block: int) -> bytes | None:  # type: ignore[override]
+        return None
+
+    def write(self, block: int, content: bytes) -> bool:
+        return False
 
 
 class Setup:
@@ -86,6 +97,27 @@ def test_a_content_of_another_size_is_not_written():
     assert setup.run(setup.transfers.write(KEYS[:3], [CONTENTS[0], b"short", CONTENTS[2]])) == 1
     assert setup.run(setup.transfers.read(KEYS[:3])).contents == CONTENTS[:1]
     setup.check_quiet()
+
+
+def test_blocks_of_a_machine_that_cannot_be_reached_are_missing():
+    setup = Setup()
+    setup.run(setup.transfers.write(KEYS[:3], CONTENTS[:3]))
+    for store in setup.stores:
+        store.open(LostPool())
+    assert setup.run(setup.transfers.read(KEYS[:3])).contents == []
+    assert setup.run(setup.transfers.write(KEYS[3:], CONTENTS[3:])) == 0
+    assert setup.run(setup.transfers.read(KEYS[3:])).contents == []
+    setup.check_quiet()
+
+
+def test_a_replica_without_agents_takes_no_part_in_a_write():
+    """With agents on nodes, some replicas may never have a node."""
+    setup = Setup()
+    setup.stores[1].lose()
+    assert setup.run(setup.transfers.write(KEYS[:4], CONTENTS[:4])) == 4
+    assert setup.run(setup.transfers.read(KEYS[:4])).contents == CONTENTS[:4]
+    setup.stores[0].lose()
+    assert setup.run(setup.transfers.write(KEYS[:4], CONTENTS[:4])) == 0
 
 
 def test_no_more_blocks_are_written_than_the_host_has():

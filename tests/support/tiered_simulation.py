@@ -70,8 +70,9 @@ class DevicePool:
     def read(self, block: int) -> bytes:
         return struct.pack(f"<{self._size}i", *self._device.host[block * self._size : (block + 1) * self._size])
 
-    def write(self, block: int, content: bytes) -> None:
+    def write(self, block: int, content: bytes) -> bool:
         self._device.host[block * self._size : (block + 1) * self._size] = struct.unpack(f"<{self._size}i", content)
+        return True
 
 
 class TieredSimulation(Simulation):

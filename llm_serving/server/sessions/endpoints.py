@@ -188,11 +188,6 @@ def _tiers_of(state: ServerState) -> tuple[KvTiers, BlockTransfers]:
         raise SessionsOffError(
             "This model has no KV tiers, which sessions need; start it with kv_tier_config.host_blocks above 0."
         )
-    if state.engine.config.parallel_config.is_remote:
-        raise SessionsOffError(
-            "The KV blocks of this model are in the memory of nodes, and a session file needs blocks on the server's "
-            "machine (parallel_config.executor: local)."
-        )
     return tiers, transfers
 
 

@@ -1,0 +1,295 @@
+"""Tests the server's access to host blocks on nodes: connections, wrong requests, late writes, and lost nodes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+
+import pytest
+
+from llm_serving.agent_host.host_blocks import NodeHostBlocks
+from llm_serving.cluster import remote_pool as wire
+from llm_serving.cluster.dialling import connect_for_blocks, read_address
+from llm_serving.cluster.key import ClusterKey
+from llm_serving.cluster.remote_pool import RemotePool
+from llm_serving.errors import CheckpointError, ProtocolError
+from llm_serving.executor.base import AgentLost, AgentReady
+from llm_serving.ipc.host_pool import HostPoolLayout, HostPoolMemory, pool_of
+from llm_serving.ipc.introduction import admit, introduce, receive
+from llm_serving.kvstore.identity import weights_digest
+from support.executor_steps import events_until
+from support.small_configs import small_config
+from support.time_limits import time_limit
+
+LAYOUT = HostPoolLayout(num_arrays=2, num_blocks=5, part_bytes=300)
+DIGEST = "d" * 64
+TIERS = (
+    *("kv_tier_config.host_blocks=8", "parallel_config.tensor_parallel=2", "serving_config.agent_restart_limit=5"),
+)
+
+
+def content_of(number: int, num_bytes: int) -> bytes:
+    return bytes([1 + number]) * num_bytes
+
+
+def wait_for(condition):
+    until = time.monotonic() + time_limit(20)
+    while not condition():
+        assert time.monotonic() < until, "it never happened"
+        time.sleep(0.005)
+
+
+class Node:
+    """The host blocks of two agents, and connections to them without TLS."""
+
+    def __init__(self, read_weights):
+        self.memories = [HostPoolMemory.create(LAYOUT) for _ in range(2)]
+        self.blocks = NodeHostBlocks(self.memories, read_weights)
+        self.facts = wire.describe_layouts([LAYOUT] * 2)
+        self.threads = []
+
+    def connect(self):
+        near, far = socket.socketpair()
+        self.threads.append(threading.Thread(target=self.blocks.serve, args=(far,), daemon=True))
+        self.threads[-1].start()
+        return near
+
+    def admitted(self):
+        """Returns a connection after its introduction."""
+        link = self.connect()
+        introduce(link, wire.MAGIC, self.blocks.secret, self.facts)
+        return link
+
+    def new_pool(self):
+        return RemotePool("node", [LAYOUT] * 2, self.connect, self.blocks.secret)
+
+    def close(self):
+        self.blocks.close()
+        for memory in self.memories:
+            memory.close()
+        for thread in self.threads:
+            thread.join(time_limit(20))
+
+
+@pytest.fixture
+def node():
+    made = Node(lambda: DIGEST)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def remote(node):
+    """Provides the server's pool of ``node``."""
+    with closing(node.new_pool()) as made:
+        assert made.check_weights(DIGEST) == ""
+        yield made
+
+
+def has_ended(link):
+    link.settimeout(time_limit(20))
+    try:
+        return link.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_a_block_has_the_parts_of_all_agents_in_order_of_rank(node, remote):
+    for block in range(LAYOUT.num_blocks):
+        content = content_of(2 * block, 600) + content_of(2 * block + 1, 600)
+        assert remote.write(block, content)
+        assert [memory.read(block) for memory in node.memories] == [content[:600], content[600:]]
+        assert remote.read(block) == content
+    assert remote.block_bytes == 1200
+
+
+def test_no_block_is_used_before_the_weights_were_compared(node):
+    with closing(node.new_pool()) as unchecked, closing(node.new_pool()) as other:
+        assert unchecked.read(0) is None
+        assert not unchecked.write(0, content_of(7, 1200))
+        assert other.check_weights("e" * 64) == (
+            "the weights of node node differ, so its blocks are not used: their digest is "
+            f"{DIGEST}, the server's is {'e' * 64}"
+        )
+        assert other.check_weights("e" * 64) == "", "it was reported before"
+        assert other.read(0) is None
+        assert not other.write(0, content_of(7, 1200))
+    assert [memory.read(0) for memory in node.memories] == [bytes(600)] * 2
+
+
+def test_the_server_waits_while_the_node_reads_its_weights():
+    is_read = threading.Event()
+    node = Node(lambda: is_read.wait(time_limit(20)) and DIGEST)
+    try:
+        with closing(node.new_pool()) as pool, ThreadPoolExecutor(1) as thread:
+            reply = thread.submit(pool.check_weights, DIGEST)
+            wait_for(lambda: pool._expected)
+            assert pool.read(0) is None
+            assert not reply.done()
+            is_read.set()
+            assert reply.result(time_limit(20)) == ""
+            assert pool.read(0) == bytes(1200)
+    finally:
+        is_read.set()
+        node.close()
+
+
+def test_weights_that_have_changed_are_reported():
+    def fail():
+        raise CheckpointError("the weights have changed since the start of the server")
+
+    node = Node(fail)
+    try:
+        with closing(node.new_pool()) as pool:
+            assert "blocks are not used: the weights have changed since" in pool.check_weights(DIGEST)
+            assert pool.read(0) is None
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        wire.REQUEST.pack(9, 0),
+        wire.REQUEST.pack(0, 0),
+        wire.REQUEST.pack(wire.READ, LAYOUT.num_blocks),
+        wire.REQUEST.pack(wire.WRITE, 1 << 31) + bytes(1200),
+    ],
+    ids=["unknown kind", "kind 0", "read behind the end", "write behind the end"],
+)
+def test_a_wrong_request_ends_its_connection_only(node, remote, request_bytes):
+    with closing(node.admitted()) as link:
+        link.sendall(request_bytes)
+        assert has_ended(link)
+    assert remote.write(1, content_of(3, 1200))
+    assert remote.read(1) == content_of(3, 1200)
+
+
+def test_a_connection_without_the_secret_or_with_other_sizes_is_refused(node):
+    with closing(node.connect()) as link, pytest.raises(ProtocolError, match="refused"):
+        introduce(link, wire.MAGIC, bytes(32), node.facts)
+    with closing(node.connect()) as link, pytest.raises(ProtocolError, match="the server describes its host blocks as"):
+        introduce(link, wire.MAGIC, node.blocks.secret, node.facts[:24])
+    wait_for(lambda: not node.blocks._links)
+    links = [node.admitted() for _ in range(NodeHostBlocks.MAX_CONNECTIONS)]
+    with closing(node.connect()) as one_more:
+        assert has_ended(one_more)
+    for link in links:
+        link.close()
+
+
+def test_a_late_write_of_an_old_connection_changes_nothing(node):
+    with closing(node.admitted()) as old:
+        old.sendall(wire.REQUEST.pack(wire.WRITE, 2) + content_of(8, 1000))
+        with closing(node.new_pool()) as pool:
+            assert pool.check_weights(DIGEST) == ""
+            assert pool.write(2, content_of(4, 1200))
+            with suppress(ConnectionError):  # on a slow machine, the node has already closed the connection
+                old.sendall(content_of(8, 200))
+            assert has_ended(old)
+            assert pool.read(2) == content_of(4, 1200)
+
+
+def test_a_broken_connection_is_replaced(node, remote):
+    assert remote.write(0, content_of(5, 1200))
+    remote._link.shutdown(socket.SHUT_RDWR)
+    assert remote.read(0) == content_of(5, 1200)
+    remote._link.shutdown(socket.SHUT_RDWR)
+    assert remote.write(0, content_of(6, 1200))
+    assert remote.read(0) == content_of(6, 1200)
+
+
+def test_a_write_whose_end_is_unknown_returns_only_after_the_end_of_the_agents(monkeypatch):
+    """If it returned, the engine could reuse the host block, and the late write would then change the new content."""
+    monkeypatch.setattr(wire, "RETRY_S", 0.05)
+    near, far = socket.socketpair()
+    links = [near]
+
+    def connect():
+        if links:
+            return links.pop()
+        raise ConnectionRefusedError("no node")
+
+    def answer():
+        with closing(far):
+            admit(far, wire.MAGIC, bytes(32), lambda facts: "")
+            receive(far, wire.REQUEST.size)
+            far.sendall(wire.WEIGHTS_REPLY.pack(wire.KNOWN, DIGEST.encode()))
+            receive(far, wire.REQUEST.size + 600)
+
+    pool = RemotePool("node", [LAYOUT], connect, bytes(32))
+    with ThreadPoolExecutor(2) as threads, closing(pool):
+        ended = threads.submit(answer)
+        assert pool.check_weights(DIGEST) == ""
+        written = threads.submit(pool.write, 0, bytes(600))
+        wait_for(lambda: pool.problem)
+        assert pool.problem == "it is not known whether a host block was written: no node"
+        assert not written.done()
+        pool.close()
+        assert written.result(time_limit(20)) is False
+        ended.result(time_limit(20))
+
+
+def test_a_write_that_was_never_sent_ends_nothing(monkeypatch):
+    monkeypatch.setattr(wire, "RETRY_S", 0.05)
+
+    def connect():
+        raise ConnectionRefusedError("no node")
+
+    with closing(RemotePool("node", [LAYOUT], connect, bytes(32))) as pool:
+        assert pool.check_weights(DIGEST).endswith("are unknown, so its blocks are not used: no node")
+        pool._has_same_weights, pool._resume_at = True, 0.0
+        assert not pool.write(0, bytes(600))
+        assert pool.read(0) is None
+        assert pool.problem == ""
+
+
+@pytest.fixture
+def replica(make_node, make_executor, pool):
+    """Provides a real node with two stub agents, and the executor of its replica."""
+    node = make_node()
+    pool.add(node.address)
+    executor = make_executor(*TIERS)
+    events_until(executor, AgentReady)
+    return node, executor
+
+
+def test_blocks_travel_between_real_processes(replica, key, tmp_path):
+    node, executor = replica
+    blocks = pool_of(executor.host_pools())
+    assert blocks.check_weights(weights_digest(small_config(tmp_path, TIERS))) == ""
+    contents = [content_of(number, blocks.block_bytes) for number in range(8)]
+    assert all(blocks.write(number, content) for number, content in enumerate(contents))
+    assert [blocks.read(number) for number in range(8)] == contents
+    address = read_address(node.address)
+    link = connect_for_blocks(address, ClusterKey(str(key)).host_blocks)
+    with closing(link), pytest.raises(ProtocolError, match="refused"):
+        introduce(link, wire.MAGIC, bytes(32), b"")
+    blocks.problem = "it is not known whether a host block was written"
+    [*_, lost] = events_until(executor, AgentLost)
+    assert "not known whether a host block was written" in str(lost)
+    assert blocks.read(0) is None
+    assert list(executor.host_pools()) != [blocks]
+
+
+def test_a_node_that_is_killed_ends_its_writes(replica, tmp_path):
+    node, executor = replica
+    blocks = pool_of(executor.host_pools())
+    assert blocks.check_weights(weights_digest(small_config(tmp_path, TIERS))) == ""
+    written = []
+
+    def write():
+        while blocks.write(len(written) % 8, content_of(len(written) % 200, blocks.block_bytes)):
+            written.append(True)
+
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(write)
+        wait_for(lambda: len(written) > 20)
+        node.send_signal(signal.SIGKILL)
+        events_until(executor, AgentLost)
+        ended.result(time_limit(20))
+    assert blocks.read(0) is None
