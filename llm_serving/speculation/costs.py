@@ -9,6 +9,12 @@ FORCED = 9
 """Used as the match length of a draft that a constraint forces. Real match lengths are 2 to 8."""
 MODEL = 10
 """Used as the match length of a draft that the draft model made."""
+SEEN = 11
+"""Used as the match length of a draft that followed at its place of the grammar the last time (``Places``)."""
+REPEATED = 12
+"""Used as the match length of a draft that followed at its place of the grammar the last two times."""
+OF_GRAMMAR = frozenset({FORCED, SEEN, REPEATED})
+"""Drafts that follow from a grammar. Whether other drafts of the same request were right says nothing about them."""
 _NEW = 0.2
 """Weight of a new measurement in a running mean."""
 _OUTLIER = 1.5
@@ -22,6 +28,7 @@ _REFRESH_STEPS = 8
 _STALE_STEPS = 512
 """A measurement is forgotten after this number of steps without a new one."""
 _FIRST_CHANCE = {2: 0.05, 3: 0.15, 4: 0.3, 5: 0.45, 6: 0.6, 7: 0.7, 8: 0.8, FORCED: 0.9, MODEL: 0.6}
+_FIRST_CHANCE |= {SEEN: 0.5, REPEATED: 0.8}
 """Assumed probability that a draft is right, by length of its match, before drafts were compared with sampled tokens.
 Short matches often occur by coincidence, so steps verify their drafts only after many of them were right.
 """

@@ -12,6 +12,11 @@ from llm_serving.request import Constraint, ConstraintError, ForkableConstraint
 Mask = npt.NDArray[np.uint32]
 
 
+def is_allowed(mask: Mask, token_id: int) -> bool:
+    """Returns True if a mask has this token. No mask has a token outside of the vocabulary."""
+    return 0 <= token_id < 32 * mask.size and bool(mask[token_id // 32] >> token_id % 32 & 1)
+
+
 def allowed_drafts(constraint: Constraint, draft: Sequence[int]) -> tuple[list[int], list[Mask]]:
     """Returns the drafts before the first forbidden draft, and masks of allowed tokens.
 
@@ -26,7 +31,7 @@ def allowed_drafts(constraint: Constraint, draft: Sequence[int]) -> tuple[list[i
     if fork.has_failed:
         return [], []
     for token_id in draft:
-        if not 0 <= token_id < 32 * constraint.num_words or not masks[-1][token_id // 32] >> token_id % 32 & 1:
+        if not is_allowed(masks[-1], token_id):
             break
         try:
             fork.advance(token_id)

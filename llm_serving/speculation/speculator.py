@@ -9,34 +9,26 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from llm_serving.constraints.forced import ForcedTokens
-from llm_serving.request import ConstraintError, ForkableConstraint, Request
+from llm_serving.request import ForkableConstraint, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
-from llm_serving.speculation.costs import FORCED, MODEL, Chances, OwnChance, StepCosts
+from llm_serving.speculation.constrained import Draft, constrained_draft
+from llm_serving.speculation.costs import MODEL, OF_GRAMMAR, REPEATED, SEEN, Chances, OwnChance, StepCosts
 from llm_serving.speculation.draft_lengths import DraftLengths
-from llm_serving.speculation.look_ahead import Mask, allowed_drafts
+from llm_serving.speculation.look_ahead import Mask, is_allowed
+from llm_serving.speculation.places import Places
 from llm_serving.speculation.suffix_index import SuffixIndex
 
 MIN_GAIN = 1.05
 """Drafts are offered if they give at least this multiple of the tokens per second of steps without drafts."""
 PLAIN_STEP_INTERVAL = 64
 """After this number of steps with drafts, a step without drafts runs, to measure the time of a plain step again."""
+MAX_SALTS = 64
+"""Maximum number of cache salts whose places are remembered."""
 
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Guesses of a sequence's next tokens.
-
-    ``matches`` has, for each token, the number of equal tokens in the match that it follows. The number is ``FORCED``
-    if a constraint forces the token, and ``MODEL`` if the draft model guessed it.
-    """
-
-    token_ids: list[int]
-    matches: list[int]
-
-
-_NO_DRAFT = Draft([], [])
+_NO_DRAFT = Draft()
 
 
 @dataclass(slots=True)
@@ -45,6 +37,10 @@ class _Track:
 
     request: Request
     index: SuffixIndex
+    shared: Places
+    """The places of all requests with the same cache salt."""
+    places: Places = field(default_factory=Places)
+    """The places of the grammar of this request."""
     chance: OwnChance = field(default_factory=OwnChance)
     num_known: int = 0
     """Number of the request's output tokens that the index of drafts contains."""
@@ -55,13 +51,25 @@ class _Track:
     from_model: list[int] = field(default_factory=list)
     """The drafts that the draft model made with the last result."""
 
-    def before_end(self, token_ids: list[int]) -> list[int]:
-        """Returns the tokens before the first token that would end the request."""
+    def num_before_end(self, token_ids: list[int]) -> int:
+        """Returns the number of tokens before the first token that would end the request."""
         request, endings = self.request, self.request.sampling.stop_token_ids
         if not request.sampling.ignore_eos:
             endings = endings | request.end_token_ids
-        end = next((place for place, token_id in enumerate(token_ids) if token_id in endings), len(token_ids))
-        return token_ids[:end]
+        return next((place for place, token_id in enumerate(token_ids) if token_id in endings), len(token_ids))
+
+    def note_place(self, place: int | None, token_id: int) -> None:
+        """Records the token that followed at a place of the grammar."""
+        if place is not None:
+            self.places.note(place, token_id)
+            self.shared.note(place, token_id)
+
+    def guess_at(self, place: int | None) -> list[tuple[int, int]]:
+        """Returns the token that followed at a place of the grammar, and its match. The request's own text counts
+        more than that of other requests. Returns an empty list for a new place and for free text.
+        """
+        known = None if place is None else self.places.guess(place) or self.shared.guess(place)
+        return [] if known is None else [(known.token_id, REPEATED if known.is_repeated else SEEN)]
 
 
 class Speculator:
@@ -96,6 +104,8 @@ class Speculator:
         """A cache of the results of ``_may_gain``, by number of sequences. It is cleared when the estimates change."""
         self._tracks: dict[Request, _Track] = {}
         self._offers: dict[str, list[int]] = {}
+        self._places: dict[bytes, Places] = {}
+        """The places of requests by cache salt, the salt that was used last at the end."""
         self._num_drafted = 0
 
     def take_offers(self) -> list[tuple[str, list[int]]]:
@@ -153,36 +163,57 @@ class Speculator:
         if isinstance(request.constraint, ForcedTokens):
             return None  # the request scores a prompt; ``forced_offers`` has its drafts
         if request.is_finished:
-            self._tracks.pop(request, None)
+            if track is not None:
+                self._compare(track, request.output_token_ids[track.num_known :])
+                del self._tracks[request]
             return None
         if track is None:
             if len(self._tracks) > 2 * self._max_entries:
                 self._tracks = {known: one for known, one in self._tracks.items() if not known.is_finished}
-            track = self._tracks[request] = _Track(request, SuffixIndex(request.prompt_token_ids))
+            shared = self._shared_places(request.cache_salt)
+            track = self._tracks[request] = _Track(request, SuffixIndex(request.prompt_token_ids), shared)
         new = request.output_token_ids[track.num_known :]
         self._compare(track, new)
         track.index.extend(new)
         track.num_known += len(new)
         return track
 
+    def _shared_places(self, salt: bytes) -> Places:
+        """Returns the places of all requests with this cache salt.
+
+        Response times would reveal guesses of other requests, so requests with different salts share nothing.
+        """
+        known = self._places.pop(salt, None)
+        places = self._places[salt] = Places() if known is None else known
+        if len(self._places) > MAX_SALTS:
+            del self._places[next(iter(self._places))]
+        return places
+
     def _compare(self, track: _Track, token_ids: list[int]) -> None:
         """Compares a draft with the tokens that were sampled, up to the first difference."""
         draft, track.draft = track.draft, _NO_DRAFT
-        for guess, match, token_id in zip(draft.token_ids, draft.matches, token_ids, strict=False):
-            self._chances.note(match, guess == token_id)
-            track.chance.note(guess == token_id)
-            if guess != token_id:
+        for number, token_id in enumerate(token_ids):
+            if number < len(draft.places):
+                track.note_place(draft.places[number], token_id)
+            if number == len(draft.token_ids):
+                break
+            match, is_right = draft.matches[number], draft.token_ids[number] == token_id
+            self._chances.note(match, is_right)
+            if match not in OF_GRAMMAR:
+                track.chance.note(is_right)
+            if not is_right:
                 break
 
     def _draft_of(self, track: _Track) -> Draft:
         constraint = track.request.constraint
-        if constraint is not None:
-            fork = constraint.fork() if isinstance(constraint, ForkableConstraint) else None
-            draft = _NO_DRAFT if fork is None else self._constrained_draft(track, fork)
-        else:
+        if constraint is None:
             draft = self._free_draft(track)
-        token_ids = track.before_end(draft.token_ids)
-        return Draft(token_ids, draft.matches[: len(token_ids)])
+        else:
+            fork = constraint.fork() if isinstance(constraint, ForkableConstraint) else None
+            if fork is None:
+                return _NO_DRAFT
+            draft = constrained_draft(fork, self._max_drafts, partial(self._guess, track))
+        return draft.first(track.num_before_end(draft.token_ids))
 
     def _free_draft(self, track: _Track) -> Draft:
         """Returns the draft of a request without a constraint: that of the draft model, or one from an earlier match in
@@ -206,31 +237,24 @@ class Speculator:
             expected += survival
         return expected
 
-    def _constrained_draft(self, track: _Track, fork: ForkableConstraint) -> Draft:
-        """Returns a draft for a request with a constraint. It has the tokens that the constraint forces. Where the
-        constraint allows several tokens, the index of the request's own tokens proposes one.
+    def _guess(self, track: _Track, drafted: list[int], mask: Mask, place: int | None) -> tuple[int, int] | None:
+        """Returns the most probable token, and its match, where the constraint of a request allows several tokens. It
+        comes from the draft model, from the place in the grammar, or from an earlier match in the request's tokens.
 
-        If the next token is not forced, the draft begins with the tokens of the draft model. ``fork`` is a copy of the
-        request's constraint, which this method advances.
+        ``drafted`` is the draft so far. During a trial of the draft model, or with ``always``, its token is preferred.
         """
-        draft = Draft([], [])
-        while (free := self._max_drafts - len(draft.token_ids)) > 0:
-            token_ids, match = fork.forced_tokens()[:free], FORCED
-            if not token_ids and not draft.token_ids and track.from_model:
-                token_ids, match = track.from_model[:free], MODEL
-            elif not token_ids:
-                found = track.index.propose(1, draft.token_ids)
-                if found is None:
-                    break
-                token_ids, match = found.token_ids, found.length
-            try:
-                for token_id in token_ids:
-                    fork.advance(token_id)
-                    draft.token_ids.append(token_id)
-                    draft.matches.append(match)
-            except ConstraintError:
-                break
-        return draft
+        count, lengths = len(drafted), self._lengths
+        if count < len(track.from_model) and track.from_model[:count] == drafted:
+            guesses = [(track.from_model[count], MODEL)]
+            if is_allowed(mask, guesses[0][0]) and (self._always or (lengths is not None and lengths.is_trial)):
+                return guesses[0]
+        else:
+            guesses = []
+        guesses += track.guess_at(place)
+        if (found := track.index.propose(1, drafted)) is not None:
+            guesses.append((found.token_ids[0], found.length))
+        allowed = [guess for guess in guesses if is_allowed(mask, guess[0])]
+        return max(allowed, key=lambda guess: self._chances.of(guess[1]), default=None)
 
     def _may_gain(self, num_sequences: int) -> bool:
         """Returns False if even drafts that are all right would gain too little. Then no draft need be made."""
@@ -249,12 +273,11 @@ class Speculator:
             return
         sizes = self._sizes(tracks)
         for track, size in zip(tracks, sizes, strict=True):
-            draft, constraint = track.draft.token_ids[:size], track.request.constraint
-            if draft and constraint is not None:
-                draft, masks = allowed_drafts(constraint, draft)
-                self._prepare_masks(track.request, masks[1:])
-            if draft:
-                self._offers[track.request.request_id] = draft
+            draft = track.draft.first(size)
+            if draft.token_ids:
+                if track.request.constraint is not None:
+                    self._prepare_masks(track.request, draft.masks)
+                self._offers[track.request.request_id] = draft.token_ids
 
     def _sizes(self, tracks: list[_Track]) -> list[int]:
         """Returns the number of drafts to offer for each request.
@@ -288,7 +311,9 @@ class Speculator:
 
     def _chance(self, track: _Track, place: int) -> float:
         """Returns the chance that a draft is right if all drafts before it are right."""
-        return track.chance.mixed_with(self._chances.of(track.draft.matches[place]))
+        match = track.draft.matches[place]
+        common = self._chances.of(match)
+        return common if match in OF_GRAMMAR else track.chance.mixed_with(common)
 
     def _best_gain(self, num_sequences: int, survivals: list[float]) -> tuple[float, int]:
         """Returns the largest gain over plain steps, and the number of drafts that reaches it.
