@@ -135,7 +135,7 @@ class IncrementalDetokenizer:
         self._is_plain = not self._strip_spaces and not self._strip_first_token
         """True if no space must be stripped from further tokens. Their text can then be read from the token table."""
         self.num_tokens = 0
-        """Number of tokens processed. The tokens after a stop string are not counted."""
+        """Number of tokens processed, if there are stop strings. The tokens after a stop string are not counted."""
 
     @classmethod
     def for_request(
@@ -158,7 +158,6 @@ class IncrementalDetokenizer:
         Tokens after a stop string are ignored.
         """
         if self._matcher is None and len(token_ids) == 1:  # the common case: one token of a decode step
-            self.num_tokens += 1
             [token_id] = token_ids
             if self._is_plain and not self._decoder.buffer and token_id not in self._skip:
                 text = self._table.texts.get(token_id)
@@ -167,11 +166,12 @@ class IncrementalDetokenizer:
             return self._text_of(token_id), None
         pieces = []
         for token_id in token_ids:
-            self.num_tokens += 1
             text = self._text_of(token_id)
-            if not text:
+            if self._matcher is None:
+                pieces.append(text)
                 continue
-            if self._matcher is None or self.num_tokens <= self._min_tokens:
+            self.num_tokens += 1
+            if self.num_tokens <= self._min_tokens or not text:
                 pieces.append(text)
                 continue
             pieces.append(self._matcher.feed(text))

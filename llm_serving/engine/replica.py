@@ -138,7 +138,8 @@ class Replica:
         if broken := broken_requests(result, updates):
             self._note_not_finite(step, result, broken)
         began = perf_counter()
-        outputs = self._texts.outputs(updates, result, now)
+        make_outputs = self._texts.outputs_of_drafts if step.num_drafts else self._texts.outputs
+        outputs = make_outputs(updates, result, now)
         detokenise_s = perf_counter() - began
         if result.aborted:
             return outputs

@@ -33,6 +33,7 @@ class _Stream:
     request: Request
     detokenizer: Detokenizer
     wants_logits: bool
+    num_prompt_tokens: int
 
 
 class TextStreams:
@@ -48,12 +49,23 @@ class TextStreams:
 
     def add(self, request: Request, detokenizer: Detokenizer) -> None:
         """Opens the stream of a request that the scheduler has accepted."""
-        self._streams[request.request_id] = _Stream(request, detokenizer, request.sampling.wants_logits)
+        self._streams[request.request_id] = _Stream(
+            request, detokenizer, request.sampling.wants_logits, len(request.prompt_token_ids)
+        )
 
     def outputs(self, updates: Iterable[RequestUpdate], result: StepResult | None, now: float) -> list[RequestOutput]:
         """Returns the next piece of each updated request. The last piece closes the stream.
 
-        A result may have several tokens of a request. If one of them ends the text, the later ones are dropped.
+        Each update must belong to another request.
+        """
+        return [self._output(update, result, now) for update in updates]
+
+    def outputs_of_drafts(
+        self, updates: Iterable[RequestUpdate], result: StepResult, now: float
+    ) -> list[RequestOutput]:
+        """Returns the next pieces of each updated request, for the result of a step that verified drafts.
+
+        Such a result may have several tokens of a request. If one of them ends the text, the later ones are dropped.
         """
         outputs: list[RequestOutput] = []
         cut: Request | None = None
@@ -110,9 +122,8 @@ class TextStreams:
         if stream.wants_logits and token_ids and result is not None:
             logits = (_token_logits(result, update.index),)
         if not is_last:
-            num_prompt_tokens = len(request.prompt_token_ids)
             num_tokens = len(request.output_token_ids) - update.num_later
-            return RequestOutput(request.request_id, text, token_ids, logits, num_prompt_tokens, num_tokens)
+            return RequestOutput(request.request_id, text, token_ids, logits, stream.num_prompt_tokens, num_tokens)
         del self._streams[request.request_id]
         if update.num_later:
             del request.output_token_ids[-update.num_later :]

@@ -118,8 +118,7 @@ class StepComposer(Stateful):
 
     def _send_decode_or_drafts(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
         """Returns the decode step of these sequences. The step verifies their drafts if entries and blocks are free."""
-        has_drafts = any(sequence.draft for sequence in sequences)
-        step = verify_drafts(self._state, sequences, reason) if has_drafts else None
+        step = verify_drafts(self._state, sequences, reason) if self._state.may_have_drafts else None
         return step or self.send_decode(sequences, reason)
 
     def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
@@ -159,8 +158,9 @@ class StepComposer(Stateful):
         Returns no sequences if a decoding sequence must wait, because the maximum number of its steps is in flight.
         """
         ready, num_joining = [], 0
-        ahead, waits_for_prefill = self._state.limits.decode_steps_ahead, self._waits_for_prefill
-        for sequence in self._state.running:
+        state, waits_for_prefill = self._state, self._waits_for_prefill
+        ahead, may_have_drafts = state.limits.decode_steps_ahead, state.may_have_drafts
+        for sequence in state.running:
             if not sequence.is_decoding:
                 num_joining += 1
                 continue
@@ -168,7 +168,7 @@ class StepComposer(Stateful):
             num_inflight_tokens = request.num_inflight_tokens
             if len(request.output_token_ids) + num_inflight_tokens >= sequence.max_output_tokens:
                 continue  # the steps in flight sample its last token, so it needs no decode step
-            is_behind = num_inflight_tokens > (0 if sequence.draft or sequence.num_inflight_drafts else ahead)
+            is_behind = num_inflight_tokens > (0 if may_have_drafts and sequence.draft else ahead)
             is_in_prefill = waits_for_prefill and sequence.num_inflight_steps > sequence.num_inflight_decodes
             if not is_behind and not is_in_prefill:
                 ready.append(sequence)

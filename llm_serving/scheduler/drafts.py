@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import DecodeBatch, build_decode
+
+
+def offer_drafts(state: SchedulerState, offers: Iterable[tuple[str, list[int]]]) -> None:
+    """Keeps the drafts for the next decode steps of their sequences. ``Scheduler.offer_drafts`` has the rules."""
+    state.may_have_drafts = True
+    for request_id, token_ids in offers:
+        sequence = state.intake.sequences.get(request_id)
+        if sequence is not None and sequence.is_decoding and not sequence.num_inflight_drafts:
+            sequence.draft = token_ids
 
 
 def with_drafts(state: SchedulerState, sequences: list[Sequence]) -> list[Sequence]:
@@ -35,11 +46,20 @@ def with_drafts(state: SchedulerState, sequences: list[Sequence]) -> list[Sequen
 
 def verify_drafts(state: SchedulerState, sequences: list[Sequence], reason: StepReason) -> ScheduledStep | None:
     """Returns a decode step of the sequences that verifies their drafts, or None if no draft fits."""
+    if not any(sequence.draft for sequence in sequences):
+        return None
     entries, in_flight = with_drafts(state, sequences), state.in_flight
     if len(entries) == len(sequences):
         return None
     step = build_verification(in_flight.next_seq, reason, DecodeBatch.of(entries))
     return in_flight.add(step, entries, first_chunk=len(entries))
+
+
+def end_drafts(sequences: list[Sequence]) -> None:
+    """Drops the drafts of the sequences of a step that has ended. The step has verified them, or they are void."""
+    for sequence in sequences:
+        if sequence.draft:
+            sequence.draft, sequence.num_inflight_drafts = [], 0
 
 
 def build_verification(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledStep:

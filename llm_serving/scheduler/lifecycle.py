@@ -10,6 +10,7 @@ from llm_serving.block_supply.base import BlockSupply
 from llm_serving.ipc.drafts import REJECTED
 from llm_serving.ipc.shm import NOT_FINITE
 from llm_serving.request import FinishReason, Request, RequestStatus
+from llm_serving.scheduler.drafts import end_drafts
 from llm_serving.scheduler.output import NOT_FINITE_ERROR, RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.sequence import HandOverState, InFlightStep, Sequence, SequenceState
@@ -134,9 +135,8 @@ class Lifecycle:
     def take_result(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
         """Processes the result of a step. Returns an update for each new token and for each request that ended."""
         error = result.error or _shape_error(flight.step, result)
-        for sequence in flight.sequences:
-            if sequence.draft:
-                sequence.draft, sequence.num_inflight_drafts = [], 0
+        if self._state.may_have_drafts:
+            end_drafts(flight.sequences)
         if error is not None:
             for sequence in flight.sequences:
                 sequence.drop_tokens = True

@@ -34,6 +34,7 @@ from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.kvcache.prefix_index import IndexObserver
 from llm_serving.policies.setup import make_policy
 from llm_serving.request import FinishReason, Request
+from llm_serving.scheduler.drafts import offer_drafts
 from llm_serving.scheduler.figures import SchedulerFigures
 from llm_serving.scheduler.for_router import RoutedScheduler
 from llm_serving.scheduler.lifecycle import Lifecycle, void_steps
@@ -154,10 +155,7 @@ class Scheduler(SchedulerFigures, RoutedScheduler, SchedulerTiers, SavedSchedule
         gets a token. Offers for requests that do not decode, or whose guesses are in flight, have no effect. Guesses
         never change the tokens of a request.
         """
-        for request_id, token_ids in offers:
-            sequence = self._intake.sequences.get(request_id)
-            if sequence is not None and sequence.is_decoding and not sequence.num_inflight_drafts:
-                sequence.draft = token_ids
+        offer_drafts(self._state, offers)
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """Returns the next step, or None. After None, call this method again after ``update``, a new request or the

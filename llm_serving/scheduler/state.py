@@ -37,6 +37,8 @@ class SchedulerState(Stateful):
     wakeup: float | None = None
     """Time in seconds until which a request or a step is held back. ``schedule`` must be called again at this time.
     None if nothing is held back."""
+    may_have_drafts: bool = False
+    """True once drafts were offered. Until then, no code looks for the drafts of a sequence."""
 
     @property
     def page_use(self) -> float:

@@ -75,5 +75,6 @@ class SavedScheduler:
         self._state.intake.sequences = {sequence.request.request_id: sequence for sequence in requests}
         for name, part in self._parts.items():
             part.restore(state["parts"][name], sequences)
+        self._state.may_have_drafts = any(sequence.draft for sequence in loaded)
         self._may_have_suspects = any(sequence.request.is_suspect for sequence in self.sequences())
         return num_lost
