@@ -177,6 +177,8 @@ struct TiledForm {
     return {x, x + upper * job.x_stride, job.x_stride * static_cast<int64_t>(sizeof(X))};
   }
 
+  // Multiplies a chunk of weights by all rows of the task, in blocks of up to 32 rows. If `alternate`, the
+  // blocks use two parts of `sums` alternately. Otherwise the sums of all rows stay in memory.
   template <class Finishing>
   static void multiply_chunk(const LinearJob& job, const Chunk& chunk, int64_t row, int64_t rows, float* sums,
                              bool alternate, Finishing* finishing) {

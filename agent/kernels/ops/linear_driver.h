@@ -243,6 +243,7 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
   }
 }
 
+// Multiplies one panel by rows [row, row_end), piece after piece of the depth. The last piece applies the epilogue.
 template <class Form>
 static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
   const int64_t units = Form::units(job.shape), unit_bytes = Form::unit_bytes(job.shape);
@@ -284,6 +285,7 @@ static inline void spread(const LinearJob& job, int64_t tasks, const Run& run) {
   }
 }
 
+// Calls task(panel, row, row_end) for each panel and each block of at most kBlockRows rows.
 template <class Task>
 static inline void for_panels(const LinearJob& job, const Task& task) {
   const int64_t row_blocks = ceil_div(job.args.rows, kBlockRows);
@@ -336,6 +338,8 @@ static inline void convert_rows(LinearJob* job, int64_t stride) {
   job->x_stride = stride;
 }
 
+// Sets the activations of the job to float32 rows. Copies the rows if they have another type, or if the depth is not a
+// whole number of steps, in which case zeros follow.
 static void rows_as_floats(LinearJob* job) {
   const int64_t stride = ceil_div(job->header.depth, kLanes) * kLanes;
   job->x = job->args.x;
@@ -355,6 +359,7 @@ static void rows_as_bfloats(LinearJob* job) {
 }
 #endif
 
+// Sets the activations of the job to int8 rows: those of the caller, or rows that are quantised here.
 static void rows_as_bytes(LinearJob* job) {
   const LinearArgs& args = job->args;
   if (args.quantized != nullptr) {
@@ -371,6 +376,8 @@ static void rows_as_bytes(LinearJob* job) {
   job->x_stride = job->rows.stride;
 }
 
+// Converts the activations to the type that the products read. Then runs the code for the format of the weight, the
+// type of the activations and the instruction set.
 static void run_job(LinearJob* job) {
   const WeightFormat format = job->header.format;
   const bool grouped = job->header.group != 0 || has_nibbles(format);

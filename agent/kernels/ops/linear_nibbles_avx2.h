@@ -63,6 +63,8 @@ struct NibbleStep {
     if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
   }
 
+  // The loop of sum_steps() (linear_tiles.h). H halves of columns are summed in one pass over the steps. After every
+  // kSteps steps, the 16-bit sums are added to the 32-bit sums.
   template <int R, int C, int kLines>
   LLMK_INLINE void sum(const uint8_t* w, int64_t half_bytes, int v, const X* x, int64_t x_stride, int64_t steps,
                        const uint8_t* next, Ints (&total)[R][C]) {

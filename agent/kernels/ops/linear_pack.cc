@@ -99,6 +99,8 @@ void place_codes(const GroupCodes& from, int64_t depth, int64_t step_depth, int 
   }
 }
 
+// Packs one column of an integer weight into lane `lane` (0 to 63) of a panel, group after group. In a group, the steps
+// of all columns come first. Then come the scales and, if `zeros`, the zero points.
 void pack_integer_column(const PackSource& source, const WeightShape& shape, int64_t column, int lane, bool zeros,
                          uint8_t* panel, GroupCodes* work) {
   const int64_t group_depth = shape.group_steps * shape.step_depth;
@@ -117,6 +119,7 @@ void pack_integer_column(const PackSource& source, const WeightShape& shape, int
   }
 }
 
+// Packs one column of a float weight into lane `lane` (0 to 63) of a panel.
 void pack_float_column(const PackSource& source, const WeightShape& shape, int64_t column, int lane, uint8_t* panel) {
   const int64_t lane_bytes = shape.step_bytes / kPanelColumns, tile_steps = kernels().tile_steps;
   for (int64_t k = 0, step = 0; step < shape.steps; ++step) {
@@ -135,6 +138,7 @@ void pack_float_column(const PackSource& source, const WeightShape& shape, int64
   }
 }
 
+// Packs the 64 columns of a panel. Lanes without a column stay zero.
 void pack_panel(const PackSource& source, const PackedWeightHeader& header, const WeightShape& shape, int64_t panel,
                 uint8_t* out) {
   std::memset(out, 0, static_cast<size_t>(shape.panel_bytes));

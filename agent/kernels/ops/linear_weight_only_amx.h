@@ -71,6 +71,8 @@ class TiledWeightOnly {
                           to + i * kTileSize);
   }
 
+  // Multiplies all rows by an unpacked block of weights. Between the products of the first 16 rows, unpacks the block
+  // `next`.
   void multiply(const WeightBlock& block, const bfloat_t* weights, const WeightBlock& next, bfloat_t* next_weights) {
     const int64_t tiles = tiles_of(next);
     const bfloat_t* x = x_ + block.first * Weights::kDepth;
@@ -95,6 +97,7 @@ class TiledWeightOnly {
     multiply_half<1>(block, b, weights + units * 2 * kTileSize, units, meanwhile);
   }
 
+  // Runs one step: multiplies block `b` of 16 rows by half H (0 or 1) of the unpacked weights `w`.
   template <int H, class Meanwhile>
   void multiply_half(const WeightBlock& block, int64_t b, const bfloat_t* w, int64_t units,
                                  const Meanwhile& meanwhile) {

@@ -82,6 +82,7 @@ class SingleRow {
     }
   }
 
+  // Multiplies the row by one quantisation group of a panel, in the order of a tile product (see the top of this file).
   LLMK_INLINE void sum_group(const uint8_t* group, int64_t steps, const float* scales, const float* x, float* sums) {
     const uint8_t* zeros = reinterpret_cast<const uint8_t*>(scales + kPanelColumns);
     Ints shifts[kVectors];

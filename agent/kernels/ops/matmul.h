@@ -40,6 +40,7 @@ struct DepthPiece {
   bool first, last;
 };
 
+// Copies a piece of C columns to `out` in the layout PackedColumns, converted to the type P.
 template <int C, class T, class P>
 static inline void pack_columns(const MatMulArgs& args, const DepthPiece& piece, int64_t column, P* out) {
   constexpr int kStep = Dot<T, P>::kStep;
@@ -56,6 +57,7 @@ static inline void pack_columns(const MatMulArgs& args, const DepthPiece& piece,
   }
 }
 
+// Adds up the lanes of each sum, rounds the results, and writes them to the output.
 template <int R, int C, class T>
 LLMK_INLINE void finish_tile(const MatMulArgs& args, const Vec (&total)[R][C], int64_t row, int64_t column) {
   constexpr int kCount = (R * C + kLanes - 1) / kLanes * kLanes;
@@ -72,6 +74,7 @@ LLMK_INLINE void finish_tile(const MatMulArgs& args, const Vec (&total)[R][C], i
   }
 }
 
+// Multiplies R rows by C columns over a piece of the depth. Between two pieces, `lanes` holds the vectors of sums.
 template <int R, int C, class T, class W>
 static inline void matmul_tile(const MatMulArgs& args, const DepthPiece& piece, const W& w, int64_t row,
                                int64_t column, Vec* lanes) {
@@ -113,6 +116,7 @@ static inline void matmul_packed(const MatMulArgs& args, int64_t row, int64_t ro
   } while (!piece.last);
 }
 
+// Multiplies rows [row, row_end) by C columns. A few rows read the columns where they are, without packing them.
 template <int C, class T>
 static inline void matmul_columns(const MatMulArgs& args, int64_t row, int64_t row_end, int64_t column) {
   if (row_end - row > kTileRows) return matmul_packed<C, T>(args, row, row_end, column);

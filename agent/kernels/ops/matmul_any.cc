@@ -41,6 +41,7 @@ void float_matmul(const AnyMatMulArgs& args, DType dtype) {
   kernels().matmul(plain);
 }
 
+// Multiplies matrices of any type with plain loops.
 template <class T, class Out>
 void plain_matmul(const AnyMatMulArgs& args) {
   const T* a = static_cast<const T*>(args.a);

@@ -306,6 +306,8 @@ class TileWork {
     int64_t left() const { return (columns - column) * steps - step; }
   };
 
+  // Runs one queued step: adds 16 units of the depth to the sums of a pair of columns. After the last step of a pair,
+  // the sums stay in the tiles until keep() stores them.
   template <bool kScores>
   LLMK_MEMBER void step(Steps* at) {
     if (at->step == 0) {

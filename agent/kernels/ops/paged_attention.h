@@ -418,6 +418,7 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
   static_cast<void>(configured);
 }
 
+// Computes the partitions of a task one after the other, and writes the new keys and values before they are read.
 template <class F, class C>
 static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
                                    const PagedTask* next, const PagedJoin* join, const TaskMemory& memory,
@@ -479,6 +480,8 @@ static inline int64_t padded_dim_of(const RotaryAttentionArgs& args) {
   return reads_cache<F, C>(args) ? args.dim : ceil_div(args.dim, F::kDimStep) * F::kDimStep;
 }
 
+// Runs a task: rotates its queries, computes its partitions, and writes its rows of the output. If tasks share the
+// context of the rows, only the last of these tasks writes the rows.
 template <class F, class C>
 static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
                             const PagedTask* next, TileFetch* fetch) {
@@ -548,6 +551,7 @@ static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_di
   });
 }
 
+// Runs the attention of a step with the number format F and a cache of type C: plans the tasks, then runs them.
 template <class F, class C>
 static inline void attend_paged(const RotaryAttentionArgs& args) {
   const int64_t padded_dim = padded_dim_of<F, C>(args), group = args.heads / args.kv_heads;

@@ -64,8 +64,10 @@ class TileFetch {
     }
   }
 
+  // Forgets all memory that is not prefetched yet.
   void stop() { count_ = piece_ = 0; }
 
+  // Prefetches the next `lines` cache lines. rest() prefetches all that are left.
   __attribute__((always_inline)) void some(int64_t lines) {
     if (together_ > 1) return some_of_several(lines);
     while (lines > 0 && piece_ < count_) {
@@ -77,6 +79,7 @@ class TileFetch {
   void rest() { some(int64_t{1} << 40); }
 
  private:
+  // Prefetches `lines` cache lines, divided equally among the next `together_` pieces.
   void some_of_several(int64_t lines) {
     while (lines > 0 && piece_ < count_) {
       const int end = smaller(piece_ + together_, count_);
@@ -90,6 +93,7 @@ class TileFetch {
     }
   }
 
+  // Begins to prefetch the whole blocks [first, end) of a block table, all heads of a block together.
   void start_blocks(const RotaryAttentionArgs& args, uintptr_t base, bool keys, const int32_t* table, int64_t first,
                     int64_t end, int64_t head, int64_t heads) {
     const int64_t chunk = chunk_bytes(args);

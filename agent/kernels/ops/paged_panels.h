@@ -19,6 +19,7 @@ struct PagedTile {
   int64_t scales[kPartition];  // only set for int8 caches
 };
 
+// Finds the places of the keys and values at positions [begin, end) of a sequence, at most one partition.
 static inline void locate_tile(const RotaryAttentionArgs& args, int64_t seq, int64_t begin, int64_t end,
                                PagedTile* tile) {
   tile->begin = begin;
@@ -76,6 +77,7 @@ static inline void pack_keys(const HeadTile& now, int64_t dim, int64_t query_uni
   }
 }
 
+// Packs kDimStep dims, from dim `d` on, of the values of kPerUnit keys, from number `key` on.
 template <bool kWhole, class F, class C>
 LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, int64_t n, Unit* out) {
   const C* rows[F::kPerUnit];
@@ -133,6 +135,7 @@ static inline void widen_keys(const HeadTile& now, int64_t dim, Unit* panel) {
   }
 }
 
+// Converts the values of a cache with 4-byte units to floats in a panel [key][padded_dim]. Missing keys get zeros.
 template <class C>
 static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded_dim, Unit* panel) {
   constexpr int kPer = 4 / sizeof(C);

@@ -94,6 +94,8 @@ struct Int8Form {
 #endif
   }
 
+  // Quantises a query to 15 bits and stores it as two rows of units: the high bytes, then the low bytes. Multiplies
+  // *factor by the scale of the query. *offset corrects the products with unsigned keys (Int8ScoreProduct).
   static inline void pack_query(const float* x, int64_t dim, Unit* out, int64_t units, float* factor, int32_t* offset) {
     Vec top = zero();
     for (int64_t d = 0; d < dim; d += kLanes) {

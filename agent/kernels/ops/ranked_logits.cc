@@ -101,6 +101,7 @@ const ScratchVector<RankedRow::Ranked>& RankedRow::sorted(int bin) {
   return tokens;
 }
 
+// Bins are in descending order of logits. Only the first bin that is not kept whole is sorted.
 template <class KeepBin, class KeepToken>
 Prefix RankedRow::walk(const KeepBin& keep_bin, const KeepToken& keep_token) {
   Prefix prefix{0, 0};

@@ -27,6 +27,7 @@ struct RmsNormArgs {
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 
+// Computes one row. With a residual, first writes the sum of x and the residual, rounded to T, and reads the sum back.
 template <class T, class G>
 static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   const int64_t width = args.width, full = width / kLanes * kLanes, tail = width - full;

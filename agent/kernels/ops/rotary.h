@@ -51,6 +51,7 @@ static inline void rotate_pairs_head(const T* x, T* out, const C* cos, const C* 
   }
 }
 
+// Rotates all heads of all tokens, in parallel over tokens. Without positions, token i has position i.
 template <class T, class C>
 static inline void rotary_tokens(const RotaryArgs& args) {
   const int64_t per_task = larger(1, 8192 / (args.heads * args.dim));

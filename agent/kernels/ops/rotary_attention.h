@@ -160,8 +160,8 @@ int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* q
 // Checks the arguments of attention whose queries are rotated already, and whose keys and values exist already. Returns
 // 0, or an error code after one line on standard error.
 //
-// `starts` has room for 2 * num_seqs numbers: first query_starts, then key_starts. The latter are written only if there
-// are no block tables. In this case, `key_rows` is the number of rows of the keys and of the values.
+// `starts` holds 2 * num_seqs numbers: first query_starts, then key_starts. key_starts are written only without block
+// tables. In this case, `key_rows` is the number of rows of the keys and of the values.
 int check_ready_attention(const char* op, RotaryAttentionArgs* args, int64_t key_rows, int64_t* starts);
 
 }  // namespace llmk

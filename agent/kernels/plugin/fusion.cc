@@ -150,6 +150,7 @@ int chunk_mask(Launch* const* parts, const Fusion& fusion) {
 // is still in the processor's cache.
 enum { kQuantX, kSmoothScales, kQuantY, kQuantScale, kQuantCount };
 
+// Calls write_row(row, values) for each row, and quantises these values to int8. Returns 0.
 template <class RowFunction>
 int quantise_rows(const Call& quant, int64_t rows, int64_t depth, const RowFunction& write_row) {
   const DType dtype = quant.dtype(kQuantX);

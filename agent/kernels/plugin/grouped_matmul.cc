@@ -14,8 +14,9 @@
 //       x @ ((weight + antiquant_offset) * antiquant_scale)
 //       Both are [groups, columns]. For int4, they may also be [groups, n, columns] for n equal parts of the depth.
 //
-// Products of floats, or of floats and integer weights, may have a bias [groups, columns]: float32 for results of
-// bfloat16, otherwise of the type of the result. It is added in float32, before the sum is rounded once.
+// Products of floats, or of floats and integer weights, may have a bias [groups, columns]. The type of the bias is
+// float32 for results of bfloat16, otherwise the type of the result. The bias is added in float32, before the sum is
+// rounded once.
 //
 // The input split_item must be 3 (one output) and group_type 0 (rows). The input group_list has the ends of the groups
 // if group_list_type is 0, and the sizes of the groups if it is 1.

@@ -1,5 +1,5 @@
-// Defines Recording: the kernel launches of one run of a graph, and the buffers for their outputs when the launches are
-// replayed. launches.h has an overview.
+// Defines Recording: the kernel launches of one run of a graph, and the buffers for their outputs in a replay.
+// launches.h has an overview.
 #pragma once
 #include <memory>
 #include <string>
