@@ -70,3 +70,9 @@ MAX_JSON_OBJECTS = 65536
 """Maximum number of strings, and of objects and lists together, in a request body."""
 WRITE_TIMEOUT_S = 60.0
 """Seconds for which the server waits until a client reads a written piece. Then the server closes the connection."""
+UNSENT_BYTES = 128 * 1024
+"""Number of bytes above which the system accepts no further bytes of a connection, until it has sent some of them.
+
+Without this limit, Linux keeps up to 4 MB for a slow client, and accepts further bytes only after a third of them was
+sent. A client that reads less than 22 KB/s would then exceed ``WRITE_TIMEOUT_S``. See ``TCP_NOTSENT_LOWAT`` in tcp(7).
+"""

@@ -8,12 +8,13 @@ import asyncio
 import json
 import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 from llm_serving.engine.outputs import MERGE_AT
 from llm_serving.request import FinishReason, RequestOutput, TokenLogits
 from llm_serving.server.http.sse import EventStream
-from llm_serving.server.limits import INLINE_ITEMS
+from llm_serving.server.limits import INLINE_ITEMS, UNSENT_BYTES
 from support.http_server import http_request, read_response, wait_until
 from support.time_limits import time_limit
 
@@ -67,6 +68,7 @@ def test_delivery_to_a_slow_client_is_when_it_reads(server, engine, monkeypatch)
     time.sleep(0.3)
     assert request.delivered == early
     assert engine.num_open == 1
+    assert 0 < bytes_in_system(server, connection) < 3 * UNSENT_BYTES
     reading_from = time.monotonic()
     _, _, body = read_all(connection)
     wait_until(lambda: engine.num_open == 0)
@@ -77,6 +79,16 @@ def test_delivery_to_a_slow_client_is_when_it_reads(server, engine, monkeypatch)
 
 
 LONG = 100_000
+
+
+def bytes_in_system(server, connection):
+    """Returns the number of bytes that the server has written and the client's system has not received yet."""
+    client = connection.getsockname()[1]
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        local, remote, _, queues = line.split()[1:5]
+        if [int(address.partition(":")[2], 16) for address in (local, remote)] == [server.port, client]:
+            return int(queues.partition(":")[0], 16)
+    raise AssertionError("the system does not list the connection")
 
 
 def _longer(piece):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,8 +63,6 @@ class WorstRequest:
         """Sends the request and reads the response. Raises AssertionError if it is not accepted."""
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=time_limit(TIMEOUT_S))
         try:
-            connection.connect()
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.request("POST", self.path, self.body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             assert response.status == 200, (self.name, response.status, response.read()[:300])

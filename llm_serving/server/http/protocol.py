@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from llm_serving.server.limits import (
     MAX_FRAMING_RATIO,
     MAX_HEADER_BYTES,
     MESSAGE_TIMEOUT_S,
+    UNSENT_BYTES,
     WRITE_TIMEOUT_S,
 )
 
@@ -192,6 +194,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         if len(self.connections) + len(self._rules.handshakes) > self._rules.max_connections:
             self._rules.refused()
             self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
