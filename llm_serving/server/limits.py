@@ -19,6 +19,11 @@ MAX_TOOLS = 128
 """Maximum number of tools in one request."""
 MAX_TOOLS_BYTES = 65536
 """Maximum size of all tools of a request together, as JSON."""
+MAX_ARGUMENT_VALUES = 65536
+"""Maximum number of values and keys in the arguments of all earlier tool calls of a request together.
+
+Python's JSON parser and encoder keep the interpreter lock (GIL) for one text. They take 7 ms for this many numbers.
+"""
 MAX_TOOL_NAME_CHARS = 64
 MAX_MESSAGES = 4096
 MAX_PREFIX_IDS = 131072

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from pydantic import ValidationError
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from llm_serving.engine.tokenizer import Tokenizer
@@ -17,9 +18,20 @@ from llm_serving.server.generation import prompts
 from llm_serving.server.http import body as body_module
 from llm_serving.server.http import protocol as http_protocol
 from llm_serving.server.http.protocol import BoundedHttpProtocol
-from llm_serving.server.limits import INLINE_ITEMS, INLINE_MESSAGES, MAX_DETOKENIZE, MAX_JSON_OBJECTS, MAX_JSON_VALUES
+from llm_serving.server.limits import (
+    INLINE_CHAT_CHARS,
+    INLINE_ITEMS,
+    INLINE_MESSAGES,
+    MAX_ARGUMENT_VALUES,
+    MAX_DETOKENIZE,
+    MAX_JSON_OBJECTS,
+    MAX_JSON_VALUES,
+)
 from llm_serving.server.messages import endpoints as messages
+from llm_serving.server.messages.fields import CountRequest
+from llm_serving.server.openai.chat import ChatRequest
 from llm_serving.server.responses import endpoints as responses
+from llm_serving.server.responses.fields import ResponsesRequest
 from support.fake_engine import FakeEngine
 from support.http_server import http_request, read_response, running, wait_until
 from support.time_limits import time_limit
@@ -134,6 +146,134 @@ def test_many_blocks_are_converted_in_another_thread(
     limit = {"/v1/messages": {"max_tokens": 1}, "/v1/responses": {"max_output_tokens": 16}}.get(path, {})
     assert large_server.post(path, {**body, **limit}).status_code == 200
     assert [thread is large_server._thread for thread in threads] == [num_parts == 2] * len(names)
+
+
+def call_bodies(values):
+    """Returns a request with one tool call for each API with conversations. ``values`` are numbers in its arguments.
+
+    The key of a request is its path.
+    """
+    arguments = json.dumps({"a": values})
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    use = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": values}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "2"}
+    question = {"role": "user", "content": "Add."}
+    return {
+        "/tokenize": {
+            "messages": [
+                question,
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "2", "tool_call_id": "1"},
+            ]
+        },
+        "/v1/messages/count_tokens": {
+            "messages": [question, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        },
+        "/v1/responses": {
+            "max_output_tokens": 16,
+            "input": [
+                question,
+                {"type": "function_call", "call_id": "1", "name": "add", "arguments": arguments},
+                {"type": "function_call_output", "call_id": "1", "output": "2"},
+            ],
+        },
+    }
+
+
+@pytest.mark.parametrize("num_values", [2, INLINE_CHAT_CHARS // 2])
+@pytest.mark.parametrize(
+    ("path", "functions"),
+    [
+        ("/tokenize", []),
+        ("/v1/messages/count_tokens", [(messages, "chat_request")]),
+        ("/v1/responses", [(responses, "conversation"), (responses, "chat_request")]),
+    ],
+)
+def test_tool_calls_with_long_arguments_are_converted_in_another_thread(
+    large_server, monkeypatch, path, functions, num_values
+):
+    threads = []
+    for owner, name in [*functions, (EarlierCall, "for_template"), (prompts, "describe_tools")]:
+        watch(monkeypatch, threads, owner, name)
+    large_server.post(path, call_bodies([1] * num_values)[path])
+    assert [thread is large_server._thread for thread in threads] == [num_values == 2] * (len(functions) + 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/tokenize", "messages[1].tool_calls[0].function.arguments"),
+        ("/v1/messages/count_tokens", "messages[1].content[0].input"),
+        ("/v1/responses", "input[1].tool_calls[0].function.arguments"),
+    ],
+)
+def test_a_tool_call_with_too_many_values_is_refused(large_server, path, param):
+    answer = large_server.post(path, call_bodies([1] * MAX_ARGUMENT_VALUES)[path])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert f"the maximum is {MAX_ARGUMENT_VALUES}" in error["message"]
+
+
+def test_the_arguments_of_all_tool_calls_are_bounded_together(large_server):
+    body = call_bodies([1] * (MAX_ARGUMENT_VALUES * 3 // 5))["/tokenize"]
+    assert large_server.post("/tokenize", body).json()["error"]["param"] != "messages[1]"
+    body["messages"][1]["tool_calls"] *= 2
+    error = large_server.post("/tokenize", body).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "invalid_value")
+    assert f"the maximum is {MAX_ARGUMENT_VALUES}" in error["message"]
+
+
+def test_the_values_of_arguments_are_counted_before_they_are_parsed(large_server):
+    body = call_bodies([])["/tokenize"]
+    call = body["messages"][1]["tool_calls"][0]
+    call["function"]["arguments"] = '{"a": [' + "1," * MAX_ARGUMENT_VALUES
+    assert "the maximum is" in large_server.post("/tokenize", body).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("num_parts", [2, INLINE_MESSAGES])
+@pytest.mark.parametrize(
+    ("module", "path", "field", "kind", "image"),
+    [
+        (messages, "/v1/messages/count_tokens", "messages", "text",
+         {"type": "image", "source": {"type": "url", "url": "http://host/a.png"}}),
+        (responses, "/v1/responses", "input", "input_text", {"type": "input_image", "image_url": "http://host/a.png"}),
+    ],
+)  # fmt: skip
+def test_errors_of_long_conversations_are_named_in_another_thread(
+    large_server, monkeypatch, module, path, field, kind, image, num_parts
+):
+    threads = []
+    watch(monkeypatch, threads, module, "image_fields")
+    parts = [{"type": kind, "text": "a"}] * num_parts
+    answer = large_server.post(path, {field: [{"role": "user", "content": [*parts, image]}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"{field}[0].content[{num_parts}]")
+    assert [thread is large_server._thread for thread in threads] == [num_parts == 2]
+
+
+MANY = 500
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], **{f"a{i}": 1 for i in range(MANY)}}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a", **{f"a{i}": 1 for i in range(MANY)}}]}),
+        (CountRequest, {"messages": [{"role": "user", "content": [{"type": "text"}] * MANY}]}),
+        (CountRequest, {"messages": [{"role": "user", "content": "a"}], "system": [{"type": "text"}] * MANY}),
+        (CountRequest, {"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text"}] * MANY}]}]}),
+        (ResponsesRequest, {"input": [{"type": "function_call", "call_id": "1", "name": "a"}] * MANY}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "input_text"}] * MANY}]}),
+        (ResponsesRequest, {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text"}] * MANY}]}),
+        (ResponsesRequest, {"input": "a", "include": [1] * MANY}),
+        (ResponsesRequest, {"input": "a", "metadata": {f"a{i}": 1 for i in range(MANY)}}),
+    ],
+)  # fmt: skip
+def test_a_body_with_many_wrong_parts_makes_one_error(model, body):
+    """pydantic makes the errors in one call, in which no other thread runs."""
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate(body)
+    assert raised.value.error_count() == 1
 
 
 def test_the_sizes_of_bodies_are_noted_to_return_their_memory(large_server, monkeypatch):

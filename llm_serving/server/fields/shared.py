@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH
 from llm_serving.sampling_params import MAX_LOGIT_BIAS, MAX_TOP_LOGITS, PARAMETERS
 from llm_serving.server.fields.structured_output import StructuredFields
-from llm_serving.server.fields.tools import EarlierCall
+from llm_serving.server.fields.tools import EarlierCall, check_argument_values
 from llm_serving.server.fields.validation import LaxModel, StrictModel, short
 from llm_serving.server.generation.scheduling import SchedulingFields
 from llm_serving.server.limits import (
@@ -387,4 +387,15 @@ TemplateValues = Annotated[
     Field(description="Variables for the model's chat template, for example `enable_thinking`."),
 ]
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+def _check_all_arguments(messages: list[Message]) -> list[Message]:
+    """Checks the arguments of all tool calls together, because a chat template may write them all in one call."""
+    check_argument_values([call.function.arguments for message in messages for call in message.tool_calls or ()])
+    return messages
+
+
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    AfterValidator(_check_all_arguments),
+]

@@ -12,7 +12,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from llm_serving.server.fields.validation import StrictModel, short
-from llm_serving.server.limits import MAX_NAME_CHARS, MAX_TOOL_NAME_CHARS, MAX_TOOLS, MAX_TOOLS_BYTES
+from llm_serving.server.http.json_structure import structure_of
+from llm_serving.server.limits import (
+    MAX_ARGUMENT_VALUES,
+    MAX_NAME_CHARS,
+    MAX_TOOL_NAME_CHARS,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+)
 
 ToolName = Annotated[str, Field(max_length=MAX_TOOL_NAME_CHARS, pattern="^[a-zA-Z0-9_-]+$")]
 
@@ -141,7 +148,19 @@ class EarlierCall(StrictModel):
         return {"id": self.id, "type": "function", "function": function}
 
 
+def check_argument_values(texts: Sequence[str]) -> None:
+    """Raises PydanticCustomError if JSON texts have more than ``MAX_ARGUMENT_VALUES`` values and keys together."""
+    if sum(map(len, texts)) <= MAX_ARGUMENT_VALUES:  # each value has at least one character
+        return
+    structures = [structure_of(text.encode()) for text in texts]
+    number = sum(each.num_values + each.num_keys for each in structures)
+    if number > MAX_ARGUMENT_VALUES:
+        problem = f"holds {number} values and keys in arguments of tool calls; the maximum is {MAX_ARGUMENT_VALUES}"
+        raise PydanticCustomError("arguments_size", problem)
+
+
 def _check_arguments(text: str) -> str:
+    check_argument_values([text])
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -33,7 +33,15 @@ class RequestModel(BaseModel):
         for name, neutral in cls.unsupported.items():
             if name in data and data[name] not in neutral:
                 raise PydanticCustomError("unsupported_parameter", "{name}", {"name": name, "got": short(data[name])})
-        return {key: data[key] for key in data if key not in cls.unsupported and key not in cls.ignored}
+        found = {key: data[key] for key in data if key not in cls.unsupported and key not in cls.ignored}
+        return found if len(found) <= len(cls.model_fields) else cls._with_one_unknown(found)
+
+    @classmethod
+    def _with_one_unknown(cls, data: dict[str, object]) -> dict[str, object]:
+        """Leaves out all unknown fields but the first, because pydantic makes an error for each of them."""
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(key for key in data if key not in known)
+        return {key: value for key, value in data.items() if key in known or key == unknown}
 
 
 class StrictModel(RequestModel):

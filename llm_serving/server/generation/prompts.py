@@ -20,7 +20,7 @@ from llm_serving.server.fields.shared import Message
 from llm_serving.server.fields.tools import with_text_arguments
 from llm_serving.server.fields.validation import short
 from llm_serving.server.generation.images import ReadImages
-from llm_serving.server.generation.work import check_work, off_loop
+from llm_serving.server.generation.work import call_entries, check_work, off_loop
 from llm_serving.server.limits import (
     INLINE_CHAT_CHARS,
     INLINE_MESSAGES,
@@ -157,13 +157,13 @@ async def encode_chat(
     are rendered in another thread. Raises RequestError if there is no chat template, if the template fails on the
     messages, or if the prompt cannot fit the context.
     """
-    num_entries = sum(1 + len(message.get("tool_calls") or ()) for message in messages)
+    is_short = _is_short(messages, tools)
     template = state.engine.tokenizer.chat_template
     has_tools = bool(tools) or any(map(_has_calls, messages))
     if has_tools:
         template = state.engine.tokenizer.tool_template or template
     prepare = partial(_prepared, state.output_format, messages, tools, has_tools=has_tools)
-    messages, tools = await off_loop(num_entries, prepare, INLINE_MESSAGES)
+    messages, tools = await off_loop(0 if is_short else 1, prepare, limit=0)
     render = partial(
         template.render,
         messages if state.settings.vision is None else [_in_parts(message) for message in messages],
@@ -172,7 +172,6 @@ async def encode_chat(
         values=template_values,
         max_chars=max_chars(state),
     )
-    is_short = num_entries <= INLINE_MESSAGES and _num_chars(messages, tools) <= INLINE_CHAT_CHARS
     text = None
     if is_short and state.renders_inline:
         try:
@@ -192,10 +191,12 @@ async def encode_chat(
 
 
 async def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns the messages of a request as the input of ``encode_chat``. If they are many, or have many tool calls,
-    another thread converts them.
+    """Returns the messages of a request as the input of ``encode_chat``.
+
+    If there are many messages or tool calls, or if the arguments of calls are long, another thread converts them.
     """
-    num_entries = sum(1 + len(message.tool_calls or ()) for message in messages)
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    num_entries = len(messages) + sum(call_entries(len(call.function.arguments)) for call in calls)
     return await off_loop(num_entries, lambda: [message.for_template() for message in messages], INLINE_MESSAGES)
 
 
@@ -224,12 +225,23 @@ def _has_calls(message: Mapping[str, Any]) -> bool:
     return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
-def _num_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the size of a conversation and its tools: characters of messages, and bytes of tools and calls as JSON.
+def _is_short(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether the event loop's thread may prepare and render a conversation with these tools.
+
+    Counts messages and calls, the characters of messages, and the bytes of tools and calls as JSON.
     """
-    contents = sum(len(message["content"] or "") for message in messages)
-    objects = [*tools, *(call for message in messages for call in message.get("tool_calls") or ())]
-    return contents + (len(orjson.dumps(objects)) if objects else 0)
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    size = sum(len(message["content"] or "") for message in messages)
+    if len(messages) + len(calls) > INLINE_MESSAGES:
+        return False
+    for value in (tools, *calls):
+        if size > INLINE_CHAT_CHARS:
+            return False
+        try:
+            size += len(orjson.dumps(value))
+        except orjson.JSONEncodeError:  # a number of more than 64 bits
+            return False
+    return size <= INLINE_CHAT_CHARS
 
 
 def max_chars(state: ServerState) -> int:

@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from llm_serving.errors import RequestError
-from llm_serving.server.limits import INLINE_ITEMS, MAX_BEAM_RESENDS, MAX_LOGPROB_ENTRIES
+from llm_serving.server.limits import (
+    INLINE_CHAT_CHARS,
+    INLINE_ITEMS,
+    INLINE_MESSAGES,
+    MAX_BEAM_RESENDS,
+    MAX_LOGPROB_ENTRIES,
+)
 from llm_serving.server.state import ServerSettings
 
 T = TypeVar("T")
@@ -22,6 +28,14 @@ async def off_loop(num_items: int, work: Callable[[], T], limit: int = INLINE_IT
     if num_items <= limit:
         return work()
     return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def call_entries(num_chars: int) -> int:
+    """Returns the number of messages whose conversion takes as long as the conversion of one tool call.
+
+    ``num_chars`` is the length of the call's arguments as JSON.
+    """
+    return 1 + num_chars // (INLINE_CHAT_CHARS // INLINE_MESSAGES)
 
 
 def check_work(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, ClassVar
 
+import orjson
 from pydantic import ValidationError
 
 from llm_serving.errors import RequestError
@@ -15,6 +16,7 @@ from llm_serving.server.fields.neighbours import join_neighbours
 from llm_serving.server.fields.renamed import renamed
 from llm_serving.server.fields.validation import request_error, short
 from llm_serving.server.generation.scheduling import SchedulingFields
+from llm_serving.server.generation.work import call_entries
 from llm_serving.server.messages.fields import (
     ConversationFields,
     ImageAddress,
@@ -60,10 +62,16 @@ class MessagesChat(ChatRequest):
 
 
 def num_entries(body: ConversationFields) -> int:
-    """Returns the number of messages and blocks that ``chat_request`` converts."""
+    """Returns the number of messages and blocks that ``chat_request`` converts. A long tool call counts several times.
+    """
     blocks = chain.from_iterable(message.content for message in body.messages)
-    nested = sum(1 + len(block.content) if isinstance(block, ToolResultBlock) else 1 for block in blocks)
-    return len(body.messages) + len(body.system or ()) + nested
+    return len(body.messages) + len(body.system or ()) + sum(map(_block_entries, blocks))
+
+
+def _block_entries(block: object) -> int:
+    if isinstance(block, ToolUseBlock):
+        return call_entries(len(orjson.dumps(block.input)))
+    return 1 + len(block.content) if isinstance(block, ToolResultBlock) else 1
 
 
 def chat_request(body: ConversationFields, known_variables: tuple[str, ...]) -> MessagesChat:

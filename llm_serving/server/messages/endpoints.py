@@ -32,7 +32,7 @@ async def _create_message(state: ServerState, request: Request) -> AnyResponse:
     try:
         generation, plan = await start_chat(state, request, chat, "messages", "msg")
     except RequestError as error:
-        raise _named(error, body, chat) from None
+        raise await _named(error, body, chat) from None
     if body.stream:
         return EventStream(generation, MessageStream(generation, plan, body.max_tokens))
     [answer] = await run_while_connected(state.active, request.receive, generation.answers())
@@ -49,7 +49,7 @@ async def _count_tokens(state: ServerState, request: Request) -> AnyResponse:
     try:
         prompt = await chat_prompt(state, chat)
     except RequestError as error:
-        raise _named(error, body, chat) from None
+        raise await _named(error, body, chat) from None
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 
@@ -59,9 +59,16 @@ async def _chat(state: ServerState, body: ConversationFields) -> ChatRequest:
     return await off_loop(num_entries(body), convert, INLINE_MESSAGES)
 
 
-def _named(error: RequestError, body: ConversationFields, chat: ChatRequest) -> RequestError:
-    """Returns the error of the converted chat with the field names of the client's request."""
-    return named_back(named_images(error, chat.messages, image_fields(body)))
+async def _named(error: RequestError, body: ConversationFields, chat: ChatRequest) -> RequestError:
+    """Returns the error of the converted chat with the field names of the client's request.
+
+    If the messages and blocks are many, another thread finds the names.
+    """
+
+    def named() -> RequestError:
+        return named_back(named_images(error, chat.messages, image_fields(body)))
+
+    return await off_loop(num_entries(body), named, INLINE_MESSAGES)
 
 
 async def _read(model: type[ModelT], state: ServerState, request: Request) -> ModelT:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+import orjson
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from llm_serving.server.fields.shared import Name, StopStrings, Temperature, TopK, TopP
-from llm_serving.server.fields.tools import ToolName
+from llm_serving.server.fields.tools import ToolName, check_argument_values
 from llm_serving.server.fields.validation import StrictModel, short
 from llm_serving.server.generation.scheduling import SchedulingFields
 from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
@@ -62,6 +63,11 @@ class ThinkingBlock(StrictModel):
     signature: str | None = Field(default=None, description="Has no effect.")
 
 
+def _check_input(value: dict[str, Any]) -> dict[str, Any]:
+    check_argument_values([orjson.dumps(value).decode()])
+    return value
+
+
 class ToolUseBlock(StrictModel):
     """A tool call of an earlier answer."""
 
@@ -74,7 +80,7 @@ class ToolUseBlock(StrictModel):
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any], AfterValidator(_check_input)]
 
 
 def _only_text(value: object) -> object:
@@ -113,7 +119,11 @@ def _blocks_of_text(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else _only_text(value)
 
 
-Texts = Annotated[list[TextBlock], BeforeValidator(_blocks_of_text, json_schema_input_type=str | list[TextBlock])]
+Texts = Annotated[
+    list[TextBlock],
+    Field(fail_fast=True),
+    BeforeValidator(_blocks_of_text, json_schema_input_type=str | list[TextBlock]),
+]
 
 
 class ToolResultBlock(StrictModel):
@@ -126,6 +136,7 @@ class ToolResultBlock(StrictModel):
     tool_use_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
     content: Annotated[
         list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
+        Field(fail_fast=True),
         BeforeValidator(_blocks_of_result, json_schema_input_type=str | list[TextBlock | ImageBlock]),
     ] = Field(default_factory=list, description="Text, or a list of text and image blocks.")
     is_error: bool | None = Field(default=None, description="Has no effect: the model reads the content.")
@@ -138,7 +149,9 @@ class InputMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_known_blocks, json_schema_input_type=str | list[Block])]
+    content: Annotated[
+        list[Block], Field(fail_fast=True), BeforeValidator(_known_blocks, json_schema_input_type=str | list[Block])
+    ]
 
 
 class ToolDefinition(StrictModel):

@@ -16,6 +16,7 @@ from llm_serving.server.fields.renamed import renamed
 from llm_serving.server.fields.shared import is_image
 from llm_serving.server.fields.validation import request_error
 from llm_serving.server.generation.scheduling import SchedulingFields
+from llm_serving.server.generation.work import call_entries
 from llm_serving.server.openai.chat import ChatRequest
 from llm_serving.server.responses.fields import (
     LOGPROBS,
@@ -94,13 +95,19 @@ _SEPARATORS = {"assistant": ""}
 
 
 def num_entries(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> int:
-    """Returns the number of ``earlier`` messages, and of items and parts of ``body``, in the conversation."""
-    total = len(earlier)
+    """Returns the number of ``earlier`` messages, and of items and parts of ``body``, in the conversation.
+
+    A long tool call counts several times.
+    """
+    calls = chain.from_iterable(message.get("tool_calls", ()) for message in earlier)
+    total = len(earlier) + sum(call_entries(len(call["function"]["arguments"])) for call in calls)
     for item in body.input:
         if isinstance(item, ResultItem):
             total += 1 + len(item.output)
+        elif isinstance(item, CallItem):
+            total += call_entries(len(item.arguments))
         else:
-            total += 1 if isinstance(item, CallItem) else 1 + len(item.content or ())
+            total += 1 + len(item.content or ())
     return total
 
 

@@ -68,7 +68,8 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
     try:
         generation, plan = await start_chat(state, request, chat, "responses", "resp")
     except RequestError as error:
-        raise named_back(named_images(error, chat.messages, image_fields(body, earlier))) from None
+        named = await off_loop(size, partial(_named, error, body, earlier, chat), INLINE_MESSAGES)
+        raise named from None
     items = await off_loop(size, partial(input_items, body, generation.request_id, items), INLINE_MESSAGES)
     responder = Responder(generation, plan, body, messages, items, tenant)
     if body.stream:
@@ -84,6 +85,13 @@ def _converted(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> tup
     """Returns the conversation as chat messages, and the chat request. Raises RequestError."""
     messages = conversation(body, earlier)
     return messages, chat_request(body, messages)
+
+
+def _named(
+    error: RequestError, body: ResponsesRequest, earlier: Sequence[dict[str, Any]], chat: ChatRequest
+) -> RequestError:
+    """Returns the error of the converted chat with the field names of the client's request."""
+    return named_back(named_images(error, chat.messages, image_fields(body, earlier)))
 
 
 async def _get_response(state: ServerState, request: Request) -> Response:

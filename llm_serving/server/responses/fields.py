@@ -64,6 +64,7 @@ class ImagePart(StrictModel):
 Part = TextPart | ImagePart
 Parts = Annotated[
     list[Annotated[Part, Field(discriminator="type")]],
+    Field(fail_fast=True),
     BeforeValidator(_parts, json_schema_input_type=str | list[Part]),
 ]
 
@@ -118,7 +119,7 @@ class ReasoningItem(StrictModel):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"encrypted_content": (None,)}
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
 
 
 def _items(value: object) -> object:
@@ -200,6 +201,17 @@ class StreamSettings(StrictModel):
     ignored = frozenset({"include_obfuscation"})
 
 
+_MAX_PAIRS = 16
+"""Maximum number of pairs in ``metadata``."""
+
+
+def _few_pairs(value: object) -> object:
+    """Refuses ``metadata`` with too many pairs before they are checked, because each wrong pair makes an error."""
+    if isinstance(value, dict) and len(value) > _MAX_PAIRS:
+        raise PydanticCustomError("too_long", f"should hold at most {_MAX_PAIRS} pairs, not {len(value)}")
+    return value
+
+
 class ResponsesRequest(SchedulingFields, StrictModel):
     """Request body of ``/v1/responses``."""
 
@@ -217,19 +229,27 @@ class ResponsesRequest(SchedulingFields, StrictModel):
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
     input: Annotated[
         list[Item],
+        Field(fail_fast=True),
         BeforeValidator(_items, json_schema_input_type=str | list[Item]),
         Field(min_length=1, max_length=MAX_MESSAGES),
     ] = Field(description="A text, or a list of items: messages, tool calls, their results, reasoning.")
     instructions: str | None = Field(default=None, description="The system prompt of this response only.")
     previous_response_id: _Id | None = Field(default=None, description="Continue the conversation of this response.")
     store: bool | None = Field(default=None, description="False: do not keep the response (default: keep).")
-    metadata: dict[str, str] | None = Field(default=None, max_length=16, description="Returned with the response.")
+    metadata: Annotated[dict[str, str], Field(max_length=_MAX_PAIRS), BeforeValidator(_few_pairs)] | None = Field(
+        default=None, description="Returned with the response."
+    )
     max_output_tokens: MaxTokens = Field(
         default=None, description="Maximum number of tokens to generate (default: the rest of the context)."
     )
     stream: bool | None = Field(default=None, description="Send the response as events while it is generated.")
     stream_options: StreamSettings | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)
+        ]
+        | None
+    ) = Field(
         default=None,
         description=f"`{LOGPROBS}`: add the log-probabilities of the message's tokens. "
         "`reasoning.encrypted_content` has no effect.",
