@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.requests import Request
 
 from llm_serving.errors import RequestError
-from llm_serving.request import FinishReason, RequestOutput, TokenLogits
+from llm_serving.request import FinishReason, RequestOutput
 from llm_serving.server.fields.shared import IGNORED, MaxTokens, Messages, SamplingFields, TemplateValues
 from llm_serving.server.fields.tools import ToolFields
 from llm_serving.server.generation.answer_grammar import answer_constraint
@@ -111,9 +111,9 @@ async def _create_chat_completion(state: ServerState, request: Request) -> AnyRe
         for answer in answers:
             generation.note_tokens(answer.choice.index, answer.token_ids)
     num_choices = len(generation.choices)
-    scores = [token for answer in answers[num_choices:] for token in answer.logits]
-    choice, more = partial(_choice, generation, body, plan), partial(_prompt_members, generation, body, scores)
-    return await response_of(generation, "chat.completion", answers[:num_choices], choice, len(scores), more)
+    scoring = answers[num_choices:]
+    choice, more = partial(_choice, generation, body, plan), partial(_prompt_members, generation, body, scoring)
+    return await response_of(generation, "chat.completion", answers[:num_choices], choice, scoring, more)
 
 
 async def start_chat(
@@ -209,12 +209,16 @@ def _check_image_fields(body: ChatRequest) -> None:
         )
 
 
-def _prompt_members(generation: Generation, body: ChatRequest, scores: Sequence[TokenLogits]) -> dict[str, object]:
-    """Returns the members of the response about the prompt: its token ids and log-probabilities, with vLLM's names."""
+def _prompt_members(generation: Generation, body: ChatRequest, scoring: Sequence[Answer]) -> dict[str, object]:
+    """Returns the members of the response about the prompt: its token ids and log-probabilities, with vLLM's names.
+
+    ``scoring`` are the outputs of the sequences that score the prompt.
+    """
     members: dict[str, object] = {}
     if body.return_token_ids:
         members["prompt_token_ids"] = EncodedList(generation.choices[0].prompt.token_ids)
     if body.prompt_logprobs is not None:
+        scores = [token for answer in scoring for token in answer.logits]
         entries = prompt_entries(generation.state.engine.tokenizer, scores, body.prompt_logprobs)
         members["prompt_logprobs"] = EncodedList(entries)
     return members

@@ -94,9 +94,10 @@ async def _create_completion(state: ServerState, request: Request) -> AnyRespons
         work = generation.answers(keep_logits=body.logprobs is not None or bool(generation.scoring))
     answers = await run_while_connected(state.active, request.receive, work)
     num_choices = len(generation.choices)
-    scores = {answer.choice.request_id: answer.logits for answer in answers[num_choices:]}
-    choice, num_items = partial(_choice, generation, body, scores), sum(map(len, scores.values()))
-    return await response_of(generation, "text_completion", answers[:num_choices], choice, num_items)
+    scoring = answers[num_choices:]
+    scores = {answer.choice.request_id: answer.logits for answer in scoring}
+    choice = partial(_choice, generation, body, scores)
+    return await response_of(generation, "text_completion", answers[:num_choices], choice, scoring)
 
 
 async def start_completion(

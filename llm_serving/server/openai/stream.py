@@ -29,15 +29,14 @@ async def response_of(
     kind: str,
     answers: Sequence[Answer],
     choice: Callable[[Answer], dict[str, Any]],
-    num_prompt_items: int = 0,
+    scoring: Sequence[Answer] = (),
     more: Callable[[], dict[str, object]] | None = None,
 ) -> AnyResponse:
     """Returns a response that is not streamed.
 
     ``kind`` is the value of the response's member ``object``, OpenAI's name for the kind of a response. The function
     ``choice`` makes one member of ``choices`` from an answer. If the response is long, another thread calls ``choice``.
-    ``num_prompt_items`` is the number of log-probabilities of prompts in the response. ``more`` makes further members
-    of the response.
+    ``scoring`` are the outputs of the sequences that score prompts. ``more`` makes further members of the response.
     """
     num_output_tokens = sum(len(answer.token_ids) for answer in answers)
     head, tail = _head(generation, kind), {"usage": _usage(generation, num_output_tokens)}
@@ -48,7 +47,9 @@ async def response_of(
         members: dict[str, Any] = {} if more is None else more()
         return head | {"choices": [choice(answer) for answer in answers]} | tail | members
 
-    return await whole_response(generation.request_id, count_items(answers) + num_prompt_items, build)
+    num_items = count_items(answers) + sum(len(answer.logits) for answer in scoring)
+    spent = [answer.logits for answer in (*answers, *scoring)]
+    return await whole_response(generation.request_id, num_items, build, spent)
 
 
 def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], logprobs: object) -> dict[str, Any]:

@@ -102,7 +102,7 @@ async def generate(state: ServerState, request: Request, *, stream: bool = False
             result["logits"] = EncodedList(step_logits(answer.logits))
         return result
 
-    return await whole_response(generation.request_id, count_items([answer]), build)
+    return await whole_response(generation.request_id, count_items([answer]), build, [answer.logits])
 
 
 async def _generate_stream(state: ServerState, request: Request) -> AnyResponse:
