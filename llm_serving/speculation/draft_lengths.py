@@ -15,7 +15,11 @@ TRIAL_STEPS = 8
 is only compared with the next sampled token; no step verifies it.
 """
 TRIAL_INTERVAL = 1024
-"""Number of decode steps without drafts after which a trial starts."""
+"""Minimum number of decode steps without drafts between trials."""
+TRIAL_SHARE = 0.01
+"""Maximum fraction of the time of steps without drafts that trials take. A trial begins with all tokens that the draft
+model has missed, so it may take as long as a hundred steps.
+"""
 
 
 class DraftLengths:
@@ -36,6 +40,10 @@ class DraftLengths:
         self._passes = StepCosts()
         self._num_plain = 0
         self._num_trials_left = TRIAL_STEPS
+        self._plain_s = 0.0
+        """Time of the decode steps since the last one with drafts."""
+        self._trial_s = 0.0
+        """Time of the draft model in the last trial."""
         self._wanted_before = False
 
     @property
@@ -45,17 +53,21 @@ class DraftLengths:
 
     def note(self, step: ScheduledStep, result: StepResult) -> None:
         """Learns the time of a pass of the draft model from the result of a decode step. Counts the steps of trials."""
+        draft_s = result.draft_us / 1e6
         if step.num_wanted:
-            self._num_plain = 0
+            self._num_plain, self._plain_s = 0, 0.0
+            self._trial_s += draft_s if self._num_trials_left else 0.0
             self._num_trials_left = max(0, self._num_trials_left - 1)
             # After steps without drafts, the draft model first computes the tokens of these steps, which takes longer.
             if self._wanted_before:
-                pass_s = result.draft_us / 1e6 / step.num_wanted
+                pass_s = draft_s / step.num_wanted
                 self._passes.note(step.num_seqs - step.num_drafts, pass_s, pass_s)
         else:
             self._num_plain += 1
-            if self._num_plain >= TRIAL_INTERVAL:
-                self._num_plain, self._num_trials_left = 0, TRIAL_STEPS
+            self._plain_s += (result.graph_us + result.sample_us - result.draft_us) / 1e6
+            if self._num_plain >= TRIAL_INTERVAL and TRIAL_SHARE * self._plain_s >= self._trial_s:
+                self._num_plain, self._plain_s, self._trial_s = 0, 0.0, 0.0
+                self._num_trials_left = TRIAL_STEPS
         self._wanted_before = step.num_wanted > 0
 
     def wanted(self, step: ScheduledStep, num_running: int, chance: float) -> int:
