@@ -88,7 +88,9 @@ class RecordedLaunches:
 
     @property
     def num_launches(self) -> int:
-        """Number of launches of a step. A fused launch counts as the launches that it replaces."""
+        """Number of launches of a step. A fused launch counts as the launches that it replaces. A Reshape counts, even
+        if replays skip it.
+        """
         return int(load_library().llmk_recorded_launches(self._handle))
 
     @property

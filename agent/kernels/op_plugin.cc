@@ -238,6 +238,10 @@ LLMK_PRIMITIVES(LLMK_RUN)
 
 bool is_collective(Primitive primitive) { return primitive == run_AllReduce || primitive == run_AllGather; }
 
+bool is_reshape(Primitive primitive) { return primitive == run_Reshape; }
+
+bool writes_inputs(Primitive primitive) { return primitive == run_ReshapeAndCache; }
+
 #define LLMK_NAME(name, call) #name,
 static const char* const kOps[] = {LLMK_PRIMITIVES(LLMK_NAME)};
 

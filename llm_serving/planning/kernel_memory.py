@@ -31,8 +31,8 @@ Items of the scratch memory:
 
 Recorded launches with native operators: three graphs are recorded once (``agent/step_graph/replay/native.py``). They
 take about 16 KiB for each layer, or 32 KiB with experts. A replay also needs the activations and logits of the largest
-replayed step, which has 512 tokens or one token of each sequence. It needs 5 bytes for each entry of the attention
-mask, and the gathered blocks of an int8 cache.
+replayed step, which has 512 tokens or one token of each sequence. With attention sinks, steps of any size are replayed.
+A replay needs 5 bytes for each entry of the attention mask, and the gathered blocks of an int8 cache.
 
 Recorded launches with fused operators: one step is recorded (``agent/step_graph/replay/fused.py``). It takes 4 KiB for
 each layer. Three matrices [T, h] pass between the operators. A model with experts has a fourth matrix [T, h], and
@@ -92,20 +92,23 @@ def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem,
     basis = f"{threads} thread{'s' * (threads > 1)}, at most"
     scratch = MemoryItem(KERNEL_SCRATCH, _scratch_bytes(config, shape, threads), basis)
     if config.op_table == "native":
-        tokens = most_replayed_tokens(config.max_num_batched_tokens, config.max_num_seqs)
+        tokens = most_replayed_tokens(
+            config.max_num_batched_tokens, config.max_num_seqs, attends_by_token=shape.sinks
+        )
         recorded = f"a step of up to {tokens} tokens, {shape.num_layers} layers, at most"
         return scratch, MemoryItem(REPLAYS, _native_replay_bytes(config, shape, tokens), recorded)
     recorded = f"a step, {shape.num_layers} layers, at most"
     return scratch, MemoryItem(REPLAYS, _fused_replay_bytes(config, shape), recorded)
 
 
-def most_replayed_tokens(max_tokens: int, max_seqs: int) -> int:
+def most_replayed_tokens(max_tokens: int, max_seqs: int, *, attends_by_token: bool) -> int:
     """Returns the number of tokens in the largest step that is replayed with native operators.
 
     ``max_tokens`` is the maximum number of tokens in a step. ``max_seqs`` is the maximum number of sequences in a
-    decode step.
+    decode step. A graph that attends by token (``OpTable.attends_by_token``) copies the KV cache in each step, and a
+    replay does not. Therefore its steps of any size are replayed.
     """
-    return max(max_seqs, min(max_tokens, MOST_REPLAYED_TOKENS))
+    return max(max_seqs, max_tokens if attends_by_token else min(max_tokens, MOST_REPLAYED_TOKENS))
 
 
 def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
@@ -122,7 +125,7 @@ def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
-    copied = copied_cache_bytes(config, shape)  # part of the activations that a step of any size needs
+    copied = copied_cache_bytes(config, shape)  # part of the activations of MindSpore's graph only
     step = (activation_bytes(config, shape) - copied) * tokens // config.max_num_batched_tokens
     mask = tokens * config.max_model_len * MASK_BYTES
     logits = config.max_num_seqs * shape.vocab_size * config.dtype_bytes
@@ -130,7 +133,7 @@ def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
     gathered = gathered_bytes(config, shape) if config.gathers_blocks else 0
     layers = RECORDED_GRAPHS * (1 + shape.num_layers) * (layer + (RECORDED_CACHE_BYTES if gathered else 0))
     tables = tokens * config.max_blocks_per_seq * INT32_BYTES if shape.sinks else 0
-    return layers + step + mask + logits + gathered + tables + copied
+    return layers + step + mask + logits + gathered + tables
 
 
 def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:

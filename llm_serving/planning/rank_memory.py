@@ -305,7 +305,10 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def copied_cache_bytes(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of the copies of one layer's KV cache that native attention with sinks makes."""
+    """Returns the bytes of the copies of one layer's KV cache that MindSpore's graph makes for attention with sinks.
+
+    Replays make no copies.
+    """
     if config.op_table != "native" or not shape.sinks:
         return 0
     row = 2 * shape.num_key_value_heads * shape.head_dim * config.dtype_bytes

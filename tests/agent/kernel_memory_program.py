@@ -57,6 +57,19 @@ LATENT = {
     "n_group": 2,
     "topk_group": 1,
 }
+SINKS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "intermediate_size": 704,
+    "attention_bias": True,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "swiglu_limit": 7.0,
+}
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "num_hidden_layers": 2,
@@ -131,7 +144,8 @@ def run_hybrid_steps(driver: StepDriver) -> None:
 
 def main() -> None:
     dtype, op_table, weights, threads, experts = sys.argv[1:]
-    parts = {"dense": {}, "int8 cache": {}, "experts": EXPERTS, "latent": LATENT, "hybrid": HYBRID}[experts]
+    families = {"experts": EXPERTS, "latent": LATENT, "sinks": SINKS, "hybrid": HYBRID}
+    parts = families.get(experts, {})
     cache = "int8" if experts == "int8 cache" else "auto"
     folder = write_model_folder(Path("model"), **{**SIZES, **parts})
     limits = SMALL_LIMITS if experts == "hybrid" else LIMITS

@@ -15,10 +15,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from group_program import print_models, start_driver  # noqa: E402
 from runner_worker import decodes, native_replays, prompts_and_chunks  # noqa: E402
-from step_driver import StepDriver  # noqa: E402
+from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 from agent.group.exchange import all_agree  # noqa: E402
+from agent.kernels import recordings_bytes  # noqa: E402
 from agent.kernels.launches import RecordedLaunches  # noqa: E402
+from llm_serving.planning.kernel_memory import MOST_REPLAYED_TOKENS  # noqa: E402
 from support.agent_group import Setup  # noqa: E402
 from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
@@ -42,9 +44,14 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     tokens = golden["cases"][0]["tokens"][:FORCED_STEPS]
 
     def steps() -> list[str]:
-        return decodes(driver, prompts, tokens) + prompts_and_chunks(driver)
+        return decodes(driver, prompts, tokens) + prompts_and_chunks(driver) + large_steps(driver)
 
-    result: dict[str, Any] = {way: steps() for way in ("replayed", "replayed again")} | native_replays(graph)
+    result: dict[str, Any] = {"replayed": steps()}
+    runs = counted_runs(graph)
+    result |= {"replayed again": steps(), "runs of the graph": len(runs)} | native_replays(graph)
+    caches = {each.name: each for kind in graph._graphs.values() for each in kind.parameters()}
+    result["bytes of replays"] = recordings_bytes()
+    result["bytes of a cache"] = min(each.nbytes for name, each in caches.items() if name.endswith("key_cache"))
     graph.replays = {}
     result["by the graph"] = steps()
     few = tokens[:PLANTED_STEPS]
@@ -52,6 +59,32 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     if setup.tensor_parallel > 1:
         result["planted"] = {name: run_planted(driver, name, rank, prompts, few) for name in PLANTS}
     return result
+
+
+def large_steps(driver: StepDriver) -> list[str]:
+    """Runs a step with more tokens than replays usually have, if the config allows it. Returns digests of the results.
+    """
+    length = driver.config.max_model_len - 6
+    if driver.config.max_num_batched_tokens <= MOST_REPLAYED_TOKENS:
+        return []
+    driver.runner.reset()
+    prompts = [[3 + (7 + row) * index % (driver.config.shape.vocab_size - 3) for index in range(length)]
+               for row in range(3)]  # fmt: skip
+    parts = [Part(prompt, 0, blocks_for(row), row) for row, prompt in enumerate(prompts)]
+    return [output.digest for output in driver.prefill(*parts)]
+
+
+def counted_runs(graph: Any) -> list[None]:
+    """Returns a list to which each later run of a graph by MindSpore adds an element."""
+    runs: list[None] = []
+    for kind, compiled in graph._graphs.items():
+
+        def run(tensors: Any, inner: Any = compiled.run) -> Any:
+            runs.append(None)
+            return inner(tensors)
+
+        compiled.run = graph.replays[kind]._run_graph = run
+    return runs
 
 
 def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:

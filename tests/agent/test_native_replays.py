@@ -22,12 +22,19 @@ SETUPS = {
     "2 share layers, int8": Setup(2, 1, "bfloat16", "native", "int8"),
     "2 stages": Setup(1, 2, "float16", "native"),
     "2 stages of 2": Setup(2, 2, "bfloat16", "native"),
-}
+    "large cache": Setup(
+        1, 1, "bfloat16", "native",
+        extra={"pa_config.num_blocks": 8192, "scheduler_config.max_num_batched_tokens": 1024},
+    ),
+}  # fmt: skip
 CASES = [
     ("2 share layers, int8", "qwen3_moe"),
     ("2 stages", "gqa_tied"),
+    ("large cache", "gpt_oss"),
 ]
-"""Cases with experts, whose graphs also use operators beyond the inference primitives, and with two pipeline stages."""
+"""Cases with experts, whose graphs also use operators beyond the inference primitives, with two pipeline stages, and
+with attention sinks.
+"""
 SWEPT_CASES = [
     ("one agent, int8", "qwen3_moe"),
     ("2 share layers", "qwen3_moe"),
@@ -62,6 +69,8 @@ REASONS = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def num_layers(name: str) -> int:
+        if name == "large cache":
+            return 2  # a layer of gpt-oss with a window, and one without
         return SETUPS[name].pipeline_parallel  # the recorded launches of a layer do not depend on other layers
 
     return seeded_runs(SETUPS, tmp_path_factory.mktemp("replays"), "native_replays_worker.py", num_layers)
@@ -70,12 +79,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("name", "model"), params())
 def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str) -> None:
     agents, setup = results(name, model), SETUPS[name]
+    kinds = ["chunked"] if model == "gpt_oss" else ["chunked", "decode", "prefill"]
     for agent in agents:
-        assert agent["problems"] == ["", "", ""]
-        assert agent["confirmed"] == ["chunked", "decode", "prefill"]
+        assert agent["problems"] == [""] * len(kinds)
+        assert agent["confirmed"] == kinds
+        assert agent["runs of the graph"] == 0, "after the first steps, all steps are replays"
     answering = agents[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
     assert len(set(answering["by the graph"])) > 30, "the digests must differ between steps"
     assert answering["replayed"] == answering["replayed again"] == answering["by the graph"]
+
+
+def test_replays_of_attention_with_sinks_do_not_copy_the_cache(results: Any) -> None:
+    """The graph copies both caches of a layer, to give them three axes. A replay has no memory for such a copy."""
+    (agent,) = results("large cache", "gpt_oss")
+    assert agent["bytes of replays"] < agent["bytes of a cache"]
 
 
 @pytest.mark.parametrize("plant", REASONS)

@@ -109,8 +109,10 @@ def test_native_operators_of_gpt_oss_are_planned(tmp_path: Path) -> None:
     few, more = (load_config("llama_tiny_cpu.yaml", [*given, f"pa_config.num_blocks={n}"]) for n in (2048, 3072))
     shape, experts = few.shape, few.shape.experts
     copied = 2 * 1024 * 16 * shape.num_key_value_heads * shape.head_dim * 2
-    for name in ("activations", "replays"):
-        assert plan(more).bytes_of(name) - plan(few).bytes_of(name) == copied, "each has one copy of a layer's cache"
+    activations, replays = ([plan(each).bytes_of(name) for each in (few, more)] for name in ("activations", "replays"))
+    assert activations[1] - activations[0] == copied, "MindSpore's graph copies the cache of a layer"
+    assert replays[1] == replays[0], "a replay copies no cache"
+    assert f"a step of up to {few.max_num_batched_tokens} tokens" in plan(few).table(), "steps of any size are replayed"
     assert experts is not None
     unbiased = replace(few, shape=replace(shape, experts=replace(experts, biased=False)))
     sums = 256 * max(2 * experts.intermediate_size, shape.hidden_size) * 4

@@ -26,6 +26,7 @@ from agent.kernels.launches import (
     StepSizes,
     record,
     record_any_size,
+    recordings_bytes,
 )
 from agent.step_graph.replay.native import NativeReplays
 from agent.step_inputs import StepInputs
@@ -69,6 +70,40 @@ class WithConstant(nn.Cell):
 
     def construct(self, rows: Tensor) -> Tensor:
         return self.add(rows, self.constant)
+
+
+class Pairs(Layer):
+    """A ``Layer`` whose table has a row for two tokens. The table is larger than all other arrays together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Parameter(floats(1 << 15, 2 * WIDTH))
+        self.reshape = ops.Reshape()
+
+    def construct(self, ids: Tensor) -> Tensor:
+        table = self.reshape(self.table, (-1, WIDTH))
+        return self.multiply(self.norm(self.gather(table, ids, 0), self.gamma)[0], self.weight)
+
+
+class WritesBetween(nn.Cell):
+    """Reshapes a cache, writes a row of a table for each token to the cache, and then reads these rows again.
+
+    The result has the rows before the write, because a Reshape returns other memory. With ``writes_copy``, the
+    launch writes to the result of the Reshape instead of the cache. Then the result has the rows after the write.
+    """
+
+    def __init__(self, *, writes_copy: bool) -> None:
+        super().__init__()
+        of_cache, self.of_copy = ((TOKENS, WIDTH), (TOKENS, 1, 1, WIDTH))[:: 1 if writes_copy else -1]
+        self.cache, self.table = (Parameter(floats(*sizes).half()) for sizes in (of_cache, (TOKENS, WIDTH)))
+        self.gather, self.reshape, self.write = ops.Gather(), ops.Reshape(), auto_generate.ReshapeAndCache()
+        self.writes_copy = writes_copy
+
+    def construct(self, ids: Tensor) -> Tensor:
+        copy = self.reshape(self.cache, self.of_copy)
+        rows = self.gather(self.table, ops.depend(ids, copy), 0)  # depend gives the launches one order
+        written = self.write(rows, None, copy if self.writes_copy else self.cache, None, ids)
+        return self.gather(ops.depend(copy, written), ids, 0)
 
 
 class Graph:
@@ -288,6 +323,40 @@ def check_sizes() -> None:
     RESULTS["more launches in the other step"] = "steps of other sizes launch something else" in longer
 
 
+def check_reshapes() -> None:
+    """A replay skips the Reshape of a parameter, unless a launch writes to the parameter or to the Reshape's result."""
+    graph = Graph(Pairs())
+    _, launches = graph.record()
+    graph.ids[:] = 65535, 7, 300
+    RESULTS["the readers of a Reshape read the parameter"] = launches.run()[0].tobytes() == graph.result().tobytes()
+    RESULTS["a replay does not copy a parameter"] = recordings_bytes() < graph.cell.table.nbytes
+    for writes_copy in (False, True):
+        cell, ids = WritesBetween(writes_copy=writes_copy), np.arange(TOKENS, dtype=np.int32)
+
+        def run(rows: int, cell: nn.Cell = cell, ids: Array = ids) -> tuple[Results, tuple[int, ...]]:
+            found = cell(Tensor.from_numpy(ids[:rows]))
+            return (found.asnumpy(),), (found.data_ptr(),)
+
+        run(2)  # MindSpore chooses the addresses of parameters in the first run
+        cache, memory = cell.cache.asnumpy(), [(each.data_ptr(), each.nbytes) for each in cell.get_parameters()]
+        runs = {StepSizes(rows, 1): lambda rows=rows: run(rows) for rows in (2, 3)}
+        launches = record_any_size(runs, StepSizes(TOKENS, 1), [*memory, (ids.ctypes.data, ids.nbytes)])
+        launches.resize(StepSizes(5, 1))
+        found = []
+        for replays in (False, True):
+            cache[...] = 7
+            rows = (launches.run() if replays else run(5)[0])[0]
+            found.append((rows.reshape(5, WIDTH).copy(), cache.copy()))
+        (rows, left), (replayed, left_by_replay) = found
+        kept, written = (left, rows) if writes_copy else (rows, left[:5])
+        assert (kept == 7).all(), "the graph writes to one of the two"
+        assert (written.reshape(5, WIDTH) == cell.table.asnumpy()[:5]).all(), "the graph writes to the other one"
+        what = "result of a Reshape" if writes_copy else "parameter after its Reshape"
+        RESULTS[f"a launch that writes to the {what}"] = (
+            replayed.tobytes() == rows.tobytes() and left_by_replay.tobytes() == left.tobytes()
+        )
+
+
 def check_confirmation() -> None:
     """Runs decodes by ``NativeReplays``.
 
@@ -332,5 +401,6 @@ check_what_is_not_recorded()
 check_agreement()
 check_refusals()
 check_sizes()
+check_reshapes()
 check_confirmation()
 print(json.dumps(RESULTS))

@@ -95,8 +95,9 @@ def with_layers(variant: Variant, number: int) -> Variant:
     It is for tests that compare runs with each other and not with an oracle. The compilation of native graphs takes
     time in proportion to the number of layers.
     """
-    layers = variant.config_json()["num_hidden_layers"]
-    return replace(variant, config={**variant.config, "num_hidden_layers": min(number, layers)})
+    number = min(number, variant.config_json()["num_hidden_layers"])
+    kinds = {key: value[:number] for key, value in variant.config.items() if key == "layer_types"}
+    return replace(variant, config={**variant.config, "num_hidden_layers": number, **kinds})
 
 
 def seeded_runs(

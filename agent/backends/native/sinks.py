@@ -104,7 +104,7 @@ class SinkAttention(nn.Cell):
         """Returns a cache with three axes. The Reshape waits for the write, because it may copy the cache.
 
         FusedInferAttentionScore reads a cache with three axes as [blocks, block size, heads x head size]. It would read
-        a cache with four axes as [blocks, heads, block size, head size].
+        a cache with four axes as [blocks, heads, block size, head size]. Replays on a CPU skip the Reshape.
         """
         return self.reshape(ops.depend(cache, written), self.blocks)
 

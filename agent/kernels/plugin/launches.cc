@@ -69,6 +69,7 @@ Launch& record(Recording* recording, const Tensors& call, std::unique_ptr<Scalar
     if (call.shapes[i] != nullptr) sizes += call.ndims[i];
   }
   launch.inputs = static_cast<int>(scalars->GetInputSize());
+  launch.is_skipped = false;
   launch.scalars = std::move(scalars);
   return launch;
 }
@@ -95,6 +96,7 @@ bool replay(Recording* recording, bool keeps_pace) {
   if (recording->memory != arena.memory) find_places(recording, arena.memory);
   for (size_t number = 0; number < recording->launches.size(); ++number) {
     Launch& launch = recording->launches[number];
+    if (launch.is_skipped) continue;
     const int fused = recording->fused.empty() ? -1 : recording->fused[number];
     const Fusion* fusion = fused < 0 ? nullptr : &recording->fusions[static_cast<size_t>(fused)];
     if (fusion != nullptr && fusion->last() != static_cast<int>(number)) continue;
@@ -117,6 +119,8 @@ int launch(Primitive primitive, const Call& call) {
   launch.primitive = primitive;
   launch.custom_op = nullptr;
   launch.is_shared = is_collective(primitive);
+  launch.is_reshape = is_reshape(primitive);
+  launch.writes_inputs = writes_inputs(primitive);
   ScalarInputs* scalars = launch.scalars.get();
   const int error = primitive({static_cast<const Tensors&>(call), scalars});
   scalars->close();
@@ -133,7 +137,8 @@ int launch(CustomOp custom_op, int outputs, const Tensors& tensors) {
   Launch& launch = record(recording, tensors, std::make_unique<ScalarInputs>(inputs));
   launch.primitive = nullptr;
   launch.custom_op = custom_op;
-  launch.is_shared = false;  // no custom operator is a collective
+  launch.is_shared = launch.is_reshape = false;  // no custom operator is a collective
+  launch.writes_inputs = true;
   const int error = custom_op(tensors);
   if (error != 0) recording->problem = std::string(tensors.op) + " refused its inputs";
   return error;
@@ -207,7 +212,8 @@ LLMK_ENTRY void llmk_resize_recording(void* recording, int64_t tokens, int64_t s
   }
 }
 
-// Returns the number of launches of a recording. A fused launch counts as the launches that it replaces.
+// Returns the number of launches of a recording. A fused launch counts as the launches that it replaces, and a skipped
+// Reshape counts, too.
 LLMK_ENTRY int64_t llmk_recorded_launches(const void* recording) {
   return static_cast<int64_t>(static_cast<const llmk::Recording*>(recording)->launches.size());
 }

@@ -15,6 +15,9 @@
 // The library has its own memory for the outputs of recorded launches. Outputs that are not needed at the same time
 // share memory.
 //
+// A replay skips a Reshape of the caller's memory, because it would only copy. The readers of its result then read the
+// caller's memory. If a launch between the Reshape and a reader may write to this memory, the replay copies it.
+//
 // If a kernel of MindSpore itself runs between two kernels of this library, it is missing in the recording. Therefore
 // the caller must check that the recording is complete. The caller fills the memory of the outputs with NaN, replays,
 // and compares the results with those of the graph.
@@ -28,6 +31,11 @@ using Primitive = int (*)(const Call& call);
 
 // Returns true if the agents of a stage run the primitive together (AllReduce and AllGather).
 bool is_collective(Primitive primitive);
+
+bool is_reshape(Primitive primitive);
+
+// Returns true if the primitive writes to one of its inputs (ReshapeAndCache writes to the caches).
+bool writes_inputs(Primitive primitive);
 
 // Runs the primitive. Also records the call while a recording is open.
 int launch(Primitive primitive, const Call& call);

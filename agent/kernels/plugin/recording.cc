@@ -41,6 +41,11 @@ bool find_input(Recording* recording, int number, size_t at, const std::vector<R
   if (launch.data[at] == nullptr || launch.scalars->IsScalarInput(at) || stays(staying, launch.data[at])) return true;
   if (value >= 0) {
     Value& found = recording->values[static_cast<size_t>(value)];
+    if (launch.writes_inputs) found.source = nullptr;
+    if (found.source != nullptr && launch.data[at] == found.start) {
+      launch.data[at] = found.source;
+      return true;
+    }
     launch.values[at] = value;
     launch.offsets[at] = static_cast<const char*>(launch.data[at]) - found.start;
     found.last = number;
@@ -64,8 +69,42 @@ void find_outputs(Recording* recording, int number, const std::vector<Range>& st
     if (!is_written(launch, at) || stays(staying, launch.data[at])) continue;
     const int argument = static_cast<int>(at);
     const char* start = static_cast<const char*>(launch.data[at]);
+    char* source = launch.is_reshape && stays(staying, launch.data[0]) ? static_cast<char*>(launch.data[0]) : nullptr;
     launch.values[at] = static_cast<int>(recording->values.size());
-    recording->values.push_back({start, start + launch.bytes_of(argument), number, argument, number, number, -1});
+    const char* end = start + launch.bytes_of(argument);
+    recording->values.push_back({start, end, number, argument, number, number, -1, source});
+  }
+}
+
+// Returns true if a launch may write to the memory from `start` to `end`.
+bool may_write(Launch* launch, const char* start, const char* end) {
+  if (launch->primitive == nullptr) return true;  // a custom operator may write to any memory of the caller
+  for (size_t at = 0; at < launch->data.size(); ++at) {
+    const bool is_input = static_cast<int>(at) < launch->inputs;
+    if (launch->data[at] == nullptr || launch->scalars->IsScalarInput(at) || (is_input && !launch->writes_inputs)) {
+      continue;
+    }
+    const char* first = static_cast<const char*>(launch->data[at]);
+    if (first < end && start < first + launch->bytes_of(static_cast<int>(at))) return true;
+  }
+  return false;
+}
+
+// Later readers of a Reshape cannot read its input if this launch may change the input.
+void forget_written_sources(Recording* recording, Launch* launch) {
+  for (Value& value : recording->values) {
+    if (value.source != nullptr && may_write(launch, value.source, value.source + (value.end - value.start))) {
+      value.source = nullptr;
+    }
+  }
+}
+
+// Marks each Reshape whose result no launch reads. A replay then does not copy its input. For example, attention with
+// sinks reads the KV cache with another shape, and a copy would take time in proportion to the whole cache.
+void skip_unread_reshapes(Recording* recording) {
+  for (const Value& value : recording->values) {
+    Launch& launch = recording->launches[static_cast<size_t>(value.launch)];
+    launch.is_skipped = launch.is_reshape && value.last == value.launch;
   }
 }
 
@@ -78,6 +117,7 @@ int64_t bytes_of(Recording* recording, const Value& value) {
 void lay_out(Recording* recording) {
   std::vector<int64_t> bytes(recording->buffers.size() - 1, 0);
   for (const Value& value : recording->values) {
+    if (value.buffer < 0) continue;
     int64_t& buffer = bytes[static_cast<size_t>(value.buffer)];
     buffer = larger(buffer, bytes_of(recording, value));
   }
@@ -93,10 +133,13 @@ void lay_out(Recording* recording) {
 bool overlap(const Value& a, const Value& b) { return a.first <= b.last && b.first <= a.last; }
 
 // Assigns a buffer to each value, beginning with the largest value. Values that are not needed at the same time share a
-// buffer.
+// buffer. The result of a skipped launch has none.
 void assign_buffers(Recording* recording) {
   std::vector<std::pair<int64_t, Value*>> by_size;
-  for (Value& value : recording->values) by_size.push_back({bytes_of(recording, value), &value});
+  for (Value& value : recording->values) {
+    if (recording->launches[static_cast<size_t>(value.launch)].is_skipped) continue;
+    by_size.push_back({bytes_of(recording, value), &value});
+  }
   std::stable_sort(by_size.begin(), by_size.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<std::vector<const Value*>> buffers;
   for (const auto& [bytes, value] : by_size) {
@@ -127,9 +170,10 @@ bool length_of(int64_t a, int64_t b, StepSizes of_a, StepSizes of_b, Length* len
 }
 
 bool is_same(const Launch& a, const Launch& b) {
-  if (a.primitive != b.primitive || a.custom_op != b.custom_op || a.inputs != b.inputs || a.values != b.values ||
-      a.offsets != b.offsets || a.ndims != b.ndims || a.sizes.size() != b.sizes.size() || a.dtypes != b.dtypes ||
-      !(*a.scalars == *b.scalars) || a.constants.size() != b.constants.size()) {
+  if (a.primitive != b.primitive || a.custom_op != b.custom_op || a.is_skipped != b.is_skipped ||
+      a.inputs != b.inputs || a.values != b.values || a.offsets != b.offsets || a.ndims != b.ndims ||
+      a.sizes.size() != b.sizes.size() || a.dtypes != b.dtypes || !(*a.scalars == *b.scalars) ||
+      a.constants.size() != b.constants.size()) {
     return false;
   }
   return std::all_of(a.offsets.begin(), a.offsets.end(), [](int64_t offset) { return offset == 0; });
@@ -177,6 +221,7 @@ bool complete(Recording* recording, const std::vector<const void*>& results, con
       if (!find_input(recording, static_cast<int>(number), at, staying)) return false;
     }
     find_outputs(recording, static_cast<int>(number), staying);
+    forget_written_sources(recording, &recording->launches[number]);
     recording->launches[number].scalars->find_lists(staying);
   }
   for (const void* result : results) {
@@ -189,6 +234,7 @@ bool complete(Recording* recording, const std::vector<const void*>& results, con
     recording->results.push_back({number, static_cast<const char*>(result) - value.start});
     value.last = static_cast<int>(recording->launches.size());
   }
+  skip_unread_reshapes(recording);
   assign_buffers(recording);
   return true;
 }
@@ -238,6 +284,7 @@ void find_places(Recording* recording, char* memory) {
     for (size_t at = 0; at < launch.values.size(); ++at) {
       if (launch.values[at] < 0) continue;
       const Value& value = recording->values[static_cast<size_t>(launch.values[at])];
+      if (value.buffer < 0) continue;
       launch.placed[at] = memory + recording->buffers[static_cast<size_t>(value.buffer)] + launch.offsets[at];
     }
   }

@@ -28,7 +28,10 @@ struct Length {
 struct Launch {
   Primitive primitive;  // null: the launch is a custom operator
   CustomOp custom_op;
-  bool is_shared;  // true for a collective, which all agents of the stage run together
+  bool is_shared;      // true for a collective, which all agents of the stage run together
+  bool is_reshape;     // true for Reshape, whose result has the elements of its input in the same order
+  bool writes_inputs;  // true if the launch may write to its inputs
+  bool is_skipped;     // true for a Reshape whose result nothing reads, because its readers read its input
   const char* op;
   std::vector<void*> data;       // addresses of the arguments in MindSpore's run
   // For each argument, its index in Recording::values. -1 means that the caller owns the memory, which has the same
@@ -64,7 +67,10 @@ struct Value {
   int argument;
   int first;   // number of the first launch that needs the buffer
   int last;    // number of the last launch that reads the value
-  int buffer;  // index of the buffer, which other values share at other times
+  int buffer;  // index of the buffer, which other values share at other times; -1: the launch is skipped
+  // The memory of the caller that has the same elements now: the input of a Reshape. Null: there is none, or a launch
+  // may have written to this memory or to the value since.
+  char* source;
 };
 
 constexpr int kMostFused = 3;

@@ -92,7 +92,9 @@ class NativeReplays:
         - ``attends_by_token``: whether block tables and lengths have a row for each token (``token_rows.by_token``).
         """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
-        self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
+        self.max_tokens = most_replayed_tokens(
+            limits.max_tokens, limits.max_seqs, attends_by_token=attends_by_token
+        )
         """Maximum number of tokens of a step that ``run`` accepts."""
         self._max_seqs = min(limits.max_seqs, max_prompts or limits.max_seqs)
         self._table_width = limits.max_blocks_per_seq
