@@ -122,7 +122,7 @@ struct Finish {
     const int32_t *row_sums = job.rows.sums, *sum_offsets = to.sum_offsets;
     const int64_t columns[2] = {to.column[0], to.column[1]}, out_stride = job.args.out_stride;
     const LoraRows* lora = job.args.lora;
-    const int64_t vector = to.first / kLanes;
+    AdapterAddition adapters(lora, to.first / kLanes, row);
     const Gate gate = static_cast<Gate>(job.header.gated);
     const bool whole = to.whole, stores = job.args.out != nullptr;
     T* out = static_cast<T*>(job.args.out) + row * out_stride;
@@ -135,7 +135,7 @@ struct Finish {
         const Ints offset = sum_offsets == nullptr ? excess : add(excess, load_ints(sum_offsets + v * kLanes));
         values[v] = scaled<kScaling>(sums + v * kLanes, row_scale, offset, scales + v * kLanes);
       }
-      if (lora != nullptr) add_adapter(*lora, row, vector, values);
+      if (lora != nullptr) adapters.add_to(row, end, values);
       if (bias != nullptr) {
         LLMK_UNROLL
         for (int v = 0; v < 2; ++v) values[v] = add(values[v], load(bias + v * kLanes));

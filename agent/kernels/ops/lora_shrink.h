@@ -77,40 +77,94 @@ static inline void fetch_adapters(const LoraRows& lora, int64_t panel, int64_t r
   }
 }
 
-// LoRA: multiplies the matrix B by `shrunk`, which is A times a row of activations. Adds the result to the row's 16
-// outputs in vector number `vector` of a packed weight.
-template <class W>
-LLMK_INLINE void expand(const LoraWeight& weight, int64_t vector, const float* shrunk, Vec* value) {
+// Up to kExpandRows rows with the same adapter, whose products with B are computed together. Each part of B is then
+// loaded and converted only once for these rows.
+constexpr int kExpandRows = 6;
+
+// Multiplies the part of B for vector number `vector` of a packed weight by R rows of A x, which are `stride` floats
+// apart. Writes 16 products for each row. The products of successive rows are 2 * kLanes floats apart.
+template <int R, class W>
+static void expand(const LoraWeight& weight, int64_t vector, const float* shrunk, int64_t stride, float* products) {
   const int64_t count = weight.num_ranks[vector];
-  if (count == 0) return;
   const W* b = static_cast<const W*>(weight.b) + weight.begin[vector];
   const float* t = shrunk + weight.first_rank[vector];
-  Vec even = zero(), odd = zero();
+  Vec even[R], odd[R];
+  LLMK_UNROLL
+  for (int r = 0; r < R; ++r) even[r] = odd[r] = zero();
   int64_t j = 0;
-  for (; j + 1 < count; j += 2) {
-    even = fma(broadcast(t[j]), load(b + j * kLanes), even);
-    odd = fma(broadcast(t[j + 1]), load(b + (j + 1) * kLanes), odd);
-  }
-  if (j < count) even = fma(broadcast(t[j]), load(b + j * kLanes), even);
-  *value = add(*value, add(even, odd));
-}
-
-// Adds the adapter of row `row` to the 32 outputs of vectors `vector` and `vector` + 1. The function is not inlined, so
-// that the epilogue of rows without adapters stays small.
-__attribute__((noinline)) static void add_adapter(const LoraRows& lora, int64_t row, int64_t vector, Vec (&values)[2]) {
-  const LoraWeight* weight = lora.weights[row];
-  if (weight == nullptr) return;
-  const float* shrunk = lora.shrunk + row * lora.stride;
-  const DType dtype = static_cast<DType>(weight->dtype);
-  for (int v = 0; v < 2; ++v) {
-    if (dtype == DType::kFloat16) {
-      expand<half_t>(*weight, vector + v, shrunk, &values[v]);
-    } else if (dtype == DType::kBFloat16) {
-      expand<bfloat_t>(*weight, vector + v, shrunk, &values[v]);
-    } else {
-      expand<float>(*weight, vector + v, shrunk, &values[v]);
+  for (; j + 1 < count; j += 2, b += 2 * kLanes) {
+    const Vec first = load(b), second = load(b + kLanes);
+    LLMK_UNROLL
+    for (int r = 0; r < R; ++r) {
+      even[r] = fma(broadcast(t[r * stride + j]), first, even[r]);
+      odd[r] = fma(broadcast(t[r * stride + j + 1]), second, odd[r]);
     }
   }
+  if (j < count) {
+    const Vec last = load(b);
+    LLMK_UNROLL
+    for (int r = 0; r < R; ++r) even[r] = fma(broadcast(t[r * stride + j]), last, even[r]);
+  }
+  LLMK_UNROLL
+  for (int r = 0; r < R; ++r) store(products + r * 2 * kLanes, add(even[r], odd[r]));
 }
+
+// Calls expand() with the template argument R = `rows`.
+template <class W, int R = kExpandRows>
+static void expand_rows(const LoraWeight& weight, int64_t vector, int64_t rows, const float* shrunk, int64_t stride,
+                        float* products) {
+  if constexpr (R > 1) {
+    if (rows < R) return expand_rows<W, R - 1>(weight, vector, rows, shrunk, stride, products);
+  }
+  expand<R, W>(weight, vector, shrunk, stride, products);
+}
+
+// Adds the products with B to the outputs of a tile's rows in two vectors of a packed weight. The caller must pass the
+// rows in ascending order. Consecutive rows with the same adapter are computed together.
+class AdapterAddition {
+ public:
+  AdapterAddition(const LoraRows* lora, int64_t vector, int64_t row)
+      : lora_(lora), vector_(vector), begin_(row), end_(row) {}
+
+  // Adds the products of `row` to its 32 outputs. `row_end` is the end of the tile's rows.
+  void add_to(int64_t row, int64_t row_end, Vec (&values)[2]) {
+    if (row == end_) compute(row, row_end);
+    const LoraWeight* weight = lora_->weights[row];
+    if (weight == nullptr) return;
+    LLMK_UNROLL
+    for (int v = 0; v < 2; ++v) {
+      if (weight->num_ranks[vector_ + v] == 0) continue;
+      values[v] = add(values[v], load(products_[row - begin_] + v * kLanes));
+    }
+  }
+
+ private:
+  // Computes the products of `row` and of the rows after it that have the same adapter. The function is not inlined,
+  // so that the epilogue of rows without adapters stays small.
+  __attribute__((noinline)) void compute(int64_t row, int64_t row_end) {
+    const LoraWeight* weight = lora_->weights[row];
+    begin_ = row;
+    end_ = row + 1;
+    while (end_ < row_end && end_ < row + kExpandRows && lora_->weights[end_] == weight) ++end_;
+    if (weight == nullptr) return;
+    const DType dtype = static_cast<DType>(weight->dtype);
+    if (dtype == DType::kFloat16) return compute_as<half_t>(*weight);
+    if (dtype == DType::kBFloat16) return compute_as<bfloat_t>(*weight);
+    compute_as<float>(*weight);
+  }
+
+  template <class W>
+  void compute_as(const LoraWeight& weight) {
+    const float* shrunk = lora_->shrunk + begin_ * lora_->stride;
+    for (int v = 0; v < 2; ++v) {
+      if (weight.num_ranks[vector_ + v] == 0) continue;
+      expand_rows<W>(weight, vector_ + v, end_ - begin_, shrunk, lora_->stride, products_[0] + v * kLanes);
+    }
+  }
+
+  const LoraRows* lora_;
+  int64_t vector_, begin_, end_;  // `products_` has the rows [begin_, end_)
+  float products_[kExpandRows][2 * kLanes];
+};
 
 }  // namespace llmk::LLMK_ARCH
