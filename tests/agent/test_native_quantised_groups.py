@@ -59,11 +59,11 @@ SWEPT_CASES = [
 ]
 """These run in ``make test-sweeps`` only: a tied output layer, a shared key-value head, and repetitions."""
 STORED = {"int8 stored": Settings(8, 0, False, "float32"), "int4 stored": Settings(4, 32, True, "float32")}
-LARGER = [("int8", "gqa_tied", 4), ("int8", "gqa_tied", 3), ("int4", "llama3_rope", 4)]
+LARGER = [("int8", "gqa_tied", 3), ("int8", "gqa_tied", 4), ("int4", "llama3_rope", 4)]
 """Setups with uneven heads, and their numbers of agents.
 
-Four agents have 2, 1, 2 and 1 of 6 query heads, and pairs of them share a key-value head. Three agents have 2, 1 and 3
-query heads, and two of them share a key-value head. Each of four agents of ``llama3_rope`` has one head of 128, and
+Three agents have 2, 1 and 3 of 6 query heads, and two of them share a key-value head. Four agents have 2, 1, 2 and 1
+query heads, and pairs of them share a key-value head. Each of four agents of ``llama3_rope`` has one head of 128, and
 pairs of them share a key-value head.
 """
 SWEPT_LARGER = LARGER[1:]

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ import tokenizers
 from jinja2 import Environment
 from safetensors import safe_open
 
-from support.time_limits import time_limit
+from support.forked_programs import run_forked
 from tools.tiny_llama.corpus import documents, training_documents
 from tools.tiny_llama.data import batches, encoded_documents, is_held_out
 from tools.tiny_llama.initial import Circuit, Matrix
@@ -159,8 +157,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--steps 40 --batch 4 --length 32 --long-length 64 --hidden-size 64 --layers 1 --heads 2 --kv-heads 1 "
         "--intermediate-size 96 --vocab-size 600 --learning-rate 0.02"
     )
-    command = [sys.executable, str(TOOLS / "train_tiny_llama.py"), "--out", str(out), *options.split()]
-    subprocess.run(command, check=True, capture_output=True, timeout=time_limit(200))
+    process = run_forked(TOOLS / "train_tiny_llama.py", "--out", str(out), *options.split(), folder=ROOT, timeout=200)
+    assert process.returncode == 0, process.stderr[-2000:]
     return out
 
 
