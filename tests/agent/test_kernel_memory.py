@@ -20,7 +20,7 @@ SETUPS = (
     ("float32", "fused", "int8", "1", "latent"),
     ("float16", "native", "int4", "2", "int8 cache"),
     ("bfloat16", "native", "int8", "3", "experts"),
-    ("bfloat16", "native", "auto", "2", "sinks"),
+    ("bfloat16", "native", "auto", "1", "sinks"),
     ("float32", "fused", "auto", "2", "hybrid"),
 )
 REPEATED = (
