@@ -11,6 +11,9 @@ machine. It has its own thread and socket, so no step waits for a transfer:
        |<--- number, count, destinations -----|   a transfer
        |<--- count x pools x (header, block) -|   a pool for each agent of a replica
        |---- number -------------------------->|   all blocks are in the receiver's pool
+
+A ``Carrier`` moves the blocks of a transfer. ``FramedCarrier`` sends them through the connection, as above. Another
+carrier may move the contents outside the connection, see ``one_sided.py``.
 """
 
 from __future__ import annotations
@@ -92,6 +95,56 @@ class BlockPools(Protocol):
         """Returns the transport from the pool of one replica to that of another one. The arguments are indices."""
 
 
+class Carrier(Protocol):
+    """Moves the blocks of a transfer from pool to pool. Both ends of a connection need the same carrier.
+
+    Several connections may use a carrier at the same time.
+    """
+
+    @property
+    def magic(self) -> bytes:
+        """The name of the carrier in the introduction of a connection: 8 bytes."""
+
+    def send(self, link: socket.socket, head: bytes, pools: Sequence[Pool], pairs: Pairs) -> None:
+        """Sends ``head``, and then the blocks. Raises OSError or LLMServingError if they did not arrive."""
+
+    def take(self, link: socket.socket, pools: Sequence[Pool], destinations: Sequence[int]) -> None:
+        """Receives the blocks that ``send`` sends. A block has its header only when its content is complete.
+
+        Raises OSError or LLMServingError.
+        """
+
+    def close(self) -> None:
+        """Ends the carrier. Calls that have not ended fail."""
+
+
+class FramedCarrier:
+    """Sends headers and blocks through the connection."""
+
+    magic = MAGIC
+
+    def send(self, link: socket.socket, head: bytes, pools: Sequence[Pool], pairs: Pairs) -> None:
+        parts = [memoryview(head)]
+        for source, _ in pairs:
+            for pool in pools:
+                parts += [pool.headers[source].data, pool.blocks[source].data]
+        send_all(link, parts)
+
+    def take(self, link: socket.socket, pools: Sequence[Pool], destinations: Sequence[int]) -> None:
+        for destination in destinations:
+            for pool in pools:
+                pool.headers[destination] = 0  # no agent may read a block with half of its new content
+                header = receive(link, pool.headers.shape[1])
+                receive_into(link, pool.blocks[destination].data)
+                pool.headers[destination] = np.frombuffer(header, np.uint8)
+
+    def close(self) -> None:
+        """Does nothing. The blocks travel through the connections, which others close."""
+
+
+FRAMES = FramedCarrier()
+
+
 class SharedPoolTransport:
     """The transport between replicas that map the same pool. Nothing must be copied."""
 
@@ -126,9 +179,11 @@ class TcpTransport:
     transfer, the thread closes the socket and ends. So an unused receiver costs no thread and no connection.
     """
 
-    def __init__(self, pools: Sequence[Pool], connect: Callable[[], socket.socket], secret: bytes) -> None:
+    def __init__(
+        self, pools: Sequence[Pool], connect: Callable[[], socket.socket], secret: bytes, carrier: Carrier = FRAMES
+    ) -> None:
         """``connect`` raises OSError if the other machine cannot be reached. The transfer then fails."""
-        self._pools, self._connect, self._secret = pools, connect, secret
+        self._pools, self._connect, self._secret, self._carrier = pools, connect, secret, carrier
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._number = 0
@@ -238,17 +293,13 @@ class TcpTransport:
                 raise ConnectionError("the transport is closed")
         link.settimeout(TIMEOUT_S)
         set_options(link)
-        introduce(link, MAGIC, self._secret, _packed(_sizes_of(self._pools)))
+        introduce(link, self._carrier.magic, self._secret, _packed(_sizes_of(self._pools)))
         return link
 
     def _send(self, link: socket.socket, pairs: Pairs) -> None:
         self._number += 1
         destinations = np.array([destination for _, destination in pairs], "<u4").tobytes()
-        parts = [memoryview(_TRANSFER.pack(self._number, len(pairs)) + destinations)]
-        for source, _ in pairs:
-            for pool in self._pools:
-                parts += [pool.headers[source].data, pool.blocks[source].data]
-        _send_all(link, parts)
+        self._carrier.send(link, _TRANSFER.pack(self._number, len(pairs)) + destinations, self._pools, pairs)
         (number,) = _ACKNOWLEDGEMENT.unpack(receive(link, _ACKNOWLEDGEMENT.size))
         if number != self._number:
             raise ProtocolError(f"the receiver acknowledged transfer {number} instead of {self._number}")
@@ -260,13 +311,12 @@ class PoolReceiver(Receiver):
     If a connection breaks, its sender notices this, and the requests are computed again.
     """
 
-    MAGIC = MAGIC
     MAX_CONNECTIONS = MAX_CONNECTIONS
     TIMEOUT_S = TIMEOUT_S
 
-    def __init__(self, pools: Sequence[Pool], secret: bytes) -> None:
+    def __init__(self, pools: Sequence[Pool], secret: bytes, carrier: Carrier = FRAMES) -> None:
         super().__init__(secret)
-        self._pools = pools
+        self._pools, self._carrier, self.MAGIC = pools, carrier, carrier.magic
 
     def _problem_of(self, facts: bytes) -> str:
         """Compares the sizes of a sender's blocks with those of this process's pools.
@@ -289,12 +339,7 @@ class PoolReceiver(Receiver):
         if max(destinations) >= num_blocks:
             raise ProtocolError(f"a transfer writes block {max(destinations)}; the pool has {num_blocks}")
         link.settimeout(TIMEOUT_S)
-        for destination in destinations:
-            for pool in self._pools:
-                pool.headers[destination] = 0  # no agent may read a block with half of its new content
-                header = receive(link, pool.headers.shape[1])
-                receive_into(link, pool.blocks[destination].data)
-                pool.headers[destination] = np.frombuffer(header, np.uint8)
+        self._carrier.take(link, self._pools, destinations)
         link.settimeout(None)
         link.sendall(_ACKNOWLEDGEMENT.pack(number))
 
@@ -308,7 +353,7 @@ def _packed(sizes: Sequence[tuple[int, int]]) -> bytes:
     return b"".join(_SIZES.pack(*each) for each in sizes)
 
 
-def _send_all(link: socket.socket, parts: list[memoryview]) -> None:
+def send_all(link: socket.socket, parts: list[memoryview]) -> None:
     """Sends all parts. Without TLS, the parts are not copied in this process."""
     if isinstance(link, ssl.SSLSocket):
         for part in parts:

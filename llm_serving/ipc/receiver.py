@@ -14,7 +14,7 @@ from llm_serving.ipc.introduction import admit, set_options, shut_down
 class Receiver(ABC):
     """The connections of senders that know ``secret``. A subclass handles their messages."""
 
-    MAGIC: ClassVar[bytes]
+    MAGIC: bytes
     """The magic number of the introduction (``ipc.introduction``)."""
     MAX_CONNECTIONS: ClassVar[int]
     TIMEOUT_S: ClassVar[float]

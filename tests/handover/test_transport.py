@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Queue
 
@@ -17,11 +17,14 @@ import pytest
 from llm_serving.agent_host.handed_blocks import HandedBlocks
 from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.cluster.messages import BlocksSent, SendBlocks, pack_pairs
-from llm_serving.errors import LLMServingError
+from llm_serving.errors import LLMServingError, ProtocolError
+from llm_serving.handover.one_sided import OneSidedCarrier
 from llm_serving.handover.transport import (
-    MAGIC,
+    FRAMES,
     Array,
+    Carrier,
     Pairs,
+    Pool,
     PoolReceiver,
     SharedPoolTransport,
     TcpTransport,
@@ -29,6 +32,7 @@ from llm_serving.handover.transport import (
 )
 from llm_serving.ipc.hand_over_memory import HandOverLayout
 from llm_serving.ipc.messages import NONCE_BYTES, prove
+from support.local_reader import LocalReader, Places
 from support.time_limits import time_limit
 
 SECRET = bytes(range(32))
@@ -45,13 +49,20 @@ class SomePool:
 
 
 class Rig:
-    """A receiver with pools, and connections to it."""
+    """A receiver with pools, and connections to it. With ``one_sided``, contents travel outside the connections."""
 
-    def __init__(self, key: ClusterKey | None = None, num_pools: int = 1) -> None:
+    def __init__(self, key: ClusterKey | None = None, num_pools: int = 1, *, one_sided: bool = False) -> None:
+        self._places: Places | None = {} if one_sided else None
         self.pools = [SomePool(seed=1 + number) for number in range(num_pools)]
         self.pool, self.key = self.pools[0], key
-        self.receiver = PoolReceiver(self.pools, SECRET)
+        self.receiver = PoolReceiver(self.pools, SECRET, self.carrier(self.pools))
         self._listener = socket.create_server(("127.0.0.1", 0))
+
+    def carrier(self, pools: Sequence[Pool]) -> Carrier:
+        return FRAMES if self._places is None else OneSidedCarrier(LocalReader(pools, self._places))
+
+    def sender(self, *pools: Pool, secret: bytes = SECRET) -> TcpTransport:
+        return TcpTransport(pools, self.connect, secret, self.carrier(pools))
 
     def connect(self) -> socket.socket:
         """Returns a connection whose other end the receiver serves in a thread of its own."""
@@ -67,12 +78,13 @@ class Rig:
         self.receiver.close()
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
+@pytest.fixture(params=["frames", "one-sided"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(one_sided=request.param == "one-sided")
     yield made
     made.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-over")]
+    # A transport forgets its thread just before the thread ends, so ``close`` may not wait for it.
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("hand-over")])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -99,7 +111,7 @@ def check_arrived(rig: Rig, source: SomePool, pairs: Pairs) -> None:
 
 def test_blocks_arrive_with_their_headers(rig: Rig) -> None:
     source = SomePool(seed=2)
-    transport = TcpTransport([source], rig.connect, SECRET)
+    transport = rig.sender(source)
     assert transfer(transport, [(3, 0), (1, 11)]) is None
     assert transfer(transport, [(5, 4)]) is None
     check_arrived(rig, source, [(3, 0), (1, 11), (5, 4)])
@@ -108,10 +120,11 @@ def test_blocks_arrive_with_their_headers(rig: Rig) -> None:
         raise transfer(transport, [(3, 0)]) or AssertionError
 
 
-def test_with_tls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_with_tls(one_sided: bool, tmp_path: Path) -> None:
     make_key(tmp_path / "key")
-    rig, source = Rig(ClusterKey(str(tmp_path / "key"))), SomePool(seed=2)
-    transport = TcpTransport([source], rig.connect, SECRET)
+    rig, source = Rig(ClusterKey(str(tmp_path / "key")), one_sided=one_sided), SomePool(seed=2)
+    transport = rig.sender(source)
     assert transfer(transport, [(3, 0), (1, 11)]) is None
     check_arrived(rig, source, [(3, 0), (1, 11)])
     closing = threading.Thread(target=rig.close, daemon=True)
@@ -129,7 +142,7 @@ def test_a_peer_without_the_secret_or_with_other_blocks_is_refused(rig: Rig) -> 
         ([SomePool(), SomePool()], SECRET, "those of the receiver have [(64, 200000)]"),
     ]
     for pools, secret, phrase in cases:
-        transport = TcpTransport(pools, rig.connect, secret)
+        transport = rig.sender(*pools, secret=secret)
         assert phrase in str(transfer(transport, [(3, 0)]))
         assert transport.is_closed
         transport.close()
@@ -146,9 +159,10 @@ def test_a_receiver_that_cannot_be_reached_fails_the_transfer() -> None:
     transport.close()
 
 
-def test_the_blocks_of_all_agents_travel_together() -> None:
-    rig, sources = Rig(num_pools=2), [SomePool(seed=8), SomePool(seed=9)]
-    transport = TcpTransport(sources, rig.connect, SECRET)
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_the_blocks_of_all_agents_travel_together(one_sided: bool) -> None:
+    rig, sources = Rig(num_pools=2, one_sided=one_sided), [SomePool(seed=8), SomePool(seed=9)]
+    transport = rig.sender(*sources)
     assert transfer(transport, [(3, 0), (1, 11)]) is None
     for source, target in zip(sources, rig.pools, strict=True):
         np.testing.assert_array_equal(target.blocks[[0, 11]], source.blocks[[3, 1]])
@@ -164,8 +178,9 @@ def test_a_transfer_out_of_range_ends_the_connection(rig: Rig, count: int, desti
     with rig.connect() as link:
         challenge = link.recv(8 + NONCE_BYTES, socket.MSG_WAITALL)
         proof = prove(SECRET, "sender", challenge[8:])
-        link.sendall(struct.pack("<8s32sIQQ", MAGIC, proof, 16, 64, BLOCK_BYTES))
-        assert link.recv(12, socket.MSG_WAITALL) == MAGIC + bytes(4)
+        magic = rig.carrier([SomePool()]).magic
+        link.sendall(struct.pack("<8s32sIQQ", magic, proof, 16, 64, BLOCK_BYTES))
+        assert link.recv(12, socket.MSG_WAITALL) == magic + bytes(4)
         link.sendall(struct.pack("<QI", 1, count) + struct.pack("<I", destination) * (count == 1))
         assert link.recv(8) == b""
     check_arrived(rig, SomePool(), [])
@@ -173,7 +188,7 @@ def test_a_transfer_out_of_range_ends_the_connection(rig: Rig, count: int, desti
 
 def test_if_the_connection_breaks_all_waiting_transfers_fail(rig: Rig) -> None:
     source = SomePool(num_blocks=400)
-    transport = TcpTransport([source], rig.connect, SECRET)
+    transport = rig.sender(source)
     assert transfer(transport, [(0, 0)]) is None
     results: Queue[LLMServingError | None] = Queue()
     for _ in range(40):
@@ -188,7 +203,7 @@ def test_if_the_connection_breaks_all_waiting_transfers_fail(rig: Rig) -> None:
 def test_an_idle_sender_ends_and_a_later_transfer_arrives(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llm_serving.handover.transport.IDLE_S", 0.01)
     source = SomePool(seed=2)
-    transport = TcpTransport([source], rig.connect, SECRET)
+    transport = rig.sender(source)
     assert transport.is_idle
     assert transfer(transport, [(3, 0)]) is None
     thread = transport._thread
@@ -209,8 +224,8 @@ def test_a_sender_that_ends_takes_a_transfer_that_comes_meanwhile(
     monkeypatch.setattr("llm_serving.handover.transport.IDLE_S", 0.0)
     source = SomePool(seed=2, block_bytes=100)
     rig.pools[0] = rig.pool = SomePool(seed=1, block_bytes=100)
-    rig.receiver = PoolReceiver(rig.pools, SECRET)
-    transport = TcpTransport([source], rig.connect, SECRET)
+    rig.receiver = PoolReceiver(rig.pools, SECRET, rig.carrier(rig.pools))
+    transport = rig.sender(source)
     assert [transfer(transport, [(1, 2)]) for _ in range(100)] == [None] * 100
     transport.close()
 
@@ -263,7 +278,7 @@ def test_new_agents_of_a_node_replace_its_idle_sender(monkeypatch: pytest.Monkey
 
 
 def test_the_system_checks_an_idle_connection(rig: Rig) -> None:
-    transport = TcpTransport([SomePool()], rig.connect, SECRET)
+    transport = rig.sender(SomePool())
     assert transfer(transport, [(0, 0)]) is None
     for link in (*rig.receiver._links, transport._socket):
         assert link is not None
@@ -272,20 +287,71 @@ def test_the_system_checks_an_idle_connection(rig: Rig) -> None:
     transport.close()
 
 
-def test_an_unfinished_block_has_no_header(rig: Rig) -> None:
+def test_an_unfinished_block_has_no_header() -> None:
+    rig = Rig()
     with rig.connect() as link:
         challenge = link.recv(8 + NONCE_BYTES, socket.MSG_WAITALL)
         proof = prove(SECRET, "sender", challenge[8:])
-        link.sendall(struct.pack("<8s32sIQQ", MAGIC, proof, 16, 64, BLOCK_BYTES))
+        link.sendall(struct.pack("<8s32sIQQ", FRAMES.magic, proof, 16, 64, BLOCK_BYTES))
         link.recv(12, socket.MSG_WAITALL)
         link.sendall(struct.pack("<QII", 1, 1, 5) + bytes(64) + bytes(BLOCK_BYTES // 2))
-    rig.receiver.close()
+    rig.close()
     assert not rig.pool.headers[5].any()
     assert rig.pool.headers[4].any()
 
 
+def test_a_block_that_could_not_be_read_has_no_header_and_the_sender_learns_the_reason() -> None:
+    rig, source = Rig(one_sided=True), SomePool(seed=2)
+    carrier = rig.carrier([source])
+    transport = TcpTransport([source], rig.connect, SECRET, carrier)
+    carrier.close()
+    assert "the receiver: there are no pools at" in str(transfer(transport, [(3, 0)]))
+    assert not rig.pool.headers[0].any()
+    assert rig.pool.headers[1].any()
+    transport.close()
+    rig.close()
+
+
+def test_a_transfer_in_many_pieces_reports_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_serving.handover.one_sided.PIECE_BYTES", 5 * BLOCK_BYTES)
+    rig, source = Rig(one_sided=True), SomePool(seed=2)
+    pairs = [(block, BLOCKS - 1 - block) for block in range(BLOCKS)]
+    transport = rig.sender(source)
+    assert transfer(transport, pairs) is None
+    check_arrived(rig, source, pairs)
+    transport.close()
+    rig.close()
+
+
+@pytest.mark.parametrize("reply", [(0, 0), (2, 0), (0, 1025)])
+def test_a_receiver_that_reports_impossible_progress_fails_the_transfer(reply: tuple[int, int]) -> None:
+    own, other = socket.socketpair()
+    pool = SomePool()
+    other.sendall(struct.pack("<II", *reply))
+    with pytest.raises(ProtocolError, match="the receiver read"), own, other:
+        OneSidedCarrier(LocalReader([pool], {})).send(own, b"", [pool], [(0, 0)])
+
+
+@pytest.mark.parametrize("length", [0, 8193, 0xFFFFFFFF])
+def test_a_sender_with_an_impossible_place_is_refused(length: int) -> None:
+    own, other = socket.socketpair()
+    pool = SomePool()
+    other.sendall(struct.pack("<I", length))
+    with pytest.raises(ProtocolError, match="the place of a sender has"), own, other:
+        OneSidedCarrier(LocalReader([pool], {})).take(own, [pool], [0])
+
+
+def test_a_sender_with_another_carrier_is_refused(rig: Rig) -> None:
+    other = Rig(one_sided=rig.carrier([rig.pool]) is FRAMES)
+    transport = TcpTransport([SomePool()], rig.connect, SECRET, other.carrier([SomePool()]))
+    assert isinstance(transfer(transport, [(3, 0)]), TransferError)
+    transport.close()
+    other.close()
+    check_arrived(rig, SomePool(), [])
+
+
 def test_an_unknown_source_is_refused(rig: Rig) -> None:
-    transport = TcpTransport([SomePool()], rig.connect, SECRET)
+    transport = rig.sender(SomePool())
     with pytest.raises(ValueError, match="not in the pool of 12 blocks"):
         transport.transfer([(BLOCKS, 0)], lambda error: None)
     transport.close()

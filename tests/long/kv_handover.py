@@ -1,6 +1,6 @@
 """Hands computed prompts over between replicas while replicas are lost and handed blocks are damaged.
 
-    python tests/long/kv_handover.py --hand-overs 10000 [--tcp]
+    python tests/long/kv_handover.py --hand-overs 10000 [--tcp [--one-sided]]
 
 Random scripts run on the real router and schedulers, with all combinations of roles. The tokens of the fake devices
 depend on every token that they read. Between the operations of a script, replicas die and return, bits of blocks in the
@@ -30,11 +30,12 @@ _SHOWN_WITH_TCP = ("undisturbed", "flipped bit", "cut connection", "killed recei
                    "failed transfers")  # fmt: skip
 
 
-def run(num_hand_overs: int, seed: int, faults: float, *, tcp: bool) -> Counter[str]:
+def run(num_hand_overs: int, seed: int, faults: float, *, tcp: bool, one_sided: bool = False) -> Counter[str]:
     """Runs scripts until this number of hand-overs has ended. Raises AssertionError for a wrong text or a leak."""
     seen: Counter[str] = Counter()
     while seen["completed"] + seen["misses"] < num_hand_overs:
-        routed = play_hand_overs(draw_script(seed), ROLES[seed % len(ROLES)], seed, faults=faults, tcp=tcp)
+        ways = {"tcp": tcp, "one_sided": one_sided}
+        routed = play_hand_overs(draw_script(seed), ROLES[seed % len(ROLES)], seed, faults=faults, **ways)
         assert routed.split is not None
         figures = routed.split.figures
         seen.update(completed=figures.completed, misses=figures.misses, reloads=figures.reloads)
@@ -53,9 +54,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first script (default 0)")
     parser.add_argument("--faults", type=float, default=0.3, help="chance of a damaged block at each operation")
     parser.add_argument("--tcp", action="store_true", help="send the blocks through TCP connections")
+    parser.add_argument("--one-sided", action="store_true", help="with --tcp: read the contents outside the connections")
     options = parser.parse_args()
+    if options.one_sided and not options.tcp:
+        parser.error("--one-sided needs --tcp")
     begin = time.process_time()
-    seen = run(options.hand_overs, options.seed, options.faults, tcp=options.tcp)
+    seen = run(options.hand_overs, options.seed, options.faults, tcp=options.tcp, one_sided=options.one_sided)
     ended = seen["completed"] + seen["misses"]
     print(f"{ended} hand-overs in {seen['scripts']} scripts: 0 wrong texts, 0 leaked blocks")
     shown = (*_SHOWN, *_SHOWN_WITH_TCP) if options.tcp else _SHOWN

@@ -43,12 +43,19 @@ def test_texts_do_not_depend_on_roles(first: int, count: int) -> None:
     assert not missing, (missing, seen)
 
 
-@pytest.mark.parametrize(("first", "count"), with_sweeps([(0, 24), (24, 200)], lambda first, count: first > 0))
-def test_texts_do_not_depend_on_disturbed_transfers(first: int, count: int) -> None:
-    """The replicas have pools of their own, and send blocks through sockets that lose bytes or flip bits."""
+@pytest.mark.parametrize(
+    ("one_sided", "first", "count"),
+    with_sweeps([(False, 0, 24), (True, 0, 24), (False, 24, 200), (True, 24, 200)], lambda _, first, count: first > 0),
+)
+def test_texts_do_not_depend_on_disturbed_transfers(one_sided: bool, first: int, count: int) -> None:
+    """The replicas have pools of their own, and send blocks through sockets that lose bytes or flip bits.
+
+    With ``one_sided``, the receivers read the contents of blocks outside the sockets.
+    """
     seen: Counter[str] = Counter()
     for seed in range(first, first + count):
-        routed = play_hand_overs(draw_script(79000 + seed), ROLES[seed % len(ROLES)], seed, faults=0.2, tcp=True)
+        script, roles = draw_script(79000 + seed), ROLES[seed % len(ROLES)]
+        routed = play_hand_overs(script, roles, seed, faults=0.2, tcp=True, one_sided=one_sided)
         assert routed.split is not None
         assert routed.pools is not None
         seen.update(routed.pools.seen)

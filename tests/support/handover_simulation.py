@@ -26,7 +26,7 @@ class HandOverPlayer(RoutedPlayer):
     """Runs a script on replicas with ``roles``. ``faults`` is the chance of a damaged block at each operation.
 
     With ``tcp``, each replica has a pool of its own, blocks go through TCP connections, and ``faults`` is also the
-    chance of a disturbed transfer.
+    chance of a disturbed transfer. With ``one_sided``, too, the receivers read the contents outside the connections.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class HandOverPlayer(RoutedPlayer):
         *,
         faults: float = 0.0,
         tcp: bool = False,
+        one_sided: bool = False,
         record: Callable[[Scheduler, int], Scheduler] | None = None,
     ) -> None:
         made = make_script_limits({**limits, "page_attention": True, "hands_over": True})
@@ -44,7 +45,8 @@ class HandOverPlayer(RoutedPlayer):
         longest = -(-made.max_model_len // made.block_size)
         pool = HandOverPool(longest * self._rng.choice([1, 1, 2, 4]), made.cache_namespace)
         fixed = self._rng.choice([1, 4, 10, None])
-        pools = TcpPools(len(roles), pool.num_blocks, made.block_size, seed, faults=faults) if tcp else None
+        sizes = (len(roles), pool.num_blocks, made.block_size)
+        pools = TcpPools(*sizes, seed, faults=faults, one_sided=one_sided) if tcp else None
         split = PrefillSplit(roles, pool, PromptThreshold(made.block_size, fixed), made.block_size, pools)
         self.routed = RoutedSimulation(made, len(roles), seed, record=record, split=split)
         self.simulation = self.routed
@@ -63,13 +65,14 @@ def play_hand_overs(
     *,
     faults: float = 0.0,
     tcp: bool = False,
+    one_sided: bool = False,
     record: Callable[[Scheduler, int], Scheduler] | None = None,
 ) -> RoutedSimulation:
     """Runs a script until all its requests have ended. Raises AssertionError if a check fails.
 
     See ``HandOverPlayer`` for the arguments.
     """
-    player = HandOverPlayer(script.limits, roles, seed, faults=faults, tcp=tcp, record=record)
+    player = HandOverPlayer(script.limits, roles, seed, faults=faults, tcp=tcp, one_sided=one_sided, record=record)
     try:
         for operation in script.operations:
             player.do(operation)

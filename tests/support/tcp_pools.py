@@ -15,8 +15,10 @@ from queue import Queue
 from typing import Any
 
 from llm_serving.errors import LLMServingError
-from llm_serving.handover.transport import Done, Pairs, PoolReceiver, TcpTransport, TransferError
+from llm_serving.handover.one_sided import OneSidedCarrier
+from llm_serving.handover.transport import FRAMES, Carrier, Done, Pairs, PoolReceiver, TcpTransport, TransferError
 from support.handed_memory import HandedMemory
+from support.local_reader import LocalReader, Places
 from support.time_limits import time_limit
 
 __all__ = ["TcpPools"]
@@ -39,18 +41,31 @@ class _Waiting:
 class TcpPools:
     """The pools of ``num_replicas`` machines. ``faults`` is the chance that a transfer is damaged or cut.
 
-    A transfer runs when the test calls ``run``, in this thread. Call ``close`` at the end.
+    A transfer runs when the test calls ``run``, in this thread. Call ``close`` at the end. With ``one_sided``, the
+    receivers read the contents of blocks outside the connections. Flipped bits are then in contents.
     """
 
     is_shared = False
 
-    def __init__(self, num_replicas: int, num_blocks: int, block_size: int, seed: int, *, faults: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        num_blocks: int,
+        block_size: int,
+        seed: int,
+        *,
+        faults: float = 0.0,
+        one_sided: bool = False,
+    ) -> None:
         salts: dict[int, bytes] = {}
         self._new_memory: Callable[[], HandedMemory] = lambda: HandedMemory(num_blocks, block_size, seed, salts)
         self.memories = [self._new_memory() for _ in range(num_replicas)]
         self.seen: Counter[str] = Counter()
         self._rng, self._faults = random.Random(seed), faults
-        self._receivers = [PoolReceiver([memory], SECRET) for memory in self.memories]
+        self._places: Places | None = {} if one_sided else None
+        self._flips_next = False
+        """True if a bit of the next block that is read must flip."""
+        self._receivers = [self._receiver(memory) for memory in self.memories]
         self._transports: dict[tuple[int, int], TcpTransport] = {}
         self._waiting: list[_Waiting] = []
         self._last: list[_Waiting] = []
@@ -80,10 +95,11 @@ class TcpPools:
         ended: Queue[LLMServingError | None] = Queue()
         transport.transfer(waiting.pairs, ended.put)
         error = ended.get(timeout=time_limit(30.0))
+        self._flips_next = False
         if fault:
             transport.close()  # the next transfer has a socket without faults
         if fault == "killed receiver":
-            self._receivers[waiting.target] = PoolReceiver([self.memories[waiting.target]], SECRET)
+            self._receivers[waiting.target] = self._receiver(self.memories[waiting.target])
         self._last = [each for each in self._last if each.source is not waiting.source] + [waiting]
         waiting.done(error)
 
@@ -97,7 +113,7 @@ class TcpPools:
         self._receivers[index].close()
         self.memories[index] = self._new_memory()
         self.memories[index].num_bad = old.num_bad
-        self._receivers[index] = PoolReceiver([self.memories[index]], SECRET)
+        self._receivers[index] = self._receiver(self.memories[index])
         lost = [each for each in self._waiting if each.source is old]
         for waiting in lost:
             waiting.done(TransferError("the other machine was lost"))
@@ -115,8 +131,24 @@ class TcpPools:
             receiver.close()
         self._listener.close()
 
+    def _carrier(self, memory: HandedMemory) -> Carrier:
+        if self._places is None:
+            return FRAMES
+
+        def after_block(block: int) -> None:
+            if self._flips_next:
+                self._flips_next = False
+                memory.flip(block)
+
+        return OneSidedCarrier(LocalReader([memory], self._places, after_block))
+
+    def _receiver(self, memory: HandedMemory) -> PoolReceiver:
+        return PoolReceiver([memory], SECRET, self._carrier(memory))
+
     def _connected(self, waiting: _Waiting, fault: str) -> TcpTransport:
         receiver = self._receivers[waiting.target]
+        if fault == "flipped bit" and self._places is not None:
+            self._flips_next, fault = True, ""
 
         def connect() -> socket.socket:
             link = socket.create_connection(self._listener.getsockname())
@@ -125,7 +157,7 @@ class TcpPools:
             place = TRANSFER_BYTES + self._rng.randrange(num_bytes)
             return link if not fault else _FaultySocket(link, fault, place, receiver)  # type: ignore[return-value]
 
-        return TcpTransport([waiting.source], connect, SECRET)
+        return TcpTransport([waiting.source], connect, SECRET, self._carrier(waiting.source))
 
 
 @dataclass
