@@ -146,6 +146,18 @@ def test_only_the_publisher_of_events_imports_zeromq():
     assert publisher.is_file()
 
 
+def test_only_the_process_of_mooncake_imports_mooncake():
+    """The node starts this process only if Mooncake is the transport of handed blocks."""
+    found = imports_inside("llm_serving", ("mooncake", "acl")) + imports_inside("agent", ("mooncake",))
+    assert {path for path, _ in found} == {"llm_serving/handover/mooncake/engine.py"}
+    importers = imports_inside("llm_serving", ("llm_serving.handover.mooncake.engine",))
+    assert {path for path, _ in importers} == {"llm_serving/handover/mooncake/__main__.py"}
+    for path in python_files("llm_serving"):
+        outside = [getattr(node, "module", None) for node in import_statements(path) if node.col_offset == 0]
+        inner = "handover/mooncake/" in str(path)
+        assert inner or not [name for name in outside if inside(name or "", ("llm_serving.handover.mooncake",))], path
+
+
 def test_a_forbidden_import_is_found():
     assert ("agent/server.py", "llm_serving.ipc") in [
         (path, name.rpartition(".")[0]) for path, name in imports_inside("agent", ("llm_serving",))

@@ -14,6 +14,7 @@ All files come from one resolution, so that they can be installed together. Each
     requirements-wheel.lock         packages for `make wheel`, in addition to serving
     requirements-mindformers.lock   packages for MindFormers, in addition to serving
     requirements-ray.lock           packages for nodes that Ray places, in addition to serving
+    requirements-mooncake.lock      packages for handed blocks through Mooncake, in addition to serving
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ FILES = {
     "requirements-mindformers.lock": (("mindformers",), ("requirements.lock",),
                                       "Packages of `make setup-mindformers`."),
     "requirements-ray.lock": (("ray",), ("requirements.lock",), "Packages for parallel_config.executor: ray."),
+    "requirements-mooncake.lock": (("mooncake",), ("requirements.lock",),
+                                   "Packages for parallel_config.hand_over_transport: mooncake."),
 }  # fmt: skip
 """For each lock file: its extras of pyproject.toml, the lock files that must be installed first, and its purpose."""
 

@@ -11,18 +11,22 @@ import secrets
 import ssl
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from llm_serving.cluster.dialling import connect_for_blocks
 from llm_serving.cluster.key import ClusterKey
 from llm_serving.cluster.messages import SECRET_BYTES, BlocksSent, SendBlocks
 from llm_serving.config import Config
-from llm_serving.errors import LLMServingError, ProtocolError
-from llm_serving.handover.transport import PoolReceiver, TcpTransport
+from llm_serving.config.parallel_section import MOONCAKE
+from llm_serving.errors import ConfigError, LLMServingError, ProtocolError
+from llm_serving.handover.transport import FRAMES, Carrier, PoolReceiver, TcpTransport, TransferError
 from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
 
 MAX_ERROR_CHARACTERS = 1000
+
+NewCarrier = Callable[[Sequence[HandOverMemory]], Carrier]
+"""Makes the carrier for the pools, which still have names. Raises TransferError or OSError."""
 
 
 class HandedBlocks:
@@ -32,8 +36,10 @@ class HandedBlocks:
     blocks here must know ``secret``. Each run has a new secret, so a node cannot send blocks of an earlier run.
     """
 
-    def __init__(self, layouts: Sequence[HandOverLayout], key: ClusterKey) -> None:
-        """Creates the pools. Raises OSError if /dev/shm is too small."""
+    def __init__(
+        self, layouts: Sequence[HandOverLayout], key: ClusterKey, new_carrier: NewCarrier = lambda memories: FRAMES
+    ) -> None:
+        """Creates the pools. Raises OSError if /dev/shm is too small, and the errors of ``new_carrier``."""
         self._key = key
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._memories: list[HandOverMemory] = []
@@ -46,18 +52,28 @@ class HandedBlocks:
         try:
             for layout in layouts:
                 self._memories.append(HandOverMemory.create(layout))
+            self._carrier = new_carrier(self._memories)
         except BaseException:
             self.unlink()
             os.close(self.descriptor)
             raise
-        self._receiver = PoolReceiver(self._memories, self.secret)
+        self._receiver = PoolReceiver(self._memories, self.secret, self._carrier)
 
     @classmethod
-    def of(cls, config: Config, key: ClusterKey) -> HandedBlocks | None:
-        """Creates the pools of a node with ``config``. Returns None if its replicas have no roles. Raises OSError."""
+    def of(cls, config: Config, key: ClusterKey, host: str) -> HandedBlocks | None:
+        """Creates the pools of a node with ``config``. Returns None if its replicas have no roles.
+
+        ``host`` is the address at which other nodes reach this one. Raises OSError, and ConfigError if this machine
+        cannot use the transport of the config.
+        """
         layouts = [HandOverLayout.of(config, rank) for rank in range(config.parallel_config.group_size)]
         known = [layout for layout in layouts if layout is not None]
-        return cls(known, key) if known else None
+        try:
+            return cls(known, key, partial(_carrier_of, config, host)) if known else None
+        except TransferError as error:
+            transport = config.parallel_config.hand_over_transport
+            problem = f"parallel_config.hand_over_transport: {transport} does not work on this node: {error}"
+            raise ConfigError(problem) from error
 
     @property
     def names(self) -> list[str]:
@@ -95,6 +111,7 @@ class HandedBlocks:
         """Ends all transfers. Waits until no thread writes to the pools, and removes them."""
         for _, transport in self._transports.values():
             transport.close()
+        self._carrier.close()
         self._receiver.close()
         self.unlink()
         with self._lock:
@@ -123,6 +140,18 @@ class HandedBlocks:
         if transport is not None:
             transport.stop()
         self._transports = {key: pair for key, pair in self._transports.items() if not pair[1].is_idle}
-        transport = TcpTransport(self._memories, partial(connect_for_blocks, place, self._key.blocks), message.secret)
+        connect = partial(connect_for_blocks, place, self._key.blocks)
+        transport = TcpTransport(self._memories, connect, message.secret, self._carrier)
         self._transports[place] = (message.secret, transport)
         return transport
+
+
+def _carrier_of(config: Config, host: str, memories: Sequence[HandOverMemory]) -> Carrier:
+    parallel = config.parallel_config
+    if parallel.hand_over_transport != MOONCAKE:
+        return FRAMES
+    from llm_serving.handover.mooncake.reader import MooncakeReader
+    from llm_serving.handover.one_sided import OneSidedCarrier
+
+    device = parallel.mooncake_device or ""
+    return OneSidedCarrier(MooncakeReader(memories, parallel.mooncake_protocol, device, host))

@@ -16,7 +16,7 @@ from llm_serving.agent_host.settings import check_node
 from llm_serving.agent_host.tiles import NodeTiles
 from llm_serving.cluster.key import ClusterKey
 from llm_serving.config import Config
-from llm_serving.errors import AgentError, AgentStartError
+from llm_serving.errors import AgentError, AgentStartError, ConfigError
 from llm_serving.executor.agent_link import GroupMemory
 
 if TYPE_CHECKING:
@@ -37,11 +37,14 @@ class RunMemory:
     """The host blocks of the KV tiers, which the server uses. None without KV tiers."""
 
     @classmethod
-    def create(cls, config: Config, key: ClusterKey, ranks: range) -> RunMemory:
-        """Reserves all pages for the agents ``ranks``. Raises AgentStartError if /dev/shm is too small."""
+    def create(cls, config: Config, key: ClusterKey, ranks: range, host: str) -> RunMemory:
+        """Reserves all pages for the agents ``ranks``. ``host`` is the address at which other nodes reach this one.
+
+        Raises AgentStartError if /dev/shm is too small, and ConfigError if this machine lacks what the config needs.
+        """
         try:
             with ExitStack() as made:
-                blocks = _hand_over_pools(config, key)
+                blocks = _hand_over_pools(config, key, host)
                 if blocks is not None:
                     made.callback(blocks.close)
                 tiles = NodeTiles.of(config)
@@ -65,12 +68,12 @@ class RunMemory:
                 memory.close()
 
 
-def _hand_over_pools(config: Config, key: ClusterKey) -> HandedBlocks | None:
+def _hand_over_pools(config: Config, key: ClusterKey, host: str) -> HandedBlocks | None:
     if not config.num_hand_over_blocks:
         return None
     from llm_serving.agent_host.handed_blocks import HandedBlocks
 
-    return HandedBlocks.of(config, key)
+    return HandedBlocks.of(config, key, host)
 
 
 def _host_blocks(config: Config, group: GroupMemory) -> NodeHostBlocks | None:
@@ -85,13 +88,13 @@ class Preparation:
     """Prepares the start of agents in a thread. ``descriptor`` becomes readable when ``result`` may be called.
 
     ``files`` describes the model's files on the server, see ``check_node``. ``ranks`` are the ranks of this node's
-    agents.
+    agents, and ``host`` is the address at which other nodes reach this one.
     """
 
-    def __init__(self, config: Config, files: dict[str, str], key: ClusterKey, ranks: range) -> None:
+    def __init__(self, config: Config, files: dict[str, str], key: ClusterKey, ranks: range, host: str) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
         self._result: RunMemory | str | AgentError = "the preparation has not ended"
-        arguments = (config, files, key, ranks)
+        arguments = (config, files, key, ranks, host)
         self._thread = threading.Thread(target=self._run, args=arguments, name="preparation", daemon=True)
         self._thread.start()
 
@@ -114,11 +117,13 @@ class Preparation:
             self._result.close()
         os.close(self.descriptor)
 
-    def _run(self, config: Config, files: dict[str, str], key: ClusterKey, ranks: range) -> None:
+    def _run(self, config: Config, files: dict[str, str], key: ClusterKey, ranks: range, host: str) -> None:
         try:
-            self._result = check_node(config, files) or RunMemory.create(config, key, ranks)
+            self._result = check_node(config, files) or RunMemory.create(config, key, ranks, host)
         except AgentError as error:
             self._result = error
+        except ConfigError as error:
+            self._result = str(error)
         except Exception as error:
             self._result = f"the check of the model failed: {error!r}"
         os.eventfd_write(self.descriptor, 1)

@@ -187,7 +187,7 @@ class Session:
         if self._config.parallel_config.nodes_per_replica > 1 or start.share is not None:
             self._part = part = self._take_share(self._config, start.share)
             ranks = ranks[part.members.start : part.members.stop]
-        self._preparation = Preparation(self._config, start.model, self._key, ranks)
+        self._preparation = Preparation(self._config, start.model, self._key, ranks, self._channel.own_host)
         self._selector.register(self._preparation.descriptor, selectors.EVENT_READ, self._start)
 
     def _take_share(self, config: Config, share: link.Share | None) -> GroupPart:

@@ -11,6 +11,8 @@ LOCAL, NODES, RAY = "local", "nodes", "ray"
 """Values of ``executor``: agents on this machine, on nodes, or on nodes that Ray starts."""
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 """Values of ``roles``: the steps that a replica computes."""
+TCP, RDMA, ASCEND, MOONCAKE = "tcp", "rdma", "ascend", "mooncake"
+"""Values of ``hand_over_transport`` (``TCP`` and ``MOONCAKE``) and of ``mooncake_protocol``."""
 MAX_SENT_BLOCKS = 1 << 14
 """Maximum number of blocks of one transfer between nodes. Limits the size of a message to a node."""
 
@@ -77,6 +79,30 @@ class ParallelConfig:
         unit="blocks",
         low=1,
         null="three times the blocks of the longest sequence",
+    )
+    hand_over_transport: str = own(
+        TCP,
+        "With `roles` and nodes: how nodes send handed blocks to each other. `tcp`: through connections with TLS. "
+        "`mooncake`: through Mooncake's transfer engine, without protection. `docs/separate_prefill.md` has the "
+        "details.",
+        choices=(TCP, MOONCAKE),
+    )
+    mooncake_protocol: str = own(
+        TCP,
+        "With `hand_over_transport: mooncake`: what Mooncake uses between nodes. `rdma`: RDMA devices. `ascend`: the "
+        "links of Ascends. `rdma` and `ascend` were not executed.",
+        choices=(TCP, RDMA, ASCEND),
+    )
+    mooncake_device: str | None = own(
+        None,
+        "With `mooncake_protocol: rdma`: names of RDMA devices, with `,` between them. With `ascend`: number of the "
+        "Ascend on each node.",
+        null="all RDMA devices, or Ascend 0",
+    )
+    mooncake_unprotected: bool = own(
+        False,
+        "Confirms that only trusted machines reach the nodes. Mooncake has no keys and no encryption: everyone who "
+        "reaches its ports can read and change handed blocks, which contain prompts.",
     )
 
     executor: str = own(

@@ -18,6 +18,7 @@ from llm_serving.config.lookup import PACKAGE_PREFIX, find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.model_section import MAX_TOKENS, ModelConfig
+from llm_serving.config.mooncake_checks import check_mooncake
 from llm_serving.config.role_checks import check_roles
 from llm_serving.config.sampling_defaults import FROM_MODEL, NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
 from llm_serving.config.schema import AUTO_SIZE
@@ -100,6 +101,7 @@ _CHECKS: tuple[Callable[[RawConfig, Config], None], ...] = (
     check_shadow,
     check_cluster,
     check_roles,
+    check_mooncake,
     check_events,
     check_vision,
 )

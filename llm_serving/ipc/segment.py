@@ -118,7 +118,7 @@ def map_segment(name: str, num_bytes: int, kind: str) -> mmap.mmap:
     if not name.startswith(SHM_PREFIX) or not name.removeprefix(SHM_PREFIX).isalnum():
         article = "an" if kind[0] in "aeiou" else "a"
         raise ProtocolError(f"{name!r} is not a name of {article} {kind} segment ({SHM_PREFIX}PIDxHEX)")
-    descriptor = os.open(os.path.join(SHM_DIRECTORY, name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor = open_segment(name)
     try:
         size = os.fstat(descriptor).st_size
         if size != num_bytes:
@@ -126,6 +126,11 @@ def map_segment(name: str, num_bytes: int, kind: str) -> mmap.mmap:
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
+
+
+def open_segment(name: str) -> int:
+    """Opens the file of a segment that still has its name. Returns a descriptor. Raises OSError."""
+    return os.open(os.path.join(SHM_DIRECTORY, name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 class SegmentLayout(Protocol):

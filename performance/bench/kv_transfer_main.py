@@ -6,7 +6,7 @@
    for comparison.
 2. Transfers over the loopback address. The rate of ``TcpTransport`` is compared with that of a bare socket that sends
    the same bytes. The option ``--parts tls`` measures this with TLS 1.3, which nodes use. The bare socket then has the
-   same TLS settings.
+   same TLS settings. With ``--parts mooncake``, Mooncake reads the contents of the blocks. This part has no goal.
 3. Time between tokens. A server with a prefill replica and a decode replica streams the outputs of short prompts, first
    alone and then while long prompts arrive. For comparison, two replicas without roles get the same requests.
 
@@ -17,6 +17,7 @@ prompts.
 
     python performance/bench_kv_transfer.py
     python performance/bench_kv_transfer.py --parts copy tcp tls
+    python performance/bench_kv_transfer.py --parts mooncake
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from agent.kernels import BlockCopies, BlockHandOvers, num_threads, set_threads
 from agent.weights.storage import zeros
 from llm_serving.cluster.key import ClusterKey, make_key
 from llm_serving.handover.header import HEADER_BYTES
-from llm_serving.handover.transport import Array, PoolReceiver, TcpTransport
+from llm_serving.handover.mooncake.reader import MooncakeReader
+from llm_serving.handover.one_sided import OneSidedCarrier
+from llm_serving.handover.transport import FRAMES, Array, Carrier, Pool, PoolReceiver, TcpTransport, TransferError
 from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
 from llm_serving.ipc.shm import MoveKind
 from performance.load.endpoint import Endpoint
@@ -51,7 +54,7 @@ from performance.program import LoadTestError, exits_with_errors, new_parser, pa
 from performance.terminal import format_table
 
 GOALS = {"copy": 0.4, "tcp": 0.7, "tls": 0.7, "tokens": 1.3}
-PARTS = tuple(GOALS)
+PARTS = (*GOALS, "mooncake")
 STORED_HEADER_BYTES = 64
 GIGA = 1e9
 CHUNK = 1 << 20
@@ -87,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = Path(folder) / "cluster.key"
             make_key(path)
             results |= _transfers(options, "tls", ClusterKey(str(path)))
+    if "mooncake" in options.parts:
+        results |= _mooncake_transfers(options)
     if "tokens" in options.parts:
         results |= _token_times(options)
     write_json(options.json, results)
@@ -101,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(GOALS))
     parser.add_argument("--arrays", type=parse_count, default=60, help="arrays of the KV cache (default 60: 30 layers)")
     parser.add_argument("--part-bytes", type=parse_count, default=6144, help="bytes of a block in an array (6144)")
     parser.add_argument("--blocks", type=parse_count, default=128, help="blocks of a hand-over (default 128)")
@@ -209,13 +214,45 @@ def _transfers(options: argparse.Namespace, part: str, key: ClusterKey | None) -
 
     Both connections use TLS with ``key``, or no TLS if ``key`` is None.
     """
-    count, block_bytes = options.blocks, options.arrays * options.part_bytes
-    source, target = _Pool(count, block_bytes), _Pool(count, block_bytes)
+    pools = [_Pool(options.blocks, options.arrays * options.part_bytes) for _ in range(2)]
+    rates = _transfer_rates(pools, (FRAMES, FRAMES), options.rounds, key)
+    name = "socket" if key is None else "tls_socket"
+    ratio = rates["TcpTransport"] / rates["bare socket"]
+    return {f"{name}_gb_s": rates["bare socket"], f"{part}_gb_s": rates["TcpTransport"], f"{part}_ratio": ratio}
+
+
+def _mooncake_transfers(options: argparse.Namespace) -> Results:
+    """Compares a transfer whose contents Mooncake reads over TCP with a bare socket, both without TLS."""
+    layout = HandOverLayout(options.arrays, options.blocks, options.part_bytes)
+    memories = [HandOverMemory.create(layout) for _ in range(2)]
+    readers: list[MooncakeReader] = []
+    try:
+        for memory in memories:
+            readers.append(MooncakeReader([memory], "tcp", "", "127.0.0.1"))
+        carriers = (OneSidedCarrier(readers[0]), OneSidedCarrier(readers[1]))
+        rates = _transfer_rates(memories, carriers, options.rounds, None)
+    except TransferError as error:
+        raise TransferBenchmarkError(str(error)) from error
+    finally:
+        for each in (*readers, *memories):
+            each.close()
+    return {"mooncake_gb_s": rates["TcpTransport"], "mooncake_ratio": rates["TcpTransport"] / rates["bare socket"]}
+
+
+def _transfer_rates(
+    pools: Sequence[Pool], carriers: tuple[Carrier, Carrier], rounds: int, key: ClusterKey | None
+) -> dict[str, float]:
+    """Sends all blocks of the first pool to the second one, and the same number of bytes through a bare socket.
+
+    ``carriers`` are those of the sender and of the receiver. Prints and returns both rates in GB/s.
+    """
+    source, target = pools
+    count, block_bytes = source.blocks.shape
     source.blocks[:] = np.random.default_rng(0).integers(0, 256, source.blocks.shape, np.uint8)
     source.headers[:] = 7
     secret, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0))
-    receiver = PoolReceiver([target], secret)
-    transport = TcpTransport([source], lambda: _connected(listener.getsockname(), key), secret)
+    receiver = PoolReceiver([target], secret, carriers[1])
+    transport = TcpTransport([source], lambda: _connected(listener.getsockname(), key), secret, carriers[0])
     threading.Thread(target=lambda: receiver.serve(_accepted(listener, key)), daemon=True).start()
     bare = _BareSocket(count * block_bytes, key)
     ended: Queue[Any] = Queue()
@@ -226,7 +263,7 @@ def _transfers(options: argparse.Namespace, part: str, key: ClusterKey | None) -
             raise TransferBenchmarkError(str(problem))
 
     try:
-        seconds = _alternate({"bare socket": bare.send, "TcpTransport": send}, options.rounds)
+        seconds = _alternate({"bare socket": bare.send, "TcpTransport": send}, rounds)
     finally:
         transport.close()
         receiver.close()
@@ -236,12 +273,11 @@ def _transfers(options: argparse.Namespace, part: str, key: ClusterKey | None) -
         raise TransferBenchmarkError("the received blocks differ from the sent blocks")
     num_bytes = count * block_bytes
     rates = {name: num_bytes / one / GIGA for name, one in seconds.items()}
-    ratio = rates["TcpTransport"] / rates["bare socket"]
-    print(f"transfers of {num_bytes / 1e6:.1f} MB over the loopback address" + (", TLS 1.3" if key is not None else ""))
+    how = (", TLS 1.3" if key is not None else "") + ("" if carriers[0] is FRAMES else ", contents by Mooncake")
+    print(f"transfers of {num_bytes / 1e6:.1f} MB over the loopback address{how}")
     rows = [[name, f"{rate:.2f}", f"{rate / rates['bare socket']:.2f}"] for name, rate in rates.items()]
     print(format_table(["transfer", "GB/s", "of a bare socket"], rows))
-    name = "socket" if key is None else "tls_socket"
-    return {f"{name}_gb_s": rates["bare socket"], f"{part}_gb_s": rates["TcpTransport"], f"{part}_ratio": ratio}
+    return rates
 
 
 def _connected(address: Any, key: ClusterKey | None) -> socket.socket:

@@ -7,6 +7,7 @@ import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from llm_serving.cluster.block_pools import NodePools
@@ -18,6 +19,7 @@ from llm_serving.ipc.hand_over_memory import HandOverLayout
 from llm_serving.ipc.shm import MoveKind
 from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind
 from support.executor_steps import events_until, prefill, results
+from support.fake_mooncake import install_fake_mooncake
 from support.pool_memory import pool_memories
 from support.small_configs import small_config
 from support.stub_agent import BAD_BLOCK, stub_token
@@ -27,17 +29,21 @@ ROLES = (
     *("parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]"),
     *("parallel_config.tensor_parallel=2", "serving_config.agent_restart_limit=5"),
 )
+MOONCAKE = (
+    *("parallel_config.hand_over_transport=mooncake", "parallel_config.mooncake_unprotected=true"),
+    *("parallel_config.executor=nodes", "parallel_config.cluster_key_file=unread"),
+)
 
 
 class Pair:
     """A prefill replica and a decode replica, each with two agents on its own node."""
 
-    def __init__(self, make_node, make_executor, pool, folder):
-        self.nodes = [make_node() for _ in range(2)]
+    def __init__(self, make_node, make_executor, pool, folder, *overrides, modules=None):
+        self.nodes = [make_node(modules=modules) for _ in range(2)]
         self.executors = []
         for replica, node in enumerate(self.nodes):
             pool.add(node.address)
-            self.executors.append(make_executor(*ROLES, replica=replica))
+            self.executors.append(make_executor(*ROLES, *overrides, replica=replica))
             events_until(self.executors[-1], AgentReady)
         self.pools = NodePools(self.executors)
         layout = HandOverLayout.of(small_config(folder, ROLES), 0)
@@ -64,7 +70,17 @@ def pair(make_node, make_executor, pool, tmp_path):
     return Pair(make_node, make_executor, pool, tmp_path)
 
 
-def test_blocks_of_all_agents_travel_from_node_to_node(pair):
+@pytest.fixture
+def mooncake_pair(make_node, make_executor, pool, tmp_path):
+    """Provides a pair whose nodes use a replacement of Mooncake."""
+    (tmp_path / "modules").mkdir()
+    install_fake_mooncake(tmp_path / "modules")
+    return Pair(make_node, make_executor, pool, tmp_path, *MOONCAKE, modules=tmp_path / "modules")
+
+
+@pytest.mark.parametrize("transport", ["pair", "mooncake_pair"])
+def test_blocks_of_all_agents_travel_from_node_to_node(transport, request):
+    pair = request.getfixturevalue(transport)
     rng, written = np.random.default_rng(0), []
     assert [len(memories) for memories in pair.memories] == [2, 2]
     for memory in pair.memories[0]:
@@ -80,7 +96,9 @@ def test_blocks_of_all_agents_travel_from_node_to_node(pair):
         assert not any(np.delete(part(content), blocks, axis=0).any() for content in found)
 
 
-def test_a_transfer_to_a_dead_node_fails_and_the_sender_serves_on(pair):
+@pytest.mark.parametrize("transport", ["pair", "mooncake_pair"])
+def test_a_transfer_to_a_dead_node_fails_and_the_sender_serves_on(transport, request):
+    pair = request.getfixturevalue(transport)
     pair.nodes[1].send_signal(signal.SIGKILL)
     error = pair.wait(pair.begin([(1, 1)]))
     assert isinstance(error, TransferError)
@@ -96,6 +114,27 @@ def test_a_transfer_from_a_dead_node_fails(pair):
     ended = pair.begin([(1, 1)])
     pair.nodes[0].send_signal(signal.SIGKILL)
     assert isinstance(pair.wait(ended), TransferError)
+
+
+def test_an_engine_of_mooncake_that_dies_fails_transfers_until_it_is_replaced(mooncake_pair):
+    pair = mooncake_pair
+    for node in pair.nodes:
+        for process in psutil.Process(node.pid).children():
+            if "llm_serving.handover.mooncake" in process.cmdline():
+                process.kill()
+    assert pair.wait(pair.begin([(1, 1)])) is None
+    assert sum("handover.mooncake" in " ".join(each.cmdline()) for each in pair.nodes[0].agents()) == 1
+
+
+def test_a_node_without_mooncake_is_refused_with_the_reason(make_node, make_executor, pool, tmp_path):
+    (tmp_path / "modules").mkdir()
+    install_fake_mooncake(tmp_path / "modules", "0.2.1")
+    pool.add(make_node(modules=tmp_path / "modules").address)
+    executor = make_executor(*ROLES, *MOONCAKE)
+    lost = events_until(executor, AgentLost)[-1]
+    assert "hand_over_transport: mooncake does not work on this node" in lost.error
+    assert "this machine has 0.2.1" in lost.error
+    assert [node["state"] for node in pool.status()] == ["refused"]
 
 
 def test_wrong_transfers_are_refused(pair):

@@ -35,6 +35,7 @@ class Channel:
     """The link of a node. The server has sent ``frames`` and, if ``has_ended``, closed the link then."""
 
     events = selectors.EVENT_READ
+    own_host = "127.0.0.1"
 
     def __init__(self, *frames):
         self.frames, self.has_ended, self.sent = list(frames), False, []
@@ -95,7 +96,7 @@ def session(tmp_path, monkeypatch):
 def test_a_node_sends_signs_of_life_while_it_reserves_memory(session, monkeypatch):
     has_beaten = []
 
-    def create(config, key, ranks):
+    def create(config, key, ranks, host):
         count = session.channel.sent.count(link.BEAT)
         has_beaten.append(session.channel.has_sent(link.BEAT, count + 2))
         raise AgentStartError(TEXT)
@@ -111,7 +112,7 @@ def test_memory_that_is_ready_after_the_end_of_the_link_is_removed(session, monk
     closed, has_begun, may_end = [], threading.Event(), threading.Event()
     part = SimpleNamespace(close=lambda: closed.append(1))
 
-    def create(config, key, ranks):
+    def create(config, key, ranks, host):
         has_begun.set()
         assert may_end.wait(time_limit(10.0))
         return RunMemory(part, part, None, part)
@@ -140,7 +141,7 @@ def test_memory_that_was_made_before_an_error_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "NodeTiles", SimpleNamespace(of=lambda config: tiles))
     monkeypatch.setattr(preparation, "GroupMemory", SimpleNamespace(create=refuse))
     with pytest.raises(AgentStartError, match=TEXT):
-        RunMemory.create(small_config(tmp_path), None, range(1))
+        RunMemory.create(small_config(tmp_path), None, range(1), "127.0.0.1")
     assert closed == ["tiles"]
 
 

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first script (default 0)")
     parser.add_argument("--faults", type=float, default=0.3, help="chance of a damaged block at each operation")
     parser.add_argument("--tcp", action="store_true", help="send the blocks through TCP connections")
-    parser.add_argument("--one-sided", action="store_true", help="with --tcp: read the contents outside the connections")
+    parser.add_argument("--one-sided", action="store_true", help="with --tcp: contents outside the connections")
     options = parser.parse_args()
     if options.one_sided and not options.tcp:
         parser.error("--one-sided needs --tcp")

@@ -32,12 +32,16 @@ class NodeProcess:
     The node and its agents are forked from processes that have imported their modules (``support.forks``).
     """
 
-    def __init__(self, folder: Path, key: Path, *options: str, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, folder: Path, key: Path, *options: str, listen: str = "127.0.0.1:0", modules: Path | None = None
+    ) -> None:
+        """Starts the node. It finds Python modules also in the folder ``modules``."""
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self._stderr = (folder / "stderr.txt").open("ab")
         agents = "support.node_preload" if "--agent-module" in options else "support.agent_preload"
         arguments = ["--key-file", str(key), "--listen", listen, "--log-folder", str(folder), "--with-stdin", *options]
+        paths = [*([] if modules is None else [modules]), REPOSITORY, REPOSITORY / "tests"]
         read_end, standard_input = os.pipe()
         output, write_end = os.pipe()
         self._stdin, self._stdout = os.fdopen(standard_input, "wb"), os.fdopen(output, "rb")
@@ -47,7 +51,7 @@ class NodeProcess:
                 "support.forked_node",
                 [fork_server(agents), *arguments],
                 {0: read_end, 1: write_end, 2: self._stderr.fileno()},
-                {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"},
+                {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             )
         finally:
             os.close(read_end)

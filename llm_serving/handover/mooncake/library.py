@@ -1,0 +1,58 @@
+"""The builds of Mooncake that work, and the environment variables that choose a protocol."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+
+# The process of the engine does not import the configuration, because that would double the time of its start.
+TCP, RDMA, ASCEND = "tcp", "rdma", "ascend"
+PACKAGES = {
+    TCP: "mooncake-transfer-engine-non-cuda",
+    RDMA: "mooncake-transfer-engine-non-cuda",
+    ASCEND: "mooncake-transfer-engine-npu",
+}
+"""The package of PyPI with the build of Mooncake for each protocol."""
+FIRST_VERSION, END_VERSION = (0, 3, 13), (0, 4, 0)
+"""The versions that work: from the first one, and below the second one.
+
+Before 0.3.12, everyone who reached a port of Mooncake could read and write all memory of the process.
+"""
+LIBRARIES = "libibverbs1, libnl-3-200 and libnl-route-3-200"
+"""Packages of Debian with the system libraries that Mooncake needs with every protocol."""
+TIMEOUT_S = 6
+"""Seconds after which Mooncake gives up a transfer. Mooncake adds a second for each GiB."""
+_FORCED = {TCP: "MC_FORCE_TCP", RDMA: "MC_FORCE_HCA"}
+"""For a protocol: the environment variable without which Mooncake would choose between the two itself."""
+
+
+def problem_with(protocol: str) -> str | None:
+    """Returns the reason why this machine cannot use Mooncake, or None if the right build is installed."""
+    package = PACKAGES[protocol]
+    key = f"parallel_config.mooncake_protocol: {protocol}"
+    remedy = f"run pip install '{package}==0.3.13.post1', or use parallel_config.hand_over_transport: tcp"
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{key} needs the Python package {package}, which is not installed on this machine; {remedy}"
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if found is None or not FIRST_VERSION <= tuple(map(int, found.groups())) < END_VERSION:
+        first, end = (".".join(map(str, one)) for one in (FIRST_VERSION, END_VERSION))
+        return f"{key} needs {package} from {first} on and below {end}; this machine has {version}; {remedy}"
+    return None
+
+
+def environment(protocol: str, host: str) -> dict[str, str]:
+    """Returns the environment of the process whose engine other nodes find at ``host``.
+
+    The node's other variables of Mooncake stay valid.
+
+    ``TransferEngine.initialize`` has an argument for the protocol, but it does not choose the protocol. Mooncake takes
+    RDMA if the machine has an RDMA device, and TCP otherwise, without an error.
+    """
+    others = {name: value for name, value in os.environ.items() if name not in _FORCED.values()}
+    forced = {_FORCED[protocol]: "1"} if protocol in _FORCED else {}
+    if ":" in host:  # an IPv6 address
+        forced["MC_USE_IPV6"] = "1"
+    return {"MC_LOG_LEVEL": "WARNING", **others, "MC_TRANSFER_TIMEOUT": str(TIMEOUT_S), **forced}
