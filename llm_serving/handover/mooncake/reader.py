@@ -28,7 +28,7 @@ from llm_serving.ipc.hand_over_memory import HandOverMemory
 from llm_serving.ipc.segment import open_segment
 
 MODULE = "llm_serving.handover.mooncake"
-START_LIMIT_S = 20.0
+START_LIMIT_S = 60.0
 READ_LIMIT_S = TIMEOUT_S - 1.0
 """Seconds after which a read fails and the process is ended.
 
