@@ -42,7 +42,7 @@ LAYOUT = HandOverLayout(2, 8, 20_000)
 def problem_with_library() -> str:
     """Returns the reason why Mooncake cannot be used here, or an empty text."""
     done = subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True, text=True, check=False)
-    return f"Mooncake cannot be loaded: {done.stderr.strip()[-200:]}" if done.returncode else ""
+    return f"Mooncake cannot be loaded: {done.stderr.strip().splitlines()[-1]}" if done.returncode else ""
 
 
 @pytest.fixture(params=["replacement", "library"])
