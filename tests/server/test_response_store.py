@@ -1,4 +1,7 @@
-"""Tests the bounds of the response store, and that 1000 random answers in pieces equal the whole responses."""
+"""Tests the bounds of the response store, and the items of responses.
+
+1000 random answers in pieces equal the whole responses, and log-probabilities are encoded once.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,14 @@ import json
 import random
 from typing import Any
 
+import orjson
+import pytest
+
 from llm_serving.parsing.calls import CallOptions
+from llm_serving.parsing.events import Content
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from llm_serving.parsing.parser import OutputParser
+from llm_serving.server.responses import items
 from llm_serving.server.responses.input_items import answer_items
 from llm_serving.server.responses.items import ItemWriter
 from llm_serving.server.responses.store import ResponseStore, StoredItem, StoredResponse
@@ -103,3 +111,31 @@ def test_stored_answers_have_no_log_probabilities() -> None:
     call = {"id": "fc_1", "type": "function_call", "arguments": "{}"}
     kept = [json.loads(item.json) for item in answer_items([message, call])]
     assert kept == [message | {"content": [part | {"logprobs": []}]}, call]
+
+
+class OneLogprob:
+    """Log-probabilities of an answer with one token for each character."""
+
+    def take(self, begin: int, end: int) -> list[dict[str, Any]]:
+        token: dict[str, Any] = {"token": "a", "logprob": -0.5, "bytes": [97]}
+        return [{**token, "top_logprobs": [token]} for _ in range(begin, end)]
+
+
+def test_log_probabilities_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last events repeat all log-probabilities. To make them again would block the event loop for 100 ms."""
+    converted = []
+    original = items.without_bytes
+
+    def watched(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        converted.append(len(entries))
+        return original(entries)
+
+    monkeypatch.setattr(items, "without_bytes", watched)
+    writer = ItemWriter("resp-1", str, OneLogprob())  # type: ignore[arg-type]
+    deltas = [writer.write([Content("aa", 2 * i, 2 * i + 2)])[-1] for i in range(3)]
+    text, part, item = orjson.loads(orjson.dumps(writer.end()))
+    assert converted == [2, 2, 2]
+    short = {"token": "a", "logprob": -0.5}
+    assert orjson.loads(orjson.dumps(deltas[2]))["logprobs"] == [{**short, "top_logprobs": [short]}] * 2
+    assert text["logprobs"] == [{**short, "top_logprobs": [short]}] * 6
+    assert part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"] == OneLogprob().take(0, 6)

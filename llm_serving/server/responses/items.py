@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import orjson
+
 from llm_serving.parsing.events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
+from llm_serving.server.http.json_pieces import EncodedList
 from llm_serving.server.responses.logprobs import MessageLogprobs, without_bytes
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -24,7 +27,11 @@ class ItemWriter:
         self._call_id = call_id
         self._logprobs = logprobs
         self._texts: list[str] = []
-        self._entries: list[dict[str, Any]] = []
+        self._logprobs_json: list[bytes] = []
+        self._short_logprobs_json: list[bytes] = []
+        """The log-probabilities of the open message as JSON without brackets, and the same without bytes. Each delta is
+        encoded once. Three events and the response repeat them all, and would take long to encode them again.
+        """
         self._is_open = False
 
     def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -62,8 +69,8 @@ class ItemWriter:
         part["text"] = text
         more = {}
         if item["type"] == "message":
-            part["logprobs"] = self._entries
-            more = {"logprobs": without_bytes(self._entries)}
+            part["logprobs"] = _json_list(self._logprobs_json)
+            more = {"logprobs": _json_list(self._short_logprobs_json)}
         return [
             {"type": f"response.{part['type']}.done", "content_index": 0, "text": text} | more | self._where(),
             {"type": "response.content_part.done", "content_index": 0, "part": dict(part)} | self._where(),
@@ -87,7 +94,8 @@ class ItemWriter:
         number = len(self.items)
         name = f"{_PREFIXES[kind]}_{self._id}_{number}"
         self.items.append({"id": name, "type": kind, "status": "in_progress", **members})
-        self._texts, self._entries, self._is_open = [], [], True
+        self._texts, self._is_open = [], True
+        self._logprobs_json, self._short_logprobs_json = [], []
         return self._item_event("response.output_item.added")
 
     def _item_event(self, kind: str) -> dict[str, Any]:
@@ -97,8 +105,10 @@ class ItemWriter:
         if isinstance(event, Reasoning):
             return self._delta("response.reasoning_text.delta", event.text, content_index=0)
         entries = [] if self._logprobs is None else self._logprobs.take(event.begin, event.end)
-        self._entries += entries
-        logprobs = without_bytes(entries)
+        if entries:
+            self._logprobs_json.append(_without_brackets(entries))
+            self._short_logprobs_json.append(_without_brackets(without_bytes(entries)))
+        logprobs = _json_list(self._short_logprobs_json[-1:] if entries else [])
         return self._delta("response.output_text.delta", event.text, content_index=0, logprobs=logprobs)
 
     def _delta(self, kind: str, text: str, **more: Any) -> dict[str, Any]:
@@ -107,3 +117,12 @@ class ItemWriter:
 
     def _where(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+def _without_brackets(entries: list[dict[str, Any]]) -> bytes:
+    return b"".join(EncodedList(entries).pieces)[1:-1]
+
+
+def _json_list(parts: list[bytes]) -> object:
+    """Returns a list whose items are already encoded. Each part has one or more items, without brackets."""
+    return orjson.Fragment(b"[" + b",".join(parts) + b"]") if parts else []
