@@ -160,6 +160,8 @@ class Starter:
         is_new = sequence.request.first_scheduled_time is None
         if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):
             return BlockReason.BATCH
+        if sequence.waits_for_load:  # blocks may lack only because the load uses them, so the router must not recall it
+            return BlockReason.LOAD
         reason = self.missing_capacity(sequence, reserve)
         if reason is not None:
             self._batching.note_no_capacity()

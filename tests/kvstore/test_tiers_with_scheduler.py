@@ -51,6 +51,21 @@ def test_evicted_blocks_come_back_from_the_host():
     assert StepReason.LOAD in {step.reason for step in simulation.steps}
 
 
+def test_a_request_whose_blocks_are_being_loaded_is_not_held_up():
+    """The load uses blocks, so the request lacks blocks until the load ends. It must not count as held up. Otherwise a
+    router would move the request to another replica, possibly back to this one, and the next load would begin.
+    """
+    simulation = TieredSimulation(tier_limits(), tier_hosts=64)
+    run_alone(simulation, "a", PROMPT)
+    fill_with_others(simulation, "b")
+    request = make_request("c", PROMPT, 4)
+    simulation.add(request)
+    assert simulation.schedule()[-1].reason is StepReason.LOAD
+    assert not simulation.scheduler.capacity().is_held_up
+    simulation.finish()
+    assert request.num_cached_tokens == 36
+
+
 def test_blocks_survive_a_restart_on_the_ssd(tmp_path):
     disk = disk_tier(tmp_path)
     run_alone(TieredSimulation(tier_limits(), 64, disk), "a", PROMPT)
