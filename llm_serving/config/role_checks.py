@@ -65,9 +65,6 @@ def _obstacle(config: Config) -> str | None:
         "blocks of a draft model are not handed over yet; set speculative_config.method to suffix or off": (
             config.draft is not None
         ),
-        "KV tiers and roles do not work together yet; set kv_tier_config.host_blocks: 0": (
-            config.kv_tier_config.host_blocks > 0
-        ),
         "native operators keep the scales of an int8 KV cache in blocks of another size; use kv_format auto": (
             config.op_table == "native" and config.kv_format == "int8"
         ),

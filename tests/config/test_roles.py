@@ -35,7 +35,6 @@ NATIVE_INT8 = ["model_config.op_table=native", "model_config.model_dtype=bfloat1
         ([*TWO, "parallel_config.roles=[both, both]", "parallel_config.hand_over_blocks=9"], "no effect without roles"),
         ([*ROLES, "parallel_config.hand_over_blocks=1"], "the longest sequence has"),
         ([*ROLES, "parallel_config.prefill_threshold=0"], "must be at least 1"),
-        ([*ROLES, "kv_tier_config.host_blocks=8"], "KV tiers and roles do not work together yet"),
         ([*ROLES, "model_config.page_attention=false", "scheduler_config.prefix_cache=false"], "page_attention: true"),
         ([*ROLES, *NATIVE_INT8], "blocks of another size"),
     ],

@@ -28,7 +28,7 @@ SHORT = [f"The sum of {number} and four is" for number in range(3)]
 ROLES = [
     *("parallel_config.data_parallel=2", "parallel_config.roles=[prefill, decode]"),
     *("parallel_config.prefill_threshold=64", "model_config.cpu_threads=1"),
-    *("serving_config.agent_restart_limit=20", "parallel_config.executor=nodes"),
+    *("serving_config.agent_restart_limit=20", "parallel_config.executor=nodes", "kv_tier_config.host_blocks=64"),
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from support.server_process import ServerProcess, running_server, shm_entries
+from support.session_files import call, put
 from support.time_limits import time_limit
 from tools.replaying.main import main as replay
 
@@ -122,4 +123,31 @@ def test_recordings_replay_after_the_end(separate: ServerProcess, capsys: pytest
     separate.stop()
     assert not shm_entries(separate.pid)
     assert replay([str(separate.folder / "flight")]) == 0
+    assert capsys.readouterr().out.count("identical, ") == 2
+
+
+def test_kv_tiers_keep_the_blocks_of_both_roles(
+    tmp_path: Path, expected: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The device has so few blocks that it evicts the prompts. A session is exported from a handed request."""
+    tiers = [
+        *("kv_tier_config.host_blocks=100", "pa_config.num_blocks=40", "pa_config.decode_seq_length=512"),
+        *("model_config.seq_length=[512]", "model_config.max_generate_length=512"),
+        *(f"kv_tier_config.ssd_folder={tmp_path / 'tier'}", "kv_tier_config.loads=always"),
+    ]
+    with running_server(tmp_path, [*ROLES, *tiers]) as server:
+        for _ in range(2):
+            assert ask_all(server, LONG + SHORT) == expected
+        hits = server.get_text("/metrics").partition('kv_tier_hit_blocks_total{tier="host"} ')[2].split()[0]
+        assert float(hits) > 0
+        assert server.wait_until_idle()["hand_overs"]["completed"] >= len(LONG)
+        tokens = ids_of(server.post("/v1/completions", {**body(LONG[0]), "session_id": "trip"}))
+        assert tokens == expected[0]
+        imported = put(server, call(server, "GET", "/v1/sessions/trip")[1], "other")
+        assert imported["differences"] == []
+        assert imported["resumed_tokens"] >= 16
+        assert ids_of(server.post("/v1/completions", {**body(LONG[0]), "session_id": "other"})) == tokens
+        wait_for(lambda: server.counter("kv_tier_ssd_written_blocks") > 0)
+        server.wait_until_idle()
+    assert replay([str(tmp_path / "flight")]) == 0
     assert capsys.readouterr().out.count("identical, ") == 2

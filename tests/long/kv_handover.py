@@ -25,17 +25,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.handover_simulation import ROLES, play_hand_overs
 from support.script_drawing import draw_script
 
-_SHOWN = ("completed", "misses", "reloads", "refused", "agents lost", "bad blocks", "requests", "preemptions", "swaps")
+_SHOWN = ("completed", "misses", "reloads", "refused", "agents lost", "bad blocks", "requests", "preemptions", "swaps",
+          "loads from tiers", "stores to tiers")  # fmt: skip
 _SHOWN_WITH_TCP = ("undisturbed", "flipped bit", "cut connection", "killed receiver", "late transfers",
                    "failed transfers")  # fmt: skip
 
 
-def run(num_hand_overs: int, seed: int, faults: float, *, tcp: bool, one_sided: bool = False) -> Counter[str]:
+def run(
+    num_hand_overs: int, seed: int, faults: float, *, tcp: bool, one_sided: bool = False, tier_hosts: int = 0
+) -> Counter[str]:
     """Runs scripts until this number of hand-overs has ended. Raises AssertionError for a wrong text or a leak."""
     seen: Counter[str] = Counter()
     while seen["completed"] + seen["misses"] < num_hand_overs:
-        ways = {"tcp": tcp, "one_sided": one_sided}
-        routed = play_hand_overs(draw_script(seed), ROLES[seed % len(ROLES)], seed, faults=faults, **ways)
+        roles, ways = ROLES[seed % len(ROLES)], {"tcp": tcp, "one_sided": one_sided}
+        routed = play_hand_overs(draw_script(seed), roles, seed, faults=faults, tier_hosts=tier_hosts, **ways)
         assert routed.split is not None
         figures = routed.split.figures
         seen.update(completed=figures.completed, misses=figures.misses, reloads=figures.reloads)
@@ -55,11 +58,13 @@ def main() -> None:
     parser.add_argument("--faults", type=float, default=0.3, help="chance of a damaged block at each operation")
     parser.add_argument("--tcp", action="store_true", help="send the blocks through TCP connections")
     parser.add_argument("--one-sided", action="store_true", help="with --tcp: contents outside the connections")
+    parser.add_argument("--tier-blocks", type=int, default=0, help="host blocks of each replica's KV tiers (default 0)")
     options = parser.parse_args()
     if options.one_sided and not options.tcp:
         parser.error("--one-sided needs --tcp")
     begin = time.process_time()
-    seen = run(options.hand_overs, options.seed, options.faults, tcp=options.tcp, one_sided=options.one_sided)
+    ways = {"tcp": options.tcp, "one_sided": options.one_sided}
+    seen = run(options.hand_overs, options.seed, options.faults, tier_hosts=options.tier_blocks, **ways)
     ended = seen["completed"] + seen["misses"]
     print(f"{ended} hand-overs in {seen['scripts']} scripts: 0 wrong texts, 0 leaked blocks")
     shown = (*_SHOWN, *_SHOWN_WITH_TCP) if options.tcp else _SHOWN

@@ -24,7 +24,10 @@ from support.routed_simulation import FakeReplica, RoutedSimulation
 from support.script_drawing import draw_script
 from support.sweeps import with_sweeps
 
-EXPECTED = ("agents lost", "completed", "ends from outside", "misses", "preemptions", "swaps")
+EXPECTED = (
+    *("agents lost", "completed", "ends from outside", "misses", "preemptions", "swaps"),
+    *("loads from tiers", "stores to tiers"),
+)
 EXPECTED_TCP = (
     *("undisturbed", "flipped bit", "cut connection", "killed receiver", "late transfers"),
     *("failed transfers", "completed", "misses"),
@@ -33,9 +36,11 @@ EXPECTED_TCP = (
 
 @pytest.mark.parametrize(("first", "count"), with_sweeps([(0, 36), (36, 400)], lambda first, count: first > 0))
 def test_texts_do_not_depend_on_roles(first: int, count: int) -> None:
+    """In half of the scripts, the replicas have KV tiers, too."""
     seen: Counter[str] = Counter()
     for seed in range(first, first + count):
-        routed = play_hand_overs(draw_script(77000 + seed), ROLES[seed % len(ROLES)], seed, faults=0.2)
+        roles, tier_hosts = ROLES[seed % len(ROLES)], 8 * (seed // len(ROLES) % 2)
+        routed = play_hand_overs(draw_script(77000 + seed), roles, seed, faults=0.2, tier_hosts=tier_hosts)
         assert routed.split is not None
         seen.update(routed.seen)
         seen.update(completed=routed.split.figures.completed, misses=routed.split.figures.misses)

@@ -27,6 +27,7 @@ class HandOverPlayer(RoutedPlayer):
 
     With ``tcp``, each replica has a pool of its own, blocks go through TCP connections, and ``faults`` is also the
     chance of a disturbed transfer. With ``one_sided``, too, the receivers read the contents outside the connections.
+    ``tier_hosts``: host blocks of the KV tiers of each replica, 0 for no KV tiers.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class HandOverPlayer(RoutedPlayer):
         tcp: bool = False,
         one_sided: bool = False,
         record: Callable[[Scheduler, int], Scheduler] | None = None,
+        tier_hosts: int = 0,
     ) -> None:
-        made = make_script_limits({**limits, "page_attention": True, "hands_over": True})
+        tiers = {"has_tiers": True, "prefix_cache": True} if tier_hosts else {}
+        made = make_script_limits({**limits, **tiers, "page_attention": True, "hands_over": True})
         self._faults, self._rng = faults, random.Random(seed)
         longest = -(-made.max_model_len // made.block_size)
         pool = HandOverPool(longest * self._rng.choice([1, 1, 2, 4]), made.cache_namespace)
@@ -48,7 +51,7 @@ class HandOverPlayer(RoutedPlayer):
         sizes = (len(roles), pool.num_blocks, made.block_size)
         pools = TcpPools(*sizes, seed, faults=faults, one_sided=one_sided) if tcp else None
         split = PrefillSplit(roles, pool, PromptThreshold(made.block_size, fixed), made.block_size, pools)
-        self.routed = RoutedSimulation(made, len(roles), seed, record=record, split=split)
+        self.routed = RoutedSimulation(made, len(roles), seed, record=record, split=split, tier_hosts=tier_hosts)
         self.simulation = self.routed
 
     def do(self, operation: Operation) -> None:
@@ -67,12 +70,14 @@ def play_hand_overs(
     tcp: bool = False,
     one_sided: bool = False,
     record: Callable[[Scheduler, int], Scheduler] | None = None,
+    tier_hosts: int = 0,
 ) -> RoutedSimulation:
     """Runs a script until all its requests have ended. Raises AssertionError if a check fails.
 
     See ``HandOverPlayer`` for the arguments.
     """
-    player = HandOverPlayer(script.limits, roles, seed, faults=faults, tcp=tcp, one_sided=one_sided, record=record)
+    ways = {"tcp": tcp, "one_sided": one_sided}
+    player = HandOverPlayer(script.limits, roles, seed, faults=faults, record=record, tier_hosts=tier_hosts, **ways)
     try:
         for operation in script.operations:
             player.do(operation)

@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import Request
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import ReplicaSource, replica_sources
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.output import RequestUpdate, StepResult
+from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepReason, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 from support.cache_check import check_cache
 from support.fakes import FakeDevice
@@ -26,6 +27,7 @@ from support.salt_watch import SaltWatch
 from support.scheduler_scripts import Operation, Player, Script, make_script_limits
 from support.simulated_clients import SimulatedClients
 from support.tcp_pools import TcpPools
+from support.tiered_simulation import DevicePool
 
 __all__ = ["RoutedPlayer", "RoutedSimulation", "play_routed"]
 
@@ -34,15 +36,38 @@ class FakeReplica:
     """A scheduler behind the router, its device, and the device's results that have not arrived yet."""
 
     def __init__(
-        self, source: ReplicaSource, inner: Scheduler, limits: SchedulerLimits, handed: HandedMemory | None
+        self,
+        source: ReplicaSource,
+        inner: Scheduler,
+        limits: SchedulerLimits,
+        handed: HandedMemory | None,
+        tier_hosts: int = 0,
     ) -> None:
+        """``tier_hosts``: host blocks of the KV tiers. 0: no KV tiers."""
         self.scheduler = source
         self.inner = inner
-        self.device = FakeDevice(limits) if handed is None else FakeDevice(limits, handed=handed)
+        more = {} if handed is None else {"handed": handed}
+        self.device = FakeDevice(limits, tier_hosts=tier_hosts, **more)
+        self.store = BlockStore(limits.num_host_blocks, tier_hosts, None, lambda: None) if tier_hosts else None
+        self.open_store()
         self.salt_watch = SaltWatch(limits.block_size, None if handed is None else handed.salts)
         self.answers: deque[StepResult] = deque()
         self.is_ready = True
         self.num_steps = 0
+
+    def open_store(self) -> None:
+        if self.store is not None:
+            self.store.open(DevicePool(self.device))
+
+    def next_step(self, now: float) -> ScheduledStep | None:
+        """Returns the next step. Exchanges blocks with the KV tiers before, as ``engine.replica`` does."""
+        store, source = self.store, self.scheduler
+        if store is not None:
+            store.exchange(source, now)
+        step = source.schedule(now)
+        if step is None and store is not None and store.exchange(source, now):
+            step = source.schedule(now)
+        return step
 
     @property
     def has_work(self) -> bool:
@@ -60,6 +85,7 @@ class RoutedSimulation(SimulatedClients):
         routing: Routing = Routing.PREFIX,
         record: Callable[[Scheduler, int], Scheduler] | None = None,
         split: PrefillSplit | None = None,
+        tier_hosts: int = 0,
     ) -> None:
         """Makes the replicas and their router. If ``split`` is given, prefill and decode run on separate replicas."""
         self.split = split
@@ -77,7 +103,7 @@ class RoutedSimulation(SimulatedClients):
         super().__init__(self.router)
         self.limits = limits
         self.replicas = [
-            FakeReplica(source, inner, limits, handed)
+            FakeReplica(source, inner, limits, handed, tier_hosts)
             for source, inner, handed in zip(replica_sources(self.router), schedulers, memories, strict=True)
         ]
         for index in range(num_replicas):
@@ -119,8 +145,10 @@ class RoutedSimulation(SimulatedClients):
 
     def _schedule(self, index: int) -> int:
         replica, number = self.replicas[index], 0
-        while replica.is_ready and (step := replica.scheduler.schedule(self.now)) is not None:
+        while replica.is_ready and (step := replica.next_step(self.now)) is not None:
             assert step.seq == replica.num_steps
+            self.seen["loads from tiers"] += step.reason is StepReason.LOAD
+            self.seen["stores to tiers"] += step.reason is StepReason.STORE
             replica.num_steps += 1
             replica.device.submit(step)
             replica.salt_watch.scheduled(step)
@@ -230,6 +258,9 @@ class RoutedSimulation(SimulatedClients):
             self.pools.lose(index)
             replica.device.handed = self.pools.memories[index]
         replica.scheduler.agent_lost(self.now, blameless=blameless)
+        if replica.store is not None:
+            replica.store.lose()
+        replica.open_store()
         replica.is_ready = False
         inner = self.inner[index]
         assert (inner.figures.steps_in_flight, inner.num_requests) == (0, 0)
@@ -264,6 +295,11 @@ class RoutedSimulation(SimulatedClients):
             assert len(scheduler._kv_cache.host_pool._free) == self.limits.num_host_blocks
             check_cache(scheduler._kv_cache)
         assert (figures.running, figures.waiting, figures.swapped) == (0, 0, 0)
+        for replica in self.replicas:
+            if (store := replica.store) is not None:
+                while store.exchange(replica.scheduler, self.now):
+                    pass
+                assert not store._hosts._holds, "host blocks are held although nothing moves"
         if self.split is not None:
             assert self.split.pool.num_free == self.split.pool.num_blocks, "blocks of the hand-over pool have leaked"
         self.check_texts(self.limits.max_model_len)
