@@ -104,6 +104,9 @@ class ModelStart:
     def keep(
         self, model: LoadedModel, buffers: StepBuffers, graph: StepGraph, run_step: Callable[[StepSlot], object]
     ) -> None:
-        """Stores the launches of MindSpore's graph for the next start, if this agent stores files."""
+        """Stores the operator calls (launches) of MindSpore's graph for the next start.
+
+        Does nothing if this agent stores no programs.
+        """
         if self._program is not None:
             self._program.keep(model, buffers, graph, run_step)

@@ -80,7 +80,7 @@ class AttentionForm:
     norm_epsilon: float | None = None
     """Epsilon of the RMSNorm of query and key heads. None means that there is no norm."""
     sinks: bool = False
-    """True: the softmax of each query head has one more term, exp(sink), which has no value."""
+    """True: the softmax of each query head has one more term, exp(sink). No V vector belongs to it."""
     block_size: int = 0
     """Number of tokens of a cache block."""
 

@@ -5,11 +5,11 @@
 // Inputs. Tm and Sm are the numbers of tokens and sequences of the largest step, T and S those of this step. W is the
 // width of the block table of this step. key_up and value_up have one packed weight for each head, all of equal size.
 //
-//   joined        [Tm, first + rank + rope]: queries, latent vector, key to rotate
+//   joined        [Tm, first + rank + rope]: queries (`first` elements, see below), latent vector, key to rotate
 //   form          int32 [5] = {heads, query_rank, nope, value, interleaved}
 //   numbers       float32 [2] = {epsilon of the norms, scale of the scores}
 //   positions     [Tm]
-//   cos, sin      [positions, rope]
+//   cos, sin      [max_positions, rope], indexed by `positions`
 //   cache         [num_blocks, block_size, rank + rope], written in place
 //   slot_mapping  [Tm]
 //   block_tables  flat; W entries for each sequence
@@ -29,7 +29,7 @@
 //   cache row   round(norm(latent) * latent_gamma), then the rotated key
 //   query       round(key_up[h] * nope elements), then the rotated elements: as wide as a cache row
 //   attended    attention of the queries of all heads over the cache rows, as one kv head (ops/rotary_attention.h)
-//   out         value_up[h] * first `rank` elements of attended
+//   out         value_up[h] * the elements 0 to rank - 1 of attended
 //
 // Prompts, chunks and decode steps all run this arithmetic. Each operation computes a row from that row alone, so the
 // result of a token does not depend on the other tokens of the step. All cache rows are written before any cache row is

@@ -30,7 +30,7 @@ class StoredArgument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: str
     memory: str = ""
-    """Name of the memory that the tensor fills. Empty if the tensor is an output of a launch."""
+    """Name of the memory that holds the tensor, such as a weight or an input. Empty for the output of a launch."""
     launch: int = -1
     """Index of the launch that writes the tensor. ``argument`` is the tensor's index among that launch's arguments."""
     argument: int = -1

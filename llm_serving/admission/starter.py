@@ -61,7 +61,9 @@ class BatchingMode(Stateful):
         """Records that a request starts."""
 
     def note_no_capacity(self) -> None:
-        """Records that the batching mode let a request start, but that no batch row or too few blocks were free."""
+        """Records that a request could not start for lack of a free batch row or of blocks, although the batching mode
+        let it start.
+        """
 
 
 class Admission(Stateful):

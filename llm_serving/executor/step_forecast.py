@@ -96,7 +96,10 @@ class _LearntReach:
             self._weighted_pairs += weight * pairs / prompt_tokens
 
     def ratio(self, prompt_tokens: float, pairs: float) -> float:
-        """Returns the mean number of pairs per prompt token of a step, divided by the learnt mean. At least 1."""
+        """Returns the mean number of tokens that a prompt token of a step attends to, divided by the learnt mean.
+
+        The ratio is at least 1. ``pairs`` are defined at ``_Sizes``.
+        """
         if not prompt_tokens or not self._weighted_pairs:
             return 1.0
         return max(1.0, pairs / prompt_tokens * self._weights / self._weighted_pairs)

@@ -81,8 +81,8 @@ class HostBlocks:
     def release(self, host: int) -> None:
         """Removes a hold of a block.
 
-        A block without holds becomes parked if a request asked to keep its content, and idle otherwise. If lookups
-        cannot find its content, it becomes free.
+        Without holds, a block whose content lookups cannot find becomes free. Any other block becomes parked if a
+        request asked to keep its content, or else idle.
         """
         self._holds[host] -= 1
         if self._holds[host]:

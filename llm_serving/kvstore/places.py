@@ -8,8 +8,9 @@ from pathlib import Path
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A file of records. ``hashes`` are the chained hashes of its blocks that lookups find. ``last_use`` is a time in
-    seconds.
+    """A file of records. Each record is a block.
+
+    ``hashes`` has the chained hashes of those blocks that a lookup can find. ``last_use`` is a time in seconds.
     """
 
     path: Path

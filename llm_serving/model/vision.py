@@ -68,7 +68,7 @@ class VisionShape:
     image_token_id: int
     """The token id that stands for each row of a tile in a prompt."""
     windows: Windows | None = None
-    """The parts of Qwen2.5-VL's encoder. None: the encoder is SigLIP."""
+    """The windows of attention in Qwen2.5-VL's encoder. None: the encoder is SigLIP, which has no windows."""
 
     @property
     def text_prefix(self) -> str:

@@ -36,7 +36,8 @@ DEFAULT_REQUEST_CONTEXTS = 64
 MAX_LOGPROB_ENTRIES = 1 << 20
 """Maximum number of log-probabilities in the response to one HTTP request. The server needs 200 bytes for each."""
 MAX_BEAM_RESENDS = 64
-"""Maximum number of tokens that a beam search sends, in multiples of ``serving_config.max_request_tokens``."""
+"""Maximum number of tokens that the server sends to the engine for a beam search. It is given in multiples of
+``serving_config.max_request_tokens``. The server sends each beam again, with its prompt, after each new token."""
 MAX_LENGTH_PENALTY = 8.0
 MAX_PRIORITY = 2**31 - 1
 MAX_MILLISECONDS = 24 * 3600 * 1000
@@ -45,7 +46,8 @@ MAX_MILLISECONDS = 24 * 3600 * 1000
 BODY_TIMEOUT_S = 30.0
 """Maximum time in seconds until the complete body of a request has arrived."""
 HEADER_TIMEOUT_S = 15.0
-"""Maximum time in seconds until a request's headers have arrived. It counts from the connection or the first byte."""
+"""Maximum time in seconds until a request's headers have arrived. For the first request, it starts with the connection.
+For the next ones, it starts with their first byte."""
 MESSAGE_TIMEOUT_S = BODY_TIMEOUT_S + 5.0
 """Maximum time in seconds from a request's headers to its end. It also applies if no handler reads the body."""
 MAX_HEADER_BYTES = 64 * 1024

@@ -73,7 +73,9 @@ def measure(dtype: str) -> dict[str, Any]:
 
 
 def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
-    """Runs the benchmark in process ``index`` (0 or 1). Measures round trips of a word, and all-reduces."""
+    """Runs the benchmark in process ``index`` (0 or 1). Measures all-reduces, and round
+    trips of a 32-bit word between the processes.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.sched_setaffinity(0, {cores[index]})

@@ -9,7 +9,7 @@ from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 
 SECTION_PRIMITIVES = frozenset({"Concat"})
-"""Primitives that only this rotary embedding has."""
+"""Primitives that a graph has only with rotary embedding by positions of three dimensions."""
 POSITIONS = TensorType("i32", (4, -1))
 """The graph's input ``positions``: the position in the sequence, then time, row and column."""
 

@@ -54,7 +54,8 @@ class NativeOps(OpTable):
         int8_cache: bool = False,
         adapters: StackedSizes | None = None,
     ) -> None:
-        """Stores the arguments. Raises ConfigError if the primitives of ``forms`` do not support ``dtype``.
+        """Stores the arguments. Raises ConfigError if the linear layers that ``forms`` describes do not support
+        ``dtype``.
 
         ``max_positions`` is the number of positions that the widest block table covers. ``adapters`` has the sizes of
         the matrices of LoRA adapters.

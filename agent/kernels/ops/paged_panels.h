@@ -135,7 +135,8 @@ static inline void widen_keys(const HeadTile& now, int64_t dim, Unit* panel) {
   }
 }
 
-// Converts the values of a cache with 4-byte units to floats in a panel [key][padded_dim]. Missing keys get zeros.
+// Converts the V half of a cache to floats in a panel [key][padded_dim]. A 4-byte unit of the cache holds one element
+// of each of kPer keys. Missing keys get zeros.
 template <class C>
 static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded_dim, Unit* panel) {
   constexpr int kPer = 4 / sizeof(C);

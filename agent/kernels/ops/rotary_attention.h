@@ -98,8 +98,8 @@ static inline int64_t head_bytes(const RotaryAttentionArgs& args) {
   return lies_in_rows(args) ? args.dim * size_of(args.dtype) : chunk_bytes(args);
 }
 
-// Returns the byte offset of the keys (or values) of all heads at a position of a sequence. Only for the layouts of the
-// primitives, where the heads of a token are adjacent.
+// Returns the byte offset of the keys (or values) of all heads at a position of a sequence. Only valid if lies_in_rows
+// is true, so that the heads of a token are adjacent.
 static inline int64_t ready_place(const RotaryAttentionArgs& args, int64_t seq, int64_t position) {
   int64_t row = position;
   if (args.block_tables == nullptr) {

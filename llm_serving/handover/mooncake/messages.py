@@ -67,7 +67,7 @@ DONE = b"done"
 
 
 def pack_pairs(pairs: Iterable[tuple[int, int]]) -> bytes:
-    """Returns the bytes of ``Read.packed_pairs``."""
+    """Packs pairs (block to read, own block that receives its content) for ``Read.packed_pairs``."""
     return b"".join(_PAIR.pack(*pair) for pair in pairs)
 
 

@@ -215,7 +215,7 @@ async def drain_body(receive: Receive) -> None:
 def _parse(model: type[ModelT], body: bytes) -> ModelT:
     """Parses a JSON text and returns it as an object of ``model``.
 
-    The numbers of values, keys and brackets are checked before the JSON parser runs.
+    It first counts the values, keys and brackets, and refuses too many before the JSON parser runs.
     """
     structure = structure_of(body)
     if structure.num_values > MAX_JSON_VALUES:

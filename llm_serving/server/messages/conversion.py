@@ -171,7 +171,8 @@ def chat_messages(body: ConversationFields) -> list[dict[str, Any]]:
 
 
 def _converted(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
-    """Converts an input message. Yields a chat message for each tool result, and one for the other blocks between them.
+    """Converts an input message. Yields a chat message for each tool result. Blocks of other types that follow each
+    other become one chat message.
     """
     if message.role == "assistant":
         yield _assistant(message, where)
