@@ -32,7 +32,8 @@ Items of the scratch memory:
 Recorded launches with native operators: three graphs are recorded once (``agent/step_graph/replay/native.py``). They
 take about 16 KiB for each layer, or 32 KiB with experts. A replay also needs the activations and logits of the largest
 replayed step, which has 512 tokens or one token of each sequence. With attention sinks, steps of any size are replayed.
-A replay needs 5 bytes for each entry of the attention mask, and the gathered blocks of an int8 cache.
+A replay needs 5 bytes for each entry of the attention mask, or 1 byte with sinks. It also needs the gathered blocks of
+an int8 cache.
 
 Recorded launches with fused operators: one step is recorded (``agent/step_graph/replay/fused.py``). It takes 4 KiB for
 each layer. Three matrices [T, h] pass between the operators. A model with experts has a fourth matrix [T, h], and
@@ -127,7 +128,7 @@ def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
 def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
     copied = copied_cache_bytes(config, shape)  # part of the activations of MindSpore's graph only
     step = (activation_bytes(config, shape) - copied) * tokens // config.max_num_batched_tokens
-    mask = tokens * config.max_model_len * MASK_BYTES
+    mask = 0 if shape.sinks else tokens * config.max_model_len * MASK_BYTES  # that of sinks is among the activations
     logits = config.max_num_seqs * shape.vocab_size * config.dtype_bytes
     layer = RECORDED_LAYER_BYTES * (1 if shape.experts is None else 2)
     gathered = gathered_bytes(config, shape) if config.gathers_blocks else 0

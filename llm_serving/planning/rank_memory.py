@@ -294,11 +294,12 @@ def activation_bytes(config: Config, shape: ModelShape) -> int:
         attention = max(attention + 2 * query, shape.delta.projected + shape.delta.values)
     per_token = 2 * shape.hidden_size + attention + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:
-        # A sliding window also needs its mask, and the positions from which the mask is computed.
-        per_token += 2 * config.max_model_len
+        # A sliding window also needs its mask. Attention with sinks takes one byte for each position. The others need
+        # the positions from which the mask is computed, too.
+        per_token += config.max_model_len // config.dtype_bytes if shape.sinks else 2 * config.max_model_len
     if config.op_table == "native" and shape.sinks:
-        # Each token has its own block table, with 4 bytes for each block. The result of attention also exists in
-        # float32, because it is multiplied by the factor of the sinks.
+        # Each token has its own block table of int32: two elements of a 16-bit type for each block. The output of
+        # attention also exists in float32, where each head is multiplied by the share that its sink leaves.
         per_token += 2 * config.max_blocks_per_seq + 4 * query
     step = config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
     return step + copied_cache_bytes(config, shape)

@@ -113,6 +113,12 @@ def test_native_operators_of_gpt_oss_are_planned(tmp_path: Path) -> None:
     assert activations[1] - activations[0] == copied, "MindSpore's graph copies the cache of a layer"
     assert replays[1] == replays[0], "a replay copies no cache"
     assert f"a step of up to {few.max_num_batched_tokens} tokens" in plan(few).table(), "steps of any size are replayed"
+    half = load_config("llama_tiny_cpu.yaml", [*given, "pa_config.num_blocks=2048", "pa_config.decode_seq_length=256"])
+    assert half.max_model_len == few.max_model_len // 2
+    positions, blocks = few.max_model_len // 2, few.max_blocks_per_seq // 2
+    longer = {name: plan(few).bytes_of(name) - plan(half).bytes_of(name) for name in ("activations", "replays")}
+    mask, table = few.max_num_batched_tokens * positions, few.max_num_batched_tokens * 4 * blocks
+    assert longer == {"activations": mask + table, "replays": mask + 2 * table}, "the mask has a byte for each position"
     assert experts is not None
     unbiased = replace(few, shape=replace(shape, experts=replace(experts, biased=False)))
     sums = 256 * max(2 * experts.intermediate_size, shape.hidden_size) * 4
