@@ -61,9 +61,7 @@ class BatchingMode(Stateful):
         """Records that a request starts."""
 
     def note_no_capacity(self) -> None:
-        """Records that a request could not start for lack of a free batch row or of blocks, although the batching mode
-        let it start.
-        """
+        """Records that the batching mode let a request start, but a free batch row or free blocks were missing."""
 
 
 class Admission(Stateful):
