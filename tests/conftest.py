@@ -24,6 +24,8 @@ HEAVY = (
     "tests/agent/test_every_config.py",
     "tests/tools/test_check_ascend_graph.py",
     "tests/integration/test_structured_output.py",
+    "tests/integration/test_inputs_on_spanning_nodes.py",
+    "tests/integration/test_inputs_on_nodes.py",
     "tests/agent/test_expert_parallel.py",
     "tests/cluster/test_remote_executor.py",
     "tests/integration/test_life_and_death.py",

@@ -89,8 +89,12 @@ class NodeHostBlocks(Receiver):
     def _weights_reply(self) -> bytes:
         with self._changed:
             if self._reader is None:
-                self._reader = threading.Thread(target=self._note_weights, name="weights", daemon=True)
-                self._reader.start()
+                reader = threading.Thread(target=self._note_weights, name="weights", daemon=True)
+                try:
+                    reader.start()
+                except RuntimeError as error:  # the system has too many threads now; the server asks again
+                    raise ProtocolError(f"the thread that reads the weights cannot start: {error}") from error
+                self._reader = reader
             state, text = self._weights
         return wire.WEIGHTS_REPLY.pack(state, text.encode()[: wire.MAX_TEXT_BYTES])
 
@@ -99,5 +103,7 @@ class NodeHostBlocks(Receiver):
             weights = wire.KNOWN, self._read_weights()
         except (OSError, LLMServingError) as error:
             weights = wire.FAILED, str(error)
+        except Exception as error:  # without a result, the server would ask forever
+            weights = wire.FAILED, f"they could not be read: {error!r}"
         with self._changed:
             self._weights = weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import ClassVar
 
 from llm_serving.errors import LLMServingError
@@ -25,7 +26,7 @@ class Receiver(ABC):
         self._links: set[socket.socket] = set()
         self._changed = threading.Condition()
         self._newest: socket.socket | None = None
-        """The connection whose sender has proved the secret last."""
+        """The connection that was accepted last."""
         self._is_closed = False
 
     def serve(self, link: socket.socket) -> None:
@@ -41,9 +42,7 @@ class Receiver(ABC):
             if not is_full:
                 link.settimeout(self.TIMEOUT_S)
                 set_options(link)
-                admit(link, self.MAGIC, self.secret, self._problem_of)
-                with self._changed:
-                    self._newest = link
+                admit(link, self.MAGIC, self.secret, partial(self._accept, link))
                 link.settimeout(None)
                 while True:
                     self._take(link)
@@ -62,6 +61,18 @@ class Receiver(ABC):
             for link in self._links:
                 shut_down(link)
             self._changed.wait_for(lambda: not self._links)
+
+    def _accept(self, link: socket.socket, facts: bytes) -> str:
+        """Makes ``link`` the newest connection if the facts are right. Its sender has proved the secret. Returns an
+        error text, or an empty text.
+
+        The reply to the sender follows. So a sender that has the reply knows that no older connection may write.
+        """
+        problem = self._problem_of(facts)
+        if not problem:
+            with self._changed:
+                self._newest = link
+        return problem
 
     @abstractmethod
     def _problem_of(self, facts: bytes) -> str:

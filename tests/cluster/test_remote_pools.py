@@ -151,6 +151,36 @@ def test_weights_that_have_changed_are_reported():
         node.close()
 
 
+def test_an_unexpected_error_of_the_node_is_reported():
+    """If it were not, the server would ask forever."""
+
+    def fail():
+        raise ValueError("a strange file")
+
+    node = Node(fail)
+    try:
+        with closing(node.new_pool()) as pool:
+            assert "they could not be read: ValueError('a strange file')" in pool.check_weights(DIGEST)
+    finally:
+        node.close()
+
+
+def test_a_thread_that_could_not_start_is_started_later(node, monkeypatch):
+    start, failed = threading.Thread.start, []
+
+    def start_later(thread):
+        if thread.name == "weights" and not failed:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    with closing(node.new_pool()) as pool:
+        assert pool.check_weights(DIGEST) == ""
+        assert pool.read(0) == bytes(1200)
+    assert failed
+
+
 @pytest.mark.parametrize(
     "request_bytes",
     [
@@ -192,6 +222,47 @@ def test_a_late_write_of_an_old_connection_changes_nothing(node):
                 old.sendall(content_of(8, 200))
             assert has_ended(old)
             assert pool.read(2) == content_of(4, 1200)
+
+
+class HeldSocket(socket.socket):
+    """The node's end of a connection. Its thread is held after it has sent the acceptance."""
+
+    def __init__(self, link):
+        super().__init__(fileno=link.detach())
+        self.go_on = threading.Event()
+        self.num_sent = 0
+
+    def sendall(self, data):
+        super().sendall(data)
+        self.num_sent += 1
+        if self.num_sent == 2:  # the first one is the challenge
+            self.go_on.wait(time_limit(60))
+
+
+def test_a_connection_whose_thread_was_held_is_old_when_another_one_was_accepted_meanwhile(node, remote):
+    near, far = socket.socketpair()
+    held = HeldSocket(far)
+    node.threads.append(threading.Thread(target=node.blocks.serve, args=(held,), daemon=True))
+    node.threads[-1].start()
+    with closing(near) as old:
+        introduce(old, wire.MAGIC, node.blocks.secret, node.facts)
+        wait_for(lambda: held.num_sent == 2)
+        remote._link.shutdown(socket.SHUT_RDWR)
+        assert remote.write(2, content_of(4, 1200)), "through a new connection"
+        old.sendall(wire.REQUEST.pack(wire.WRITE, 2) + content_of(8, 1200))
+        held.go_on.set()
+        assert has_ended(old)
+        assert remote.read(2) == content_of(4, 1200)
+
+
+def test_a_connection_with_wrong_facts_does_not_replace_the_newest_one(node, remote):
+    assert remote.write(1, content_of(3, 1200))
+    newest = remote._link
+    for secret, facts in ((node.blocks.secret, node.facts[:24]), (bytes(32), node.facts)):
+        with closing(node.connect()) as link, pytest.raises(ProtocolError, match="refused"):
+            introduce(link, wire.MAGIC, secret, facts)
+    assert remote.write(1, content_of(4, 1200))
+    assert remote._link is newest
 
 
 def test_a_broken_connection_is_replaced(node, remote):
