@@ -146,17 +146,18 @@ def test_many_log_probabilities_are_encoded_in_another_thread(server, engine, to
     assert (server._thread not in threads) == is_long
 
 
-@pytest.mark.parametrize("length", [5, 60])
+@pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize(
     ("path", "fields", "num_scored"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 20}, 0),
         ("/v1/completions", {"prompt": [5] * 9}, 0),
         ("/v1/completions", {"prompt": [5] * 9, "prompt_logprobs": 20}, 8),
+        ("/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20}, 0),
     ],
 )
 def test_many_log_probabilities_are_freed_in_another_thread(
-    server, engine, monkeypatch, length, path, fields, num_scored
+    server, engine, monkeypatch, is_long, path, fields, num_scored
 ):
     freed = []
 
@@ -165,11 +166,17 @@ def test_many_log_probabilities_are_freed_in_another_thread(
         work.free_in_slices(items)
 
     monkeypatch.setattr(body_module, "free_in_slices", free)
+    if path == "/v1/responses":  # it has only one choice
+        n, length = 1, 100 if is_long else 16
+        more = {"max_output_tokens": length}
+    else:
+        n, length = 8, 60 if is_long else 5
+        more = {"logprobs": True if "messages" in fields else 20, "n": n, "max_tokens": length}
     engine.script = lambda prompt, sampling: [300] * length
-    logprobs = {"logprobs": True if "messages" in fields else 20}
-    assert server.post(path, {**fields, **logprobs, "n": 8, "max_tokens": length}).status_code == 200
-    expected = [length] * 8 + ([num_scored] if num_scored else [])
-    assert freed == [(number, 8 * length * 22 <= INLINE_ITEMS) for number in expected]
+    assert server.post(path, {**fields, **more}).status_code == 200
+    assert (n * length * 22 > INLINE_ITEMS) == is_long
+    expected = [length] * n + ([num_scored] if num_scored else [])
+    assert freed == [(number, not is_long) for number in expected]
 
 
 def test_long_lists_are_freed_in_slices():
