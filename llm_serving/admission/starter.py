@@ -167,6 +167,7 @@ class Starter:
             self._batching.note_no_capacity()
             self._state.note_no_capacity()
             return reason
+        self._state.no_capacity = None  # otherwise, the router could recall a request that only waits for its load
         cached = self._supply.look_up(sequence)
         if cached.is_pending:
             return BlockReason.PREFIX
@@ -182,8 +183,7 @@ class Starter:
         The reason is batch rows, blocks or the admission control. ``reserve``: the batch rows and the blocks that must
         stay free for light keys.
         """
-        state, running = self._state, self._state.running
-        num_rows, num_blocks = reserve
+        state, running, (num_rows, num_blocks) = self._state, self._state.running, reserve
         if running.num_free_rows <= num_rows:
             return BlockReason.ROWS
         if not self._supply.fits(sequence, running.reserve(state.limits.watermark_blocks) + num_blocks):

@@ -121,10 +121,10 @@ class Placer:
             self.bind(entry, replica, why, now)
 
     def _choose_role(
-        self, entry: Entry, live: list[RoutedReplica], surveys: dict[int, Survey]
+        self, entry: Entry, live: list[RoutedReplica], surveys: dict[int, Survey], *, may_probe: bool = True
     ) -> tuple[list[Candidate], tuple[RoutedReplica, Placed] | None]:
         """Returns the candidates for a request, and the chosen replica with the reason. The second value is None if no
-        replica can start the request.
+        replica can start the request. ``PrefillSplit.for_prompt`` describes ``may_probe``.
         """
         split = self._split
         if split is None:
@@ -132,7 +132,7 @@ class Placer:
             return candidates, self._choose(entry, candidates)
         candidates = self._candidates(entry, split.decoders(live), surveys)
         num_uncached = entry.request.num_tokens - max(one.cached_tokens for one in candidates)
-        able = split.for_prompt(entry, num_uncached, live)
+        able = split.for_prompt(entry, num_uncached, live, may_probe=may_probe)
         if not able:
             return candidates, self._choose(entry, candidates)
         candidates = self._candidates(entry, able, surveys)
@@ -212,14 +212,21 @@ class Placer:
             if not replica.is_live or not replica.scheduler.capacity().is_held_up:
                 continue
             stuck = [entry for entry in replica.entries.values() if not entry.has_run and not entry.request.group]
-            others = [other for other in live if other is not replica]
-            if self._split is not None:
-                # Prefill replicas are left out, because long prompts may wait there and other prompts do not go there.
-                others = [other for other in others if Role.PREFILL not in (other.role, replica.role)]
-            if stuck and others and self._choose(stuck[0], self._candidates(stuck[0], others, {})) is not None:
+            if stuck and self._has_better(stuck[0], replica, live):
                 self.recall(replica, stuck, now)
                 recalled = True
         return recalled
+
+    def _has_better(self, entry: Entry, replica: RoutedReplica, live: list[RoutedReplica]) -> bool:
+        """Returns True if a request that ``replica`` cannot start now would go to another replica after a recall."""
+        if self._split is None:
+            others = [other for other in live if other is not replica]
+            return self._choose(entry, self._candidates(entry, others, {})) is not None
+        if replica.role is Role.PREFILL:
+            return False  # long prompts may wait there
+        # With roles, other replicas may have capacity, but not for this prompt. After a recall, it would come back.
+        _, choice = self._choose_role(entry, live, {}, may_probe=False)
+        return choice is not None and choice[0] is not replica
 
     def _learn(self, live: list[RoutedReplica]) -> None:
         """Passes the learned prefill time of the fastest replica to the router's queue. Policy ``slo`` uses it to order

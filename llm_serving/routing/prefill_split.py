@@ -93,18 +93,21 @@ class PrefillSplit:
         """
         return min(self.decoders(live), key=lambda replica: (replica.survey().load, replica.index))
 
-    def for_prompt(self, entry: Entry, num_uncached: int, live: list[RoutedReplica]) -> list[RoutedReplica]:
+    def for_prompt(
+        self, entry: Entry, num_uncached: int, live: list[RoutedReplica], *, may_probe: bool
+    ) -> list[RoutedReplica]:
         """Returns the replicas that should compute a prompt, or [] if any replica that decodes may compute it. Only a
         long prompt, for which a hand-over pays, gets special replicas. ``num_uncached`` is the number of its tokens
-        that no prefix cache has.
+        that no prefix cache has. With ``may_probe``, a few prompts are handed over although it does not pay, to measure
+        hand-overs.
         """
         decoders = self.decoders(live)
         if len(decoders) == len(live) or not self._may_move(entry):
             # No prefill replica can take this prompt. If the prompt is long, it goes to the replicas with the role
             # ``both``.
             both = [replica for replica in decoders if replica.role is Role.BOTH]
-            return both if len(both) < len(decoders) and self._pays(num_uncached, live) else []
-        if not self._pays(num_uncached, live):
+            return both if len(both) < len(decoders) and self._pays(num_uncached, live, may_probe) else []
+        if not self._pays(num_uncached, live, may_probe):
             return []
         return [replica for replica in live if replica.role is Role.PREFILL]
 
@@ -113,10 +116,12 @@ class PrefillSplit:
         fits = -(-request.num_tokens // self._block_size) <= self.pool.num_blocks
         return fits and not (request.group or request.is_suspect or entry.must_stay)
 
-    def _pays(self, num_tokens: int, live: list[RoutedReplica]) -> bool:
+    def _pays(self, num_tokens: int, live: list[RoutedReplica], may_probe: bool) -> bool:
         costs = [replica.scheduler.hand_over_costs for replica in live]
         token_s = [token for token, _ in costs if token is not None]
         block_s = [block for _, block in costs if block is not None]
         known = (min(token_s, default=None), max(block_s, default=None), self._wire.seconds_per_unit or 0.0)
-        self.threshold_tokens = self.threshold.tokens(*known)
+        threshold = self.threshold_tokens = self.threshold.tokens(*known)
+        if not may_probe:
+            return threshold is not None and num_tokens >= threshold
         return self.threshold.pays(num_tokens, *known)

@@ -66,6 +66,25 @@ def test_a_request_whose_blocks_are_being_loaded_is_not_held_up():
     assert request.num_cached_tokens == 36
 
 
+def test_after_a_load_without_owner_the_next_request_is_not_held_up():
+    """The load of "c" uses the blocks that "c2" needs, so "c2" is held up until the load ends. Then the load of "c2"
+    takes the same number of blocks. So the number of free blocks does not show that "c2" fits now.
+    """
+    simulation = TieredSimulation(tier_limits(), tier_hosts=64)
+    run_alone(simulation, "a", PROMPT)
+    fill_with_others(simulation, "b")
+    simulation.add(make_request("c", PROMPT, 4), make_request("c2", PROMPT, 4))
+    assert simulation.schedule()[-1].reason is StepReason.LOAD
+    simulation.end("c")
+    simulation.schedule()
+    assert simulation.scheduler.capacity().is_held_up
+    simulation.answer()
+    assert simulation.schedule()[-1].reason is StepReason.LOAD
+    assert not simulation.scheduler.capacity().is_held_up
+    simulation.finish()
+    assert simulation.requests["c2"].num_cached_tokens == 36
+
+
 def test_blocks_survive_a_restart_on_the_ssd(tmp_path):
     disk = disk_tier(tmp_path)
     run_alone(TieredSimulation(tier_limits(), 64, disk), "a", PROMPT)

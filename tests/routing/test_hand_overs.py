@@ -76,12 +76,13 @@ def split_simulation(
     threshold: int | None = 10,
     seed: int = 0,
     pools: BlockPools | None = None,
+    tier_hosts: int = 0,
     **limits: object,
 ) -> RoutedSimulation:
     made = make_limits(hands_over=True, **limits)
     pool = HandOverPool(pool_blocks, made.cache_namespace)
     split = PrefillSplit(roles, pool, PromptThreshold(made.block_size, threshold), made.block_size, pools)
-    return RoutedSimulation(made, len(roles), seed, split=split)
+    return RoutedSimulation(made, len(roles), seed, split=split, tier_hosts=tier_hosts)
 
 
 def advance(simulation: RoutedSimulation, replica: FakeReplica, until: str) -> None:
@@ -151,6 +152,29 @@ def test_if_the_decode_replica_is_lost_another_one_loads_the_blocks() -> None:
     assert simulation.split is not None
     assert (simulation.split.figures.reloads, simulation.split.figures.completed) == (1, 1)
     assert simulation.served_by["long"] == {0, 2}
+
+
+def test_a_long_prompt_waits_at_the_only_replica_for_long_prompts() -> None:
+    """A load whose client has gone uses the blocks that request "c2" needs. The replica ``decode`` has capacity, but
+    long prompts do not go there. If the router recalled "c2", it would come back, and the next load would begin.
+    """
+    tiers = {"prefix_cache": True, "has_tiers": True, "num_blocks": 17, "tier_hosts": 64}
+    simulation = split_simulation(Role.BOTH, Role.DECODE, **tiers)
+    prompt = [2 + place % 50 for place in range(40)]
+    others = [50 - place % 49 for place in range(48)], [3 + place % 41 for place in range(48)]
+    for name, tokens in (("a", prompt), ("b", others[0]), ("b2", others[1])):
+        simulation.add(make_request(name, tokens, 4))
+        simulation.finish()
+    before = simulation.seen["loads from tiers"]
+    simulation.add(make_request("c", prompt, 4), make_request("c2", prompt, 4))
+    advance(simulation, simulation.replicas[0], "SWAP_IN")
+    simulation.end("c")
+    simulation.schedule()
+    assert simulation.inner[0].capacity().is_held_up, "the load still uses the blocks"
+    simulation.finish(max_steps=100)
+    assert simulation.router.replicas[0].num_recalled == 0
+    assert simulation.requests["c2"].num_cached_tokens == 36
+    assert simulation.seen["loads from tiers"] - before == 2, "one load for each request"
 
 
 def test_if_the_prefill_replica_is_lost_its_prompts_are_computed_elsewhere() -> None:
