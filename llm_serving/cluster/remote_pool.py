@@ -45,6 +45,8 @@ RETRY_PAUSE_S = 0.1
 PAUSE_S = 10.0
 """Seconds without further attempts after the node could not be reached for ``RETRY_S``."""
 WEIGHTS_POLL_S = 0.2
+MAX_WEIGHTS_POLL_S = 2.0
+"""Seconds between two questions for the digest of the weights, at first and later."""
 
 
 class RemotePool:
@@ -70,7 +72,7 @@ class RemotePool:
         self._node, self._connect, self._secret = node, connect, secret
         self._facts = describe_layouts(layouts)
         self._expected = ""
-        """Digest of the server's weights. Empty before ``check_weights``."""
+        """Digest of the server's weights. Empty before ``expect_weights``."""
         self._has_same_weights: bool | None = None
         """True if the node's weights have the server's digest. None while the node has not replied."""
         self._link: socket.socket | None = None
@@ -86,14 +88,16 @@ class RemotePool:
 
     def read(self, block: int) -> bytes | None:
         """Returns the content of a host block. Returns None if the node cannot be reached or has other weights."""
+        if not self.is_usable:
+            return None
         with self._exclusive():
-            return self._request((REQUEST.pack(READ, block),), self.block_bytes) if self._is_trusted() else None
+            return self._request((REQUEST.pack(READ, block),), self.block_bytes)
 
     def write(self, block: int, content: bytes) -> bool:
         """Replaces the content of a host block. Returns False if the content was not written."""
+        if not self.is_usable:
+            return False
         with self._exclusive():
-            if not self._is_trusted():
-                return False
             self._may_be_sent = False
             if self._request((REQUEST.pack(WRITE, block), content), WRITTEN.size, WRITTEN.pack(block)) is not None:
                 return True
@@ -102,21 +106,29 @@ class RemotePool:
                 self._closed.wait()
             return False
 
-    def check_weights(self, digest: str) -> str:
-        """Compares the digest of the server's weights with that of the node's weights. Waits for the node's reply.
+    @property
+    def is_usable(self) -> bool | None:
+        """True if the node's weights have the server's digest. None while the node has not replied.
 
-        Before this check, no block is read or written. Returns a text if the node cannot be used or cannot be reached,
-        and an empty text otherwise. A text about other weights is returned once.
+        False for other weights, after a problem, and after ``close``. Reads and writes then do nothing.
         """
-        self._expected = digest
-        while self._has_same_weights is None and not self._closed.is_set():
-            with self._exclusive():
-                problem = self._ask_weights()
-            if problem:
-                return problem
-            if self._has_same_weights is None:
-                self._closed.wait(WEIGHTS_POLL_S)
-        return ""
+        return False if self.problem or self._closed.is_set() else self._has_same_weights
+
+    def expect_weights(self, digest: str, note: Callable[[str], None]) -> None:
+        """Starts a thread that asks the node for the digest of its weights until it replies. Returns immediately.
+
+        The thread calls ``note`` with the result: an empty text if the weights are the server's. Before that, it calls
+        ``note`` once if the node cannot be reached. Without a free thread, the next call tries again.
+        """
+        with self._lock:
+            if self._expected or self._closed.is_set():
+                return
+            self._expected = digest
+        try:
+            threading.Thread(target=self._compare_weights, args=(note,), name="node-weights", daemon=True).start()
+        except RuntimeError as error:
+            self._expected = ""
+            note(f"the weights of node {self._node} are unknown, so its blocks are not used: {error}")
 
     def close(self) -> None:
         """Ends the connection without waiting. Requests that have not ended fail."""
@@ -140,16 +152,25 @@ class RemotePool:
             finally:
                 self._in_use.release()
 
+    def _compare_weights(self, note: Callable[[str], None]) -> None:
+        """Asks the node for the digest of its weights until the result is known. Runs in a thread of its own."""
+        pause_s, is_reported = WEIGHTS_POLL_S, False
+        while not self._closed.is_set():
+            with self._exclusive():
+                problem = self._ask_weights()
+            if self._has_same_weights is not None:
+                note(problem)
+                return
+            if problem and not is_reported:
+                is_reported = True
+                note(problem)
+            self._closed.wait(pause_s)
+            pause_s = min(2 * pause_s, MAX_WEIGHTS_POLL_S)
+
     # The caller of the following methods holds ``_in_use``.
 
-    def _is_trusted(self) -> bool:
-        """Returns True if the node's weights have the server's digest. Asks the node if it has not replied yet."""
-        if self._has_same_weights is None and self._expected:
-            self._ask_weights()
-        return bool(self._has_same_weights)
-
     def _ask_weights(self) -> str:
-        """Asks the node for the digest of its weights, once. Returns the problem, or an empty text."""
+        """Asks the node for the digest of its weights. Returns the problem, or an empty text."""
         reply = self._request((REQUEST.pack(WEIGHTS, 0),), WEIGHTS_REPLY.size)
         if reply is None:
             reason = f"the weights of node {self._node} are unknown, so its blocks are not used: {self._last_error}"

@@ -8,7 +8,7 @@ array begins at a page. Without KV tiers, the host blocks are the agent's own me
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,10 +35,17 @@ class HostPool(Protocol):
     def write(self, block: int, content: bytes) -> bool:
         """Replaces the content of a block. Returns False if the machine with the blocks cannot be reached."""
 
-    def check_weights(self, digest: str) -> str:
-        """Compares the weights on the machine of the agents with the digest of the server's weights.
+    @property
+    def is_usable(self) -> bool | None:
+        """True if blocks may be read and written. None until the weights on the machine of the agents were compared
+        with the server's. Any thread may read it, and never waits.
+        """
 
-        Returns a text if they differ. No block may be used then. Otherwise returns an empty text.
+    def expect_weights(self, digest: str, note: Callable[[str], None]) -> None:
+        """Starts to compare the weights on the machine of the agents with ``digest``, that of the server's weights.
+
+        Returns immediately. Another thread calls ``note`` with a text if the blocks cannot be used. It calls ``note``
+        with an empty text when they can be used. A second call has no effect.
         """
 
 
@@ -80,6 +87,7 @@ class HostPoolMemory(LaidOutSegment[HostPoolLayout]):
     """The mapped host blocks of an agent. The server creates and unlinks them; the agent attaches to them."""
 
     KIND = "host pool"
+    is_usable = True
 
     def _make_views(self, mapping: mmap.mmap) -> None:
         layout = self.layout
@@ -108,9 +116,8 @@ class HostPoolMemory(LaidOutSegment[HostPoolLayout]):
         self._blocks[:, block] = np.frombuffer(content, np.uint8).reshape(-1, self.layout.part_bytes)
         return True
 
-    def check_weights(self, digest: str) -> str:
-        """Returns an empty text, because agents on this machine read the files of the server."""
-        return ""
+    def expect_weights(self, digest: str, note: Callable[[str], None]) -> None:
+        """Does nothing, because agents on this machine read the files of the server."""
 
 
 def pool_of(parts: Sequence[HostPool]) -> HostPool:
@@ -136,5 +143,11 @@ class _JoinedPool:
             start += part.block_bytes
         return all(written)
 
-    def check_weights(self, digest: str) -> str:
-        return "; ".join(problem for part in self._parts if (problem := part.check_weights(digest)))
+    @property
+    def is_usable(self) -> bool | None:
+        usable = [part.is_usable for part in self._parts]
+        return False if False in usable else None if None in usable else True
+
+    def expect_weights(self, digest: str, note: Callable[[str], None]) -> None:
+        for part in self._parts:
+            part.expect_weights(digest, note)

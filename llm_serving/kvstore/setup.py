@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from llm_serving.config import Config
@@ -81,25 +82,45 @@ class KvTiers:
         including a digest of their kernels. Each tier's mover computes the namespace of the blocks from it.
         """
         self._arithmetic = str(summary.get("arithmetic", ""))
+        if self._digest is not None:
+            self._compare_weights(self._digest)
         for tier in self._tiers:
             tier.open(lambda: self.identity().namespace)
 
     def identity(self) -> BlockIdentity:
         """Returns the facts on which the bits of this server's blocks depend, except tokens and salts.
 
-        The first call reads the weights, which takes about a second for each GB. Agents on other machines read their
-        own files. So their digests are compared with the server's. Blocks of a machine with other weights are not used.
+        The first call reads the weights, which takes about a second for each GB. It does not wait for other machines.
         Any thread may call it. Raises CheckpointError if the weights have changed since the start.
         """
         with self._reads_weights:
             if self._digest is None:
                 self._digest = weights_digest(self._config, self._folder, expected=self._weights)
             check_weights(self._config, self._weights)
-            for store in self._stores:
-                pool = store.pool
-                if pool is not None and (problem := pool.check_weights(self._digest)):
-                    self._on_problem(problem)
-            return BlockIdentity.of(self._config, self._digest, self._arithmetic)
+            digest = self._digest
+        self._compare_weights(digest)
+        return BlockIdentity.of(self._config, digest, self._arithmetic)
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        """True while no host blocks can be used, but some may become usable, because nodes still read their weights."""
+        usable = [pool.is_usable for store in self._stores if (pool := store.pool) is not None]
+        return None in usable and True not in usable
+
+    def _compare_weights(self, digest: str) -> None:
+        """Starts to compare the weights of all nodes with the server's, because agents on nodes read their own files.
+
+        Blocks of a node with other weights are not used.
+        """
+        for store in self._stores:
+            if (pool := store.pool) is not None:
+                pool.expect_weights(digest, partial(self._note_weights, store))
+
+    def _note_weights(self, store: BlockStore, problem: str) -> None:
+        """Reports the result of a comparison. Then blocks that waited for it can be copied."""
+        if problem:
+            self._on_problem(problem)
+        store.wake()
 
     @property
     def block_bytes(self) -> int:

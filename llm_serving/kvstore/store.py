@@ -129,15 +129,16 @@ class BlockStore:
         self._max_writes = max(1, num_hosts // 2)
         self._hosts = HostBlocks(first_host, num_hosts, KeptBlocks(num_hosts // 2, max_kept))
         self._disk = disk
-        self._wake = wake
+        self.wake = wake
+        """Wakes the engine thread. Any thread may call it."""
         self._always_loads = always_loads
         self._pool: HostPool | None = None
         self._epoch = 0
         self._waiting: list[_Waiting] = []
         self._written: deque[tuple[int, int]] = deque()
         self._num_writes = 0
-        self._unwritten: deque[int] = deque()
-        """Host blocks that must still be written to the disk."""
+        self._unwritten: deque[int] = deque(maxlen=max(1, num_hosts))
+        """Host blocks that must still be written to the disk. While the disk takes none, older ones are dropped."""
         if disk is not None:
             disk.when_open(wake)
 
@@ -149,6 +150,11 @@ class BlockStore:
     def pool(self) -> HostPool | None:
         """The host blocks. None while the agents are not ready. Any thread may read it."""
         return self._pool
+
+    @property
+    def is_usable(self) -> bool:
+        """True if blocks may be copied between the host blocks and other places."""
+        return self._pool is not None and bool(self._pool.is_usable)
 
     def lose(self, *, distrusted: bool = False) -> None:
         """Forgets all host blocks, because the agents were lost.
@@ -218,7 +224,7 @@ class BlockStore:
         """Returns a loan of a block that host memory or the SSD has, or None. The caller must end the loan with
         ``end_loan``.
         """
-        if self._pool is None:
+        if self._pool is None or not self.is_usable:
             return None
         host = self._hosts.find(key)
         if host is not None:
@@ -247,9 +253,9 @@ class BlockStore:
         """Reserves a host block for the block ``key`` of an import, and returns a loan of it. The caller writes the
         content into the host block and then calls ``accepted``.
 
-        Returns None if all host blocks are in use, or while the agents are lost.
+        Returns None if all host blocks are in use, or while the host blocks are not usable.
         """
-        pool = self._pool
+        pool = self._pool if self.is_usable else None
         host = None if pool is None else self._hosts.allocate(key)
         return None if pool is None or host is None else Loan(key, pool, host, None, self._epoch, self.version)
 
@@ -313,7 +319,7 @@ class BlockStore:
         write ends. Blocks that wait for their write may be reused, and are then not written.
         """
         disk, pool, hosts = self._disk, self._pool, self._hosts
-        if disk is None or pool is None or not disk.may_write:
+        if disk is None or pool is None or pool.is_usable is None or not disk.may_write:
             return
         while self._unwritten and self._num_writes < self._max_writes:
             host = self._unwritten.popleft()
@@ -329,7 +335,7 @@ class BlockStore:
         """
         self._written.append((epoch, host))
         if self._unwritten:
-            self._wake()
+            self.wake()
 
     def _end_writes(self) -> None:
         while self._written:
@@ -371,14 +377,14 @@ class BlockStore:
         assert self._disk is not None
         assert self._pool is not None
         self._waiting.append(_Waiting(wanted, hosts, transfer, now + self._patience(wanted, transfer)))
-        self._disk.read(transfer, self._pool, self._wake)
+        self._disk.read(transfer, self._pool, self.wake)
         return False
 
     def _host_to_read(self, key: BlockKey, transfer: Transfer) -> int | None:
         """Adds a block to ``transfer`` if the disk has it. Returns the host block that receives it. Returns None if the
-        disk does not have the block or all host blocks are held.
+        disk does not have the block, all host blocks are held, or they are not usable.
         """
-        place = None if self._disk is None else self._disk.find(key)
+        place = None if self._disk is None or not self.is_usable else self._disk.find(key)
         host = None if place is None else self._hosts.allocate(key)
         if place is None or host is None:
             return None

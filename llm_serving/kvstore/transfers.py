@@ -55,8 +55,8 @@ class BlockTransfers:
         return await answer.future
 
     async def write(self, keys: Sequence[BlockKey], contents: Sequence[bytes]) -> int:
-        """Writes blocks into the host memory of each replica that has agents. Returns the number of leading blocks that
-        all of them have taken.
+        """Writes blocks into the host memory of each replica whose host blocks are usable. Returns the number of
+        leading blocks that all of them have taken.
 
         Writing stops at the first content whose size differs from that of the agents' blocks.
         """
@@ -130,8 +130,8 @@ class BlockTransfers:
     ) -> None:
         accepted: list[tuple[BlockStore, list[Loan]]] = []
         for store in stores:
-            if store.pool is None:
-                continue  # the replica has no agents now, for example no node
+            if not store.is_usable:
+                continue  # the replica has no agents now, or its node has other weights
             loans: list[Loan] = []
             for key in keys:
                 loan = store.accept(key)

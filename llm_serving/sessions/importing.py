@@ -138,7 +138,7 @@ class SessionImport:
         if left:
             result.differences.append(
                 f"{left} of the {self._reader.num_blocks} blocks of the file were not taken: an import may take half "
-                "of kv_tier_config.host_blocks while the agents are ready"
+                "of kv_tier_config.host_blocks while the agents are ready and have the server's weights"
             )
         return result
 

@@ -141,6 +141,7 @@ class _NoPool:
     """
 
     block_bytes = 0
+    is_usable = True
 
     def read(self, block: int) -> bytes:
         raise AssertionError("the simulated tiers are in host memory only")
@@ -148,8 +149,8 @@ class _NoPool:
     def write(self, block: int, content: bytes) -> bool:
         raise AssertionError("the simulated tiers are in host memory only")
 
-    def check_weights(self, digest: str) -> str:
-        return ""
+    def expect_weights(self, digest: str, note: Callable[[str], None]) -> None:
+        pass
 
 
 class VirtualCluster(VirtualServer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import socket
 import threading
@@ -21,6 +22,7 @@ from llm_serving.executor.base import AgentLost, AgentReady
 from llm_serving.ipc.host_pool import HostPoolLayout, HostPoolMemory, pool_of
 from llm_serving.ipc.introduction import admit, introduce, receive
 from llm_serving.kvstore.identity import weights_digest
+from llm_serving.kvstore.setup import KvTiers
 from support.executor_steps import events_until
 from support.small_configs import small_config
 from support.time_limits import time_limit
@@ -86,8 +88,15 @@ def node():
 def remote(node):
     """Provides the server's pool of ``node``."""
     with closing(node.new_pool()) as made:
-        assert made.check_weights(DIGEST) == ""
+        assert compared(made) == ""
         yield made
+
+
+def compared(pool, digest=DIGEST):
+    """Lets a pool compare the node's weights with this digest. Returns the first text that the pool notes."""
+    notes = queue.Queue()
+    pool.expect_weights(digest, notes.put)
+    return notes.get(timeout=time_limit(20))
 
 
 def has_ended(link):
@@ -109,33 +118,115 @@ def test_a_block_has_the_parts_of_all_agents_in_order_of_rank(node, remote):
 
 def test_no_block_is_used_before_the_weights_were_compared(node):
     with closing(node.new_pool()) as unchecked, closing(node.new_pool()) as other:
+        assert unchecked.is_usable is None
         assert unchecked.read(0) is None
         assert not unchecked.write(0, content_of(7, 1200))
-        assert other.check_weights("e" * 64) == (
+        assert compared(other, "e" * 64) == (
             "the weights of node node differ, so its blocks are not used: their digest is "
             f"{DIGEST}, the server's is {'e' * 64}"
         )
-        assert other.check_weights("e" * 64) == "", "it was reported before"
+        assert other.is_usable is False
         assert other.read(0) is None
         assert not other.write(0, content_of(7, 1200))
     assert [memory.read(0) for memory in node.memories] == [bytes(600)] * 2
 
 
-def test_the_server_waits_while_the_node_reads_its_weights():
+@pytest.fixture
+def slow_node():
+    """Provides a node that reads its weights until ``is_read`` is set."""
     is_read = threading.Event()
-    node = Node(lambda: is_read.wait(time_limit(20)) and DIGEST)
-    try:
-        with closing(node.new_pool()) as pool, ThreadPoolExecutor(1) as thread:
-            reply = thread.submit(pool.check_weights, DIGEST)
-            wait_for(lambda: pool._expected)
-            assert pool.read(0) is None
-            assert not reply.done()
-            is_read.set()
-            assert reply.result(time_limit(20)) == ""
-            assert pool.read(0) == bytes(1200)
-    finally:
-        is_read.set()
-        node.close()
+    node = Node(lambda: is_read.wait(time_limit(60)) and DIGEST)
+    node.is_read = is_read
+    yield node
+    is_read.set()
+    node.close()
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_nothing_waits_while_the_node_reads_its_weights(slow_node, is_same):
+    """Reads and writes before the node's reply do not take the result away, which is noted once."""
+    notes = queue.Queue()
+    with closing(slow_node.new_pool()) as pool:
+        for _ in range(2):
+            pool.expect_weights(DIGEST if is_same else "e" * 64, notes.put)
+        wait_for(lambda: slow_node.blocks._reader)
+        assert pool.is_usable is None
+        assert pool.read(0) is None
+        assert not pool.write(0, content_of(7, 1200))
+        assert notes.empty()
+        slow_node.is_read.set()
+        assert ("differ" in notes.get(timeout=time_limit(20))) is not is_same
+        assert pool.is_usable is is_same
+        assert pool.read(0) == (bytes(1200) if is_same else None)
+        assert notes.empty()
+    assert pool.is_usable is False
+
+
+def test_a_node_that_can_be_reached_later_is_used(node, monkeypatch):
+    for name, seconds in (("RETRY_S", 0.01), ("RETRY_PAUSE_S", 0.001), ("PAUSE_S", 0.2)):
+        monkeypatch.setattr(wire, name, seconds)
+    may_connect, notes = threading.Event(), queue.Queue()
+
+    def connect():
+        if not may_connect.is_set():
+            raise ConnectionRefusedError("no node")
+        return node.connect()
+
+    with closing(RemotePool("node", [LAYOUT] * 2, connect, node.blocks.secret)) as pool:
+        pool.expect_weights(DIGEST, notes.put)
+        assert notes.get(timeout=time_limit(20)).endswith("are unknown, so its blocks are not used: no node")
+        assert pool.is_usable is None
+        may_connect.set()
+        assert notes.get(timeout=time_limit(20)) == ""
+        assert pool.read(0) == bytes(1200)
+
+
+def tiers_of(folder, *overrides):
+    """Returns the KV tiers of a server with this digest, and the list of the problems that they report."""
+    problems = []
+    tiers = KvTiers(small_config(folder, ("kv_tier_config.host_blocks=8", *overrides)), problems.append)
+    tiers._digest = DIGEST
+    return tiers, problems
+
+
+def test_a_node_that_reads_its_weights_keeps_no_other_replica_from_the_ssd(node, slow_node, tmp_path):
+    tiers, problems = tiers_of(tmp_path, f"kv_tier_config.ssd_folder={tmp_path / 'ssd'}")
+    awake = threading.Event()
+    first, second = tiers.new_store(lambda: None), tiers.new_store(awake.set)
+    with closing(tiers), closing(node.new_pool()) as pool, closing(slow_node.new_pool()) as slow_pool:
+        first.open(pool)
+        tiers.agents_ready({})
+        wait_for(lambda: first.is_usable and tiers._disk.may_write)
+        second.open(slow_pool)
+        tiers.agents_ready({})
+        wait_for(lambda: tiers._disk.may_write)
+        assert tiers.identity().facts["weights"] == DIGEST
+        assert not tiers.waits_for_nodes, "the blocks of the first node can be used"
+        awake.clear()
+        assert not second.is_usable
+        slow_node.is_read.set()
+        assert awake.wait(time_limit(20))
+        assert second.is_usable
+    assert problems == []
+
+
+def test_a_node_that_joins_later_gets_the_known_digest(node, slow_node, tmp_path):
+    tiers, problems = tiers_of(tmp_path)
+    stores = [tiers.new_store(lambda: None) for _ in range(2)]
+    with closing(tiers), closing(node.new_pool()) as pool, closing(slow_node.new_pool()) as slow_pool:
+        stores[0].open(slow_pool)
+        assert tiers.waits_for_nodes
+        stores[1].open(pool)
+        tiers.agents_ready({})
+        wait_for(lambda: stores[1].is_usable)
+        assert not tiers.waits_for_nodes
+        stores[1].lose()
+        assert tiers.waits_for_nodes
+        slow_node.blocks._read_weights, tiers._digest = None, "other"
+        slow_node.is_read.set()
+        wait_for(lambda: slow_pool.is_usable is not None)
+        assert not tiers.waits_for_nodes
+    assert problems == []
 
 
 def test_weights_that_have_changed_are_reported():
@@ -145,7 +236,7 @@ def test_weights_that_have_changed_are_reported():
     node = Node(fail)
     try:
         with closing(node.new_pool()) as pool:
-            assert "blocks are not used: the weights have changed since" in pool.check_weights(DIGEST)
+            assert "blocks are not used: the weights have changed since" in compared(pool)
             assert pool.read(0) is None
     finally:
         node.close()
@@ -160,7 +251,7 @@ def test_an_unexpected_error_of_the_node_is_reported():
     node = Node(fail)
     try:
         with closing(node.new_pool()) as pool:
-            assert "they could not be read: ValueError('a strange file')" in pool.check_weights(DIGEST)
+            assert "they could not be read: ValueError('a strange file')" in compared(pool)
     finally:
         node.close()
 
@@ -176,7 +267,7 @@ def test_a_thread_that_could_not_start_is_started_later(node, monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start_later)
     with closing(node.new_pool()) as pool:
-        assert pool.check_weights(DIGEST) == ""
+        assert compared(pool) == ""
         assert pool.read(0) == bytes(1200)
     assert failed
 
@@ -216,7 +307,7 @@ def test_a_late_write_of_an_old_connection_changes_nothing(node):
     with closing(node.admitted()) as old:
         old.sendall(wire.REQUEST.pack(wire.WRITE, 2) + content_of(8, 1000))
         with closing(node.new_pool()) as pool:
-            assert pool.check_weights(DIGEST) == ""
+            assert compared(pool) == ""
             assert pool.write(2, content_of(4, 1200))
             with suppress(ConnectionError):  # on a slow machine, the node has already closed the connection
                 old.sendall(content_of(8, 200))
@@ -295,7 +386,7 @@ def test_a_write_whose_end_is_unknown_returns_only_after_the_end_of_the_agents(m
     pool = RemotePool("node", [LAYOUT], connect, bytes(32))
     with ThreadPoolExecutor(2) as threads, closing(pool):
         ended = threads.submit(answer)
-        assert pool.check_weights(DIGEST) == ""
+        assert compared(pool) == ""
         written = threads.submit(pool.write, 0, bytes(600))
         wait_for(lambda: pool.problem)
         assert pool.problem == "it is not known whether a host block was written: no node"
@@ -312,7 +403,7 @@ def test_a_write_that_was_never_sent_ends_nothing(monkeypatch):
         raise ConnectionRefusedError("no node")
 
     with closing(RemotePool("node", [LAYOUT], connect, bytes(32))) as pool:
-        assert pool.check_weights(DIGEST).endswith("are unknown, so its blocks are not used: no node")
+        assert compared(pool).endswith("are unknown, so its blocks are not used: no node")
         pool._has_same_weights, pool._resume_at = True, 0.0
         assert not pool.write(0, bytes(600))
         assert pool.read(0) is None
@@ -329,17 +420,36 @@ def replica(make_node, make_executor, pool):
     return node, executor
 
 
+def result_of(executor, job):
+    """Runs ``job`` in another thread. Polls the executor meanwhile, because its node ends the agents without polls."""
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(job)
+        poll_until(executor, result.done)
+        return result.result()
+
+
+def poll_until(executor, condition):
+    until = time.monotonic() + time_limit(60)
+    while not condition():
+        assert time.monotonic() < until, "it never happened"
+        assert not [event for event in executor.poll(0.05) if isinstance(event, AgentLost)]
+
+
 def test_blocks_travel_between_real_processes(replica, key, tmp_path):
     node, executor = replica
     blocks = pool_of(executor.host_pools())
-    assert blocks.check_weights(weights_digest(small_config(tmp_path, TIERS))) == ""
-    contents = [content_of(number, blocks.block_bytes) for number in range(8)]
-    assert all(blocks.write(number, content) for number, content in enumerate(contents))
-    assert [blocks.read(number) for number in range(8)] == contents
-    address = read_address(node.address)
-    link = connect_for_blocks(address, ClusterKey(str(key)).host_blocks)
-    with closing(link), pytest.raises(ProtocolError, match="refused"):
-        introduce(link, wire.MAGIC, bytes(32), b"")
+
+    def copy():
+        assert compared(blocks, weights_digest(small_config(tmp_path, TIERS))) == ""
+        contents = [content_of(number, blocks.block_bytes) for number in range(8)]
+        assert all(blocks.write(number, content) for number, content in enumerate(contents))
+        assert [blocks.read(number) for number in range(8)] == contents
+        address = read_address(node.address)
+        link = connect_for_blocks(address, ClusterKey(str(key)).host_blocks)
+        with closing(link), pytest.raises(ProtocolError, match="refused"):
+            introduce(link, wire.MAGIC, bytes(32), b"")
+
+    result_of(executor, copy)
     blocks.problem = "it is not known whether a host block was written"
     [*_, lost] = events_until(executor, AgentLost)
     assert "not known whether a host block was written" in str(lost)
@@ -350,7 +460,7 @@ def test_blocks_travel_between_real_processes(replica, key, tmp_path):
 def test_a_node_that_is_killed_ends_its_writes(replica, tmp_path):
     node, executor = replica
     blocks = pool_of(executor.host_pools())
-    assert blocks.check_weights(weights_digest(small_config(tmp_path, TIERS))) == ""
+    assert result_of(executor, lambda: compared(blocks, weights_digest(small_config(tmp_path, TIERS)))) == ""
     written = []
 
     def write():
@@ -359,7 +469,7 @@ def test_a_node_that_is_killed_ends_its_writes(replica, tmp_path):
 
     with ThreadPoolExecutor(1) as thread:
         ended = thread.submit(write)
-        wait_for(lambda: len(written) > 20)
+        poll_until(executor, lambda: len(written) > 20)
         node.send_signal(signal.SIGKILL)
         events_until(executor, AgentLost)
         ended.result(time_limit(20))

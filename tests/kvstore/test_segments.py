@@ -182,6 +182,7 @@ class Pool:
     """Host blocks in a list."""
 
     block_bytes = CONTENT_BYTES
+    is_usable = True
 
     def __init__(self):
         self.blocks = [content(number) for number in range(8)]

@@ -132,6 +132,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
 
 class Pool:
     block_bytes = BYTES
+    is_usable = True
 
     def __init__(self) -> None:
         self.blocks: dict[int, bytes] = {}

@@ -23,6 +23,7 @@ CONTENT_BYTES = 1000
 
 class Pool:
     block_bytes = CONTENT_BYTES
+    is_usable = True
 
     def __init__(self) -> None:
         self.blocks: dict[int, bytes] = {}
@@ -169,6 +170,33 @@ def test_blocks_that_are_stored_before_the_disk_is_open_are_written_later(tmp_pa
         mover.run()
     assert disk.figures.blocks == 6
     disk.close()
+
+
+def test_blocks_that_are_stored_before_a_node_compared_its_weights_are_written_later(tmp_path):
+    disk, mover = disk_tier(tmp_path / "tier")
+    store, source, pool = BlockStore(0, 8, disk, lambda: None), Source(), Pool()
+    pool.is_usable = None
+    store.open(pool)
+    source.offers = [key(number) for number in range(6)]
+    for _ in range(3):
+        store.exchange(source, 0.0)
+    assert mover.run() == 0
+    pool.is_usable = True
+    for _ in range(3):
+        store.exchange(source, 0.0)
+        mover.run()
+    assert disk.figures.blocks == 6
+    disk.close()
+
+
+@pytest.mark.parametrize("usable", [False, None])
+def test_no_block_is_read_from_the_disk_for_a_node_that_does_not_take_it(parts, usable):
+    store, mover, _ = parts
+    source = Source()
+    store.pool.is_usable = usable
+    source.ask(4, None)
+    assert store.exchange(source, 0.0)
+    assert (source.replies, mover.run()) == ([[]], 0)
 
 
 def test_before_the_agents_are_ready_nothing_is_found():

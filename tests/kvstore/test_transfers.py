@@ -20,6 +20,7 @@ CONTENTS = [bytes([number]) * BYTES for number in range(6)]
 
 class Pool:
     block_bytes = BYTES
+    is_usable = True
 
     def __init__(self) -> None:
         self.blocks: dict[int, bytes] = {}
@@ -118,6 +119,19 @@ def test_a_replica_without_agents_takes_no_part_in_a_write():
     assert setup.run(setup.transfers.read(KEYS[:4])).contents == CONTENTS[:4]
     setup.stores[0].lose()
     assert setup.run(setup.transfers.write(KEYS[:4], CONTENTS[:4])) == 0
+
+
+@pytest.mark.parametrize("usable", [False, None])
+def test_a_replica_whose_blocks_are_not_usable_takes_no_part_in_a_copy(usable):
+    """The node of the replica has other weights, or its weights were not compared yet."""
+    setup = Setup()
+    setup.run(setup.transfers.write(KEYS[:2], CONTENTS[:2]))
+    pool = setup.stores[0].pool
+    pool.is_usable = usable
+    pool.read, pool.write = lambda block: None, lambda block, content: False
+    assert setup.run(setup.transfers.write(KEYS[2:4], CONTENTS[2:4])) == 2
+    assert setup.run(setup.transfers.read(KEYS[:4])).contents == CONTENTS[:4]
+    setup.check_quiet()
 
 
 def test_no_more_blocks_are_written_than_the_host_has():

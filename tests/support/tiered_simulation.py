@@ -62,6 +62,8 @@ def disk_tier(folder: Path, *, max_bytes: int = 1 << 30, segment_bytes: int = 40
 class DevicePool:
     """The host blocks of a fake device, as bytes."""
 
+    is_usable = True
+
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self._size = device.limits.block_size

@@ -29,6 +29,9 @@ from llm_serving.sessions.importing import ImportResult, SessionImport
 MAX_TRANSFERS = 4
 """Maximum number of exports and imports at the same time. Each of them keeps a few pieces of its file in memory."""
 MEDIA_TYPE = "application/octet-stream"
+_POLL_S = 0.1
+_MAX_POLLS = 300
+"""An export or import waits for the nodes' weights for at most this number of polls."""
 
 
 async def _list_sessions(state: ServerState, request: Request) -> Response:
@@ -43,7 +46,8 @@ async def _export(state: ServerState, request: Request) -> AnyResponse:
     state = await served(state, request, session.model)
     tiers, transfers = _tiers_of(state)
     state.check_ready()
-    identity = await _identity(tiers)
+    with _transfer(state), state.active.this_task():
+        identity = await _identity(tiers)
     return _SessionFile(state, SessionExport(state.engine.config, identity, transfers, session).pieces(), session)
 
 
@@ -194,12 +198,20 @@ def _tiers_of(state: ServerState) -> tuple[KvTiers, BlockTransfers]:
 async def _identity(tiers: KvTiers) -> BlockIdentity:
     """Returns the facts that determine the values in the blocks: model, weights and kernels.
 
-    Raises UnavailableError if the weights on disk have changed.
+    Waits while no node has compared its weights with the server's. Raises UnavailableError if the weights on disk have
+    changed, or if the nodes take too long.
     """
     try:
-        return await asyncio.to_thread(tiers.identity)
+        identity = await asyncio.to_thread(tiers.identity)
     except (CheckpointError, OSError) as error:
         raise UnavailableError(f"Sessions are not possible now: {error}.", "weights_changed") from None
+    for _ in range(_MAX_POLLS):  # a count, so that a pause of the server process does not use up the time
+        if not tiers.waits_for_nodes:
+            return identity
+        await asyncio.sleep(_POLL_S)
+    raise UnavailableError(
+        "Sessions are not possible now: the nodes are still reading their weights; try again.", "weights_unknown"
+    )
 
 
 @contextlib.contextmanager
