@@ -22,7 +22,9 @@ class Draft:
     token_ids: list[int] = field(default_factory=list)
     matches: list[int] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
-    """For each token of a sequence with a constraint: the mask of the tokens that may follow it."""
+    """For each token of a sequence with a constraint, except perhaps the last one: the mask of the tokens that may
+    follow it.
+    """
     places: list[int | None] = field(default_factory=list)
     """The places of the grammar before each token and after the last one. None where the next token is forced, and
     where the text is free.
@@ -39,29 +41,68 @@ tokens of the draft, the mask of allowed tokens and the place. Returns an allowe
 """
 
 
-def constrained_draft(fork: ForkableConstraint, max_drafts: int, guess: Guess) -> Draft:
-    """Returns a draft of tokens that a constraint allows, with the mask after each of them.
+class DraftBuilder:
+    """Builds the draft of a sequence with a constraint, token by token.
 
-    Takes the tokens that the constraint forces. Where it allows several tokens, ``guess`` chooses one. ``fork`` is a
-    copy of the sequence's constraint, which this function advances. Each mask is computed once.
+    A mask may take as long as a fraction of a decode step. So the builder guesses a token at once, and computes the
+    mask after this token only if ``extend`` is called. Only tokens with a mask can be offered. The last token has none
+    yet. It is still compared with the sampled token.
     """
-    draft, forced, mask = Draft(), list[int](), fork.mask()
-    while not fork.has_failed:
-        forced = forced[1:] or fork.forced_tokens()
-        place = None if forced else place_of(mask)
-        draft.places.append(place)
-        if len(draft.token_ids) == max_drafts:
-            break
-        found = (forced[0], FORCED) if forced else guess(draft.token_ids, mask, place)
-        if found is None or not is_allowed(mask, found[0]):
-            break
-        try:
-            fork.advance(found[0])
-        except ConstraintError:
-            break
+
+    def __init__(self, fork: ForkableConstraint, max_drafts: int, end_token_ids: frozenset[int], guess: Guess) -> None:
+        """Guesses the first token. ``fork`` is a copy of the sequence's constraint, which the builder advances. The
+        draft has at most ``max_drafts`` tokens. It ends before a token of ``end_token_ids``.
+
+        A token that the constraint forces comes first. Where the constraint allows several tokens, ``guess`` chooses.
+        """
+        self.draft = Draft()
+        self._fork = fork
+        self._max_drafts = max_drafts
+        self._end_token_ids = end_token_ids
+        self._guess = guess
+        self._forced = fork.forced_tokens()
+        if self._forced:
+            self._add_guess(None)
+            return
         mask = fork.mask()
         if not fork.has_failed:
-            draft.token_ids.append(found[0])
-            draft.matches.append(found[1])
-            draft.masks.append(mask)
-    return draft
+            self._add_guess(mask)
+
+    def extend(self) -> bool:
+        """Computes the mask after the last token, and guesses the next token. Returns False if the last token cannot be
+        offered, because the constraint forbids it. Then the draft ends before this token.
+        """
+        draft = self.draft
+        mask = self._mask_after(draft.token_ids[-1])
+        if mask is None:
+            del draft.token_ids[-1], draft.matches[-1]
+            return False
+        draft.masks.append(mask)
+        self._forced = self._forced[1:] or self._fork.forced_tokens()
+        self._add_guess(mask)
+        return True
+
+    def _mask_after(self, token_id: int) -> Mask | None:
+        """Returns the mask after a token, or None if the constraint forbids the token."""
+        try:
+            self._fork.advance(token_id)
+        except ConstraintError:
+            return None
+        mask = self._fork.mask()
+        return None if self._fork.has_failed else mask
+
+    def _add_guess(self, mask: Mask | None) -> None:
+        """Adds a guess of the next token. ``mask`` has the allowed tokens. It may be None if the token is forced."""
+        draft = self.draft
+        place = None if self._forced or mask is None else place_of(mask)
+        draft.places.append(place)
+        if len(draft.token_ids) == self._max_drafts:
+            return
+        if self._forced:
+            found: tuple[int, int] | None = (self._forced[0], FORCED)
+        else:
+            found = None if mask is None else self._guess(draft.token_ids, mask, place)
+        if found is None or found[0] in self._end_token_ids or not (mask is None or is_allowed(mask, found[0])):
+            return
+        draft.token_ids.append(found[0])
+        draft.matches.append(found[1])

@@ -20,6 +20,10 @@ TRIAL_SHARE = 0.01
 """Maximum fraction of the time of steps without drafts that trials take. A trial begins with all tokens that the draft
 model has missed, so it may take as long as a hundred steps.
 """
+MAX_TRIAL_INTERVAL = 16 * TRIAL_INTERVAL
+"""Number of decode steps without drafts after which a trial begins even if the last one took a larger share. One slow
+measurement, for example while the machine stalls, cannot delay trials for longer.
+"""
 
 
 class DraftLengths:
@@ -65,10 +69,15 @@ class DraftLengths:
         else:
             self._num_plain += 1
             self._plain_s += (result.graph_us + result.sample_us - result.draft_us) / 1e6
-            if self._num_plain >= TRIAL_INTERVAL and TRIAL_SHARE * self._plain_s >= self._trial_s:
+            if self._is_trial_due():
                 self._num_plain, self._plain_s, self._trial_s = 0, 0.0, 0.0
                 self._num_trials_left = TRIAL_STEPS
         self._wanted_before = step.num_wanted > 0
+
+    def _is_trial_due(self) -> bool:
+        if TRIAL_SHARE * self._plain_s < self._trial_s:
+            return self._num_plain >= MAX_TRIAL_INTERVAL
+        return self._num_plain >= TRIAL_INTERVAL
 
     def wanted(self, step: ScheduledStep, num_running: int, chance: float) -> int:
         """Returns the number of drafts for each sequence after a step.

@@ -10,13 +10,16 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from time import thread_time
 
 from llm_serving.constraints.forced import ForcedTokens
 from llm_serving.request import ForkableConstraint, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
-from llm_serving.speculation.constrained import Draft, constrained_draft
+from llm_serving.speculation.budget import BuildBudget
+from llm_serving.speculation.constrained import Draft, DraftBuilder
 from llm_serving.speculation.costs import MODEL, OF_GRAMMAR, REPEATED, SEEN, Chances, OwnChance, StepCosts
 from llm_serving.speculation.draft_lengths import DraftLengths
+from llm_serving.speculation.gains import Gains
 from llm_serving.speculation.look_ahead import Mask, is_allowed
 from llm_serving.speculation.places import Places
 from llm_serving.speculation.suffix_index import SuffixIndex
@@ -48,15 +51,22 @@ class _Track:
     """The guesses of the next tokens. They are compared with the sampled tokens even if they are not offered to the
     scheduler.
     """
+    builder: DraftBuilder | None = None
+    """Extends ``draft`` if the request has a constraint. None after the drafts were offered."""
+    budget: BuildBudget = field(default_factory=BuildBudget)
     from_model: list[int] = field(default_factory=list)
     """The drafts that the draft model made with the last result."""
 
-    def num_before_end(self, token_ids: list[int]) -> int:
-        """Returns the number of tokens before the first token that would end the request."""
-        request, endings = self.request, self.request.sampling.stop_token_ids
-        if not request.sampling.ignore_eos:
-            endings = endings | request.end_token_ids
-        return next((place for place, token_id in enumerate(token_ids) if token_id in endings), len(token_ids))
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end the request."""
+        sampling = self.request.sampling
+        return sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self.request.end_token_ids)
+
+    @property
+    def num_guessed(self) -> int:
+        """Number of tokens in the draft. If the request has a constraint, the last one may lack its mask."""
+        return len(self.draft.token_ids)
 
     def note_place(self, place: int | None, token_id: int) -> None:
         """Records the token that followed at a place of the grammar."""
@@ -83,25 +93,27 @@ class Speculator:
         *,
         always: bool = False,
         has_model: bool = False,
+        clock: Callable[[], float] = thread_time,
     ) -> None:
         """``max_drafts`` is the maximum number of drafts of a request. ``max_entries`` is the maximum number of input
         tokens of a decode step: its sequences plus their drafts.
 
         ``prepare_masks`` is called for a request with a constraint. It gets the mask of allowed tokens after each
         draft. With ``always``, all drafts are offered, whether they are expected to gain time or not. With
-        ``has_model``, the agents have a draft model.
+        ``has_model``, the agents have a draft model. ``clock`` measures the time for building drafts, in seconds.
         """
         self._max_drafts = max_drafts
         self._max_entries = max_entries
         self._prepare_masks = prepare_masks
         self._always = always
+        self._clock = clock
         self._costs = StepCosts()
         self._chances = Chances()
         self._lengths = (
             DraftLengths(self._costs, max_drafts, max_entries, MIN_GAIN, always=always) if has_model else None
         )
-        self._may_gains: dict[int, bool] = {}
-        """A cache of the results of ``_may_gain``, by number of sequences. It is cleared when the estimates change."""
+        self._gains: dict[int, Gains] = {}
+        """The gains by number of sequences. This cache is cleared when the estimates change."""
         self._tracks: dict[Request, _Track] = {}
         self._offers: dict[str, list[int]] = {}
         self._places: dict[bytes, Places] = {}
@@ -137,26 +149,31 @@ class Speculator:
 
         Must be called after the constraints of the requests have advanced by the tokens of the result.
         """
+        token_s = 0.0
         if step.kind is StepKind.DECODE and result.error is None:
             device_s = (result.graph_us + result.sample_us - result.draft_us) / 1e6
             if self._costs.note(step.num_seqs, device_s, seconds - (result.queue_us + result.draft_us) / 1e6):
-                self._may_gains.clear()
+                self._gains.clear()
+            num_sequences = step.num_seqs - step.num_drafts
+            token_s = (self._costs.seconds(num_sequences) or device_s) / num_sequences
             self._num_drafted = self._num_drafted + 1 if step.num_drafts else 0
             if self._lengths is not None:
                 self._lengths.note(step, result)
         last = {update.request: update.index for update in updates if update.token_id is not None}
-        tracks = [track for request in last if (track := self._advance(request)) is not None]
+        tracks = [track for request in last if (track := self._advance(request, token_s)) is not None]
         if self._lengths is not None:
             for track in tracks:
                 track.from_model = [] if result.drafts is None else result.drafts[last[track.request]]
         if tracks and self._may_gain(len(tracks)):
             for track in tracks:
-                track.draft = self._draft_of(track)
+                self._start_draft(track)
             self._offer(tracks)
+            for track in tracks:
+                track.builder = None  # frees the copy of the constraint
 
-    def _advance(self, request: Request) -> _Track | None:
+    def _advance(self, request: Request, token_s: float) -> _Track | None:
         """Updates the track of a request with its new tokens, and returns the track. Returns None if the request needs
-        no drafts.
+        no drafts. ``token_s`` is the time of a plain step for each of its sequences, or 0 after other steps.
         """
         self._offers.pop(request.request_id, None)
         track = self._tracks.get(request)
@@ -173,6 +190,8 @@ class Speculator:
             shared = self._shared_places(request.cache_salt)
             track = self._tracks[request] = _Track(request, SuffixIndex(request.prompt_token_ids), shared)
         new = request.output_token_ids[track.num_known :]
+        if token_s and track.num_known:
+            track.budget.earn(token_s, len(new) - 1)
         self._compare(track, new)
         track.index.extend(new)
         track.num_known += len(new)
@@ -204,16 +223,31 @@ class Speculator:
             if not is_right:
                 break
 
-    def _draft_of(self, track: _Track) -> Draft:
-        constraint = track.request.constraint
+    def _start_draft(self, track: _Track) -> None:
+        """Makes the draft of a request. If the request has a constraint, the draft has only one token at first."""
+        constraint, end_token_ids = track.request.constraint, track.end_token_ids
         if constraint is None:
             draft = self._free_draft(track)
-        else:
-            fork = constraint.fork() if isinstance(constraint, ForkableConstraint) else None
-            if fork is None:
-                return _NO_DRAFT
-            draft = constrained_draft(fork, self._max_drafts, partial(self._guess, track))
-        return draft.first(track.num_before_end(draft.token_ids))
+            ends = (number for number, token_id in enumerate(draft.token_ids) if token_id in end_token_ids)
+            track.draft = draft.first(next(ends, len(draft.token_ids)))
+        elif isinstance(constraint, ForkableConstraint) and (track.budget.is_open or self._always):
+            began = self._clock()
+            if (fork := constraint.fork()) is not None:
+                guess = partial(self._guess, track)
+                track.builder = DraftBuilder(fork, self._max_drafts, end_token_ids, guess)
+                track.draft = track.builder.draft
+            track.budget.spend(self._clock() - began)
+
+    def _may_add(self, track: _Track) -> bool:
+        """Returns True if the next draft of a request can be offered. Computes the mask after it, and guesses another
+        draft, if the request has a constraint.
+        """
+        if track.builder is None:
+            return True
+        began = self._clock()
+        can_offer = track.builder.extend()
+        track.budget.spend(self._clock() - began)
+        return can_offer
 
     def _free_draft(self, track: _Track) -> Draft:
         """Returns the draft of a request without a constraint: that of the draft model, or one from an earlier match in
@@ -260,10 +294,13 @@ class Speculator:
         """Returns False if even drafts that are all right would gain too little. Then no draft need be made."""
         if num_sequences >= self._max_entries or self._always:
             return num_sequences < self._max_entries
-        known = self._may_gains.get(num_sequences)
+        return self._gains_of(num_sequences).largest >= MIN_GAIN
+
+    def _gains_of(self, num_sequences: int) -> Gains:
+        known = self._gains.get(num_sequences)
         if known is None:
-            gain, _ = self._best_gain(num_sequences, [1.0] * (self._max_drafts * num_sequences))
-            known = self._may_gains[num_sequences] = gain >= MIN_GAIN
+            max_drafts = min(self._max_entries - num_sequences, self._max_drafts * num_sequences)
+            known = self._gains[num_sequences] = Gains(self._costs, num_sequences, max_drafts)
         return known
 
     def _offer(self, tracks: list[_Track]) -> None:
@@ -283,23 +320,31 @@ class Speculator:
         """Returns the number of drafts to offer for each request.
 
         Adds the drafts one by one, the most probable first. Keeps the number with the most expected tokens per second.
+        Stops as soon as further drafts cannot raise this number, so that no mask is computed for them.
         """
+        sizes = [0] * len(tracks)
         if self._always:
-            return [len(track.draft.token_ids) for track in tracks]
-        order: list[tuple[float, int]] = []
+            for number, track in enumerate(tracks):
+                while sizes[number] < track.num_guessed and self._may_add(track):
+                    sizes[number] += 1
+            return sizes
+        gains = self._gains_of(len(tracks))
+        best, best_gain, tokens, order = 0, MIN_GAIN, float(len(tracks)), list[int]()
         heap = [(-self._chance(track, 0), number) for number, track in enumerate(tracks) if self._may_offer(track)]
         heapq.heapify(heap)
-        sizes = [0] * len(tracks)
-        while heap and len(order) < self._max_entries - len(tracks):
+        while heap and gains.may_rise(len(order), -heap[0][0], best_gain):
             survival, number = heapq.heappop(heap)
-            order.append((-survival, number))
+            track = tracks[number]
+            if not self._may_add(track):
+                continue
+            order.append(number)
+            tokens -= survival
+            if (gain := gains.of(len(order), tokens)) > best_gain:
+                best, best_gain = len(order), gain
             sizes[number] += 1
-            if sizes[number] < len(tracks[number].draft.token_ids):
-                heapq.heappush(heap, (survival * self._chance(tracks[number], sizes[number]), number))
-        gain, best = self._best_gain(len(tracks), [survival for survival, _ in order])
-        if gain < MIN_GAIN:
-            return [0] * len(tracks)
-        chosen = [number for _, number in order[:best]]
+            if sizes[number] < track.num_guessed:
+                heapq.heappush(heap, (survival * self._chance(track, sizes[number]), number))
+        chosen = order[:best]
         return [chosen.count(number) for number in range(len(tracks))]
 
     def _may_offer(self, track: _Track) -> bool:
@@ -314,21 +359,3 @@ class Speculator:
         match = track.draft.matches[place]
         common = self._chances.of(match)
         return common if match in OF_GRAMMAR else track.chance.mixed_with(common)
-
-    def _best_gain(self, num_sequences: int, survivals: list[float]) -> tuple[float, int]:
-        """Returns the largest gain over plain steps, and the number of drafts that reaches it.
-
-        ``survivals`` has one number for each draft, in the order of adding: the probability that it and all drafts
-        before it are right.
-        """
-        plain_s = self._costs.seconds(num_sequences)
-        best, best_size, tokens = 1.0, 0, float(num_sequences)
-        for size, survival in enumerate(survivals[: self._max_entries - num_sequences], 1):
-            tokens += survival
-            seconds = self._costs.seconds(num_sequences + size)
-            if plain_s is None or not plain_s or seconds is None:
-                break
-            gain = tokens / num_sequences * plain_s / (seconds + self._costs.gap_s)
-            if gain > best:
-                best, best_size = gain, size
-        return best, best_size

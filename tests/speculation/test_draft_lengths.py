@@ -5,7 +5,8 @@ from __future__ import annotations
 from llm_serving.request import Request
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
-from llm_serving.speculation.draft_lengths import TRIAL_INTERVAL, TRIAL_STEPS
+from llm_serving.speculation.costs import StepCosts
+from llm_serving.speculation.draft_lengths import MAX_TRIAL_INTERVAL, TRIAL_INTERVAL, TRIAL_STEPS, DraftLengths
 from llm_serving.speculation.speculator import PLAIN_STEP_INTERVAL, Speculator
 
 STEP_MS, ENTRY_MS = 10.0, 0.5
@@ -123,6 +124,22 @@ def test_trials_are_seldom_if_the_draft_model_has_many_tokens_to_compute_first()
     wanted, _ = serving.run(16 * TRIAL_INTERVAL)
     assert serving.gain > 0.98
     assert sum(wanted) >= 2 * TRIAL_STEPS
+
+
+def test_a_stall_in_a_trial_delays_the_next_trial_only_for_a_limited_number_of_steps() -> None:
+    """The draft model takes 1 ms for each step of a trial, except for one step with a stall of 30 seconds."""
+    for stall_s, interval in ((0.0, TRIAL_INTERVAL), (30.0, MAX_TRIAL_INTERVAL)):
+        lengths = DraftLengths(StepCosts(), 4, 32, 1.05, always=False)
+        for number in range(TRIAL_STEPS):
+            step = ScheduledStep(0, StepKind.DECODE, rows=[0], num_wanted=1)
+            draft_us = 1000 + round(1e6 * stall_s) * (number == 3)
+            lengths.note(step, StepResult(0, [0], graph_us=10_000, sample_us=draft_us, draft_us=draft_us))
+        step, plain = ScheduledStep(0, StepKind.DECODE, rows=[0]), StepResult(0, [0], graph_us=10_000)
+        num_steps = 0
+        while not lengths.is_trial and num_steps < 2 * MAX_TRIAL_INTERVAL:
+            lengths.note(step, plain)
+            num_steps += 1
+        assert num_steps == interval
 
 
 def test_a_draft_model_that_becomes_right_is_used_after_a_trial() -> None:

@@ -54,10 +54,13 @@ class Model:
 
     def __init__(self) -> None:
         self.masks: list[Mask] = []
-        self.speculator = Speculator(MAX_DRAFTS, 32, lambda _, masks: self.masks.__setitem__(slice(None), masks))
+        self.speculator = Speculator(MAX_DRAFTS, 32, self._prepare, clock=lambda: 0.0)
         self.offered: list[list[int]] = []
         self.last_place: int | None = None
         """The place before the last token of a text."""
+
+    def _prepare(self, _: Request, masks: list[Mask]) -> None:
+        self.masks = masks
 
     def steps(self, text: str, salt: bytes = b"", *, is_whole: bool = True) -> int:
         """Generates a text in the grammar. Returns the number of its decode steps. The request ends with the last token

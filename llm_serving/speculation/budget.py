@@ -1,0 +1,41 @@
+"""Limits the time for building drafts of requests with a constraint, for example an ambiguous grammar.
+
+The engine thread builds drafts between steps, so all requests of the replica wait for this time.
+"""
+
+from __future__ import annotations
+
+SHARE = 0.05
+"""Fraction of a request's step time that building its drafts may take if no draft is right."""
+MAX_CREDIT = 4.0
+"""Maximum credit of a budget, in tokens. It limits how long useless drafts are built after useful ones."""
+MAX_REST = 128
+"""Maximum number of decode steps for which a request rests. It limits the effect of one slow measurement, for example
+while the machine stalls.
+"""
+
+
+class BuildBudget:
+    """The time that building the drafts of one request may take.
+
+    Each decode step adds a share of its time. Each right draft adds the time of a token, because it saves this time.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """True if drafts may be built for the request. Otherwise it rests until further steps have added time."""
+        return self._seconds >= 0.0
+
+    def earn(self, token_s: float, num_right: int) -> None:
+        """Adds the time of a decode step with ``num_right`` right drafts. ``token_s`` is the time of a plain step for
+        each of its sequences.
+        """
+        rest_s = MAX_REST * SHARE * token_s
+        self._seconds = min(max(self._seconds, -rest_s) + (SHARE + num_right) * token_s, MAX_CREDIT * token_s)
+
+    def spend(self, seconds: float) -> None:
+        """Subtracts the time that building drafts took."""
+        self._seconds -= seconds
