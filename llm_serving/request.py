@@ -317,7 +317,7 @@ class RequestOutput:
     request_id: str
     text: str
     token_ids: tuple[int, ...]
-    logits: tuple[TokenLogits, ...]
+    logits: Sequence[TokenLogits]
     """One entry for each token if ``SamplingParams.wants_logits``, otherwise empty."""
     num_prompt_tokens: int
     num_output_tokens: int

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from llm_serving.engine.logit_columns import LogitColumns
 from llm_serving.errors import LLMServingError
-from llm_serving.request import RequestOutput
+from llm_serving.request import RequestOutput, TokenLogits
 
 MERGE_AT = 32
 """If this many pieces wait for a slow reader, they are merged into one, so that a stream's backlog stays small."""
@@ -65,5 +66,14 @@ def merge_outputs(pieces: Sequence[RequestOutput]) -> RequestOutput:
         last,
         text="".join([piece.text for piece in pieces]),
         token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-        logits=tuple(logits for piece in pieces for logits in piece.logits),
+        logits=_merged_logits(pieces),
     )
+
+
+def _merged_logits(pieces: Sequence[RequestOutput]) -> Sequence[TokenLogits]:
+    if not any(piece.logits for piece in pieces):
+        return ()
+    merged = LogitColumns()
+    for piece in pieces:
+        merged.extend(piece.logits)
+    return merged

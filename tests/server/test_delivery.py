@@ -5,6 +5,7 @@ is full, so the output is written and delivered later.
 """
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -13,6 +14,9 @@ from types import SimpleNamespace
 
 from llm_serving.engine.outputs import MERGE_AT
 from llm_serving.request import FinishReason, RequestOutput, TokenLogits
+from llm_serving.sampling_params import SamplingParams
+from llm_serving.server.errors import UnavailableError
+from llm_serving.server.http.protocol import STREAM_CHANNEL
 from llm_serving.server.http.sse import EventStream
 from llm_serving.server.limits import INLINE_ITEMS, UNSENT_BYTES
 from support.http_server import http_request, read_response, wait_until
@@ -169,6 +173,12 @@ class SlowChannel:
     def write(self, body, *, is_last=False):
         self.written += body.split()
 
+    def attach(self, user):
+        pass
+
+    def detach(self):
+        pass
+
 
 class TextOnly:
     """Formats each piece as its plain text, without an event around it."""
@@ -179,31 +189,40 @@ class TextOnly:
     def last(self):
         return b""
 
+    def error(self, reply):
+        return b"error"
+
+
+CHOICE = SimpleNamespace(sampling=SamplingParams(top_logits=20))
+
+
+def piece_with_logits(number, reason=None):
+    """Returns a piece whose text is ``number``, with the 20 best alternatives of its token."""
+    logits = TokenLogits(300, -1.0, 2.0, tuple((i, 0.0) for i in range(20)))
+    return RequestOutput("a", f"{number} ", (300,), (logits,), 1, number, reason)
+
 
 def test_kept_pieces_are_written_in_order_and_in_parts():
     """Pieces that wait for a slow client are written in order, in several parts.
 
     The event loop runs other tasks between the parts.
     """
-    logits = TokenLogits(300, -1.0, 2.0, tuple((i, 0.0) for i in range(20)))
     count = 20 * MERGE_AT
-
-    def piece(number, reason=None):
-        return RequestOutput("a", f"{number} ", (300,), (logits,), 1, number, reason)
 
     async def run():
         generation = SimpleNamespace(
-            choices=[None], request_id="a", delivered=lambda index, now: None, note_end=lambda index, piece: None
+            choices=[CHOICE], request_id="a", delivered=lambda index, now: None, note_end=lambda index, piece: None
         )
         stream, channel = EventStream(generation, TextOnly()), SlowChannel()
         stream._channel, stream._over = channel, asyncio.get_running_loop().create_future()
         for number in range(count):
-            stream.push(0, piece(number))
+            stream.push(0, piece_with_logits(number))
         assert channel.written == []
         channel.is_full = False
         stream.drained()
         assert MERGE_AT <= len(channel.written) <= 2 * INLINE_ITEMS // 20
-        stream.push(0, piece(count, FinishReason.LENGTH))  # the last piece must not overtake the pieces that wait
+        # The last piece must not overtake the pieces that wait.
+        stream.push(0, piece_with_logits(count, FinishReason.LENGTH))
         rounds = 0
         while not stream._over.done():
             await asyncio.sleep(0)
@@ -212,3 +231,39 @@ def test_kept_pieces_are_written_in_order_and_in_parts():
         assert channel.written == [str(number).encode() for number in range(count + 1)]
 
     asyncio.run(run())
+
+
+def test_kept_pieces_of_a_failed_stream_are_written_in_parts():
+    """If a stream fails, the pieces that wait for its slow client come before the error, in several parts.
+
+    The event loop runs other tasks between the parts.
+    """
+    count, seen = 20 * MERGE_AT, []
+
+    async def run():
+        channel = SlowChannel()
+
+        def watch():
+            if "error" not in seen:
+                seen.append("error" if b"error" in channel.written else len(channel.written))
+                asyncio.get_running_loop().call_soon(watch)
+
+        async def open_and_fail(stream, *, streamed):
+            stream._started = True
+            for number in range(count):
+                stream.push(0, piece_with_logits(number))
+            asyncio.get_running_loop().call_soon(watch)
+            raise UnavailableError("The engine failed.", "engine_failed")
+
+        state = SimpleNamespace(active=SimpleNamespace(this_task=contextlib.nullcontext), log=None)
+        generation = SimpleNamespace(choices=[CHOICE], request_id="a", state=state, open=open_and_fail)
+        stream = EventStream(generation, TextOnly())
+        await stream({STREAM_CHANNEL: channel, "path": "/"}, None, None)
+        assert channel.written == [*(str(number).encode() for number in range(count)), b"error"]
+        while "error" not in seen:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    parts = [number for number in seen if number != "error"]
+    assert len(parts) > 3
+    assert max(after - before for before, after in zip([0, *parts], [*parts, count], strict=True)) < count // 3

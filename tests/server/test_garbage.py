@@ -1,15 +1,23 @@
-"""Tests that a finished request leaves no reference cycles.
+"""Tests that requests give the garbage collector little work, because a collection pauses the server.
 
-Collecting cycles would pause the server.
+A finished request leaves no reference cycles, and the log-probabilities of a running request are few objects.
 """
 
+import asyncio
 import gc
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from llm_serving.engine.open_request import PieceStream
+from llm_serving.engine.outputs import MERGE_AT
 from llm_serving.errors import ContextLengthError
+from llm_serving.request import RequestOutput
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.server.generation.sequences import _Collector
+from llm_serving.server.http.sse import _Backlog
+from support.fake_engine import fake_logits
 from support.fakes import make_limits, make_request
 from support.http_server import http_request, wait_until
 
@@ -76,3 +84,57 @@ def test_a_request_leaves_no_cycles(server, engine, monkeypatch, fate, stream):
             gc.garbage.clear()
             gc.enable()
     assert left == []
+
+
+def collected(num_tokens):
+    """Returns what a response that is not streamed keeps of ``num_tokens`` tokens."""
+
+    async def collect():
+        kept = SimpleNamespace(choices=[None], scoring=[], _sequences=[None], note_tokens=lambda index, token_ids: None)
+        collector = _Collector(kept, keep_logits=True)
+        for _ in range(num_tokens):
+            collector.push(0, piece_with_logits())
+        return collector.answers
+
+    return asyncio.run(collect())
+
+
+def backlog(num_tokens):
+    """Returns what a stream keeps of ``num_tokens`` tokens while its client does not read."""
+    kept = _Backlog()
+    for _ in range(num_tokens):
+        kept.add(piece_with_logits())
+    return kept
+
+
+def read_late(num_tokens):
+    """Returns what a ``PieceStream`` keeps of ``num_tokens`` tokens until its reader takes them."""
+    kept = PieceStream()
+    for _ in range(num_tokens):
+        kept.push(0, piece_with_logits())
+    return kept
+
+
+def piece_with_logits():
+    return RequestOutput("a", "x", (300,), (fake_logits(300, 20),), 1, 1)
+
+
+def num_tracked(root):
+    """Returns the number of objects that a garbage collection visits because ``root`` refers to them."""
+    found, waiting = {}, [root]
+    while waiting:
+        one = waiting.pop()
+        if gc.is_tracked(one) and not isinstance(one, type) and id(one) not in found:
+            found[id(one)] = one
+            waiting += gc.get_referents(one)
+    return len(found)
+
+
+@pytest.mark.parametrize("keep", [collected, backlog, read_late])
+def test_kept_log_probabilities_are_few_objects(keep):
+    """The largest response has a million log-probabilities. If each were an object, collections would pause the server.
+
+    A backlog has one piece for every ``MERGE_AT`` tokens, which adds 9 objects.
+    """
+    few, many = num_tracked(keep(MERGE_AT)), num_tracked(keep(MERGE_AT**2))
+    assert many - few <= 9 * (MERGE_AT - 1)

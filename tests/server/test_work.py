@@ -15,9 +15,7 @@ import pytest
 
 from llm_serving.errors import RequestError
 from llm_serving.server.batches.files import FileContent
-from llm_serving.server.generation import work
-from llm_serving.server.generation.work import FREED_ITEMS, check_beams, check_work
-from llm_serving.server.http import body as body_module
+from llm_serving.server.generation.work import check_beams, check_work
 from llm_serving.server.http import json_pieces
 from llm_serving.server.http.json_pieces import EncodedList, PiecesResponse, encode_in_pieces
 from llm_serving.server.limits import INLINE_ITEMS, MAX_LOGPROB_ENTRIES
@@ -144,50 +142,6 @@ def test_many_log_probabilities_are_encoded_in_another_thread(server, engine, to
     assert [len(entry["top_logprobs"]) for entry in choices[7]["logprobs"]["content"]] == [20] * length
     is_long = 8 * length * 22 > INLINE_ITEMS
     assert (server._thread not in threads) == is_long
-
-
-@pytest.mark.parametrize("is_long", [False, True])
-@pytest.mark.parametrize(
-    ("path", "fields", "num_scored"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 20}, 0),
-        ("/v1/completions", {"prompt": [5] * 9}, 0),
-        ("/v1/completions", {"prompt": [5] * 9, "prompt_logprobs": 20}, 8),
-        ("/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 20}, 0),
-    ],
-)
-def test_many_log_probabilities_are_freed_in_another_thread(
-    server, engine, monkeypatch, is_long, path, fields, num_scored
-):
-    freed = []
-
-    def free(items):
-        freed.append((len(items), threading.current_thread() is server._thread))
-        work.free_in_slices(items)
-
-    monkeypatch.setattr(body_module, "free_in_slices", free)
-    if path == "/v1/responses":  # it has only one choice
-        n, length = 1, 100 if is_long else 16
-        more = {"max_output_tokens": length}
-    else:
-        n, length = 8, 60 if is_long else 5
-        more = {"logprobs": True if "messages" in fields else 20, "n": n, "max_tokens": length}
-    engine.script = lambda prompt, sampling: [300] * length
-    assert server.post(path, {**fields, **more}).status_code == 200
-    assert (n * length * 22 > INLINE_ITEMS) == is_long
-    expected = [length] * n + ([num_scored] if num_scored else [])
-    assert freed == [(number, not is_long) for number in expected]
-
-
-def test_long_lists_are_freed_in_slices():
-    class Item:
-        def __del__(self):
-            left.add(len(items))
-
-    left = set()
-    items = [Item() for _ in range(3 * FREED_ITEMS - 1)]
-    work.free_in_slices(items)
-    assert left == {2 * FREED_ITEMS - 1, FREED_ITEMS - 1, 0}
 
 
 def test_other_requests_are_served_while_many_sequences_are_opened(server, engine, monkeypatch):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParams
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.logit_columns import LogitColumns
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.request import FinishReason
 from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
@@ -151,7 +152,7 @@ def _answer(generation: Generation, choice: Choice, beam: Beam) -> Answer:
         choice,
         text,
         list(beam.token_ids),
-        [replace(entry, top=entry.top[: sampling.top_logits]) for entry in beam.logits],
+        LogitColumns(replace(entry, top=entry.top[: sampling.top_logits]) for entry in beam.logits),
         (beam.finish_reason or FinishReason.LENGTH).value,
         last if ended and (last not in engine.end_token_ids or sampling.ignore_eos) else None,
     )

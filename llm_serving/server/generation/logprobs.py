@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.logit_columns import LogitColumns
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.request import TokenLogits
 from llm_serving.server.generation.sampling import Choice
@@ -24,7 +26,7 @@ def token_string(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_entries(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> Iterator[dict[str, Any]]:
+def chat_entries(tokenizer: Tokenizer, logits: Iterable[TokenLogits], count: int) -> Iterator[dict[str, Any]]:
     """Yields the members of ``content`` in a chat's ``logprobs``. Each token has its ``count`` best alternatives."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -55,45 +57,45 @@ class CompletionLogprobs:
         self._first_token = choice.prompt.token_ids[0]
         self._echoed_text = IncrementalDetokenizer(tokenizer, skip_special_tokens=choice.sampling.skip_special_tokens)
 
-    def encoded(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
+    def encoded(self, logits: LogitColumns) -> dict[str, EncodedList]:
         """Returns ``logprobs`` for all tokens of the choice. The lists are already encoded as JSON."""
         return {
-            "text_offset": EncodedList(self._next_offset(token) for token in logits),
-            "token_logprobs": EncodedList(_finite(token.logprob) for token in logits),
-            "tokens": EncodedList(token_string(self._tokenizer, token.token_id) for token in logits),
-            "top_logprobs": EncodedList(self._top(token) for token in logits),
+            "text_offset": EncodedList(map(self._next_offset, logits.token_ids)),
+            "token_logprobs": EncodedList(map(_finite, logits.logprobs)),
+            "tokens": EncodedList(token_string(self._tokenizer, token_id) for token_id in logits.token_ids),
+            "top_logprobs": EncodedList(map(self._top, logits)),
         }
 
-    def echoed(self, logits: Sequence[TokenLogits]) -> dict[str, EncodedList]:
+    def echoed(self, prompt: LogitColumns, output: LogitColumns) -> dict[str, EncodedList]:
         """Returns ``logprobs`` for the prompt and all tokens of the choice.
 
-        ``logits`` begin with the second token of the prompt, because the first token has no log-probability.
+        ``prompt`` begins with the second token of the prompt, because the first token has no log-probability.
         """
+        logits = LogitColumns(prompt)
+        logits.extend(output)
         first = self._first_token
         self._text = self._echoed_text
         self._offset = len(self._text.append((first,))[0])
         return {
-            "text_offset": EncodedList([0, *(self._next_offset(token) for token in logits)]),
-            "token_logprobs": EncodedList([None, *(_finite(token.logprob) for token in logits)]),
-            "tokens": EncodedList(
-                token_string(self._tokenizer, one) for one in (first, *(token.token_id for token in logits))
-            ),
-            "top_logprobs": EncodedList([None, *(self._top(token) for token in logits)]),
+            "text_offset": EncodedList(chain([0], map(self._next_offset, logits.token_ids))),
+            "token_logprobs": EncodedList(chain([None], map(_finite, logits.logprobs))),
+            "tokens": EncodedList(token_string(self._tokenizer, one) for one in chain([first], logits.token_ids)),
+            "top_logprobs": EncodedList(chain([None], map(self._top, logits))),
         }
 
     def take(self, logits: Sequence[TokenLogits]) -> dict[str, Any]:
         """Returns ``logprobs`` for the tokens of the choice's next piece."""
         return {
-            "text_offset": [self._next_offset(token) for token in logits],
+            "text_offset": [self._next_offset(token.token_id) for token in logits],
             "token_logprobs": [_finite(token.logprob) for token in logits],
             "tokens": [token_string(self._tokenizer, token.token_id) for token in logits],
             "top_logprobs": [self._top(token) for token in logits],
         }
 
-    def _next_offset(self, token: TokenLogits) -> int:
+    def _next_offset(self, token_id: int) -> int:
         """Returns the position of the next token's text in the choice's text."""
         offset = self._offset
-        self._offset += len(self._text.append((token.token_id,))[0])
+        self._offset += len(self._text.append((token_id,))[0])
         return offset
 
     def _top(self, token: TokenLogits) -> dict[str, float]:
@@ -103,7 +105,7 @@ class CompletionLogprobs:
         return best
 
 
-def step_logits(entries: Sequence[TokenLogits]) -> Iterator[dict[str, Any]]:
+def step_logits(entries: Iterable[TokenLogits]) -> Iterator[dict[str, Any]]:
     """Yields the members of ``logits``: for each token, its logit and the logits of the best tokens, best first."""
     for entry in entries:
         yield {
@@ -114,7 +116,7 @@ def step_logits(entries: Sequence[TokenLogits]) -> Iterator[dict[str, Any]]:
         }
 
 
-def prompt_entries(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> Iterator[dict[str, Any] | None]:
+def prompt_entries(tokenizer: Tokenizer, logits: Iterable[TokenLogits], count: int) -> Iterator[dict[str, Any] | None]:
     """Yields the members of vLLM's ``prompt_logprobs``: null for the first token, then an object for each token.
 
     The keys of an object are token ids: those of the ``count`` most likely tokens, and that of the prompt's token. If

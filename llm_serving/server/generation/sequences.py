@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from llm_serving.engine.beam_search import Beam, BeamSearchParams
+from llm_serving.engine.logit_columns import LogitColumns
 from llm_serving.engine.open_request import OpenRequest, PieceSink
 from llm_serving.errors import (
     AgentLostTwiceError,
@@ -21,7 +22,7 @@ from llm_serving.errors import (
     RequestError,
 )
 from llm_serving.parsing.thinking import ThinkingWatch
-from llm_serving.request import FinishReason, ForkableConstraint, RequestOutput, SchedulingParams, TokenLogits
+from llm_serving.request import FinishReason, ForkableConstraint, RequestOutput, SchedulingParams
 from llm_serving.scheduler.output import NOT_FINITE_ERROR
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.generation.answer_plan import AnswerPlan
@@ -52,7 +53,7 @@ class Answer:
     choice: Choice
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logits: list[TokenLogits] = field(default_factory=list)
+    logits: LogitColumns = field(default_factory=LogitColumns)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pooled: bytes = b""

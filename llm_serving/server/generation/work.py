@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llm_serving.errors import RequestError
 from llm_serving.server.limits import (
@@ -18,9 +18,6 @@ from llm_serving.server.state import ServerSettings
 
 T = TypeVar("T")
 
-FREED_ITEMS = 1024
-"""Number of items that are freed in one call. Log-probabilities of as many tokens take about 1 ms."""
-
 
 async def off_loop(num_items: int, work: Callable[[], T], limit: int = INLINE_ITEMS) -> T:
     """Runs ``work`` and returns its result. If ``num_items`` is above ``limit``, another thread runs it.
@@ -31,16 +28,6 @@ async def off_loop(num_items: int, work: Callable[[], T], limit: int = INLINE_IT
     if num_items <= limit:
         return work()
     return await asyncio.get_running_loop().run_in_executor(None, work)
-
-
-def free_in_slices(items: list[Any]) -> None:
-    """Removes all items from a list, at most ``FREED_ITEMS`` at a time.
-
-    The log-probabilities of a response may be a million objects. If one call frees them, no other thread runs for
-    40 ms.
-    """
-    while items:
-        del items[-FREED_ITEMS:]
 
 
 def call_entries(num_chars: int) -> int:

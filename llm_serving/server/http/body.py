@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -25,7 +25,7 @@ from llm_serving.server.errors import (
     UnavailableError,
 )
 from llm_serving.server.fields.validation import RequestModel, clip, request_error
-from llm_serving.server.generation.work import free_in_slices, off_loop
+from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.json_pieces import PiecesResponse, encode_in_pieces
 from llm_serving.server.http.json_structure import count_keys, structure_of
 from llm_serving.server.limits import (
@@ -102,22 +102,13 @@ def json_response(content: Any, request_id: str | None = None, status: int = 200
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
-async def whole_response(
-    generation_id: str, num_items: int, build: Callable[[], object], spent: Sequence[list[Any]] = ()
-) -> Response | PiecesResponse:
+async def whole_response(generation_id: str, num_items: int, build: Callable[[], object]) -> Response | PiecesResponse:
     """Returns a JSON response with the content that ``build`` returns.
 
     ``num_items`` is the number of tokens and log-probabilities in the content. If it is large, another thread calls
-    ``build`` and encodes the content. It also empties the lists ``spent``, which only ``build`` needs.
+    ``build`` and encodes the content.
     """
-
-    def encode() -> list[bytes]:
-        pieces = encode_in_pieces(build())
-        for items in spent:
-            free_in_slices(items)
-        return pieces
-
-    pieces = await off_loop(num_items, encode)
+    pieces = await off_loop(num_items, lambda: encode_in_pieces(build()))
     headers = {"X-Request-Id": generation_id}
     if num_items > INLINE_ITEMS:
         return PiecesResponse(pieces, headers)

@@ -107,7 +107,8 @@ class EventStream:
             note_error(state.log, error, reply, scope["path"], generation.request_id)
             channel.detach()
             if self._started:
-                channel.write(self._held_back() + self._format.error(reply), is_last=True)
+                await self._write_held_back(channel)
+                channel.write(self._format.error(reply), is_last=True)
             else:
                 self.status_code = reply.status
                 await reply.response(generation.request_id)(scope, receive, send)
@@ -207,19 +208,31 @@ class EventStream:
             piece = kept.take()
             if not kept:
                 del self._backlog[index]
-            num_items += len(piece.token_ids) + sum(len(logits.top) for logits in piece.logits)
+            num_items += self._num_items(index, piece)
             try:
                 self._write(index, piece)
             except Exception as error:  # an error while formatting ends only this response
                 self._end(error)
         self._check_over()
 
-    def _held_back(self) -> bytes:
-        """Returns the events of the pieces that were kept because the socket accepted no data."""
-        choices = self._generation.choices
-        return b"".join(
-            self._format.events(choices[index], piece) for index, kept in self._backlog.items() for piece in kept.rest()
-        )
+    async def _write_held_back(self, channel: StreamChannel) -> None:
+        """Writes the pieces that were kept because the socket accepted no data. The response must be over.
+
+        After every ``INLINE_ITEMS`` tokens and log-probabilities, lets other tasks run.
+        """
+        num_items = 0
+        for index, kept in self._backlog.items():
+            for piece in kept.rest():
+                if data := self._format.events(self._generation.choices[index], piece):
+                    channel.write(data)
+                num_items += self._num_items(index, piece)
+                if num_items > INLINE_ITEMS:
+                    num_items = 0
+                    await asyncio.sleep(0)
+
+    def _num_items(self, index: int, piece: RequestOutput) -> int:
+        """Returns the number of tokens and log-probabilities in a piece of choice ``index``."""
+        return len(piece.token_ids) + len(piece.logits) * self._generation.choices[index].sampling.top_logits
 
     def _check_over(self) -> None:
         """Ends the response if the socket has accepted the last piece of every choice."""

@@ -218,7 +218,7 @@ def _prompt_members(generation: Generation, body: ChatRequest, scoring: Sequence
     if body.return_token_ids:
         members["prompt_token_ids"] = EncodedList(generation.choices[0].prompt.token_ids)
     if body.prompt_logprobs is not None:
-        scores = [token for answer in scoring for token in answer.logits]
+        scores = (token for answer in scoring for token in answer.logits)
         entries = prompt_entries(generation.state.engine.tokenizer, scores, body.prompt_logprobs)
         members["prompt_logprobs"] = EncodedList(entries)
     return members

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -11,8 +11,9 @@ import orjson
 from pydantic import Field
 from starlette.requests import Request
 
+from llm_serving.engine.logit_columns import LogitColumns
 from llm_serving.errors import RequestError
-from llm_serving.request import FinishReason, RequestOutput, TokenLogits
+from llm_serving.request import FinishReason, RequestOutput
 from llm_serving.server.fields.shared import IGNORED, SamplingFields
 from llm_serving.server.generation.beams import check_beam_fields, search_answers
 from llm_serving.server.generation.logprobs import CompletionLogprobs, prompt_entries
@@ -175,18 +176,17 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
 
 
 def _choice(
-    generation: Generation, body: CompletionRequest, scores: Mapping[str, Sequence[TokenLogits]], answer: Answer
+    generation: Generation, body: CompletionRequest, scores: Mapping[str, LogitColumns], answer: Answer
 ) -> dict[str, Any]:
     """Returns one choice as JSON. ``scores`` maps the name of a scoring sequence to the scores of its prompt."""
     tokenizer, choice = generation.state.engine.tokenizer, answer.choice
     if generation.is_scoring_only:
         answer.finish_reason = FinishReason.LENGTH.value
-    prompt_logits = scores.get(scoring_name(generation.request_id, choice.index // (body.n or 1)), ())
+    prompt_logits = scores.get(scoring_name(generation.request_id, choice.index // (body.n or 1)), LogitColumns())
     logprobs = None
     if body.logprobs is not None:
         formatted = CompletionLogprobs(tokenizer, choice, body.logprobs)
-        echoed = [*prompt_logits, *answer.logits]
-        logprobs = formatted.echoed(echoed) if body.echo else formatted.encoded(answer.logits)
+        logprobs = formatted.echoed(prompt_logits, answer.logits) if body.echo else formatted.encoded(answer.logits)
     text = (choice.prompt.as_text(tokenizer) if body.echo else "") + answer.text
     output: dict[str, Any] = {"text": text}
     if body.prompt_logprobs is not None:

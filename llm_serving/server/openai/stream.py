@@ -48,8 +48,7 @@ async def response_of(
         return head | {"choices": [choice(answer) for answer in answers]} | tail | members
 
     num_items = count_items(answers) + sum(len(answer.logits) for answer in scoring)
-    spent = [answer.logits for answer in (*answers, *scoring)]
-    return await whole_response(generation.request_id, num_items, build, spent)
+    return await whole_response(generation.request_id, num_items, build)
 
 
 def choice_of(request: SamplingFields, answer: Answer, output: dict[str, Any], logprobs: object) -> dict[str, Any]:

@@ -192,7 +192,7 @@ async def _answer(
     def build() -> dict[str, Any]:
         return result | ({"logits": EncodedList(step_logits(answer.logits))} if settings.return_logits else {})
 
-    return await whole_response(generation.request_id, count_items([answer]), build, [answer.logits])
+    return await whole_response(generation.request_id, count_items([answer]), build)
 
 
 def _usage(generation: Generation, num_output_tokens: int) -> dict[str, int]:

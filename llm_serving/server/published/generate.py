@@ -7,7 +7,7 @@ a token is the text that became complete with the token. So the texts of all tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import orjson
@@ -102,7 +102,7 @@ async def generate(state: ServerState, request: Request, *, stream: bool = False
             result["logits"] = EncodedList(step_logits(answer.logits))
         return result
 
-    return await whole_response(generation.request_id, count_items([answer]), build, [answer.logits])
+    return await whole_response(generation.request_id, count_items([answer]), build)
 
 
 async def _generate_stream(state: ServerState, request: Request) -> AnyResponse:
@@ -166,7 +166,7 @@ class _Details:
         self._tokens: list[bytes] = []
         self._top_tokens: list[bytes] = []
 
-    def add(self, entries: Sequence[TokenLogits]) -> None:
+    def add(self, entries: Iterable[TokenLogits]) -> None:
         """Adds the next tokens, if the request asked for details."""
         if not self._parameters.details:
             return

@@ -78,7 +78,7 @@ async def _create_response(state: ServerState, request: Request) -> AnyResponse:
     [answer] = await run_while_connected(state.active, request.receive, work)
     response = await responder.whole(answer)
     responder.keep(response)
-    return await whole_response(generation.request_id, count_items([answer]), lambda: response, [answer.logits])
+    return await whole_response(generation.request_id, count_items([answer]), lambda: response)
 
 
 def _converted(body: ResponsesRequest, earlier: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], ChatRequest]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.logit_columns import LogitColumns
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.request import TokenLogits
 from llm_serving.server.generation.logprobs import chat_entries
@@ -29,15 +30,20 @@ class MessageLogprobs:
         sampling = replace(choice.sampling, stop=())
         self._text = IncrementalDetokenizer.for_request(tokenizer, choice.prompt.token_ids, sampling)
         self._num_chars = 0
-        self._waiting: deque[tuple[int, int, TokenLogits]] = deque()
+        self._kept = LogitColumns()
+        self._waiting: deque[tuple[int, int, int]] = deque()
+        """For each token that was not taken: begin and end of its text, and its position in ``_kept``."""
 
     def add(self, logits: Sequence[TokenLogits]) -> None:
         """Adds the next tokens of the answer. Call this method before ``take`` for the text of these tokens."""
-        for token in logits:
+        if not self._waiting:
+            self._kept = LogitColumns()
+        for position, token in enumerate(logits, len(self._kept)):
             begin = self._num_chars
             self._num_chars += len(self._text.append((token.token_id,))[0])
             # A token with a part of a character completes no text. It belongs to the character that comes next.
-            self._waiting.append((begin, max(self._num_chars, begin + 1), token))
+            self._waiting.append((begin, max(self._num_chars, begin + 1), position))
+        self._kept.extend(logits)
 
     def take(self, begin: int, end: int) -> list[dict[str, Any]]:
         """Returns the log-probabilities of the tokens in the characters ``begin`` to ``end`` of the answer.
@@ -45,12 +51,13 @@ class MessageLogprobs:
         Each token is returned only once. Tokens before ``begin`` are dropped. An entry has the same members as in the
         ``logprobs`` of a chat.
         """
-        found = []
+        return list(chat_entries(self._tokenizer, self._taken(begin, end), self._count))
+
+    def _taken(self, begin: int, end: int) -> Iterator[TokenLogits]:
         while self._waiting and self._waiting[0][0] < end:
-            _, token_end, token = self._waiting.popleft()
+            _, token_end, position = self._waiting.popleft()
             if token_end > begin:
-                found.append(token)
-        return list(chat_entries(self._tokenizer, found, self._count))
+                yield self._kept[position]
 
 
 def without_bytes(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
