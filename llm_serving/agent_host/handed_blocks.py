@@ -20,7 +20,7 @@ from llm_serving.cluster.messages import SECRET_BYTES, BlocksSent, SendBlocks
 from llm_serving.config import Config
 from llm_serving.config.parallel_section import MOONCAKE
 from llm_serving.errors import ConfigError, LLMServingError, ProtocolError
-from llm_serving.handover.transport import FRAMES, Carrier, PoolReceiver, TcpTransport, TransferError
+from llm_serving.handover.transport import FRAMES, Carrier, OnCancel, PoolReceiver, TcpTransport, TransferError
 from llm_serving.ipc.hand_over_memory import HandOverLayout, HandOverMemory
 
 MAX_ERROR_CHARACTERS = 1000
@@ -60,16 +60,16 @@ class HandedBlocks:
         self._receiver = PoolReceiver(self._memories, self.secret, self._carrier)
 
     @classmethod
-    def of(cls, config: Config, key: ClusterKey, host: str) -> HandedBlocks | None:
+    def of(cls, config: Config, key: ClusterKey, host: str, on_cancel: OnCancel) -> HandedBlocks | None:
         """Creates the pools of a node with ``config``. Returns None if its replicas have no roles.
 
-        ``host`` is the address at which other nodes reach this one. Raises OSError, and ConfigError if this machine
-        cannot use the transport of the config.
+        ``host`` is the address at which other nodes reach this one. ``on_cancel`` receives a function that ends the
+        start of the transport. Raises OSError, and ConfigError if this machine cannot use the transport of the config.
         """
         layouts = [HandOverLayout.of(config, rank) for rank in range(config.parallel_config.group_size)]
         known = [layout for layout in layouts if layout is not None]
         try:
-            return cls(known, key, partial(_carrier_of, config, host)) if known else None
+            return cls(known, key, partial(_carrier_of, config, host, on_cancel)) if known else None
         except TransferError as error:
             transport = config.parallel_config.hand_over_transport
             problem = f"parallel_config.hand_over_transport: {transport} does not work on this node: {error}"
@@ -146,7 +146,7 @@ class HandedBlocks:
         return transport
 
 
-def _carrier_of(config: Config, host: str, memories: Sequence[HandOverMemory]) -> Carrier:
+def _carrier_of(config: Config, host: str, on_cancel: OnCancel, memories: Sequence[HandOverMemory]) -> Carrier:
     parallel = config.parallel_config
     if parallel.hand_over_transport != MOONCAKE:
         return FRAMES
@@ -154,4 +154,4 @@ def _carrier_of(config: Config, host: str, memories: Sequence[HandOverMemory]) -
     from llm_serving.handover.one_sided import OneSidedCarrier
 
     device = parallel.mooncake_device or ""
-    return OneSidedCarrier(MooncakeReader(memories, parallel.mooncake_protocol, device, host))
+    return OneSidedCarrier(MooncakeReader(memories, parallel.mooncake_protocol, device, host, on_cancel))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from llm_serving.executor.agent_link import GroupMemory
 if TYPE_CHECKING:
     from llm_serving.agent_host.handed_blocks import HandedBlocks
     from llm_serving.agent_host.host_blocks import NodeHostBlocks
+    from llm_serving.handover.transport import OnCancel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,15 @@ class RunMemory:
     """The host blocks of the KV tiers, which the server uses. None without KV tiers."""
 
     @classmethod
-    def create(cls, config: Config, key: ClusterKey, ranks: range, host: str) -> RunMemory:
+    def create(cls, config: Config, key: ClusterKey, ranks: range, host: str, on_cancel: OnCancel) -> RunMemory:
         """Reserves all pages for the agents ``ranks``. ``host`` is the address at which other nodes reach this one.
 
+        ``on_cancel`` receives a function that ends the start of the hand-over transport, which may take long.
         Raises AgentStartError if /dev/shm is too small, and ConfigError if this machine lacks what the config needs.
         """
         try:
             with ExitStack() as made:
-                blocks = _hand_over_pools(config, key, host)
+                blocks = _hand_over_pools(config, key, host, on_cancel)
                 if blocks is not None:
                     made.callback(blocks.close)
                 tiles = NodeTiles.of(config)
@@ -68,12 +71,12 @@ class RunMemory:
                 memory.close()
 
 
-def _hand_over_pools(config: Config, key: ClusterKey, host: str) -> HandedBlocks | None:
+def _hand_over_pools(config: Config, key: ClusterKey, host: str, on_cancel: OnCancel) -> HandedBlocks | None:
     if not config.num_hand_over_blocks:
         return None
     from llm_serving.agent_host.handed_blocks import HandedBlocks
 
-    return HandedBlocks.of(config, key, host)
+    return HandedBlocks.of(config, key, host, on_cancel)
 
 
 def _host_blocks(config: Config, group: GroupMemory) -> NodeHostBlocks | None:
@@ -94,6 +97,8 @@ class Preparation:
     def __init__(self, config: Config, files: dict[str, str], key: ClusterKey, ranks: range, host: str) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
         self._result: RunMemory | str | AgentError = "the preparation has not ended"
+        self._lock, self._is_closed = threading.Lock(), False
+        self._cancel: Callable[[], None] | None = None
         arguments = (config, files, key, ranks, host)
         self._thread = threading.Thread(target=self._run, args=arguments, name="preparation", daemon=True)
         self._thread.start()
@@ -104,6 +109,7 @@ class Preparation:
         Raises AgentStartError if the memory cannot be reserved.
         """
         self._thread.join()
+        self._cancel = None  # the run that takes the memory uses the transport
         # The memory stays mapped as long as an object refers to it, so this object keeps no reference.
         result, self._result = self._result, "the memory was taken"
         if isinstance(result, AgentError):
@@ -111,15 +117,25 @@ class Preparation:
         return result
 
     def close(self) -> None:
-        """Waits until the thread has ended. Removes the memory if no run has taken it."""
+        """Ends the thread as soon as possible, and waits for it. Removes the memory if no run has taken it."""
+        with self._lock:
+            self._is_closed, cancel = True, self._cancel
+        if cancel is not None:
+            cancel()
         self._thread.join()
         if isinstance(self._result, RunMemory):
             self._result.close()
         os.close(self.descriptor)
 
+    def _on_cancel(self, cancel: Callable[[], None]) -> None:
+        with self._lock:
+            self._cancel, is_closed = cancel, self._is_closed
+        if is_closed:
+            cancel()
+
     def _run(self, config: Config, files: dict[str, str], key: ClusterKey, ranks: range, host: str) -> None:
         try:
-            self._result = check_node(config, files) or RunMemory.create(config, key, ranks, host)
+            self._result = check_node(config, files) or RunMemory.create(config, key, ranks, host, self._on_cancel)
         except AgentError as error:
             self._result = error
         except ConfigError as error:

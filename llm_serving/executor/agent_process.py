@@ -110,6 +110,16 @@ def launch_python(
     )
 
 
+def with_module_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns ``environment`` with a ``PYTHONPATH`` that begins with the folder of this program.
+
+    So a process finds the program's modules even if the program is not installed.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+    return {**environment, "PYTHONPATH": path}
+
+
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
     """The module that runs as an agent. Tests use a module that needs no device, or one that starts faster."""
@@ -145,8 +155,6 @@ class ModuleProcess:
             self.log = ProcessLog(log_path, rotation)
         except OSError as error:
             raise AgentStartError(f"{name} could not be started: cannot write its log {log_path}: {error}") from error
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         read_end = self._pipe = -1
         try:
             read_end, self._pipe = os.pipe()
@@ -155,7 +163,7 @@ class ModuleProcess:
                 [pipe_option, str(read_end), *arguments],
                 [read_end, *descriptors],
                 self.log.descriptor,
-                {**os.environ, **environment, "PYTHONPATH": path},
+                with_module_path({**os.environ, **environment}),
             )
         except OSError as error:
             self._close_pipe()

@@ -54,6 +54,8 @@ Pairs = Sequence[tuple[int, int]]
 """Pairs (block of the sender's pool, block of the receiver's pool)."""
 Done = Callable[[LLMServingError | None], None]
 """Called once at the end of a transfer, from any thread. The error is None if all blocks have arrived."""
+OnCancel = Callable[[Callable[[], None]], None]
+"""Called with a function that ends a long call early. Another thread may call that function."""
 
 
 class TransferError(LLMServingError):

@@ -96,7 +96,7 @@ def session(tmp_path, monkeypatch):
 def test_a_node_sends_signs_of_life_while_it_reserves_memory(session, monkeypatch):
     has_beaten = []
 
-    def create(config, key, ranks, host):
+    def create(config, key, ranks, host, on_cancel):
         count = session.channel.sent.count(link.BEAT)
         has_beaten.append(session.channel.has_sent(link.BEAT, count + 2))
         raise AgentStartError(TEXT)
@@ -112,7 +112,7 @@ def test_memory_that_is_ready_after_the_end_of_the_link_is_removed(session, monk
     closed, has_begun, may_end = [], threading.Event(), threading.Event()
     part = SimpleNamespace(close=lambda: closed.append(1))
 
-    def create(config, key, ranks, host):
+    def create(config, key, ranks, host, on_cancel):
         has_begun.set()
         assert may_end.wait(time_limit(10.0))
         return RunMemory(part, part, None, part)
@@ -130,6 +130,32 @@ def test_memory_that_is_ready_after_the_end_of_the_link_is_removed(session, monk
     assert session.notes == ["the link has ended: the server closed the link"]
 
 
+@pytest.mark.parametrize("has_long_call", [True, False], ids=["during-a-long-call", "before-a-long-call"])
+def test_the_end_of_the_link_ends_a_long_call_of_the_preparation(session, monkeypatch, has_long_call):
+    has_begun, may_call, is_cancelled, results = threading.Event(), threading.Event(), threading.Event(), []
+
+    def create(config, key, ranks, host, on_cancel):
+        if has_long_call:
+            on_cancel(is_cancelled.set)
+        has_begun.set()
+        if not has_long_call:
+            assert may_call.wait(time_limit(10.0))
+            on_cancel(is_cancelled.set)
+        results.append(is_cancelled.wait(time_limit(10.0)))
+        raise AgentStartError(TEXT)
+
+    monkeypatch.setattr(RunMemory, "create", create)
+    thread = threading.Thread(target=session.it.run, args=(session.stop[0].fileno(),), daemon=True)
+    thread.start()
+    assert has_begun.wait(time_limit(10.0))
+    session.channel.end()
+    assert session.channel.is_closed.wait(time_limit(10.0))
+    may_call.set()
+    thread.join(time_limit(20.0))
+    assert not thread.is_alive()
+    assert results == [True]
+
+
 def test_memory_that_was_made_before_an_error_is_removed(tmp_path, monkeypatch):
     """The node has made the memory for tiles. Then the memory for the step slots fails, because there is no space."""
     closed = []
@@ -141,7 +167,7 @@ def test_memory_that_was_made_before_an_error_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "NodeTiles", SimpleNamespace(of=lambda config: tiles))
     monkeypatch.setattr(preparation, "GroupMemory", SimpleNamespace(create=refuse))
     with pytest.raises(AgentStartError, match=TEXT):
-        RunMemory.create(small_config(tmp_path), None, range(1), "127.0.0.1")
+        RunMemory.create(small_config(tmp_path), None, range(1), "127.0.0.1", lambda cancel: None)
     assert closed == ["tiles"]
 
 

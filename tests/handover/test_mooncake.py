@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from llm_serving.errors import LLMServingError
 from llm_serving.handover.header import pack_header
 from llm_serving.handover.mooncake import reader as mooncake_reader
 from llm_serving.handover.mooncake.library import LIBRARIES, PACKAGES, environment, problem_with
+from llm_serving.handover.mooncake.messages import Setup
 from llm_serving.handover.mooncake.reader import MooncakeReader
 from llm_serving.handover.one_sided import OneSidedCarrier
 from llm_serving.handover.transport import Pairs, PoolReceiver, TcpTransport, TransferError
@@ -79,9 +82,13 @@ class Node:
 
     @property
     def engine(self) -> psutil.Process:
+        return psutil.Process(self.process._process.pid)
+
+    @property
+    def process(self) -> mooncake_reader._EngineProcess:
         process = self.reader._process
         assert process is not None
-        return psutil.Process(process._process.pid)
+        return process
 
 
 @pytest.fixture
@@ -122,6 +129,13 @@ class Connection:
         self.receiver.close()
 
 
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + time_limit(20.0)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_the_blocks_of_all_agents_arrive_with_their_headers(library: str, make_node: Callable[..., Node]) -> None:
     sender, receiver = make_node(2), make_node(2)
     before = [(memory.blocks.copy(), memory.headers.copy()) for memory in receiver.memories]
@@ -151,9 +165,11 @@ def test_memory_outside_the_pools_is_not_read(library: str, make_node: Callable[
     place, before = sender.reader.place(), receiver.memories[0].blocks.copy()
     with pytest.raises(TransferError, match="could not read 2 blocks"):
         receiver.reader.read(place, [(1, 2), (8 + 1000, 3)])
+    receiver.reader.place()  # waits until the next engine runs
     with pytest.raises(TransferError, match="block 8 is not in the pool of 8 blocks"):
         receiver.reader.read(place, [(1, 8)])
     np.testing.assert_array_equal(receiver.memories[0].blocks[3:], before[3:])
+    receiver.reader.place()
     receiver.reader.read(place, [(1, 3)])
     np.testing.assert_array_equal(receiver.memories[0].blocks[3], sender.memories[0].blocks[1])
 
@@ -168,6 +184,7 @@ def test_an_engine_that_ends_or_stops_is_replaced(
     assert connection.transfer([(0, 0)]) is None
     old = sender.engine
     getattr(old, end)()
+    _wait_for(lambda: old.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED))
     assert connection.transfer([(3, 5)]) is None
     assert not old.is_running()
     assert sender.engine != old
@@ -177,7 +194,7 @@ def test_an_engine_that_ends_or_stops_is_replaced(
 
 def test_a_receiver_whose_engine_ended_reads_again(library: str, make_node: Callable[..., Node]) -> None:
     sender, receiver = make_node(), make_node()
-    receiver.engine.kill()
+    receiver.process.end()
     receiver.reader.place()
     place = sender.reader.place()
     receiver.reader.read(place, [(3, 5)])
@@ -191,6 +208,7 @@ def test_the_end_of_a_sender_fails_its_transfers(library: str, make_node: Callab
     with pytest.raises(TransferError, match="could not read"):
         receiver.reader.read(place, [(3, 5)])
     assert not old.is_running(), "Mooncake may still write into the pool"
+    assert receiver.engine != old, "the next engine starts before the next read"
     with pytest.raises(TransferError, match="closed"):
         sender.reader.place()
 
@@ -209,7 +227,10 @@ def test_an_engine_without_an_answer_is_ended(
     assert not old.is_running()
 
 
-def test_closing_a_node_ends_its_reads(replacement: Callable[[str], None], make_node: Callable[..., Node]) -> None:
+def test_closing_a_node_ends_its_reads(
+    replacement: Callable[[str], None], make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_reader, "READ_LIMIT_S", time_limit(60.0))
     sender = make_node()
     replacement("hangs")
     receiver = make_node()
@@ -234,16 +255,139 @@ def test_closing_a_node_ends_its_reads(replacement: Callable[[str], None], make_
     assert str(errors.get_nowait()) == "the process of Mooncake has ended"
 
 
+def _run(action: Callable[[], object]) -> tuple[threading.Thread, list[Exception]]:
+    """Runs ``action`` in a thread. Returns the thread and its errors."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            action()
+        except TransferError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def test_closing_a_node_ends_the_start_of_its_engine(
+    replacement: Callable[[str], None],
+    make_node: Callable[..., Node],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(mooncake_reader, "START_LIMIT_S", time_limit(60.0))
+    node = make_node()
+    replacement("stalls")
+    node.process.end()
+    starter, errors = _run(node.reader.place)
+    _wait_for((tmp_path / "mooncake" / "engine.py.stalls").exists)
+    closer, _ = _run(node.reader.close)
+    for thread in (closer, starter):
+        thread.join(time_limit(10.0))
+        assert not thread.is_alive()
+    assert "the process of Mooncake has ended at its start" in str(errors)
+
+
+def test_the_first_start_of_an_engine_can_be_cancelled(
+    replacement: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mooncake_reader, "START_LIMIT_S", time_limit(60.0))
+    replacement("stalls")
+    cancels: list[Callable[[], None]] = []
+    starter, errors = _run(lambda: MooncakeReader([], "tcp", "", "127.0.0.1", cancels.append))
+    _wait_for((tmp_path / "mooncake" / "engine.py.stalls").exists)
+    canceller, _ = _run(cancels[0])
+    for thread in (canceller, starter):
+        thread.join(time_limit(10.0))
+        assert not thread.is_alive()
+    assert "the process of Mooncake has ended at its start" in str(errors)
+
+
+def test_an_engine_does_not_outlive_a_node_that_ends_during_its_start(
+    replacement: Callable[[str], None], tmp_path: Path
+) -> None:
+    replacement("stalls")
+    process = mooncake_reader._EngineProcess(Setup("127.0.0.1", "tcp", "", []))
+    try:
+        _wait_for((tmp_path / "mooncake" / "engine.py.stalls").exists)
+        process._control.close()
+        assert process._process.wait(time_limit(10.0)) == -signal.SIGIO
+    finally:
+        process.end()
+
+
+def test_a_read_does_not_wait_for_a_slow_start(
+    replacement: Callable[[str], None], make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender would give up, and its late blocks would overwrite those of another request."""
+    monkeypatch.setattr(mooncake_reader, "START_WAIT_S", 0.1)
+    monkeypatch.setattr(mooncake_reader, "START_LIMIT_S", time_limit(60.0))
+    sender, receiver = make_node(), make_node()
+    place = sender.reader.place()
+    replacement("stalls")
+    receiver.process.end()
+    engines = []
+    for _ in range(2):
+        with pytest.raises(TransferError, match="still starting"):
+            receiver.reader.read(place, [(3, 5)])
+        engines.append(receiver.engine)
+    assert engines[0] == engines[1], "the start goes on"
+    assert engines[0].is_running()
+
+
+def test_the_wait_for_an_engine_counts_against_the_limit_of_a_read(
+    replacement: Callable[[str], None], make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, limits = make_node(), []
+    process = receiver.process
+    monkeypatch.setattr(process, "wait_until_started", lambda limit_s: time.sleep(0.05))
+    monkeypatch.setattr(process, "read", lambda place, pairs, limit_s: limits.append(limit_s))
+    receiver.reader.read(b"", [(3, 5)])
+    assert limits[0] <= mooncake_reader.READ_LIMIT_S - 0.05
+
+
+@pytest.mark.parametrize("case", ["one late reply", "late replies beside a read"])
+def test_late_replies_do_not_end_an_engine_that_works(
+    case: str, replacement: Callable[[str], None], make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = make_node(), make_node()
+    place, process, old = sender.reader.place(), receiver.process, receiver.engine
+    read, num_late = process.read, 0
+
+    def late(where: bytes, pairs: Pairs, limit_s: float) -> None:
+        nonlocal num_late
+        if num_late == 1 and case == "one late reply":
+            return read(where, pairs, limit_s)
+        num_late += 1
+        if case != "one late reply":
+            read(place, [(3, 5)], time_limit(30.0))
+        raise TransferError("late")
+
+    monkeypatch.setattr(process, "read", late)
+    receiver.reader.place()
+    assert num_late == (1 if case == "one late reply" else 2)
+    assert receiver.engine == old
+    assert old.is_running()
+
+
+def test_an_engine_finds_the_program_that_is_not_installed(
+    replacement: Callable[[str], None], make_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    root = str(Path(mooncake_reader.__file__).parents[3])
+    assert make_node().engine.environ()["PYTHONPATH"].split(os.pathsep)[:2] == [root, str(tmp_path)]
+
+
 def test_a_crash_of_the_library_is_a_failed_transfer(
     replacement: Callable[[str], None], make_node: Callable[..., Node]
 ) -> None:
     sender = make_node()
     replacement("crashes")
     receiver = make_node()
+    replacement("")
     connection = Connection(sender, receiver)
     assert "the process of Mooncake has ended" in str(connection.transfer([(3, 5)]))
     connection.close()
-    replacement("")
     receiver.reader.place()
     receiver.reader.read(sender.reader.place(), [(3, 5)])
     np.testing.assert_array_equal(receiver.memories[0].blocks[5], sender.memories[0].blocks[3])

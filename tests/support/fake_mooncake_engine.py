@@ -3,6 +3,7 @@
 The environment variable ``FAKE_MOONCAKE`` chooses a fault:
 
     refuses   the engine does not start
+    stalls    the start never ends; the file ``engine.py.stalls`` beside this one shows that it has begun
     hangs     a read never ends
     crashes   a read ends the process
     flips     one bit of each block changes
@@ -23,6 +24,9 @@ class TransferEngine:
     def initialize(self, host, metadata_server, protocol, device):
         assert (metadata_server, protocol, device) == ("P2PHANDSHAKE", "tcp", "")
         assert os.environ["MC_FORCE_TCP"] == "1"
+        if FAULT == "stalls":
+            open(f"{__file__}.stalls", "w").close()
+            time.sleep(3600)
         self._host, self._areas = host, []
         self._listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._serve, daemon=True).start()

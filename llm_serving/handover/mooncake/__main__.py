@@ -8,4 +8,4 @@ import sys
 from llm_serving.handover.mooncake.engine import serve
 
 if __name__ == "__main__":
-    sys.exit(serve(socket.socket(fileno=int(sys.argv[1]))))
+    serve(socket.socket(fileno=int(sys.argv[1])))

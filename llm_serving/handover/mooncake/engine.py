@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import socket
 import threading
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -70,20 +72,47 @@ class Engine:
             raise EngineError(f"Mooncake could not read {len(sizes)} blocks from {place.engine} (result {result})")
 
 
-def serve(control: socket.socket) -> int:
-    """Starts the engine and serves the node until it closes ``control``. Returns the exit code."""
+def serve(control: socket.socket) -> NoReturn:
+    """Starts the engine and serves the node until it closes ``control``. Then ends the process."""
     try:
-        engine = Engine(decode_setup(control.recv(MAX_PACKET_BYTES)))
+        setup = decode_setup(control.recv(MAX_PACKET_BYTES))
+        with _ends_with(control):
+            engine = Engine(setup)
     except (EngineError, OSError, msgspec.DecodeError) as error:
-        control.send(encode(Started(None, str(error))))
-        return 1
-    control.send(encode(Started(engine.place)))
+        with contextlib.suppress(OSError):  # the node may have ended
+            control.send(encode(Started(None, str(error))))
+        os._exit(1)
+    with contextlib.suppress(OSError):
+        control.send(encode(Started(engine.place)))
+        _serve_reads(engine, control)
+    os._exit(0)  # a thread of Mooncake may hang, so this process waits for none
+
+
+def _serve_reads(engine: Engine, control: socket.socket) -> None:
     while True:
         packet, descriptors, _, _ = socket.recv_fds(control, MAX_PACKET_BYTES, 1)
         if not packet:
-            os._exit(0)  # a thread of Mooncake may hang, so this process waits for none
+            return
         reply = socket.socket(fileno=descriptors[0])
         threading.Thread(target=_answer, args=(engine, packet, reply), daemon=True).start()
+
+
+@contextlib.contextmanager
+def _ends_with(control: socket.socket) -> Iterator[None]:
+    """In this context, the signal SIGIO ends the process if the node closes ``control``, even if Mooncake hangs.
+
+    PR_SET_PDEATHSIG is no alternative: it sends the signal when the thread of the node ends that started this process.
+    """
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(control, fcntl.F_GETFL)
+    fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
+    with contextlib.suppress(BlockingIOError):
+        if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # closed before O_ASYNC had an effect
+            os._exit(1)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(control, fcntl.F_SETFL, flags)
 
 
 def _answer(engine: Engine, packet: bytes, reply: socket.socket) -> None:

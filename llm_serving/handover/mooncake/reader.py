@@ -7,11 +7,12 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 
 import msgspec
 
-from llm_serving.executor.agent_process import launch_python
+from llm_serving.executor.agent_process import launch_python, with_module_path
 from llm_serving.handover.mooncake.library import environment
 from llm_serving.handover.mooncake.messages import (
     DONE,
@@ -23,17 +24,19 @@ from llm_serving.handover.mooncake.messages import (
     encode,
     pack_pairs,
 )
-from llm_serving.handover.transport import TIMEOUT_S, Pairs, TransferError
+from llm_serving.handover.transport import TIMEOUT_S, OnCancel, Pairs, TransferError
 from llm_serving.ipc.hand_over_memory import HandOverMemory
 from llm_serving.ipc.segment import open_segment
 
 MODULE = "llm_serving.handover.mooncake"
 START_LIMIT_S = 60.0
 READ_LIMIT_S = TIMEOUT_S - 1.0
-"""Seconds after which a read fails and the process is ended.
+"""Seconds after which a read fails and the process is ended. The time in which the read waits for a start counts, too.
 
 Mooncake usually gives up earlier. A connection to a machine without power would take it minutes.
 """
+START_WAIT_S = 2.0
+"""Seconds that a read waits for the start of an engine. The rest of ``READ_LIMIT_S`` is enough for Mooncake."""
 REPLY_LIMIT_S = 5.0
 """Seconds in which a process must reply to a ``Read`` without pairs."""
 _STANDARD_ERROR = 2
@@ -46,49 +49,70 @@ class MooncakeReader:
     still write into the pools. Mooncake also remembers addresses of nodes that have ended.
     """
 
-    def __init__(self, memories: Sequence[HandOverMemory], protocol: str, device: str, host: str) -> None:
-        """The pools must still have names. Raises TransferError if Mooncake does not work, and OSError."""
-        self._lock, self._is_closed = threading.Lock(), False
+    def __init__(
+        self,
+        memories: Sequence[HandOverMemory],
+        protocol: str,
+        device: str,
+        host: str,
+        on_cancel: OnCancel = lambda cancel: None,
+    ) -> None:
+        """The pools must still have names. Raises TransferError if Mooncake does not work, and OSError.
+
+        ``on_cancel`` receives a function that ends the wait for the engine, see ``OnCancel``.
+        """
+        self._lock = threading.Lock()
+        """Never held while a thread waits for an engine, so that ``close`` can end the process at any time."""
+        self._is_closed = False
         self._process: _EngineProcess | None = None
-        with contextlib.ExitStack() as owned:
-            files = []
+        self._owned = contextlib.ExitStack()
+        try:
+            pools = []
             for memory in memories:
-                files.append(open_segment(memory.name))
-                owned.callback(os.close, files[-1])
-            pools = [
-                PoolFile(file, memory.layout.first_block, memory.layout.num_blocks, memory.layout.block_bytes)
-                for file, memory in zip(files, memories, strict=True)
-            ]
+                file, layout = open_segment(memory.name), memory.layout
+                self._owned.callback(os.close, file)
+                pools.append(PoolFile(file, layout.first_block, layout.num_blocks, layout.block_bytes))
             self._setup = Setup(host, protocol, device, pools)
-            self._running()
-            self._owned = owned.pop_all()
+            on_cancel(self.close)
+            self._launched().wait_until_started(START_LIMIT_S)
+        except BaseException:
+            self.close()
+            raise
 
     def place(self) -> bytes:
-        process = self._running()
-        try:
-            process.read(b"", (), REPLY_LIMIT_S)
-        except TransferError:  # it was stopped, or has just ended
-            process.end()
-            process = self._running()
-        return process.place
+        process = self._launched()
+        place = process.wait_until_started(START_LIMIT_S)
+        if process.replies():
+            return place
+        process.end()  # it was stopped, or has just ended
+        return self._launched().wait_until_started(START_LIMIT_S)
 
     def read(self, place: bytes, pairs: Pairs) -> None:
-        process = self._running()
+        """See ``BlockReader.read``. Also fails if the engine does not start within ``START_WAIT_S``.
+
+        The start then goes on, for the next read. A longer wait would let the sender give up before this read ends.
+        """
+        begun = time.monotonic()
+        process = self._launched()
+        process.wait_until_started(START_WAIT_S)
         try:
-            process.read(place, pairs, READ_LIMIT_S)
+            process.read(place, pairs, READ_LIMIT_S - (time.monotonic() - begun))
         except TransferError:
             process.end()
+            with contextlib.suppress(TransferError):  # the next read reports the problem
+                self._launched()
             raise
 
     def close(self) -> None:
-        self._is_closed = True
         with self._lock:
+            self._is_closed = True
             if self._process is not None:
                 self._process.end()
             self._owned.close()
 
-    def _running(self) -> _EngineProcess:
-        """Returns the process, and starts a new one if it has ended. Raises TransferError."""
+    def _launched(self) -> _EngineProcess:
+        """Returns the process, whose engine may still start. Launches a new one if it has ended. Raises TransferError.
+        """
         with self._lock:
             if self._is_closed:
                 raise TransferError("the transport is closed")
@@ -103,28 +127,23 @@ class _EngineProcess:
     """A process with Mooncake's engine. Threads may call all methods at the same time."""
 
     def __init__(self, setup: Setup) -> None:
-        """Starts the process and waits until its engine runs. Raises TransferError."""
-        self._sending = threading.Lock()
+        """Launches the process, and does not wait for its engine. Raises TransferError."""
+        self._place, self._start_until = b"", time.monotonic() + START_LIMIT_S
+        self._num_replies = 0
+        self._starting, self._sending = threading.Lock(), threading.Lock()
         """Held while ``_control`` is used, so that no thread uses the socket after ``end`` has closed it."""
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_LIMIT_S)
         try:
             with other:
                 inherited = (other.fileno(), *(pool.descriptor for pool in setup.pools))
-                variables = environment(setup.protocol, setup.host)
+                variables = with_module_path(environment(setup.protocol, setup.host))
                 self._process = launch_python(MODULE, [str(other.fileno())], inherited, _STANDARD_ERROR, variables)
         except OSError as error:
             self._control.close()
             raise TransferError(f"the process of Mooncake could not be started: {error}") from error
-        try:
+        with contextlib.suppress(OSError):  # the process has ended, which ``wait_until_started`` notices
             self._control.send(encode(setup))
-            self.place = _place_of(self._control.recv(MAX_PACKET_BYTES))
-        except OSError as error:
-            self.end()
-            raise TransferError(f"the process of Mooncake did not start its engine: {error}") from error
-        except BaseException:
-            self.end()
-            raise
 
     @property
     def is_alive(self) -> bool:
@@ -134,13 +153,58 @@ class _EngineProcess:
             return True
         return False
 
+    def wait_until_started(self, limit_s: float) -> bytes:
+        """Returns the place of the engine when it runs.
+
+        Raises TransferError after ``limit_s`` seconds. The process is only ended if its start has failed.
+        """
+        until = min(time.monotonic() + limit_s, self._start_until)
+        try:
+            return self._receive_place(until)
+        except TimeoutError as error:
+            if time.monotonic() < self._start_until:
+                raise TransferError("the engine of Mooncake is still starting") from error
+            self.end()
+            raise TransferError(f"Mooncake did not start its engine within {START_LIMIT_S:.0f} s") from error
+        except OSError as error:
+            self.end()
+            raise TransferError(f"the process of Mooncake did not start its engine: {error}") from error
+        except TransferError:
+            self.end()
+            raise
+
+    def _receive_place(self, until: float) -> bytes:
+        if not self._starting.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise TimeoutError
+        try:
+            if not self._place:
+                self._control.settimeout(max(0.001, until - time.monotonic()))
+                self._place = _place_of(self._control.recv(MAX_PACKET_BYTES))
+            return self._place
+        finally:
+            self._starting.release()
+
+    def replies(self) -> bool:
+        """Returns False if the process replies to none of two messages, and ends no read meanwhile.
+
+        A busy machine may delay one reply. The end of the process would fail all its transfers.
+        """
+        before = self._num_replies
+        for _ in range(2):
+            with contextlib.suppress(TransferError):
+                self.read(b"", (), REPLY_LIMIT_S)
+                return True
+        return self._num_replies != before and self.is_alive
+
     def read(self, place: bytes, pairs: Pairs, limit_s: float) -> None:
         """Reads blocks. Raises TransferError, also if this takes longer than ``limit_s`` seconds."""
+        limit_s = max(0.001, limit_s)
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with own, other:
             own.settimeout(limit_s)
             try:
                 with self._sending:
+                    self._control.settimeout(limit_s)
                     socket.send_fds(self._control, [encode(Read(place, pack_pairs(pairs)))], [other.fileno()])
                 other.close()  # now the socket ends if the process ends
                 reply = own.recv(MAX_PACKET_BYTES)
@@ -150,12 +214,13 @@ class _EngineProcess:
                 raise TransferError(f"the process of Mooncake has ended: {error}") from error
         if reply != DONE:
             raise TransferError(reply.decode(errors="replace") or "the process of Mooncake has ended")
+        self._num_replies += 1
 
     def end(self) -> None:
         """Kills the process, and waits for its end. May be called again."""
         self._process.kill()
         self._process.wait()
-        with self._sending:
+        with self._starting, self._sending:
             self._control.close()
 
 
