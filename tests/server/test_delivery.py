@@ -12,10 +12,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from llm_serving.engine.outputs import MERGE_AT
+from llm_serving.errors import DeadlineExceededError
 from llm_serving.request import FinishReason, RequestOutput, TokenLogits
 from llm_serving.sampling_params import SamplingParams
 from llm_serving.server.errors import UnavailableError
+from llm_serving.server.http.json_pieces import SEND_BYTES
+from llm_serving.server.http.lifecycle import ActiveRequests
 from llm_serving.server.http.protocol import STREAM_CHANNEL
 from llm_serving.server.http.sse import EventStream
 from llm_serving.server.limits import INLINE_ITEMS, UNSENT_BYTES
@@ -267,3 +272,110 @@ def test_kept_pieces_of_a_failed_stream_are_written_in_parts():
     parts = [number for number in seen if number != "error"]
     assert len(parts) > 3
     assert max(after - before for before, after in zip([0, *parts], [*parts, count], strict=True)) < count // 3
+
+
+class LongEvents:
+    """Formats each piece as events that are too long for one write."""
+
+    def events(self, choice, piece):
+        return [bytes([ord(piece.text)]) * 1000] * (3 * SEND_BYTES // 1000)
+
+    def last(self):
+        return [b"end"]
+
+    def error(self, reply):
+        return b"error"
+
+
+class CountedChannel:
+    """A channel that notes the loop iteration of each write. It refuses data after every ``full_after`` writes."""
+
+    def __init__(self, full_after=0):
+        self.full_after, self.writes, self.turn, self.is_full = full_after, [], 0, False
+
+    def attach(self, user):
+        pass
+
+    def detach(self):
+        pass
+
+    def start(self, headers, body, *, is_last=False):
+        self.write(body, is_last=is_last)
+
+    def write(self, body, *, is_last=False):
+        self.writes.append((self.turn, body, is_last))
+        self.is_full = bool(self.full_after) and len(self.writes) % self.full_after == 0
+
+    async def count(self):
+        while True:
+            await asyncio.sleep(0)
+            self.turn += 1
+
+
+def long_stream():
+    generation = SimpleNamespace(
+        choices=[CHOICE], request_id="a", delivered=lambda index, now: None, note_end=lambda index, piece: None
+    )
+    return EventStream(generation, LongEvents())
+
+
+def long_piece(text, reason=None):
+    return RequestOutput("a", text, (300,), (), 1, 1, reason)
+
+
+@pytest.mark.parametrize("full_after", [0, 1, 2])
+def test_long_events_are_written_in_parts(full_after):
+    """The event loop runs other tasks between the parts, and the next piece does not overtake them."""
+
+    async def run():
+        stream, channel = long_stream(), CountedChannel(full_after)
+        stream._channel, stream._over = channel, asyncio.get_running_loop().create_future()
+        counting = asyncio.ensure_future(channel.count())
+        await asyncio.sleep(0)
+        stream.push(0, long_piece("a"))
+        stream.push(0, long_piece("b", FinishReason.LENGTH))
+        assert len(channel.writes) == 1
+        while not stream._over.done():
+            await asyncio.sleep(0)
+            if channel.is_full:
+                written = len(channel.writes)
+                await asyncio.sleep(0)
+                assert len(channel.writes) == written, "nothing is written while the socket is full"
+                channel.is_full = False
+                stream.drained()
+        counting.cancel()
+        return channel.writes
+
+    writes = asyncio.run(run())
+    turns, bodies, ends = zip(*writes, strict=True)
+    size = 3 * SEND_BYTES // 1000 * 1000
+    assert b"".join(bodies) == b"a" * size + b"b" * size + b"end"
+    assert max(map(len, bodies)) < SEND_BYTES + 1000
+    assert len(set(turns)) >= len(turns) - 1, "only the next piece may follow the end of a piece at once"
+    assert ends == (False,) * (len(ends) - 1) + (True,)
+
+
+@pytest.mark.parametrize("reason", [None, FinishReason.LENGTH])
+def test_an_error_follows_whole_events(reason):
+    """After an error, the parts of the events are still written. The error follows unless the response is complete."""
+
+    async def run():
+        stream, channel = long_stream(), CountedChannel()
+        state = SimpleNamespace(active=ActiveRequests(), log=SimpleNamespace(event=lambda *args, **fields: None))
+        stream._generation.state = state
+
+        async def opened(sink, *, streamed):
+            stream.push(0, long_piece("a", reason))
+            if reason is None:
+                stream.push(0, long_piece("b"))
+            sink._end(DeadlineExceededError("late", param="deadline_ms"))
+
+        stream._generation.open = opened
+        await stream({"path": "/", STREAM_CHANNEL: channel}, None, None)
+        return channel.writes
+
+    writes = asyncio.run(run())
+    size = 3 * SEND_BYTES // 1000 * 1000
+    end = b"b" * size + b"error" if reason is None else b"end"
+    assert b"".join(body for _, body, _ in writes) == b"a" * size + end
+    assert [is_last for *_, is_last in writes] == [False] * (len(writes) - 1) + [True]

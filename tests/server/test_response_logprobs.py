@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 
 from llm_serving.engine.chat_template import ChatTemplate
 from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.server.http.json_pieces import PIECE_BYTES, SEND_BYTES
+from llm_serving.server.http.protocol import StreamChannel
+from llm_serving.server.responses import answer
 from support.fake_engine import MODEL_NAME, FakeEngine
 from support.http_server import HttpServer, running
 from support.lazy_module import LazyModule
@@ -108,3 +112,57 @@ def test_only_the_message_has_log_probabilities(
     assert parts == [entry.to_dict() for entry in done.logprobs]
     assert [part["token"] for part in parts] == [entry.token for entry in entries]
     assert all("bytes" not in part and "bytes" not in part["top_logprobs"][0] for part in parts)
+
+
+@pytest.fixture
+def long_body(server: HttpServer) -> dict[str, Any]:
+    server.engine.script = lambda prompt, sampling: [300] * 200
+    return {"input": "a", "include": LOGPROBS, "top_logprobs": 20, "max_output_tokens": 200}
+
+
+def test_the_end_of_a_long_stream_is_written_in_parts(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, long_body: dict[str, Any]
+) -> None:
+    """One write of all log-probabilities would block the event loop. The stored response is the one of the stream."""
+    writes: list[int] = []
+    original = StreamChannel._write
+
+    def write(channel: StreamChannel, head: bytes, body: bytes, is_last: bool) -> None:
+        writes.append(len(body))
+        original(channel, head, body, is_last)
+
+    monkeypatch.setattr(StreamChannel, "_write", write)
+    with server.http.stream("POST", "/v1/responses", json={**long_body, "stream": True}) as reply:
+        lines = [line for line in reply.iter_lines() if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    text, part, item, completed = events[-4:]
+    assert completed["type"] == "response.incomplete"
+    [message] = completed["response"]["output"]
+    full = message["content"][0]["logprobs"]
+    assert [len(text["logprobs"]), len(full)] == [200, 200]
+    assert [len(entry["top_logprobs"]) for entry in full] == [20] * 200
+    assert part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"] == full
+    assert len(lines[-4]) + len(lines[-3]) + len(lines[-2]) + len(lines[-1]) > 4 * SEND_BYTES
+    assert SEND_BYTES <= max(writes) < SEND_BYTES + 2 * PIECE_BYTES
+    stored = server.http.get(f"/v1/responses/{completed['response']['id']}")
+    assert stored.json() == completed["response"]
+    assert stored.headers["content-length"] == str(len(stored.content))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_is_too_large_for_the_store_is_not_encoded_for_it(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, long_body: dict[str, Any], stream: bool
+) -> None:
+    monkeypatch.setattr(server.app.state.responses, "_max_tenant_bytes", 100_000)
+    monkeypatch.setattr(answer, "answer_message", None)
+    monkeypatch.setattr(answer, "answer_items", None)
+    if stream:
+        with server.http.stream("POST", "/v1/responses", json={**long_body, "stream": True}) as reply:
+            *_, last = [line for line in reply.iter_lines() if line.startswith("data: ")]
+        response = json.loads(last.removeprefix("data: "))["response"]
+    else:
+        response = server.post("/v1/responses", long_body).json()
+    assert response["store"] is False
+    assert len(response["output"][0]["content"][0]["logprobs"]) == 200
+    assert server.http.get(f"/v1/responses/{response['id']}").status_code == 404

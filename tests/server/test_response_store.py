@@ -17,6 +17,8 @@ from llm_serving.parsing.calls import CallOptions
 from llm_serving.parsing.events import Content
 from llm_serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from llm_serving.parsing.parser import OutputParser
+from llm_serving.server.http import json_pieces
+from llm_serving.server.http.json_pieces import encode_in_pieces
 from llm_serving.server.responses import items
 from llm_serving.server.responses.input_items import answer_items
 from llm_serving.server.responses.items import ItemWriter
@@ -29,7 +31,7 @@ PARTS = ("Rain. ", "\n", "é\U0001f642", "<think>", "</think>", "a < b", "<tool_
 
 
 def entry(size: int) -> StoredResponse:
-    return StoredResponse(b"x" * (size - 512), b"", (), ())
+    return StoredResponse((b"x" * (size - 600), b"x" * 88), b"", (), ())
 
 
 def test_a_tenant_keeps_its_newest_responses() -> None:
@@ -101,8 +103,8 @@ def test_random_streams_equal_the_whole() -> None:
 
 def test_items_count_with_their_bytes() -> None:
     item = StoredItem.of({"id": "msg_1", "text": "x" * 1000})
-    empty = StoredResponse(b"", b"", (), ())
-    assert StoredResponse(b"", b"", (item,), (item,)).size >= empty.size + 2 * len(item.json) > empty.size + 2000
+    empty = StoredResponse((), b"", (), ())
+    assert StoredResponse((), b"", (item,), (item,)).size >= empty.size + 2 * len(item.json) > empty.size + 2000
 
 
 def test_stored_answers_have_no_log_probabilities() -> None:
@@ -121,6 +123,10 @@ class OneLogprob:
         return [{**token, "top_logprobs": [token]} for _ in range(begin, end)]
 
 
+def encoded(content: object) -> Any:
+    return orjson.loads(b"".join(encode_in_pieces(content)))
+
+
 def test_log_probabilities_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last events repeat all log-probabilities. To make them again would block the event loop for 100 ms."""
     converted = []
@@ -133,9 +139,45 @@ def test_log_probabilities_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(items, "without_bytes", watched)
     writer = ItemWriter("resp-1", str, OneLogprob())  # type: ignore[arg-type]
     deltas = [writer.write([Content("aa", 2 * i, 2 * i + 2)])[-1] for i in range(3)]
-    text, part, item = orjson.loads(orjson.dumps(writer.end()))
+    text, part, item = encoded(writer.end())
     assert converted == [2, 2, 2]
     short = {"token": "a", "logprob": -0.5}
-    assert orjson.loads(orjson.dumps(deltas[2]))["logprobs"] == [{**short, "top_logprobs": [short]}] * 2
+    assert encoded(deltas[2])["logprobs"] == [{**short, "top_logprobs": [short]}] * 2
     assert text["logprobs"] == [{**short, "top_logprobs": [short]}] * 6
     assert part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"] == OneLogprob().take(0, 6)
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_log_probabilities_are_never_in_one_text(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """One call of the encoder for all log-probabilities of a long answer would block the event loop."""
+    count, converted, at_end = 1000, [], []
+    original = items.without_bytes
+    monkeypatch.setattr(items, "without_bytes", lambda group: converted.append(len(group)) or original(group))
+    writer = ItemWriter("resp-1", str, OneLogprob())  # type: ignore[arg-type]
+    for begin in range(0, count, step):
+        size = min(step, count - begin)
+        [*_, delta] = writer.write([Content("a" * size, begin, begin + size)])
+        assert len(encoded(delta)["logprobs"]) == size
+    assert max(converted) == min(step, json_pieces.ITEMS_PER_PIECE)
+    assert sum(converted) == count
+    for event in writer.end():
+        at_end.append(encode_in_pieces(event))
+        assert max(map(len, at_end[-1])) < 2 * json_pieces.PIECE_BYTES
+    text, part, item = (orjson.loads(b"".join(pieces)) for pieces in at_end)
+    assert len(text["logprobs"]) == count
+    assert part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"] == OneLogprob().take(0, count)
+    # The pieces are few, and the last events have the same objects.
+    assert len(at_end[1]) < sum(map(len, at_end[1])) // json_pieces.PIECE_BYTES + 5
+    assert [a is b for a, b in zip(at_end[1][2:-3], at_end[2][2:-3], strict=True)] == [True] * (len(at_end[1]) - 5)
+
+
+def test_a_growing_list_equals_its_items() -> None:
+    growing = json_pieces.GrowingList()
+    assert encode_in_pieces(growing.encoded()) == [b"[]"]
+    numbers = list(range(20_000))
+    for begin in range(0, len(numbers), 7):
+        growing.add(orjson.dumps(numbers[begin : begin + 7])[1:-1])
+        assert begin > 70 or encoded(growing.encoded()) == numbers[: begin + 7]
+    assert encoded(growing.encoded()) == numbers
+    longest = max(map(len, encode_in_pieces(growing.encoded())))
+    assert json_pieces.PIECE_BYTES <= longest < json_pieces.PIECE_BYTES + 100

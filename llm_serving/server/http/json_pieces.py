@@ -13,6 +13,8 @@ ITEMS_PER_PIECE = 64
 """Number of list items in one call of the JSON encoder. It is small, because other threads cannot run during a call."""
 SEND_BYTES = 128 * 1024
 """Number of bytes after which the sender of a response lets other tasks run."""
+PIECE_BYTES = 16 * 1024
+"""Minimum size of a piece of a ``GrowingList``, so that a long list has few pieces."""
 
 _MARK = b"\0"
 """Byte that stands for an ``EncodedList`` while the rest of the content is encoded. JSON never contains this byte."""
@@ -29,6 +31,32 @@ class EncodedList:
         """Returns a list whose items are already encoded as JSON."""
         encoded = cls(())
         encoded.pieces = [b"[", b",".join(items), b"]"]
+        return encoded
+
+
+class GrowingList:
+    """A list whose items are encoded as JSON while the list grows. So nothing is encoded again at its end."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._parts: list[bytes] = []
+        """Parts of the next piece, which has ``_num_bytes`` bytes until now."""
+        self._num_bytes = 0
+
+    def add(self, items: bytes) -> None:
+        """Adds one or more items. ``items`` is their JSON, with commas between the items and without brackets."""
+        self._parts += (b"," if self._pieces or self._parts else b"[", items)
+        self._num_bytes += 1 + len(items)
+        if self._num_bytes >= PIECE_BYTES:
+            self._pieces.append(b"".join(self._parts))
+            self._parts, self._num_bytes = [], 0
+
+    def encoded(self) -> EncodedList | list[object]:
+        """Returns the list for ``encode_in_pieces``. An empty list has the type ``list``."""
+        if not self._pieces and not self._parts:
+            return []
+        encoded = EncodedList(())
+        encoded.pieces = [*self._pieces, b"".join(self._parts), b"]"]
         return encoded
 
 
@@ -65,7 +93,7 @@ class PiecesResponse:
         headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self._headers.items()]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         part = b""
-        for following in _joined(self._pieces):
+        for following in joined(self._pieces):
             if part:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 await asyncio.sleep(0)
@@ -83,7 +111,7 @@ def _pieces_of_list(items: Iterator[object]) -> Iterator[bytes]:
     yield b"[]" if opening == b"[" else b"]"
 
 
-def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Joins small pieces to parts of about ``SEND_BYTES``."""
     part: list[bytes] = []
     size = 0

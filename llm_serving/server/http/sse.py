@@ -16,6 +16,7 @@ from llm_serving.server.error_replies import ErrorReply, error_reply, note_error
 from llm_serving.server.errors import ClientGoneError
 from llm_serving.server.generation.sampling import Choice
 from llm_serving.server.generation.sequences import Generation
+from llm_serving.server.http.json_pieces import joined
 from llm_serving.server.http.protocol import STREAM_CHANNEL, Header, StreamChannel
 from llm_serving.server.limits import INLINE_ITEMS
 
@@ -26,13 +27,17 @@ _HEADERS: tuple[Header, ...] = (
 )
 
 
+Events = bytes | list[bytes]
+"""One or more events. Events that may be long are a list of pieces, which are written in parts of ``SEND_BYTES``."""
+
+
 class EventFormat(Protocol):
     """Formats the pieces of one stream as an API's events. An event ends with an empty line."""
 
-    def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
+    def events(self, choice: Choice, piece: RequestOutput, /) -> Events:
         """Returns the events of a piece of ``choice``. Empty if the client needs no event for the piece."""
 
-    def last(self) -> bytes:
+    def last(self) -> Events:
         """Returns the events that end the stream, after all choices have ended."""
 
     def error(self, reply: ErrorReply, /) -> bytes:
@@ -71,6 +76,26 @@ class _Backlog:
             yield self.take()
 
 
+class _Parts:
+    """Events that are written in several parts."""
+
+    def __init__(self, index: int, pieces: list[bytes], *, is_last: bool) -> None:
+        """``index`` is the choice of the events. ``is_last`` is True if they end the response."""
+        self.index = index
+        self._is_last = is_last
+        self._parts = joined(pieces)
+        self._next = next(self._parts, b"")
+
+    def __len__(self) -> int:
+        """Returns the number of bytes of the next part, which is 0 after the last part."""
+        return len(self._next)
+
+    def take(self) -> tuple[bytes, bool]:
+        """Returns the next part, and whether it ends the response."""
+        part, self._next = self._next, next(self._parts, b"")
+        return part, self._is_last and not self._next
+
+
 class EventStream:
     """A streamed response. The engine passes each piece of text to ``push``, which writes the piece to the socket.
 
@@ -88,6 +113,9 @@ class EventStream:
         self._num_open = len(generation.choices)
         self._backlog: dict[int, _Backlog] = {}
         self._unsent: set[int] = set()
+        self._parts: _Parts | None = None
+        """The events of the present piece that are not written yet."""
+        self._is_complete = False
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,8 +135,10 @@ class EventStream:
             note_error(state.log, error, reply, scope["path"], generation.request_id)
             channel.detach()
             if self._started:
-                await self._write_held_back(channel)
-                channel.write(self._format.error(reply), is_last=True)
+                await self._write_parts(channel)
+                if not self._is_complete:
+                    await self._write_held_back(channel)
+                    channel.write(self._format.error(reply), is_last=True)
             else:
                 self.status_code = reply.status
                 await reply.response(generation.request_id)(scope, receive, send)
@@ -128,7 +158,7 @@ class EventStream:
             return
         if piece.finish_reason is not None and (failure := self._generation.note_end(index, piece)) is not None:
             self._end(failure)
-        elif self._is_full or self._backlog:
+        elif self._is_full or self._parts or self._backlog:
             self._backlog.setdefault(index, _Backlog()).add(piece)
         else:
             try:
@@ -169,38 +199,58 @@ class EventStream:
             self._over.set_exception(error)
 
     def _write(self, index: int, piece: RequestOutput) -> None:
-        channel = self._channel
-        if channel is None:
-            raise AssertionError("a piece arrived before the stream was open")
-        data = self._format.events(self._generation.choices[index], piece)
+        events = self._format.events(self._generation.choices[index], piece)
         is_last = False
         if piece.finish_reason is not None:
             self._num_open -= 1
             is_last = self._num_open == 0
             if is_last:
-                data += self._format.last()
-        if data:
-            # Read the clock before the write, because the client may get the data before this thread continues.
-            now = time.monotonic()
-            if self._started:
-                channel.write(data, is_last=is_last)
-            else:
-                self._started = True
-                channel.start(self._headers, data, is_last=is_last)
-            if channel.is_full:
-                self._unsent.add(index)
-            else:
-                self._generation.delivered(index, now)
+                events = _together(events, self._format.last())
+        if isinstance(events, list):
+            self._parts = _Parts(index, events, is_last=is_last)
+            self._write_part()
+        elif events:
+            self._send(index, events, is_last=is_last)
         if is_last:
             self._check_over()
 
-    def _write_backlog(self) -> None:
-        """Writes the kept pieces while the socket accepts data.
+    def _write_part(self) -> None:
+        """Writes the next part of the present events. Lets other tasks run before it writes the part that follows."""
+        parts = self._parts
+        if parts:
+            data, is_last = parts.take()
+            self._send(parts.index, data, is_last=is_last)
+        if not parts:
+            self._parts = None
+        elif not self._is_full:
+            asyncio.get_running_loop().call_soon(self._write_backlog)
 
-        After every ``INLINE_ITEMS`` tokens and log-probabilities, lets other tasks run.
+    def _send(self, index: int, data: bytes, *, is_last: bool) -> None:
+        channel = self._channel
+        if channel is None:
+            raise AssertionError("a piece arrived before the stream was open")
+        self._is_complete = is_last
+        # Read the clock before the write, because the client may get the data before this thread continues.
+        now = time.monotonic()
+        if self._started:
+            channel.write(data, is_last=is_last)
+        else:
+            self._started = True
+            channel.start(self._headers, data, is_last=is_last)
+        if channel.is_full:
+            self._unsent.add(index)
+        else:
+            self._generation.delivered(index, now)
+
+    def _write_backlog(self) -> None:
+        """Writes the kept parts and pieces while the socket accepts data.
+
+        After every ``INLINE_ITEMS`` tokens and log-probabilities, and after every part, lets other tasks run.
         """
         num_items = 0
-        while self._backlog and not self._is_full and not self._is_over:
+        if self._parts and not self._is_full and not self._is_over:
+            self._write_part()
+        while self._backlog and not self._parts and not self._is_full and not self._is_over:
             if num_items > INLINE_ITEMS:
                 asyncio.get_running_loop().call_soon(self._write_backlog)
                 return
@@ -215,6 +265,16 @@ class EventStream:
                 self._end(error)
         self._check_over()
 
+    async def _write_parts(self, channel: StreamChannel) -> None:
+        """Writes all parts of the present events, because the event of an error must not follow a part of an event.
+
+        Lets other tasks run between the parts.
+        """
+        while self._parts:
+            data, self._is_complete = self._parts.take()
+            channel.write(data, is_last=self._is_complete)
+            await asyncio.sleep(0)
+
     async def _write_held_back(self, channel: StreamChannel) -> None:
         """Writes the pieces that were kept because the socket accepted no data. The response must be over.
 
@@ -223,8 +283,9 @@ class EventStream:
         num_items = 0
         for index, kept in self._backlog.items():
             for piece in kept.rest():
-                if data := self._format.events(self._generation.choices[index], piece):
-                    channel.write(data)
+                events = self._format.events(self._generation.choices[index], piece)
+                self._parts = _Parts(index, _pieces(events), is_last=False)
+                await self._write_parts(channel)
                 num_items += self._num_items(index, piece)
                 if num_items > INLINE_ITEMS:
                     num_items = 0
@@ -236,5 +297,16 @@ class EventStream:
 
     def _check_over(self) -> None:
         """Ends the response if the socket has accepted the last piece of every choice."""
-        if self._num_open == 0 and not self._unsent and self._over is not None and not self._over.done():
+        is_written = self._num_open == 0 and not self._parts and not self._unsent
+        if is_written and self._over is not None and not self._over.done():
             self._over.set_result(None)
+
+
+def _pieces(events: Events) -> list[bytes]:
+    return [events] if isinstance(events, bytes) else events
+
+
+def _together(first: Events, second: Events) -> Events:
+    if isinstance(first, bytes) and isinstance(second, bytes):
+        return first + second
+    return _pieces(first) + _pieces(second)

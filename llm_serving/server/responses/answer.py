@@ -15,6 +15,7 @@ from llm_serving.server.generation.piece_reader import PieceReader
 from llm_serving.server.generation.sampling import Choice
 from llm_serving.server.generation.sequences import Answer, Generation, count_items
 from llm_serving.server.generation.work import off_loop
+from llm_serving.server.http.json_pieces import encode_in_pieces
 from llm_serving.server.responses.conversion import answer_message
 from llm_serving.server.responses.fields import ResponsesRequest
 from llm_serving.server.responses.input_items import answer_items
@@ -91,11 +92,14 @@ class Responder:
         """
         if self._body.store is False:
             return
+        store, body = self.generation.state.responses, encode_in_pieces(response)
+        # Check the size before the conversation is encoded, too.
+        if sum(map(len, body)) > store.max_size:
+            response["store"] = False
+            return
         messages = [*self._messages, answer_message(response["output"])]
-        stored = StoredResponse(
-            orjson.dumps(response), orjson.dumps(messages), self._items, answer_items(response["output"])
-        )
-        response["store"] = self.generation.state.responses.put(self._tenant, self.generation.request_id, stored)
+        stored = StoredResponse(body, orjson.dumps(messages), self._items, answer_items(response["output"]))
+        response["store"] = store.put(self._tenant, self.generation.request_id, stored)
 
     def _response(self, status: str, output: list[dict[str, Any]], num_output_tokens: int | None) -> dict[str, Any]:
         body, generation = self._body, self.generation
@@ -140,7 +144,7 @@ class ResponseStream:
         self._num_tokens = 0
         self._is_cut = False
 
-    def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
+    def events(self, choice: Choice, piece: RequestOutput, /) -> list[bytes]:
         """Returns the events of a piece. The first piece also begins the response."""
         found = []
         if self._next == 0:
@@ -153,7 +157,7 @@ class ResponseStream:
         found += self._responder.events(piece.text, piece.logits, is_last=is_last, is_cut=self._is_cut)
         return self._encoded(found)
 
-    def last(self) -> bytes:
+    def last(self) -> list[bytes]:
         """Returns the event with the complete response, which is also stored."""
         response = self._responder.complete(self._num_tokens, is_cut=self._is_cut)
         self._responder.keep(response)
@@ -161,15 +165,15 @@ class ResponseStream:
 
     def error(self, reply: ErrorReply, /) -> bytes:
         """Returns an error as the end of the stream."""
-        return self._encoded([{"type": "response.failed", "response": self._responder.failed(reply)}])
+        return b"".join(self._encoded([{"type": "response.failed", "response": self._responder.failed(reply)}]))
 
-    def _encoded(self, events: Sequence[dict[str, Any]]) -> bytes:
-        parts = []
+    def _encoded(self, events: Sequence[dict[str, Any]]) -> list[bytes]:
+        pieces: list[bytes] = []
         for event in events:
-            content = orjson.dumps(event | {"sequence_number": self._next})
+            content = encode_in_pieces(event | {"sequence_number": self._next})
             self._next += 1
-            parts.append(b"".join((b"event: ", str(event["type"]).encode(), b"\ndata: ", content, b"\n\n")))
-        return b"".join(parts)
+            pieces += (b"event: ", str(event["type"]).encode(), b"\ndata: ", *content, b"\n\n")
+        return pieces
 
 
 def _tool_json(tool: dict[str, Any]) -> dict[str, Any]:

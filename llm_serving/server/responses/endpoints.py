@@ -17,6 +17,7 @@ from llm_serving.server.generation.scheduling import tenant_of
 from llm_serving.server.generation.sequences import count_items
 from llm_serving.server.generation.work import off_loop
 from llm_serving.server.http.body import json_response, read_request, whole_response
+from llm_serving.server.http.json_pieces import PiecesResponse
 from llm_serving.server.http.lifecycle import run_while_connected
 from llm_serving.server.http.list_pages import in_order, page_of
 from llm_serving.server.http.sse import EventStream
@@ -94,9 +95,9 @@ def _named(
     return named_back(named_images(error, chat.messages, image_fields(body, earlier)))
 
 
-async def _get_response(state: ServerState, request: Request) -> Response:
+async def _get_response(state: ServerState, request: Request) -> AnyResponse:
     found = _stored(state, tenant_of(request), request.path_params["response_id"], "response_id")
-    return Response(found.body, media_type="application/json")
+    return PiecesResponse(found.body, {})
 
 
 async def _list_input_items(state: ServerState, request: Request) -> Response:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import orjson
 
 from llm_serving.parsing.events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
-from llm_serving.server.http.json_pieces import EncodedList
+from llm_serving.server.http.json_pieces import ITEMS_PER_PIECE, EncodedList, GrowingList
 from llm_serving.server.responses.logprobs import MessageLogprobs, without_bytes
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -27,15 +28,17 @@ class ItemWriter:
         self._call_id = call_id
         self._logprobs = logprobs
         self._texts: list[str] = []
-        self._logprobs_json: list[bytes] = []
-        self._short_logprobs_json: list[bytes] = []
-        """The log-probabilities of the open message as JSON without brackets, and the same without bytes. Each delta is
-        encoded once. Three events and the response repeat them all, and would take long to encode them again.
+        self._full_logprobs, self._short_logprobs = GrowingList(), GrowingList()
+        """The log-probabilities of the open message, and the same without bytes. Each delta is encoded once. Three
+        events and the response repeat them all, and would take long to encode them again.
         """
         self._is_open = False
 
     def write(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Returns the stream's events for the next events of the parser. The caller adds the sequence numbers."""
+        """Returns the stream's events for the next events of the parser. The caller adds the sequence numbers.
+
+        The events and ``items`` may have an ``EncodedList``, so the caller must use ``encode_in_pieces``.
+        """
         found: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, Content | Reasoning):
@@ -67,10 +70,10 @@ class ItemWriter:
             return [done | self._where(), self._item_event("response.output_item.done")]
         part = item["content"][0]
         part["text"] = text
-        more = {}
+        more: dict[str, Any] = {}
         if item["type"] == "message":
-            part["logprobs"] = _json_list(self._logprobs_json)
-            more = {"logprobs": _json_list(self._short_logprobs_json)}
+            part["logprobs"] = self._full_logprobs.encoded()
+            more = {"logprobs": self._short_logprobs.encoded()}
         return [
             {"type": f"response.{part['type']}.done", "content_index": 0, "text": text} | more | self._where(),
             {"type": "response.content_part.done", "content_index": 0, "part": dict(part)} | self._where(),
@@ -95,7 +98,7 @@ class ItemWriter:
         name = f"{_PREFIXES[kind]}_{self._id}_{number}"
         self.items.append({"id": name, "type": kind, "status": "in_progress", **members})
         self._texts, self._is_open = [], True
-        self._logprobs_json, self._short_logprobs_json = [], []
+        self._full_logprobs, self._short_logprobs = GrowingList(), GrowingList()
         return self._item_event("response.output_item.added")
 
     def _item_event(self, kind: str) -> dict[str, Any]:
@@ -104,12 +107,22 @@ class ItemWriter:
     def _text_delta(self, event: Content | Reasoning) -> dict[str, Any]:
         if isinstance(event, Reasoning):
             return self._delta("response.reasoning_text.delta", event.text, content_index=0)
-        entries = [] if self._logprobs is None else self._logprobs.take(event.begin, event.end)
-        if entries:
-            self._logprobs_json.append(_without_brackets(entries))
-            self._short_logprobs_json.append(_without_brackets(without_bytes(entries)))
-        logprobs = _json_list(self._short_logprobs_json[-1:] if entries else [])
+        logprobs = self._take_logprobs(event)
         return self._delta("response.output_text.delta", event.text, content_index=0, logprobs=logprobs)
+
+    def _take_logprobs(self, event: Content) -> EncodedList | list[object]:
+        """Encodes the log-probabilities of the next text. Returns them without bytes, as a delta has them."""
+        found = GrowingList()
+        if self._logprobs is not None:
+            entries = iter(self._logprobs.take(event.begin, event.end))
+            # A text that is not streamed may have many tokens. Their objects are freed group by group: no other thread
+            # runs during one call that encodes or frees many objects.
+            while group := list(islice(entries, ITEMS_PER_PIECE)):
+                self._full_logprobs.add(orjson.dumps(group)[1:-1])
+                short = orjson.dumps(without_bytes(group))[1:-1]
+                self._short_logprobs.add(short)
+                found.add(short)
+        return found.encoded()
 
     def _delta(self, kind: str, text: str, **more: Any) -> dict[str, Any]:
         self._texts.append(text)
@@ -117,12 +130,3 @@ class ItemWriter:
 
     def _where(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-
-
-def _without_brackets(entries: list[dict[str, Any]]) -> bytes:
-    return b"".join(EncodedList(entries).pieces)[1:-1]
-
-
-def _json_list(parts: list[bytes]) -> object:
-    """Returns a list whose items are already encoded. Each part has one or more items, without brackets."""
-    return orjson.Fragment(b"[" + b",".join(parts) + b"]") if parts else []

@@ -45,13 +45,13 @@ class MessageLogprobs:
             self._waiting.append((begin, max(self._num_chars, begin + 1), position))
         self._kept.extend(logits)
 
-    def take(self, begin: int, end: int) -> list[dict[str, Any]]:
-        """Returns the log-probabilities of the tokens in the characters ``begin`` to ``end`` of the answer.
+    def take(self, begin: int, end: int) -> Iterator[dict[str, Any]]:
+        """Yields the log-probabilities of the tokens in the characters ``begin`` to ``end`` of the answer.
 
-        Each token is returned only once. Tokens before ``begin`` are dropped. An entry has the same members as in the
+        Each token is taken only once. Tokens before ``begin`` are dropped. An entry has the same members as in the
         ``logprobs`` of a chat.
         """
-        return list(chat_entries(self._tokenizer, self._taken(begin, end), self._count))
+        return chat_entries(self._tokenizer, self._taken(begin, end), self._count)
 
     def _taken(self, begin: int, end: int) -> Iterator[TokenLogits]:
         while self._waiting and self._waiting[0][0] < end:

@@ -33,7 +33,8 @@ class StoredItem:
 class StoredResponse:
     """A response and its conversation, all as JSON."""
 
-    body: bytes
+    body: Sequence[bytes]
+    """The response in pieces. Long pieces are the objects that are also sent to the client, so they are not copied."""
     messages: bytes
     """The messages of the conversation. The last one is the answer."""
     items: Sequence[StoredItem]
@@ -44,7 +45,7 @@ class StoredResponse:
     @property
     def size(self) -> int:
         items = sum(len(item.json) + _ITEM_BYTES for item in (*self.items, *self.answer))
-        return len(self.body) + len(self.messages) + items + _ENTRY_BYTES
+        return sum(map(len, self.body)) + len(self.messages) + items + _ENTRY_BYTES
 
 
 _ENTRY_BYTES = 512
@@ -75,9 +76,14 @@ class ResponseStore:
         self._shelves: dict[str, _Shelf] = {}
         self.num_bytes = 0
 
+    @property
+    def max_size(self) -> int:
+        """Maximum size of one response in bytes."""
+        return min(self._max_tenant_bytes, self._max_bytes)
+
     def put(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
         """Stores a response. If it is larger than a tenant's limit, stores nothing and returns False."""
-        if response.size > min(self._max_tenant_bytes, self._max_bytes):
+        if response.size > self.max_size:
             return False
         shelf = self._shelves.setdefault(tenant, _Shelf())
         shelf.entries[response_id] = response
