@@ -10,12 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from llm_serving.engine.logit_columns import LogitColumns
 from llm_serving.engine.open_request import PieceStream
 from llm_serving.engine.outputs import MERGE_AT
 from llm_serving.errors import ContextLengthError
 from llm_serving.request import RequestOutput
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.server.generation.logprobs import chat_entries
 from llm_serving.server.generation.sequences import _Collector
+from llm_serving.server.http.json_pieces import EncodedList
 from llm_serving.server.http.sse import _Backlog
 from support.fake_engine import fake_logits
 from support.fakes import make_limits, make_request
@@ -138,3 +141,14 @@ def test_kept_log_probabilities_are_few_objects(keep):
     """
     few, many = num_tracked(keep(MERGE_AT)), num_tracked(keep(MERGE_AT**2))
     assert many - few <= 9 * (MERGE_AT - 1)
+
+
+def test_encoding_log_probabilities_causes_few_collections(tokenizer):
+    """A full collection blocks the event loop, although another thread encodes. 744 tokens have 32,000 objects."""
+    columns, collections = LogitColumns([fake_logits(30, 20)] * 744), []
+    gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+    try:
+        EncodedList(chat_entries(tokenizer, columns, 20))
+    finally:
+        gc.callbacks.pop()
+    assert len(collections) < 20
