@@ -49,6 +49,11 @@ def _obstacle_to_spanning(parallel: ParallelConfig) -> str | None:
         return f"does not divide the agents of a replica ({product}) equally; use a divisor of {parallel.group_size}"
     if parallel.has_roles:
         return "is not possible with roles, because the blocks of a replica are then on several nodes; use 1"
+    return unreachable_node(parallel)
+
+
+def unreachable_node(parallel: ParallelConfig) -> str | None:
+    """Returns a problem if some of ``nodes`` have loopback addresses, and others do not. Otherwise, returns None."""
     here = [node for node in parallel.nodes or () if _is_loopback(node)]
     if here and len(here) < len(parallel.nodes or ()):
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llm_serving.config.cluster_checks import unreachable_node
 from llm_serving.config.config import Config
 from llm_serving.config.parallel_section import ASCEND, MOONCAKE, TCP, ParallelConfig
 from llm_serving.config.source import RawConfig
@@ -28,6 +29,8 @@ def check_mooncake(raw: RawConfig, config: Config) -> None:
             "prompts. Let only trusted machines reach the nodes, and set mooncake_unprotected: true"
         )
         raise raw.error("parallel_config.mooncake_unprotected", False, problem)
+    if (problem_of_nodes := unreachable_node(parallel)) is not None:
+        raise raw.error("parallel_config.hand_over_transport", MOONCAKE, problem_of_nodes)
     device, key = parallel.mooncake_device, "parallel_config.mooncake_device"
     if device is not None and parallel.mooncake_protocol == TCP:
         raise raw.error(key, device, "has no effect with mooncake_protocol: tcp; remove it")

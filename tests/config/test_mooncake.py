@@ -54,6 +54,16 @@ def test_wrong_settings_are_refused(nodes: list[str], overrides: list[str], prob
         load_config(CONFIG, [*nodes, *overrides])
 
 
+def test_nodes_must_reach_each_other(nodes: list[str]) -> None:
+    """The server would send the address 127.0.0.1 of the first node to the second node, which would read its own pool.
+    """
+    mixed, others = (f"parallel_config.nodes=[{hosts}]" for hosts in ("localhost:1, other:2", "one:1, other:2"))
+    load_config(CONFIG, [*nodes, mixed])
+    load_config(CONFIG, [*nodes, others, MOONCAKE, CONFIRMED])
+    with pytest.raises(ConfigError, match=r"mooncake.*: needs nodes that reach each other, and localhost:1 is an"):
+        load_config(CONFIG, [*nodes, mixed, MOONCAKE, CONFIRMED])
+
+
 def test_replicas_that_send_no_blocks_cannot_use_mooncake(nodes: list[str]) -> None:
     without_roles = [each for each in nodes if "roles" not in each]
     for overrides in (ROLES, without_roles):

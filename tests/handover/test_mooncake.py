@@ -336,6 +336,29 @@ def test_a_read_does_not_wait_for_a_slow_start(
     assert engines[0].is_running()
 
 
+def test_reads_at_the_same_time_do_not_end_an_engine_that_started_long_ago(
+    replacement: Callable[[str], None], make_node: Callable[..., Node]
+) -> None:
+    sender, receiver = make_node(), make_node()
+    place, process, may_end = sender.reader.place(), receiver.process, threading.Event()
+    process._start_until, is_held = 0.0, threading.Event()
+
+    def hold() -> None:
+        with process._starting:
+            is_held.set()
+            may_end.wait()
+
+    holder, _ = _run(hold)
+    is_held.wait()
+    reading, errors = _run(lambda: receiver.reader.read(place, [(3, 5)]))
+    reading.join(time_limit(20.0))
+    may_end.set()
+    holder.join()
+    assert not errors
+    assert process.is_alive
+    np.testing.assert_array_equal(receiver.memories[0].blocks[5], sender.memories[0].blocks[3])
+
+
 def test_the_wait_for_an_engine_counts_against_the_limit_of_a_read(
     replacement: Callable[[str], None], make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

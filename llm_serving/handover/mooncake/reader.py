@@ -39,6 +39,7 @@ START_WAIT_S = 2.0
 """Seconds that a read waits for the start of an engine. The rest of ``READ_LIMIT_S`` is enough for Mooncake."""
 REPLY_LIMIT_S = 5.0
 """Seconds in which a process must reply to a ``Read`` without pairs."""
+STILL_STARTING = "the engine of Mooncake is still starting"
 _STANDARD_ERROR = 2
 
 
@@ -130,7 +131,7 @@ class _EngineProcess:
         """Launches the process, and does not wait for its engine. Raises TransferError."""
         self._place, self._start_until = b"", time.monotonic() + START_LIMIT_S
         self._num_replies = 0
-        self._starting, self._sending = threading.Lock(), threading.Lock()
+        self._starting, self._sending = threading.RLock(), threading.Lock()
         """Held while ``_control`` is used, so that no thread uses the socket after ``end`` has closed it."""
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_LIMIT_S)
@@ -158,12 +159,19 @@ class _EngineProcess:
 
         Raises TransferError after ``limit_s`` seconds. The process is only ended if its start has failed.
         """
+        if self._place:
+            return self._place
         until = min(time.monotonic() + limit_s, self._start_until)
+        if not self._starting.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise TransferError(STILL_STARTING)  # the thread that waits for the engine notices a failed start
         try:
-            return self._receive_place(until)
+            if not self._place:
+                self._control.settimeout(max(0.001, until - time.monotonic()))
+                self._place = _place_of(self._control.recv(MAX_PACKET_BYTES))
+            return self._place
         except TimeoutError as error:
             if time.monotonic() < self._start_until:
-                raise TransferError("the engine of Mooncake is still starting") from error
+                raise TransferError(STILL_STARTING) from error
             self.end()
             raise TransferError(f"Mooncake did not start its engine within {START_LIMIT_S:.0f} s") from error
         except OSError as error:
@@ -172,15 +180,6 @@ class _EngineProcess:
         except TransferError:
             self.end()
             raise
-
-    def _receive_place(self, until: float) -> bytes:
-        if not self._starting.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise TimeoutError
-        try:
-            if not self._place:
-                self._control.settimeout(max(0.001, until - time.monotonic()))
-                self._place = _place_of(self._control.recv(MAX_PACKET_BYTES))
-            return self._place
         finally:
             self._starting.release()
 
