@@ -189,13 +189,24 @@ class TierMoves(Stateful):
 
     def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
         """Ends the moves of a step that has completed or will never run, and learns the times of steps."""
-        learn_from_step(step, result, self._prefill, self._move)
+        if step.kind is not StepKind.MOVE or step.reason in (StepReason.LOAD, StepReason.STORE):
+            learn_from_step(step, result, self._prefill, self._move)  # copies of hand-overs and swaps have other times
         ok = not result.aborted and result.error is None
         if (pairs := self._storing.pop(step.seq, None)) is not None:
             self._state.kv_cache.give_back([block for block, _ in pairs])
             self._released += [(host, ok) for _, host in pairs]
         if (load := self._loading.pop(step.seq, None)) is not None:
             self._end(load, ok)
+
+    def distrust_loads(self) -> None:
+        """Ensures that loads in progress add no blocks to the prefix cache, because the contents may be wrong. Their
+        sequences no longer wait for them.
+        """
+        for load in (*self._to_load, *self._loading.values()):
+            if load[0] is not None:
+                load[0].waits_for_load = False
+        self._to_load = [(None, *load[1:]) for load in self._to_load]
+        self._loading = {seq: (None, *load[1:]) for seq, load in self._loading.items()}
 
     def lose(self) -> None:
         """Forgets all moves and questions, because the agent and the host blocks were lost."""

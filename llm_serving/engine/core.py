@@ -110,7 +110,8 @@ class EngineCore:
         executors = [executor for _, executor in replicas]
         self._poll = poll_all(executors) if poll is None else poll
         self._wake = executors[0].wake
-        self._replicas = make_replicas(replicas, self._texts, self._state_line, log, metrics, make_speculator, tiers)
+        parts = (replicas, self._texts, self._state_line, log, metrics, make_speculator, tiers)
+        self._replicas = make_replicas(*parts, has_roles=self._router is not None and self._router.split is not None)
         self._adapters = AgentAdapters(self._replicas)
         self._replies = AgentReplies(self._replicas)
         self._commands: deque[Command] = deque()

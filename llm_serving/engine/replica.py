@@ -80,6 +80,8 @@ class Replica:
         self._masks = StepMasks(executor.publish_masks)
         self.store = store
         """The KV tiers of the replica. None if the replica has no KV tiers."""
+        self.peers: Sequence[Replica] = ()
+        """The replicas that may have blocks which this replica has computed: with roles, all others."""
         self._speculator = None if make_speculator is None else make_speculator(self._masks.prepare)
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
@@ -173,6 +175,7 @@ class Replica:
         )
         if self.store is not None:
             self.store.distrust()
+        self._distrust_peers()
         if not is_all_broken(result):
             return
         if len(request_ids) == 1:
@@ -273,6 +276,16 @@ class Replica:
         self.scheduler.agent_lost(now, blameless=blameless)
         if self.store is not None:
             self.store.lose(distrusted=distrusted)
+        if distrusted:
+            self._distrust_peers()
+
+    def _distrust_peers(self) -> None:
+        """Forgets all blocks of other replicas that may come from this one, because they may have wrong values."""
+        for peer in self.peers:
+            if peer.store is not None:
+                peer.store.distrust()
+        if self.peers:
+            self.scheduler.distrust_blocks()
 
 
 def make_replicas(
@@ -283,10 +296,13 @@ def make_replicas(
     metrics: Metrics,
     make_speculator: MakeSpeculator | None,
     tiers: KvTiers | None,
+    *,
+    has_roles: bool,
 ) -> list[Replica]:
     """Returns a replica for each pair of a source of steps and an executor. ``tiers`` are the KV tiers of all replicas.
+    ``has_roles``: replicas give computed blocks to other replicas.
     """
-    return [
+    made = [
         Replica(
             *(index, source, executor, texts, state_line, log, metrics),
             named=len(replicas) > 1,
@@ -295,3 +311,7 @@ def make_replicas(
         )
         for index, (source, executor) in enumerate(replicas)
     ]
+    if has_roles:
+        for replica in made:
+            replica.peers = [other for other in made if other is not replica]
+    return made

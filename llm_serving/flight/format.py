@@ -100,6 +100,8 @@ class Tag(enum.IntEnum):
     """
     GRANT = 16
     """A call of ``grant_hand_over``. Fields: number of the request?, blocks of the hand-over pool."""
+    DISTRUST = 17
+    """A call of ``distrust_blocks``. It has no fields."""
     DECODING = 12
     """Several loop iterations in which the same batch decoded (``decode_log.py``). Fields: encoded steps, number of the
     first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.

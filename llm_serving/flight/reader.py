@@ -93,6 +93,13 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
+class Distrusted:
+    """A recorded call of ``Scheduler.distrust_blocks``."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class Scheduled:
     """A recorded call of ``Scheduler.schedule``. If it returned no step, ``wakeup`` is the time to call it again."""
 
@@ -196,6 +203,7 @@ Event = (
     | Stored
     | Loaded
     | Granted
+    | Distrusted
     | Scheduled
     | Completed
     | Finished
@@ -212,6 +220,7 @@ _EVENTS: dict[Tag, Callable[..., Event]] = {
     Tag.STORE: Stored,
     Tag.LOAD: Loaded,
     Tag.GRANT: Granted,
+    Tag.DISTRUST: Distrusted,
     Tag.UPDATE: Completed,
     Tag.FINISH: Finished,
     Tag.AGENT_LOST: AgentLost,

@@ -135,6 +135,10 @@ class FlightRecorder:
         self._scheduler.grant_hand_over(request_id, blocks)
         self._record(self._journal.record, [Tag.GRANT, number, blocks])
 
+    def distrust_blocks(self) -> None:
+        self._scheduler.distrust_blocks()
+        self._record(self._journal.record, [Tag.DISTRUST])
+
     def schedule(self, now: float) -> ScheduledStep | None:
         try:
             step = self._scheduler.schedule(now)

@@ -20,6 +20,8 @@ class Lease:
 
     generation: int
     blocks: list[int]
+    hashes: Sequence[bytes]
+    """The chained hashes of the blocks."""
     headers: list[bytes]
     asked_at: float
     """The time, in seconds, at which the prefill replica asked for the blocks, after it had computed the prompt."""
@@ -27,6 +29,8 @@ class Lease:
     """True if at least one pool got the content of all blocks."""
     holders: set[int] = field(default_factory=set)
     """Indices of the replicas whose pools have the content of all blocks."""
+    source: int | None = None
+    """Index of the replica that has filled the blocks. None before."""
     num_trips: int = 0
     """Number of transfers between pools that use the blocks now."""
     is_dropped: bool = False
@@ -63,7 +67,7 @@ class HandOverPool:
         self._generation += 1
         self._num_free -= len(blocks)
         headers = [pack_header(self._namespace, each, self._generation) for each in hashes]
-        lease = Lease(self._generation, blocks, headers, now)
+        lease = Lease(self._generation, blocks, hashes, headers, now)
         self._leases.update((block, (lease, number)) for number, block in enumerate(blocks))
         return lease
 
@@ -82,6 +86,12 @@ class HandOverPool:
         """Returns the header that a held block must have."""
         lease, number = self._leases[block]
         return lease.headers[number]
+
+    def renew_headers(self, lease: Lease) -> None:
+        """Gives the blocks of a lease other headers, so that the agents refuse the present contents as damaged."""
+        self._generation += 1
+        lease.generation = self._generation
+        lease.headers = [pack_header(self._namespace, each, self._generation) for each in lease.hashes]
 
     def check_integrity(self, leases: Sequence[Lease]) -> None:
         """Raises AssertionError unless exactly the blocks of ``leases`` are held."""

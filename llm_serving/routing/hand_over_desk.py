@@ -134,6 +134,12 @@ class HandOverDesk:
         self._wanted = deque(each for each in self._wanted if each[1] is not replica)
         self._grant_all()
 
+    def distrust(self, replica: RoutedReplica) -> None:
+        """Gives the blocks that a replica has filled new headers, so that no replica accepts their contents."""
+        for lease in self._leases:
+            if lease.source == replica.index:
+                self._pool.renew_headers(lease)
+
     def add_headers(self, step: ScheduledStep) -> None:
         """Adds to a step the header of each block that it moves to or from the hand-over pool."""
         if step.moves and step.moves[0].kind is MoveKind.HAND_OUT:
@@ -196,6 +202,7 @@ class HandOverDesk:
             assert entry is not None
             lease.is_complete = True
             lease.holders.add(replica.index)
+            lease.source = replica.index
             del replica.entries[change.request_id]
             entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
             self.hand_over(entry, now)

@@ -224,6 +224,17 @@ class Router:
             self._desk.lose(replica, now)
         self._placer.recall(replica, list(replica.entries.values()), now)
 
+    def distrust_blocks(self, replica: RoutedReplica) -> None:
+        """Ensures that no replica starts with blocks that ``replica`` has computed, because they may have wrong values.
+
+        Empties all prefix caches, because blocks of the replica may be in each of them. The contents of its hand-overs
+        count as damaged, so their requests are computed again. Requests that already decode with its blocks continue.
+        """
+        for each in self.replicas:
+            each.scheduler.distrust_blocks()
+        if self._desk is not None:
+            self._desk.distrust(replica)
+
     def _take_hand_overs(self, replica: RoutedReplica, now: float) -> None:
         """Processes the changes of hand-overs that a replica's scheduler has reported during the last call."""
         if self._desk is not None:

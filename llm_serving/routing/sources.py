@@ -60,6 +60,9 @@ class ReplicaSource:
     def agent_lost(self, now: float, *, blameless: bool = False) -> None:
         self._router.agent_lost(self._replica, now, blameless=blameless)
 
+    def distrust_blocks(self) -> None:
+        self._router.distrust_blocks(self._replica)
+
 
 def replica_sources(router: Router) -> list[ReplicaSource]:
     """Returns a ``ReplicaSource`` for each replica of a router."""

@@ -11,6 +11,8 @@ from llm_serving.scheduler.preemption import Preemption
 
 if TYPE_CHECKING:
     from llm_serving.block_moves.hand_overs import HandOverChange, HandOvers
+    from llm_serving.block_moves.tier_moves import TierMoves
+    from llm_serving.block_supply.base import BlockSupply
 
 
 class RoutedScheduler:
@@ -22,6 +24,8 @@ class RoutedScheduler:
     _lifecycle: Lifecycle
     _preemption: Preemption
     _hand_overs: HandOvers | None
+    _supply: BlockSupply
+    _tiers: TierMoves | None
     _may_have_suspects: bool
 
     def place_request(
@@ -58,6 +62,14 @@ class RoutedScheduler:
         refused = self._hand_overs.grant(request_id, list(blocks))
         if refused is not None:
             self._preemption.settle(refused)
+
+    def distrust_blocks(self) -> None:
+        """Empties the prefix cache, because some blocks may have wrong values. Blocks that sequences hold now will not
+        be cached. The caller must also forget the blocks of the KV tiers.
+        """
+        self._supply.lose_all()
+        if self._tiers is not None:
+            self._tiers.distrust_loads()
 
     @property
     def hand_over_costs(self) -> tuple[float | None, float | None]:

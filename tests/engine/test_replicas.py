@@ -18,15 +18,52 @@ from llm_serving.engine.commands import Probe, Stop
 from llm_serving.engine.outputs import ProbeAnswer
 from llm_serving.errors import AgentLostTwiceError
 from llm_serving.executor.base import AgentLeaving, AgentReady, poll_all
+from llm_serving.kvcache.block_hash import hash_blocks, root_hash
+from llm_serving.kvstore.store import BlockStore
 from llm_serving.request import FinishReason
+from llm_serving.routing.placement import Role
 from llm_serving.scheduler.limits import Policy, PreemptionKind
 from support.engine_harness import text_of
+from support.fake_device import BROKEN_SEED
 from support.fakes import expected_tokens
 from support.replicas_harness import ReplicatedEngine
 
 POLICIES = list(Policy)
 KINDS = [PreemptionKind.RECOMPUTE, PreemptionKind.SWAP, PreemptionKind.AUTO]
 BEGINNINGS = [[2 + (7 * place + 11 * family) % 50 for place in range(24)] for family in range(4)]
+
+
+def engine_with_tiers(roles: list[Role] | None) -> tuple[ReplicatedEngine, list[BlockStore]]:
+    """Returns an engine with two replicas, and their KV tiers, which never get host blocks."""
+    engine = ReplicatedEngine(2, roles=roles, prefix_cache=True, hands_over=roles is not None)
+    stores = [BlockStore(0, 8, None, lambda: None) for _ in range(2)]
+    for replica, store in zip(engine.core._replicas, stores, strict=True):
+        replica.store = store
+    return engine, stores
+
+
+@pytest.mark.parametrize("roles", [None, [Role.PREFILL, Role.DECODE]])
+def test_after_a_failed_check_of_a_replica_with_roles_no_replica_keeps_blocks(roles: list[Role] | None) -> None:
+    """Without roles, the other replica has no blocks of the replica that failed, and keeps its blocks."""
+    engine, stores = engine_with_tiers(roles)
+    engine.request("a", BEGINNINGS[0][:8], 4)
+    engine.finish()
+    [home] = [index for index, scheduler in enumerate(engine.schedulers) if scheduler.figures.prefix_query_tokens]
+    hashes = hash_blocks(BEGINNINGS[0][:8], engine.limits.block_size, root_hash(engine.limits.cache_namespace, b""))
+    assert engine.schedulers[home].known_prefix(hashes)[0] == 2
+    engine.executors[1 - home].distrust("canary", "the text is another one")
+    engine.step(10)
+    assert (stores[home].version == 1) is (roles is not None)
+    assert engine.schedulers[home].known_prefix(hashes)[0] == (2 if roles is None else 0)
+
+
+@pytest.mark.parametrize("roles", [None, [Role.PREFILL, Role.DECODE]])
+def test_after_logits_that_are_not_finite_no_tiers_with_roles_keep_blocks(roles: list[Role] | None) -> None:
+    """With roles, blocks of the prefill replica may be the cause. Otherwise, only one replica can have the cause."""
+    engine, stores = engine_with_tiers(roles)
+    engine.request("bad", 6, 12, seed=BROKEN_SEED)
+    engine.finish()
+    assert sorted(store.version for store in stores) == ([0, 1] if roles is None else [1, 1])
 
 
 def check_texts(engine: ReplicatedEngine, *, cut: frozenset[str] = frozenset()) -> None:

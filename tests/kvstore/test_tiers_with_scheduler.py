@@ -12,8 +12,9 @@ import pytest
 from llm_serving.flight.reader import read_recording
 from llm_serving.flight.recorder import as_scheduler
 from llm_serving.flight.setup import record
+from llm_serving.ipc.shm import MoveKind
 from llm_serving.scheduler.limits import Policy, PreemptionKind
-from llm_serving.scheduler.output import StepReason
+from llm_serving.scheduler.output import BlockMove, ScheduledStep, StepKind, StepReason, StepResult
 from support.fakes import make_limits, make_request
 from support.recorded_runs import fail, some_requests
 from support.simulation import random_run
@@ -21,6 +22,7 @@ from support.sweeps import with_sweeps
 from support.tiered_simulation import TieredSimulation, disk_tier
 from tools.replaying.replayer import replay
 
+MOVES_OF_TIERS = (StepReason.LOAD, StepReason.STORE)
 PROMPT = [2 + place % 50 for place in range(40)]
 
 
@@ -83,6 +85,29 @@ def test_after_a_load_without_owner_the_next_request_is_not_held_up():
     assert not simulation.scheduler.capacity().is_held_up
     simulation.finish()
     assert simulation.requests["c2"].num_cached_tokens == 36
+
+
+def test_a_load_of_distrusted_blocks_adds_nothing_to_the_prefix_cache():
+    simulation = TieredSimulation(tier_limits(), tier_hosts=64)
+    run_alone(simulation, "a", PROMPT)
+    fill_with_others(simulation, "b")
+    simulation.add(make_request("c", PROMPT, 4))
+    assert simulation.schedule()[-1].reason is StepReason.LOAD
+    simulation.store.distrust()
+    simulation.scheduler.distrust_blocks()
+    simulation.finish()
+    assert simulation.requests["c"].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("reason", "counts"), [(reason, reason in MOVES_OF_TIERS) for reason in StepReason])
+def test_only_copies_of_the_tiers_teach_the_time_of_a_copy(reason, counts):
+    """The tiers compare this time with the time to compute a block. Copies of hand-overs also check the blocks."""
+    tiers = TieredSimulation(tier_limits(), tier_hosts=64).scheduler._tiers
+    tiers.step_completed(ScheduledStep(0, StepKind.PREFILL, token_ids=[1] * 4), StepResult(0, graph_us=4000))
+    before = tiers._block_s
+    move = ScheduledStep(1, StepKind.MOVE, moves=[BlockMove(MoveKind.HAND_IN, 1, 1)], reason=reason)
+    tiers.step_completed(move, StepResult(1, graph_us=1000))
+    assert (tiers._block_s < before) is counts
 
 
 def test_blocks_survive_a_restart_on_the_ssd(tmp_path):

@@ -25,7 +25,7 @@ from support.script_drawing import draw_script
 from support.sweeps import with_sweeps
 
 EXPECTED = (
-    *("agents lost", "completed", "ends from outside", "misses", "preemptions", "swaps"),
+    *("agents lost", "completed", "ends from outside", "misses", "preemptions", "swaps", "distrusted"),
     *("loads from tiers", "stores to tiers"),
 )
 EXPECTED_TCP = (
@@ -136,6 +136,29 @@ def test_a_damaged_block_is_computed_again() -> None:
     simulation.finish()
     assert simulation.split is not None
     assert (simulation.split.figures.completed, simulation.split.figures.misses) == (0, 1)
+
+
+def test_handed_blocks_of_a_distrusted_replica_are_computed_again() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE)
+    simulation.add(make_request("long", 25, 6))
+    advance(simulation, simulation.replicas[0], "HAND_OUT")
+    simulation.run(simulation.replicas[0])
+    simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
+    simulation.distrust(0)
+    simulation.finish()
+    assert simulation.split is not None
+    assert (simulation.split.figures.completed, simulation.split.figures.misses) == (0, 1)
+
+
+def test_no_request_starts_with_cached_blocks_of_a_distrusted_replica() -> None:
+    simulation = split_simulation(Role.PREFILL, Role.DECODE, prefix_cache=True)
+    prompt = [2 + place % 40 for place in range(24)]
+    simulation.add(make_request("first", prompt, 6))
+    simulation.finish()
+    simulation.distrust(0)
+    simulation.add(make_request("again", [*prompt, 3], 6))
+    simulation.finish()
+    assert simulation.requests["again"].num_cached_tokens == 0
 
 
 def test_if_the_decode_replica_is_lost_another_one_loads_the_blocks() -> None:

@@ -24,6 +24,7 @@ ROLES = ([PREFILL, DECODE], [PREFILL, BOTH], [PREFILL, DECODE, DECODE], [PREFILL
 
 class HandOverPlayer(RoutedPlayer):
     """Runs a script on replicas with ``roles``. ``faults`` is the chance of a damaged block at each operation.
+    With a quarter of this chance, the blocks of a replica are distrusted.
 
     With ``tcp``, each replica has a pool of its own, blocks go through TCP connections, and ``faults`` is also the
     chance of a disturbed transfer. With ``one_sided``, too, the receivers read the contents outside the connections.
@@ -45,6 +46,7 @@ class HandOverPlayer(RoutedPlayer):
         tiers = {"has_tiers": True, "prefix_cache": True} if tier_hosts else {}
         made = make_script_limits({**limits, **tiers, "page_attention": True, "hands_over": True})
         self._faults, self._rng = faults, random.Random(seed)
+        self._doubts = random.Random(seed)
         longest = -(-made.max_model_len // made.block_size)
         pool = HandOverPool(longest * self._rng.choice([1, 1, 2, 4]), made.cache_namespace)
         fixed = self._rng.choice([1, 4, 10, None])
@@ -58,6 +60,8 @@ class HandOverPlayer(RoutedPlayer):
         if self._rng.random() < self._faults:
             memory = self._rng.choice(self.routed.memories)
             self._rng.choice([memory.flip, memory.overwrite])(self._rng.randrange(memory.num_blocks))
+        if self._doubts.random() < self._faults / 4:
+            self.routed.distrust(self._doubts.randrange(len(self.routed.replicas)))
         super().do(operation)
 
 

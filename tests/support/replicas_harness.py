@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from llm_serving.engine.commands import Abort, Add
 from llm_serving.engine.core import EngineCore
 from llm_serving.engine.outputs import EngineOutput, RequestRefused, merge_outputs
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.executor.base import ExecutorEvent
+from llm_serving.handover.pool import HandOverPool
+from llm_serving.handover.threshold import PromptThreshold
 from llm_serving.request import Request, RequestOutput
-from llm_serving.routing.placement import Routing
+from llm_serving.routing.placement import Role, Routing
+from llm_serving.routing.prefill_split import PrefillSplit
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import replica_sources
 from llm_serving.scheduler.scheduler import Scheduler
@@ -27,11 +31,16 @@ class ReplicatedEngine:
         seed: int = 0,
         ready: bool = True,
         routing: Routing = Routing.PREFIX,
+        roles: Sequence[Role] | None = None,
         **limits: object,
     ) -> None:
         self.limits = make_limits(**limits)
+        split = None
+        if roles is not None:
+            pool, size = HandOverPool(8, self.limits.cache_namespace), self.limits.block_size
+            split = PrefillSplit(roles, pool, PromptThreshold(size, 10), size)
         self.schedulers = [Scheduler(self.limits) for _ in range(num_replicas)]
-        self.router = Router(self.schedulers, routing)
+        self.router = Router(self.schedulers, routing, split)
         self.executors = [FakeExecutor(self.limits, ready=ready) for _ in range(num_replicas)]
         self.log, self.metrics = RecordingLog(), RecordingMetrics()
         self.requests = RequestLog(self.log, self.metrics)

@@ -269,6 +269,14 @@ class RoutedSimulation(SimulatedClients):
         self.take_ended()
         self.check()
 
+    def distrust(self, index: int) -> None:
+        """Lets the engine distrust all blocks that a replica has computed, as after a failed self-check."""
+        for replica in self.replicas:
+            if replica.store is not None:
+                replica.store.distrust()
+        self.replicas[index].scheduler.distrust_blocks()
+        self.seen["distrusted"] += 1
+
     def revive(self, index: int) -> None:
         if not self.replicas[index].is_ready:
             self.replicas[index].is_ready = True

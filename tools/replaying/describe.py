@@ -9,6 +9,7 @@ from llm_serving.flight.reader import (
     Added,
     AgentLost,
     Completed,
+    Distrusted,
     Event,
     FailedAll,
     Finished,
@@ -53,6 +54,8 @@ def _describe_call(event: Event) -> str:
         return f"KV tiers have {len(event.hosts)} blocks of request {event.number} from its block {event.first}"
     if isinstance(event, Granted):
         return f"request {event.number} gets {len(event.blocks)} blocks of the hand-over pool"
+    if isinstance(event, Distrusted):
+        return "the prefix cache is emptied, because some blocks may have wrong values"
     if isinstance(event, Scheduled):
         if event.step is None:
             wakeup = "" if event.wakeup is None else f", call again at {event.wakeup:.6f}"

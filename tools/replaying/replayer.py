@@ -17,6 +17,7 @@ from llm_serving.flight.reader import (
     Added,
     AgentLost,
     Completed,
+    Distrusted,
     Event,
     FailedAll,
     Finished,
@@ -205,6 +206,8 @@ class _Replayer:
             self._load(event)
         elif isinstance(event, Granted):
             self._scheduler.grant_hand_over(self._id_of(event.number), event.blocks)
+        elif isinstance(event, Distrusted):
+            self._scheduler.distrust_blocks()
         elif isinstance(event, Scheduled):
             self._schedule(event)
         elif isinstance(event, Completed):
