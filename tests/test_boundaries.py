@@ -17,8 +17,8 @@ import pytest
 
 from llm_serving.flight.setup import RECORDED_CODE
 from support.small_configs import REPOSITORY
-from support.source_trees import syntax_tree
 from support.time_limits import time_limit
+from tools.reference.source_trees import syntax_tree
 
 HTTP = ("starlette", "uvicorn", "uvloop", "httptools", "asyncio", "aiohttp", "httpx", "requests")
 AGENT_MAY = ("llm_serving.config", "llm_serving.errors", "llm_serving.formats", "llm_serving.gguf", "llm_serving.ipc")

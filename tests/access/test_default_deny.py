@@ -21,6 +21,7 @@ from support.fake_engine import FakeEngine
 from support.http_server import http_request, read_response, running, wait_until
 from support.lazy_module import LazyModule
 from support.small_configs import REPOSITORY
+from tools.reference.source_trees import syntax_tree
 
 openai = LazyModule("openai")
 
@@ -202,7 +203,7 @@ def test_secrets_are_compared_in_constant_time():
     """Checks E8 of docs/reliability.md: comparing secrets with == would reveal by its time how many characters are
     right.
     """
-    tree = ast.parse((REPOSITORY / "llm_serving/access/key_store.py").read_text())
+    tree = syntax_tree(REPOSITORY / "llm_serving/access/key_store.py")
     called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
     assert "compare_digest" in called
     compared = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Compare)]

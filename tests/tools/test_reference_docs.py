@@ -15,9 +15,9 @@ from llm_serving.config.sections import SECTIONS
 from llm_serving.server import limits as server_limits
 from llm_serving.telemetry.events import EVENTS
 from support.small_configs import REPOSITORY
-from support.source_trees import syntax_tree
 from tools import draw_pictures
 from tools.reference.command_line import PROGRAMS
+from tools.reference.source_trees import syntax_tree
 
 DOCS = REPOSITORY / "docs"
 DEVELOPMENT = {

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from support.small_configs import REPOSITORY
-from support.source_trees import syntax_tree
 from tools import reliability_report
+from tools.reference.source_trees import syntax_tree
 from tools.reliability import registry, source_scans, table
 from tools.reliability.registry import Both, Check, Outcome, Program, Scan, Verdict
 from tools.reliability_report import CHECKS, select

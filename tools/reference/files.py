@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.reference.source_trees import parsed
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("llm_serving", "agent", "performance", "tools", "deploy", "helm", "tests/support")
 """The folders whose files are listed."""
@@ -63,7 +65,7 @@ def _description(path: Path, text: str) -> str:
     key ``kind`` or ``description``.
     """
     if path.suffix == ".py":
-        return ast.get_docstring(ast.parse(text)) or ""
+        return ast.get_docstring(parsed(text)) or ""
     if path.suffix in (".js", ".css") and (comment := re.match(r"\s*/\*+(.*?)\*/", text, re.DOTALL)):
         return re.sub(r"(?m)^\s*\*", "", comment[1])
     mark = r"(?:#|\{\{-?\s*/\*)" if path.suffix == ".yaml" else "//"
@@ -98,7 +100,7 @@ def _shown(names: list[str]) -> list[str]:
 def _names(path: Path, text: str) -> Iterator[str]:
     """Yields the names of a file that a change may be about: constants first, then public classes."""
     if path.suffix == ".py":
-        body = ast.parse(text).body
+        body = parsed(text).body
         for node in body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.reference.source_trees import parsed
 from tools.reliability.registry import REPOSITORY
 
 
@@ -51,4 +52,4 @@ def _trees(package: str, words: set[str]) -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted((REPOSITORY / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if any(word in text for word in words):
-            yield path.relative_to(REPOSITORY), ast.parse(text)
+            yield path.relative_to(REPOSITORY), parsed(text)
