@@ -82,8 +82,7 @@ class AgentGroup:
             for rank, listener in zip(ranks, listeners, strict=True):
                 log_path = log_folder / f"agent_{rank}.log"
                 environment = {} if place is None else place.environment(rank - group.start)
-                pools = self.memory.pools
-                pool_name = pools[rank - ranks.start].name if pools else ""
+                pool_name = self.memory.pools[rank - ranks.start].name if self.memory.pools else ""
                 self.links.append(
                     AgentLink(
                         *(config, rank, listener, log_path, report, self.memory, program, environment, pool_name),

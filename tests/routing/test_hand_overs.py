@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -126,25 +127,20 @@ def test_the_arrived_prefix_is_cached_at_the_decode_replica() -> None:
     assert simulation.requests["again"].num_cached_tokens == 24
 
 
-def test_a_damaged_block_is_computed_again() -> None:
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda simulation: simulation.memories[0].flip(0), id="a-damaged-block"),
+        pytest.param(lambda simulation: simulation.distrust(0), id="a-distrusted-replica"),
+    ],
+)
+def test_spoilt_blocks_in_the_hand_over_pool_are_computed_again(spoil: Callable[[RoutedSimulation], None]) -> None:
     simulation = split_simulation(Role.PREFILL, Role.DECODE)
     simulation.add(make_request("long", 25, 6))
     advance(simulation, simulation.replicas[0], "HAND_OUT")
     simulation.run(simulation.replicas[0])
     simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
-    simulation.memories[0].flip(0)
-    simulation.finish()
-    assert simulation.split is not None
-    assert (simulation.split.figures.completed, simulation.split.figures.misses) == (0, 1)
-
-
-def test_handed_blocks_of_a_distrusted_replica_are_computed_again() -> None:
-    simulation = split_simulation(Role.PREFILL, Role.DECODE)
-    simulation.add(make_request("long", 25, 6))
-    advance(simulation, simulation.replicas[0], "HAND_OUT")
-    simulation.run(simulation.replicas[0])
-    simulation.update(simulation.replicas[0], simulation.replicas[0].answers.popleft())
-    simulation.distrust(0)
+    spoil(simulation)
     simulation.finish()
     assert simulation.split is not None
     assert (simulation.split.figures.completed, simulation.split.figures.misses) == (0, 1)

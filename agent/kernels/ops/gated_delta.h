@@ -5,8 +5,8 @@
 // value heads, and a of all value heads, from which strength and decay are computed. A key head serves `value_heads /
 // key_heads` consecutive value heads. For each token t and value head:
 //
-//   x         silu(sum over j of conv[channel][j] * input[t - taps + 1 + j]), for the channels of q, k and v
-//   q, k      q / |q| / sqrt(key_dim) and k / |k|, where |x| = sqrt(sum of squares + 1e-6)
+//   x         silu(sum over j of conv[channel][j] * input[t - taps + 1 + j]). Its channels are those of q, k and v.
+//   q, k      q / |q| / sqrt(key_dim) and k / |k|. |x| is sqrt(sum of squares + 1e-6).
 //   decay     exp(-exp(log_rate) * softplus(a + rate_bias))
 //   strength  sigmoid(b)
 //   delta     (v - decay * S^T k) * strength

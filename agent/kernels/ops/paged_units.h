@@ -127,9 +127,10 @@ LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t st
 
 // The arithmetic of a product. The other product classes have the same functions:
 //
-//  lanes(p), spread(p)  load 16 units of a panel; broadcast one unit of a row
-//  step(a, b, total)    adds the products of both operands to an accumulator
-//  shift(), join()      combine the sums of the two passes of Int8Form; other forms have one pass and do not use them
+//  lanes(p)             loads 16 units of a panel.
+//  spread(p)            broadcasts one unit of a row.
+//  step(a, b, total)    adds the products of both operands to an accumulator.
+//  shift(), join()      combine the sums of the two passes of Int8Form. Other forms have one pass and do not use them.
 //  restore(sums)        loads an accumulator from memory
 //  result(total)        converts an accumulator to floats
 struct FloatProduct {
