@@ -42,8 +42,8 @@ WINDOW = 1024
 """Number of recent output lengths that the predictor keeps for requests with similar ``max_output_tokens``."""
 
 MIN_SAMPLES = 16
-"""Number of recent outputs that a prediction needs. They must be longer than the request's output is now. With fewer,
-the prediction is the request's maximum output length."""
+"""Minimum number of recent outputs for a prediction. Only outputs longer than the request's output so far count. With
+fewer outputs, the prediction is the request's maximum output length."""
 
 _AIMD_FACTOR = 4
 
@@ -69,8 +69,8 @@ class RouterAdmission(Admission):
     def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
         """Returns True if ``candidate`` may join the running sequences, in O(n log n) for n running sequences.
 
-        While the same sequences run, the maximum number of tokens that they will hold together does not change. So a
-        refusal is repeated without a new computation until a sequence starts or stops.
+        The maximum number of tokens that the sequences will hold together changes only when one starts or stops. Until
+        then, a refusal of the same candidate is repeated without a new computation.
         """
         attempt = (candidate, version, self.max_total_tokens)
         if version >= 0 and attempt == self._refused:
@@ -160,8 +160,9 @@ def peak_tokens(entries: Iterable[tuple[int, int]], block_size: int = 1, at_leas
     """Returns the maximum number of KV positions that sequences hold together while they grow by one token per step.
 
     ``entries`` has (current tokens, remaining tokens) of each of n sequences. Each sequence's tokens are rounded up to
-    whole blocks. The result is at least ``at_least``. Costs O(n log n), plus O(``block_size``) for each time at which
-    the total may exceed the maximum so far.
+    whole blocks. Returns ``at_least`` if the maximum is lower: a caller that compares with a limit passes this limit,
+    which saves time. Costs O(n log n), plus O(``block_size``) for each time at which the total may exceed the maximum
+    found so far.
     """
     peak, total, phases = at_least, 0, [0] * block_size
     for count, (current, remaining) in enumerate(sorted(entries, key=_remaining, reverse=True), 1):
@@ -244,8 +245,8 @@ class _Lengths:
         return len(self._sorted) - bisect_right(self._sorted, length)
 
     def quantile_of_longest(self, count: int, quantile: float) -> int:
-        """Returns the ``quantile`` (0 to 1) of the ``count`` longest lengths. ``count`` is at most the number of stored
-        lengths."""
+        """Returns a quantile of the ``count`` longest stored lengths. A ``quantile`` of 0.5 is their median, 1 the
+        maximum. ``count`` must not exceed the number of stored lengths."""
         return self._sorted[len(self._sorted) - count + ceil(count * quantile) - 1]
 
 

@@ -1,15 +1,19 @@
 """Light keys: API keys with few requests while other keys have many. Their first tokens do not wait for other keys.
 
-Each API key is a tenant of the waiting queue. A light key has at least one request, running or waiting. It has at most
-a ``LIGHT_SHARE``-th of all requests, and at most a ``LARGEST_SHARE``-th of the requests of the largest tenant. The
-limit by all requests stays the same if a client spreads a flood over several keys. Because of the limit by the largest
-tenant, no key is light among keys with similar loads. With one key, or without keys, nothing changes.
+Each API key is a tenant of the waiting queue. A key is light if it has a running or waiting request, within two limits:
+
+* It has at most ``1 / LIGHT_SHARE`` of the requests of all keys. A client cannot change this limit by spreading its
+  requests over several keys.
+* It has at most ``1 / LARGEST_SHARE`` of the requests of the key with the most requests. So no key is light among keys
+  with similar loads.
+
+With one key, or without keys, nothing changes.
 
 Order
     A request of a light key starts first, if the key has received at most ``LIGHT_CREDIT`` weighted tokens more than
-    any other waiting tenant. A key that returns after a pause has the lowest counter of tokens, so it usually
-    qualifies. The credit is bounded, so no tenant starves. A light key never overtakes preempted requests, or requests
-    of a higher priority.
+    the waiting key that has received the fewest. After a pause, a key usually has the lowest counter of tokens, so it
+    qualifies. The credit is bounded, so no key starves. A light key never overtakes preempted requests, or requests of
+    a higher priority.
 
 Reserve
     After a light key had a request, other keys leave a few batch rows and blocks free for ``MEMORY_S`` seconds. So the

@@ -27,14 +27,16 @@ class SloStarts(Stateful):
 
     Late requests
         While requests on time are expected, one late request may start for each request that has ended since the last
-        step, and one more after every ``STEPS_FOR_ONE_MORE`` steps. Unused starts are not saved up, except one. Without
-        this limit, late requests would use all free capacity whenever no request on time waits. They would soon hold
-        every block. Then no request could start for seconds, and all requests that arrive in this time would also
+        step, and one more after every ``STEPS_FOR_ONE_MORE`` steps. At most one unused start is kept for later steps.
+        Without this limit, late requests would use all free capacity whenever no request on time waits. They would soon
+        hold every block. Then no request could start for seconds, and all requests that arrive in this time would also
         become late.
 
-    Late requests start without this limit while less than half of the blocks and usable batch rows are in use. They
-    also start without it if no request has arrived for the duration of an objective. ``SloOrder`` also gives every
-    ``LATE_SHARE``-th start to a late request. The limit does not apply to these starts.
+    Late requests start without this limit in three cases:
+
+    * Less than half of the blocks and less than half of the usable batch rows are in use.
+    * No request has arrived for the duration of an objective.
+    * ``SloOrder`` has reserved the start: every ``LATE_SHARE``-th start is that of a late request.
     """
 
     STATE = ("_credit", "_num_started", "_num_left", "_holds_back")

@@ -21,8 +21,8 @@ from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
 
 _NOT_CAPACITY = (BlockReason.BATCH, BlockReason.PREFIX, BlockReason.LOAD)
-"""Reasons that delay a start although batch rows and blocks are free. They often end with the next step. Only if a
-start is delayed for another reason, the intake limits how many requests may wait."""
+"""Reasons for which a request waits although batch rows and blocks are free. They often end with the next step. Any
+other reason shows a lack of capacity. The intake then accepts fewer waiting requests."""
 
 
 class BatchingMode(Stateful):
@@ -37,10 +37,10 @@ class BatchingMode(Stateful):
         self._state = state
 
     def may_start(self, sequence: Sequence, now: float, *, joins_step: bool) -> bool:
-        """Returns True if ``sequence``, the first waiting one, may start. It has not run before.
+        """Returns True if ``sequence``, the first waiting sequence, may start. It has not run before.
 
-        If a later time allows the start, this method returns False and asks the engine to call the scheduler again at
-        that time. ``joins_step`` is True if the step already has other prompts.
+        If it must wait until a known time, returns False and makes the engine call the scheduler again at that time.
+        ``joins_step`` is True if the step already has other prompts.
         """
         if joins_step or self._fills_a_step():
             return True
@@ -61,7 +61,7 @@ class BatchingMode(Stateful):
         """Records that a request starts."""
 
     def note_no_capacity(self) -> None:
-        """Records that the batching mode let a request start, but a free batch row or free blocks were missing."""
+        """Records that capacity is missing to start a request that the batching mode permits."""
 
 
 class Admission(Stateful):
@@ -121,8 +121,8 @@ class Starter:
         start.
 
         With ``whole``, prompts are not divided to fill the step. A prompt that exceeds the free tokens of the step
-        waits, unless the step is empty. ``starts`` may hold back requests that never ran; None holds back no request.
-        With ``only_light``, only requests of light keys start.
+        waits, unless the step is empty. ``starts`` limits how many requests start that never ran. None: no limit. With
+        ``only_light``, only requests of light keys start.
         """
         intake = self._state.intake
         light_keys = self._light_keys if intake.has_tenants and self._light_keys.look(now) else None
@@ -178,10 +178,10 @@ class Starter:
         return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
 
     def missing_capacity(self, sequence: Sequence, reserve: tuple[int, int] = (0, 0)) -> BlockReason | None:
-        """Returns why the capacity does not suffice to start ``sequence``, or None if it suffices.
+        """Returns what is missing to start ``sequence``: batch rows, blocks or the admission control's consent. None if
+        nothing is missing.
 
-        The reason is batch rows, blocks or the admission control. ``reserve``: the batch rows and the blocks that must
-        stay free for light keys.
+        ``reserve``: the batch rows and the blocks that must stay free for light keys.
         """
         state, running, (num_rows, num_blocks) = self._state, self._state.running, reserve
         if running.num_free_rows <= num_rows:

@@ -18,8 +18,8 @@ class CachedPrefix:
     is_pending: bool
     """True if the sequence should wait, because steps in flight for other sequences compute more of its tokens.
 
-    It should wait if these steps compute at least one more full block of its tokens, or all its known tokens except the
-    last. If fewer tokens sufficed, equal prompts that end at the end of a block would wait for each other.
+    It should wait only if it gains at least one full block, or all its known tokens except the last. If fewer tokens
+    sufficed, equal prompts that end at the end of a block would wait for each other.
     """
 
 
@@ -52,7 +52,7 @@ class BlockSupply:
             raise AssertionError(f"no blocks to start {sequence.request.request_id}")
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Records that the blocks of a sequence contain the first ``num_tokens`` known tokens."""
+        """Records that completed steps have computed the first ``num_tokens`` known tokens of a sequence."""
 
     def release(self, sequence: Sequence, *, computed: bool) -> None:
         """Takes the blocks of a sequence back. No step in flight may use them.

@@ -32,7 +32,10 @@ def make_block_supply(limits: SchedulerLimits, kv_cache: KVCacheManager) -> Bloc
 
 
 def plan_states(supply: BlockSupply, in_flight: InFlightSteps) -> StateSupply:
-    """Makes the block supply of a model with linear attention plan the states of each new step. Returns the supply."""
+    """Lets ``supply`` decide which states of linear attention each new step reads and saves.
+
+    Returns ``supply``, which must be a ``StateSupply``.
+    """
     states = cast("StateSupply", supply)
     in_flight.note_added = states.plan
     return states

@@ -7,10 +7,11 @@ let a sequence skip tokens: it also needs the state after them. Steps save state
 * At the end of the part of a prompt that the prefix cache has, if no snapshot exists there. Two prompts have this
   beginning, so a third prompt is likely to have it.
 * While a sequence decodes, at the end of each block. The next prompt of a chat, or the sequence itself after a
-  preemption, resumes from the latest of these snapshots. Each save overwrites the snapshot before. There is an
-  exception: a new state is useless if one of its drafts is rejected, or if the text ends before a step ahead. A state
-  with this risk gets another snapshot, and the snapshot before is kept. If a step with drafts reaches the ends of
-  several blocks, it saves only the state at the first one. The drafts before it are the most likely to be accepted.
+  preemption, resumes from the latest of these snapshots. Usually, each save overwrites the snapshot before.
+
+A new state is useless if a draft before it is rejected, or if the text ends before it. While a new state has this risk,
+it gets another snapshot, and the snapshot before is kept. If a step with drafts reaches the ends of several
+blocks, it saves only the state at the first of these ends. The drafts up to there are the most likely to be accepted.
 """
 
 from __future__ import annotations
@@ -29,27 +30,29 @@ from llm_serving.scheduler.snapshot import Sequences, Stateful
 
 
 class _Saves(Stateful):
-    """The snapshots that one sequence reads and saves. Number n stands for the state after the sequence's first n
-    blocks.
+    """The snapshots that one sequence reads and saves. A state is identified by n, the number of the sequence's first
+    blocks after which it is the state.
     """
 
     STATE = ("resumed", "is_sent", "wanted", "awaited", "saved", "latest", "earlier")
 
     def __init__(self, resumed: int = -1) -> None:
         self.resumed = resumed
-        """The snapshot that the first step reads. It is held until that step has completed. -1: none."""
+        """The snapshot that the sequence's first step reads. It is held until this step has completed. -1: none."""
         self.is_sent = False
         """True if the sequence's first step was sent."""
         self.wanted: list[int] = []
-        """Numbers of blocks after which the prompt's steps will save the state, in ascending order."""
+        """Each n whose state a later prefill step will save, in ascending order."""
         self.awaited: list[int] = []
-        """Numbers of blocks after which the state will be saved or is being saved, in ascending order."""
+        """Each n whose state a later prefill step will save or a step in flight saves, in ascending order. Other
+        sequences may wait for these states.
+        """
         self.saved: list[tuple[int, int]] = []
-        """(number of blocks, snapshot) of the states that steps in flight save."""
+        """(n, snapshot) of the states that prefill steps in flight save."""
         self.latest: tuple[int, int] | None = None
-        """(number of blocks, snapshot) of the state that decode steps saved last."""
+        """(n, snapshot) of the state that decode steps saved last."""
         self.earlier: tuple[int, int] | None = None
-        """(number of blocks, snapshot) of an earlier state of decode steps. Its tokens are certain."""
+        """(n, snapshot) of the state before ``latest``. It is kept while tokens of ``latest`` may still be dropped."""
 
 
 class StateSupply(PrefixSupply, Stateful):
@@ -61,8 +64,10 @@ class StateSupply(PrefixSupply, Stateful):
         self._saves: dict[int, _Saves] = {}
         """The snapshots of each sequence that has blocks. The key is the sequence's arrival index."""
         self._awaited: Counter[bytes] = Counter()
-        """Hashes of the blocks after which prompts in prefill will save the state. The method ``snapshot``, which is
-        for flight recordings, leaves them out: a recording has pseudonyms instead of tokens.
+        """Number of sequences that will save a state, by the hash of the block at whose end they save it.
+
+        ``snapshot`` leaves these hashes out, because a flight recording has pseudonyms instead of tokens. ``restore``
+        computes them again.
         """
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
@@ -83,7 +88,7 @@ class StateSupply(PrefixSupply, Stateful):
         self._awaited.update(_hashes(sequence, saves.awaited))
 
     def plan(self, flight: InFlightStep) -> None:
-        """Adds the states that a new step reads and saves to the step."""
+        """Decides which states a new step reads and saves, and adds them to its ``state_moves``."""
         step, size = flight.step, self._kv_cache.block_size
         if step.kind is StepKind.MOVE:
             return
@@ -164,9 +169,10 @@ class StateSupply(PrefixSupply, Stateful):
     def _next_latest(self, saves: _Saves, end: int, num_known: int) -> int | None:
         """Returns the snapshot in which a decode step saves the state after ``end`` tokens, or None if none is free.
 
-        ``num_known`` is the number of the sequence's known tokens. A token after them is a draft, or a step in flight
-        computes it. If only the new state includes tokens of this kind, the last state is kept as ``saves.earlier``.
-        A new state without such tokens replaces both: the snapshot of ``saves.earlier`` is given back.
+        ``num_known`` is the number of the sequence's known tokens. A later token may still be dropped: it is a draft,
+        or a step in flight samples it. If the new state includes later tokens and ``saves.latest`` does not, the latter
+        becomes ``saves.earlier``. Otherwise the new state overwrites ``saves.latest``. If the new state only has known
+        tokens, the snapshot of ``saves.earlier`` is given back.
         """
         latest, size = saves.latest, self._kv_cache.block_size
         if end <= num_known and saves.earlier is not None:
@@ -183,7 +189,7 @@ class StateSupply(PrefixSupply, Stateful):
 
     def _last_awaited(self, sequence: Sequence) -> int:
         """Returns the largest n for which a running sequence will save the state after the first n blocks of
-        ``sequence``.
+        ``sequence``, or 0.
         """
         if not self._awaited:
             return 0
@@ -192,7 +198,7 @@ class StateSupply(PrefixSupply, Stateful):
         return next((number for number in range(last, 0, -1) if chain.hash_at(number - 1) in self._awaited), 0)
 
     def _publish(self, sequence: Sequence, number: int, snapshot: int) -> None:
-        """Publishes the state after ``number`` blocks, if the prefix cache has these blocks."""
+        """Publishes the state after ``number`` blocks, or frees its snapshot if the prefix cache lacks these blocks."""
         chain = sequence.prefix_chain
         assert chain is not None, "the sequence has started"
         if len(chain.entries) >= number:
@@ -206,8 +212,7 @@ class StateSupply(PrefixSupply, Stateful):
             saves.resumed = -1
 
     def _await_less(self, sequence: Sequence, saves: _Saves, num_left: int) -> None:
-        """Removes the first awaited states of a sequence from the records, so that only the last ``num_left`` stay
-        awaited."""
+        """Records that only the last ``num_left`` of a sequence's awaited states will still be saved."""
         done = saves.awaited[: len(saves.awaited) - num_left]
         saves.awaited = saves.awaited[len(done) :]
         self._awaited -= Counter(_hashes(sequence, done))

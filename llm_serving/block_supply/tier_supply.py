@@ -18,7 +18,9 @@ class TierSupply(PrefixSupply):
         return num_found, (sequence.request.num_tokens - 1) // self._kv_cache.block_size - num_found
 
     def loaded(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Adds blocks with the content of a waiting sequence's full blocks, from number ``first``, to the prefix cache.
+        """Adds ``blocks``, which were loaded from KV tiers, to the prefix cache.
+
+        They have the content of a waiting sequence's full blocks from index ``first`` on.
         """
         assert sequence.prefix_chain is not None, "looked up before"
         self._prefixes.insert(sequence.prefix_chain, first, blocks)

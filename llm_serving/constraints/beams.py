@@ -18,10 +18,10 @@ class BeamConstraint:
     """
 
     def __init__(self, state: ForkableConstraint, before: BeamConstraint | None = None, token_id: int = 0) -> None:
-        """``before`` is the constraint of the beam that ``token_id`` extends to this beam.
+        """``before`` is the constraint of the parent beam. ``token_id`` is the token that this beam adds to its parent.
 
-        If ``before`` is None, ``state`` is the state of this beam. Otherwise, the first call of ``mask`` computes the
-        state.
+        Without a parent, ``state`` is the state of this beam. With a parent, the first call of ``mask`` computes the
+        state from that of the parent.
         """
         self.num_words = state.num_words
         self.error = ""

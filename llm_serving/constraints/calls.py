@@ -175,7 +175,8 @@ def _add_calls(rules: _Rules, tool_format: ToolFormat, tools: Sequence[CallableT
 
 
 def _prefix(tool_format: ToolFormat) -> str:
-    """Returns the trigger of the format if every call begins with it, otherwise an empty text."""
+    """Returns the format's trigger, the text at which calls start, if every call begins with it. Otherwise returns "".
+    """
     return tool_format.trigger if tool_format.trigger and tool_format.begin.startswith(tool_format.trigger) else ""
 
 
@@ -184,7 +185,7 @@ def _without_trigger(tool_format: ToolFormat, begin: str) -> str:
 
 
 def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | None, is_parallel: bool) -> None:
-    """Adds the rule of an answer with free text, in which the trigger starts calls."""
+    """Adds the rule of an answer with free text. The format's trigger ends the free text and starts calls."""
     if tool_format.starts_with_brace:
         _add_free_text_or_brace(rules, tool_format, thinking)
         return
@@ -216,10 +217,10 @@ def _add_free_text(rules: _Rules, tool_format: ToolFormat, thinking: Thinking | 
 
 
 def _after_trigger(rules: _Rules, name: str, text: str, trigger: str) -> str:
-    """Returns the expression of free text, then the trigger of calls, then the calls (rule ``region``).
+    """Returns the expression of free text, the trigger and the calls, in this order.
 
-    ``text`` is the name of the rule of the free text. If the trigger is ordinary text instead of a special token, the
-    free text ends at its first occurrence (lazy).
+    ``text`` is the name of the rule of the free text, and ``region`` that of the calls. If the trigger is not a special
+    token, the free text ends at the first occurrence of the trigger (lazy).
     """
     if rules.is_special(trigger):
         return f"{text} {rules.literal(trigger)} region"
@@ -321,7 +322,9 @@ def _add_value(rules: _Rules, name: str, index: int, schema: object, root: Mappi
 
 
 def _check_text(index: int, schema: object) -> None:
-    """Raises UnsupportedToolError if the schema of a parameter without quotes limits the text, for example its length.
+    """Raises UnsupportedToolError if the schema of a parameter limits its text, for example its length.
+
+    The model writes this parameter without quotes, and the grammar then allows any text.
     """
     if not isinstance(schema, Mapping):
         return

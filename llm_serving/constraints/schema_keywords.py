@@ -76,7 +76,7 @@ def _mentions(value: object, key: str) -> bool:
 
 
 def _whole_counts(schema: Schema) -> None:
-    """Replaces counts like 2.0 by 2."""
+    """Replaces the value of keywords like ``minItems`` by an integer if it is a whole number such as 2.0."""
     for key in _COUNTS:
         value = schema.get(key)
         if isinstance(value, float) and value.is_integer():

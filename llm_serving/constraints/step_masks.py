@@ -37,7 +37,7 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The masks for the tokens after each draft of a request."""
+    """The masks of a request's drafts: for each draft, the tokens that may follow it."""
 
     masks: list[Mask]
     num_output_tokens: int
@@ -55,8 +55,9 @@ class StepMasks:
     def __init__(self, publish: Publish) -> None:
         self._publish = publish
         self._free_requests: list[Request] | None = None
-        """The list of requests of the last step without constraints. Following decode steps of the same batch have the
-        same list object, so an identity test shows that they have no constraints.
+        """The ``requests`` list of the last step without constraints.
+
+        Later decode steps of the same batch have the same list object. So a step with this object has no constraints.
         """
         self._prepared: dict[Request, _Prepared] = {}
         self._sampling: dict[int, list[Request]] = {}
@@ -72,8 +73,9 @@ class StepMasks:
         return bool(self._sampling)
 
     def prepare(self, request: Request, masks: list[Mask]) -> None:
-        """Stores the masks for the tokens after each draft of a request. They are kept until the next token or the end
-        of the request.
+        """Stores the masks of a request's drafts: for each draft, the tokens that may follow it.
+
+        They are kept until the request gets a token or ends.
         """
         self._prepared[request] = _Prepared(masks, len(request.output_token_ids))
 

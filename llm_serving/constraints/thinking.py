@@ -19,8 +19,8 @@ _EVERY_WORD = np.uint32(0xFFFFFFFF)
 class ThinkingBudget:
     """A constraint that forces the marker at the end of the reasoning when the reasoning has ``budget`` tokens.
 
-    Before and after, it allows every token, or the tokens that ``inner`` (a grammar) allows. The marker must not begin
-    within a character, so the reasoning may be up to three tokens longer than ``budget``.
+    Before and after the marker, it allows every token, or only the tokens that ``inner`` (a grammar) allows. The marker
+    must not begin within a character, so the reasoning may be up to three tokens longer than ``budget``.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ class AgentAdapters:
         self._command = 0
         """The number of the command that loads the adapter in ``_slot``."""
         self._waiting: dict[int, int] = {}
-        """The replicas that have not replied to this command. The value is the number that the replica's executor gave
-        to the load."""
+        """For each replica that has not replied to this command: the number that its executor gave to the load."""
         self._error = ""
 
     def load(self, slot: int, memory: AdapterMemory, command: int = 0) -> list[AdapterAnswer]:
@@ -75,7 +74,7 @@ class AgentAdapters:
         return [AdapterAnswer(command, _ENDED)]
 
     def close(self) -> list[AdapterAnswer]:
-        """Removes the shared memory of all adapters. Returns the answer for the adapter that is being loaded."""
+        """Removes the shared memory of all adapters. If an adapter is being loaded, returns an error as its answer."""
         for slot in list(self._memories):
             self._remove(slot)
         loading, self._slot = self._slot, None

@@ -126,7 +126,7 @@ class AgentQuestions:
                 adapter.set_result(answer.error)
 
     def close(self) -> None:
-        """Ends all questions without an answer, and all later questions, because the engine thread has ended."""
+        """Ends the probes and profiles that have no answer, because the engine thread has ended. Later ones fail."""
         self._is_closed = True
         self._end_probes(is_answered=False)
         for profile in self._profiles.values():

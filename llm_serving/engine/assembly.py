@@ -159,9 +159,9 @@ def make_engine(
 
 
 def _image_places(executors: Sequence[AgentExecutor]) -> TilePool | None:
-    """Returns the pool of places for the tiles of images. None if the model reads only text.
+    """Returns the pool of shared memory for the tiles of images. None if the model reads only text.
 
-    All replicas read the same places.
+    All replicas read the same memory.
     """
     memory = executors[0].tiles
     if memory is None:

@@ -89,10 +89,10 @@ class AsyncEngine:
         ``tiers`` are the KV tiers, or None. The engine closes them at the end, too.
 
         ``nodes`` are the machines of the agents, or None if the agents are on this machine. With ``nodes``, the engine
-        is ready as soon as one replica is ready. ``standby`` decides whether nodes are used. ``images`` are the places
-        of the tiles of images, or None. ``observe`` returns the observer of a replica's prefix cache. The model
-        registry calls ``enter_service`` of these ``observers`` when the engine begins to serve. ``pools`` are the
-        hand-over pools of replicas on several machines, or None.
+        is ready as soon as one replica is ready. ``standby`` decides whether nodes are used. ``images`` is the pool of
+        shared memory for the tiles of images, or None. ``observe`` returns the observer of a replica's prefix cache.
+        The model registry calls ``enter_service`` of these ``observers`` when the engine begins to serve. ``pools`` are
+        the hand-over pools of replicas on several machines, or None.
         """
         self.nodes, self.standby, self.observe = nodes, standby, observe
         self.config = config
@@ -111,7 +111,7 @@ class AsyncEngine:
         """The KV tiers. None if the engine has no KV tiers."""
         self._transfers: BlockTransfers | None = None
         self.tiles = images
-        """The places of the tiles of images. None if the model reads only text."""
+        """The pool of shared memory for the tiles of images. None if the model reads only text."""
         self.observers = [] if observe is None else [observe(index) for index in range(len(executors))]
         schedulers, self._recorders = make_schedulers(config, len(executors), self.observers, record)
         self._core = self._made_core(schedulers, executors, detokenizer, log, pools)
@@ -209,8 +209,8 @@ class AsyncEngine:
     def check_wait(self, left_s: float | None) -> None:
         """Raises ModelUnavailableError if agents will not be ready within ``left_s`` seconds. None means no deadline.
 
-        Before it raises the error, it makes the engine start agents on nodes. They are ready when the client tries
-        again.
+        Before it raises the error, it makes the engine start agents on nodes, so that a later attempt of the client can
+        succeed.
         """
         expected_s = self.wake_s
         if left_s is not None and expected_s and expected_s > left_s:  # at 0 s, a late request is left to the scheduler
@@ -311,8 +311,8 @@ class AsyncEngine:
         the request begin at this time. ``streamed``: the caller calls ``delivered`` after it has written an output to
         the client. ``quiet``: the request does not appear in the log, the metrics and the receipts. ``constraint``
         determines which tokens may come next. Requests must not share a ``constraint`` object. ``adapter``: the LoRA
-        adapter that changes the model for this request. ``images``: the images of the prompt, whose places the request
-        holds until it ends.
+        adapter that changes the model for this request. ``images``: the images of the prompt. The request holds their
+        shared memory until it ends.
 
         Raises RequestError for token ids outside the vocabulary and for an id in use. Raises DeadlineExceededError if
         the deadline has passed, and AgentLostError if the engine has stopped. All other refusals go to ``sink.fail``.

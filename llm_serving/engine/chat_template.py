@@ -19,7 +19,7 @@ from llm_serving.engine.template_sandbox import TemplateEnvironment, TemplateRef
 from llm_serving.errors import CheckpointError, RequestError
 
 SHOWN_CHARS = 500
-"""If a template raises an error, the server's error text shows at most this number of characters of its message."""
+"""Maximum number of characters of a template's own error message that the server shows to the client."""
 
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
@@ -39,8 +39,9 @@ class TemplateBudgetError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Determines the budget of a rendering: a constant, plus an amount per message, plus an amount per character of the
-    messages.
+    """Determines the budget of a rendering: steps (operations of the template) and characters of generated text.
+
+    Each budget is a constant, plus an amount per message, plus an amount per character of the messages.
     """
 
     steps: int
@@ -58,7 +59,7 @@ class Allowance:
 
 
 WHOLE = Allowance(steps=1_000_000, chars=16_000_000, steps_per_message=1000, chars_per_char=64)
-"""Maximum budget of a rendering. Usual templates take 20 steps for each message."""
+"""Budget of a rendering unless the caller names another. Usual templates take 20 steps for each message."""
 SHORT = Allowance(steps=10_000, chars=1_000_000)
 """Budget of a rendering that blocks other work, for example on an event loop. It is used up in a few milliseconds."""
 

@@ -133,9 +133,9 @@ class EngineCore:
         self._wake()
 
     def use_stores(self, work: Callable[[Sequence[BlockStore]], None]) -> None:
-        """Calls ``work`` in the engine thread with the KV tiers of all replicas, or with none if the engine has ended.
+        """Calls ``work`` in the engine thread with the KV tiers of all replicas.
 
-        After the end of the engine thread, the caller's thread calls ``work``.
+        If the engine has ended, ``work`` gets an empty sequence. The caller's thread may then call it.
         """
         command = UseStores(work)
         self.submit(command)
@@ -220,7 +220,7 @@ class EngineCore:
         for index, event in events:
             self._take_event(self._replicas[index], event, now)
         if any(replica.has_steps for replica in self._replicas):
-            # Deliver outputs before new steps are sent, because the device is still busy with a queued step.
+            # A step is still in flight, so the device is busy. Deliver the outputs before new steps are sent.
             self._hand_over()
         self._send_steps(replicas, now)
         if self._router is not None and self._waits_for_agents:
@@ -237,13 +237,15 @@ class EngineCore:
     ) -> list[Replica]:
         """Returns the replicas that may be able to schedule a new step.
 
-        These are the replicas with an event or a due wakeup. ``has_only_added`` tells which commands came:
+        These are the replicas with an event or a due wakeup. ``has_only_added`` depends on the commands that came:
 
         * None: no commands.
-        * True: only new requests. One replica with a free step slot is added. The router distributes the requests when
-          it schedules a step for this replica. ``_send_steps`` then also calls the replicas that got requests.
-        * False: others. Each replica may receive requests, so all replicas are returned. The same holds if a replica
-          was lost or drained.
+        * True: new requests and no other commands. The result also has one replica with a free step slot. The router
+          distributes the requests when it schedules a step for this replica. ``_send_steps`` then also calls the
+          replicas that got requests.
+        * False: other commands. The result has all replicas, because each of them may receive requests.
+
+        The result also has all replicas if a replica was lost or drained.
         """
         replicas = self._replicas
         is_any = has_only_added is False or any(isinstance(event, AgentLost | AgentLeaving) for _, event in events)
@@ -394,7 +396,7 @@ class EngineCore:
     def _probe(self) -> None:
         """Asks the agents of all ready replicas for their status. If no replica is ready, asks all agents.
 
-        With a standby, the engine works without agents until a request arrives. If no agents are ready then, the engine
+        With a standby, the engine works without agents until a request arrives. While no agents are ready, the engine
         answers the probe itself.
         """
         if self._standby is not None and self._waits_for_agents:

@@ -20,7 +20,7 @@ class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
     @staticmethod
     def _buffer_decode(data: bytes, errors: str, final: bool) -> tuple[str, int]:  # type: ignore[override]
         text, used = codecs.utf_8_decode(data, errors, final)
-        # The two bytes begin a surrogate, which is invalid in UTF-8. CPython's decoder would wait for a third byte.
+        # Unused bytes that begin a surrogate are invalid in UTF-8, but CPython's decoder would wait for a third byte.
         if _begins_surrogate(data[used:]):
             rest, _ = codecs.utf_8_decode(data[used:], errors, True)
             return text + rest, len(data)

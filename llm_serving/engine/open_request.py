@@ -2,7 +2,7 @@
 
 The engine thread knows when a token was sampled. The HTTP edge knows when the token's bytes were written to the socket,
 which is closer to the time that a client sees. ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log therefore count from
-the request's first byte to the bytes on the socket:
+the request's first byte to the bytes on the socket. The phases in the arrows lie between these times:
 
     arrival -tokenise-> queue -queue-> first step -prefill-> first token -decode-> result of the last step -delivery->
     last byte written
@@ -85,11 +85,11 @@ class OpenRequest:
         """Number of the request among the requests of the same sink."""
         self.streamed = streamed
         self.quiet = quiet
-        """True for an internal request, which a beam search makes for each token. The log has no line for its end."""
+        """True for an internal request, for example of a beam search or a canary. The log has no line for its end."""
         self.adapter = adapter
         """The LoRA adapter that the request uses, or None."""
         self.ended: asyncio.Event | None = None
-        """An event that is set when the request ends. None unless the reader closes the request before its end."""
+        """An event that is set when the request ends. None unless ``close`` is called before this end."""
         self.is_closed = False
         self.is_ended = False
         """True after the last piece, or the refusal, has arrived."""

@@ -81,7 +81,7 @@ class Replica:
         self.store = store
         """The KV tiers of the replica. None if the replica has no KV tiers."""
         self.peers: Sequence[Replica] = ()
-        """The replicas that may have blocks which this replica has computed: with roles, all others."""
+        """The other replicas, if they may have blocks that this replica has computed. Otherwise empty."""
         self._speculator = None if make_speculator is None else make_speculator(self._masks.prepare)
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
@@ -299,8 +299,9 @@ def make_replicas(
     *,
     has_roles: bool,
 ) -> list[Replica]:
-    """Returns a replica for each pair of a source of steps and an executor. ``tiers`` are the KV tiers of all replicas.
-    ``has_roles``: replicas give computed blocks to other replicas.
+    """Returns a ``Replica`` for each pair (source of steps, executor). ``tiers`` are the KV tiers of all replicas.
+
+    ``has_roles`` is True if prefill and decode have separate replicas, which give computed blocks to each other.
     """
     made = [
         Replica(

@@ -84,7 +84,7 @@ def _missed_deadline(request: Request) -> bool:
 
 
 def _optional_fields(request: Request, timings: RequestTimings, objectives: Mapping[str, bool]) -> dict[str, object]:
-    """Returns the fields that a log line contains only if their values differ from the default."""
+    """Returns the fields of a log line that are left out while they have their default values."""
     fields: dict[str, object] = {}
     if timings.blocked:
         fields["blocked_ms"] = {one.reason.value: in_ms(one.seconds) for one in timings.blocked}

@@ -14,8 +14,8 @@ def trace_step(
 ) -> None:
     """Adds a step to the trace of each traced request in it. ``sent`` and ``now`` are times of the engine's clock.
 
-    ``updates`` are the changes of requests by the result. A failed step is not added. A request that had ended
-    before the result gets no entry.
+    ``updates`` has the changes of requests by this result. Nothing is added for a failed step, or for a request that
+    had ended before the result.
     """
     if result.error is not None:
         return

@@ -45,7 +45,7 @@ def _width(value: object) -> int:
 
 
 def product_size(operator: str, left: Any, right: Any) -> int:
-    """Returns the number of characters of a product or power.
+    """Returns the charge of a product or power: the characters of a repeated text or list, or 0 for a number.
 
     Raises BudgetError if the result is a number of more than ``MAX_BITS`` bits.
     """

@@ -56,7 +56,7 @@ class TextStreams:
     def outputs(self, updates: Iterable[RequestUpdate], result: StepResult | None, now: float) -> list[RequestOutput]:
         """Returns the next piece of each updated request. The last piece closes the stream.
 
-        Each update must belong to another request.
+        No two updates may belong to the same request.
         """
         return [self._output(update, result, now) for update in updates]
 

@@ -1,10 +1,10 @@
 """A table of the bytes of every token, so that decoding only joins bytes.
 
-In the supported tokenizers, the text of a sequence is the concatenation of its tokens' bytes, without a leading space
-that the tokenizer added. Decoding is therefore exact, needs no window over earlier tokens, and costs the same for each
-token. There are two kinds of these tokenizers. In byte-level BPE (GPT-2, Radford et al. 2019), the vocabulary has a
-printable character for each byte. In SentencePiece models with byte fallback (Kudo and Richardson 2018), a space is
-U+2581, and an unknown character is a series of tokens ``<0xNN>``.
+In the supported tokenizers, the bytes of a sequence's tokens, one after the other, are its text. Only a leading space
+that the tokenizer has added must be removed. Decoding is therefore exact, needs no window over earlier tokens, and
+costs the same for each token. There are two kinds of these tokenizers. In byte-level BPE (GPT-2, Radford et al. 2019),
+the vocabulary has a printable character for each byte. In SentencePiece models with byte fallback (Kudo and Richardson
+2018), a space is U+2581, and an unknown character is a series of tokens ``<0xNN>``.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class TokenTable:
             self.texts[token_id] = self.bytes_of(token_id).decode()
 
     def bytes_at_start(self, token_id: int) -> bytes:
-        """Returns the bytes of a token that begins a text. Use this method for a rule with ``strip_first_token``."""
+        """Returns the bytes of a token that begins a text, without word marks. Use it with ``strip_first_token``."""
         piece = self._piece(token_id) or ""
         mark = self.rule.replacements[-1][0]
         return self.bytes_of(token_id) if token_id in self._added else piece.replace(mark, "").encode()
