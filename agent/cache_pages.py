@@ -1,5 +1,6 @@
-"""Makes the system allocate the memory pages of the KV cache: the first 64 MiB during the start, and the remaining
-pages while the agent serves.
+"""Makes the system allocate the memory pages of the KV cache.
+
+The first 64 MiB get their pages during the start, and the remaining pages are allocated while the agent serves.
 
 A system takes 0.2 to 2 seconds to allocate 1 GiB, so a start that allocates a large cache would take long. The server
 uses blocks with low numbers first, so these blocks get their pages first. If a step uses a block without pages, the
@@ -57,14 +58,17 @@ class CachePages:
         _allocate(self._first)
 
     def take_rest(self) -> list[Array]:
-        """Returns the pieces of the cache that ``allocate_first`` did not allocate. The caller must allocate them."""
+        """Returns the parts of the cache that ``allocate_first`` did not allocate, each of at most 2 MiB.
+
+        The caller must allocate their pages.
+        """
         pieces, self._rest = self._rest, []
         return pieces
 
 
 class LaterPages:
-    """Allocates the cache's other pages while the agent serves, 2 MiB at a time. Only the device thread may call it,
-    and only between two steps.
+    """Allocates the pages that the cache lacks after the start, 2 MiB at a time. Only the device thread may call these
+    methods, and only between two steps.
 
     The device thread waits ``wait_s`` seconds for a message. If none arrives, it calls ``allocate_idle``. After each
     message, it calls ``allocate_busy``. When all pages are allocated, ``wait_s`` is None, and no call is necessary.
@@ -97,7 +101,9 @@ class LaterPages:
         return later
 
     def allocate_idle(self) -> None:
-        """Allocates one piece of an agent without steps. The next call may follow without a pause."""
+        """Allocates the next 2 MiB while the agent is idle. Sets ``wait_s`` to 0, so that the next call may follow
+        immediately.
+        """
         self._allocate_piece()
         if self.wait_s is not None:
             self.wait_s = 0.0

@@ -32,7 +32,7 @@ class LoadedModel:
     """A loaded model. Owns the memory of weights and KV cache, which the parameters of ``network`` use in place."""
 
     network: Any
-    """The model as a MindSpore Cell. None if the steps need no MindSpore."""
+    """The model as a MindSpore Cell. None if the agent replays stored launches (``agent.stored_program``)."""
     ops: OpTable
     weights: dict[str, Array]
     """The weights in host memory by the names of the parameters. Empty if the device has its own memory."""

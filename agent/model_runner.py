@@ -1,6 +1,6 @@
 """Runs the steps of an agent: loads the model, compiles its graphs, then runs graph and sampler for each step.
 
-Only the device thread may call it.
+Only the device thread may use a ``ModelRunner``.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class ModelRunner:
             config, config.max_num_seqs, self._sampler.rows.last_token if exchange is None else None
         )
         self._readers = [self._reader]
-        """All step readers of this object. If steps are launched ahead, a second reader copies the steps that are
-        launched ahead.
+        """All step readers of this object. If the device runs ahead, a second reader copies the steps that are launched
+        before the previous step is sampled.
         """
         timeout_s = config.serving_config.step_timeout_s
         self._exchange = None if exchange is None else Exchange(exchange, self._part, timeout_s)
@@ -336,10 +336,10 @@ class ModelRunner:
     def after_failure(self, error: RuntimeError) -> AgentError:
         """Recovers from a failed graph, and returns the error for the step. No graph may be running.
 
-        MindSpore does not run a failed graph again, so the graphs are compiled again. If MindSpore has captured the
-        launches of the failed graph, this does not help, because MindSpore would replay these launches. Then the method
-        returns a GroupBrokenError, which means that the agent must end. An agent of a group always ends, because the
-        other agents wait for its part of the step.
+        MindSpore does not run a failed graph again, so this method compiles the graphs again. But if MindSpore captures
+        launches, it would replay the launches of the failed graph. Then this method returns a GroupBrokenError, which
+        means that the agent must end. An agent of a group always ends, because the other agents wait for its part of
+        the step.
         """
         text = f"the graph failed: {_first_line(error)}"
         if self._exchange is not None:
@@ -387,8 +387,8 @@ class ModelRunner:
     def _sample(self, scores: StepLogits | DeviceScores, slot: StepSlot) -> None:
         """Samples a step. In an agent that does not sample, computes only this agent's part of the candidates.
 
-        Returns after the device has finished, because the next step overwrites memory that the device may still read.
-        The sampler alone waits only if it fetches results. Raises the errors of ``Sampler.sample``.
+        Always waits until the device has finished, because the next step overwrites memory that the device may still
+        read. ``Sampler.sample`` waits only for the results that it fetches. Raises the errors of ``Sampler.sample``.
         """
         try:
             if self._part.returns_results:

@@ -197,11 +197,10 @@ class Sampler:
         histories: list[Int32Array | None] | None = None,
         prompt_lens: Int32Array | None = None,
     ) -> None:
-        """Samples again the sequences that have a logit bias or whose logits are changed by logits processors. Uses all
-        of their logits.
+        """Samples a second time each sequence that has a logit bias, or whose logits the logits processors change.
 
-        The bias is added before the processors run. The slot keeps the logsumexp and the best tokens of the raw logits,
-        which the first sampling has written.
+        Adds the bias to all logits of the sequence, then runs the processors, then samples. The slot keeps the
+        logsumexp and the best tokens that the first sampling has written, because they describe the raw logits.
         """
         seqs = slot.num_seqs
         changes = (slot.do_sample[:seqs] != 0) & (slot.sampled_ids[:seqs] >= 0)
@@ -272,9 +271,9 @@ class Sampler:
     ) -> list[Int32Array | None]:
         """Returns the history (prompt and output) of each sequence with penalties, and None for each other sequence.
 
-        If the step verifies drafts, the result has an element for each input token instead. An input token is a draft,
-        or the last known token of its sequence. ``drafts`` is the result of ``_num_drafts_before``. The history of an
-        input token includes the drafts of its sequence up to and including this input token.
+        If the step verifies drafts, the result has an element for each input token: a draft, or the last known token of
+        a sequence. The history of a draft includes the draft itself and the drafts before it. ``drafts`` has the number
+        of these drafts for each input token (``_num_drafts_before``).
         """
         table = self.rows
         histories: list[Int32Array | None] = [None] * slot.num_seqs
@@ -295,8 +294,8 @@ class Sampler:
 def _num_drafts_before(slot: StepSlot) -> Int32Array:
     """Returns, for each input token of a step with drafts, the number of drafts of its sequence up to this token.
 
-    The result is int32 [input tokens]. An input token is a draft, which counts itself, or the last known token of its
-    sequence, which gets 0.
+    The result is int32 [input tokens]. It is 0 for the last known token of a sequence, 1 for the sequence's first
+    draft, 2 for its second draft, and so on.
 
     Raises ProtocolError if the step has another number of drafts than its slot states, or if a draft is not a token.
     """

@@ -1,9 +1,10 @@
 """Keeps the states of sequences for linear attention. Each batch row has states of fixed size in each layer with linear
 attention.
 
-In a layer, a batch row has memory for two states. A step reads the state after the tokens before the step, and writes
-the other one. So a step can run twice with the same result. The row check, the replays and the recovery from a failed
-graph need this. A sequence begins with a state of zeros, so a batch row needs no reset for a new sequence.
+In a layer, a batch row has memory for two states. A step reads the state that the previous step has written, and writes
+its own state into the other memory. So a step can run twice with the same result. The row check, the replays and the
+recovery from a failed graph need this. A sequence begins with a state of zeros, so a batch row needs no reset for a new
+sequence.
 
 A step may verify drafts, and some of them may be rejected. The step then writes the state before the first draft, and a
 log with the inputs of each draft (``agent/kernels/ops/gated_delta.h``). The sequence's next step reads this state and
@@ -134,7 +135,9 @@ class SequenceStates:
         return resumed
 
     def _save(self, moves: Int32Array, runs: Int32Array, begins: _Ints) -> None:
-        """Adds the snapshots that the step saves to ``runs``, in ascending order of tokens."""
+        """Writes into ``runs`` which snapshots the step saves. The snapshots of a run are ordered by the number of
+        tokens after which they are saved.
+        """
         is_save = moves[:, 1] != 0
         saved = moves[is_save, 2]
         if np.unique(saved).size < saved.size or np.isin(saved, moves[~is_save, 2]).any():
@@ -150,9 +153,14 @@ class SequenceStates:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """The runs of a step. The first five arrays have an element for each run, the others for each entry of the step."""
+    """The runs of a step. An entry of the step is a sequence, or a draft that the step lists like a sequence.
+
+    ``rows``, ``lens``, ``begins``, ``firsts`` and ``settled`` have an element for each run. ``entry_lens``, ``run_of``
+    and ``place`` have an element for each entry.
+    """
 
     rows: _Ints
+    """The batch row of each run."""
     lens: _Ints
     """The number of tokens of each run."""
     begins: _Ints
@@ -169,11 +177,11 @@ class _Runs:
     """The number of tokens of the same run that come before the entry."""
 
     def with_runs(self, moves: Int32Array) -> Int32Array:
-        """Returns state moves that name runs, from ``moves``, which name sequences of the step (or drafts).
+        """Converts the state moves of a step: replaces the index of an entry by the index of its run.
 
-        Both are [state moves, 3], as ``StepInputs.state_moves`` describes. In the result, the number of tokens after
-        which a state is saved counts from the first token of the run. Raises ProtocolError if a move names a sequence
-        or tokens that the step does not have.
+        ``moves`` and the result are [state moves, 3], as ``StepInputs.state_moves`` describes. In the result, the
+        number of tokens after which a state is saved counts from the first token of the run. Raises ProtocolError if a
+        move names an entry or tokens that the step does not have.
         """
         if not moves.size:
             return moves

@@ -211,8 +211,9 @@ class StepReader:
     def read_moves(self, slot: StepSlot) -> Int32Array:
         """Returns the block moves of a step, int32 [moves, 3]: ``MoveKind``, source block, destination block.
 
-        Any step may have block moves. Raises ProtocolError if a move is not valid. A hand-over is not valid here: only
-        a step without tokens may have hand-overs (``moves_of``, ``HandedBlocks``).
+        Any step may copy blocks within the cache, or between the cache and host memory. Raises ProtocolError if a block
+        does not exist, or if a move is a hand-over. ``HandedBlocks`` runs hand-overs, which only a step without tokens
+        may have.
         """
         moves = moves_of(slot)
         if slot.num_moves:

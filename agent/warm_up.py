@@ -18,8 +18,9 @@ from llm_serving.sampling_params import SAMPLER_PARAMETERS
 def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
     """Returns, for each kind of step, the query lengths and context lengths of the largest step.
 
-    The kinds are whole prompts, chunks of prompts with the longest context, and decode with the longest contexts. A
-    mixed step is not larger: it has no more tokens than the step with chunks and no more sequences than the decode.
+    The kinds are whole prompts, chunks of prompts with the longest context, and decode steps with the longest contexts.
+    A mixed step needs no kind of its own. It has at most the tokens of the largest step with chunks, and at most the
+    sequences of the largest decode step.
 
     With fused operators, one graph runs all kinds, and chunks need at least as much memory as whole prompts. Therefore
     whole prompts are left out, which saves seconds for a 7B model on a CPU.

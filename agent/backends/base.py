@@ -5,20 +5,20 @@ A model uses a device only through the operators of an ``OpTable``. Code that bu
 
 Shapes name their axes. ``tokens`` and ``seqs`` are the numbers of tokens and sequences of the step. ``blocks`` is the
 width of the block tables. Activations have the op table's ``dtype``, and indices are int32. In a static graph, every
-tensor has the size of the largest step. Only its first rows, as many as the step has, are used.
+tensor has the size of the largest step. A smaller step uses only the first rows of each tensor.
 
 ``step`` is a tuple of inputs that every operator may read: slot_mapping [tokens], block_tables [seqs, blocks],
 context_lens [seqs], query_lens [seqs]. Query i of a sequence with q queries and a context of c tokens is at position
 c - q + i. Some graphs have more inputs in ``step``, in this order:
 
 - A static graph has counts = (tokens, seqs, blocks, step number). Its ``block_tables`` has one axis.
-- The graph for parts of prompts has the output of ``chunk_mask``.
+- The graph for chunks (parts of prompts) has the output of ``chunk_mask``.
 - A graph that reads the cache has ``step_blocks`` [blocks] if ``OpTable.gathers_blocks`` is True.
 - A graph has ``adapter_rows``, int64 [groups], if ``OpTable.num_adapter_groups`` is not 0.
 
-An operator adds the numbers for a token in an order that depends only on the layer's number of inputs and the token's
-context. Therefore a token's result does not depend on the other tokens of the step. The result is also the same in a
-prompt, a chunk and a decode step.
+For every token, an operator adds floating-point numbers in a fixed order. This order depends only on the size of the
+layer and on the length of the token's context. Therefore the bits of a token's result do not depend on the other
+tokens of the step. They are also the same in a prompt, a chunk and a decode step.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ class LatentForm:
 
 
 class OpTable(ABC):
-    """Makes the operators of one device. Each call of a method makes a new operator, which a model uses at one place.
-    """
+    """Makes the operators of one device. Each call of a method makes a new operator for one place in the model."""
 
     traits: ClassVar[DeviceTraits]
     states: SequenceStates | None = None
@@ -114,7 +113,8 @@ class OpTable(ABC):
         self.hooks = hooks or DeviceHooks()
         self.takes_rows = False
         """True if the model reads images. Then the graph's first input is not token ids but a matrix [tokens,
-        hidden_size]. It has the embedding of each text token, and a row of the image for each image token."""
+        hidden_size]. It has the embedding of each text token, and an output row of the vision encoder for each image
+        token."""
         self.rows: Array | None = None
         """[tokens, hidden_size]: the array that the graph reads as its first input in every step, if ``takes_rows``.
         None if the input is another array in each step."""
@@ -169,9 +169,9 @@ class OpTable(ABC):
 
     @property
     def has_whole_prompt_graph(self) -> bool:
-        """Whether the model needs a separate graph for steps of whole prompts.
+        """Whether the model needs a separate graph for steps in which every sequence is a whole prompt.
 
-        If not, whole prompts are computed like parts of prompts. The value is valid after the model has been built.
+        If not, the graph for chunks also computes whole prompts. The value is valid after the model has been built.
         """
         return True
 
@@ -213,12 +213,13 @@ class OpTable(ABC):
 
     @property
     def num_adapter_groups(self) -> int:
-        """The number of groups in the graph's input ``adapter_rows`` [groups], the number of tokens of each group.
+        """The length of the graph's input ``adapter_rows`` [groups], which has the number of tokens of each group.
 
-        The tokens of a step are ordered by adapter slot. Each adapter slot is a group, and the last group has the
+        The tokens of a step are ordered by adapter slot. Each adapter slot has a group, and the last group has the
         tokens without an adapter.
-        0 if the graph does not have this input: the server has no adapters, or the operators find the adapters in
-        another way.
+
+        The result is 0 if the graph has no input ``adapter_rows``. Then the server has no adapters, or the operators
+        find the adapter of each token in another way.
         """
         return 0
 
@@ -416,9 +417,9 @@ class OpTable(ABC):
         """Returns an operator: the graph's input ``positions`` -> a tuple of tensors, which ``attention`` takes as its
         argument ``rotary``.
 
-        The model runs this operator once in each step. ``cos`` and ``sin`` are float32 [positions, head_size], and each
-        row contains its angles twice. ``window`` is the attention window of the layers that have a window. 0 means that
-        no layer has one.
+        The model runs this operator once in each step. ``cos`` and ``sin`` are the tables of
+        ``agent.layers.rotary.rotary_tables``, float32 [positions, head_size]. ``window`` is the attention window of the
+        layers that have a window. 0 means that no layer has a window.
         """
 
     def chunk_mask(self) -> Operator | None:

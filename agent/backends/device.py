@@ -63,7 +63,8 @@ class BlockMoves(ABC):
 class DeviceHooks:
     """Methods that the agent calls after it has loaded the weights, and around each run of a graph.
 
-    A device overrides the methods for which it needs its own code. The methods of this class only run the graph.
+    A device overrides the methods for which it needs its own code. By default, ``launch`` runs the graph, and the other
+    methods do nothing.
     """
 
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:

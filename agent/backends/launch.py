@@ -10,7 +10,7 @@ import numpy as np
 from agent.weights.storage import Array
 
 OnDevice = Any
-"""A tensor of MindSpore. If a step was replayed without MindSpore, on a CPU, it is an array."""
+"""A result of a graph: a tensor of MindSpore. A step that was replayed without MindSpore has NumPy arrays instead."""
 
 
 class Launch:

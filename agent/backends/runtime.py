@@ -44,7 +44,10 @@ def start_runtime(config: Config, rank: int = 0) -> None:
 
 
 def start_without_mindspore(config: Config, rank: int) -> None:
-    """Sets up the process for steps on a CPU that need no MindSpore. ``start_runtime`` may be called later."""
+    """Sets up an agent on a CPU that replays stored launches without MindSpore (``agent.stored_program``).
+
+    If the agent needs MindSpore later, ``start_runtime`` may still be called.
+    """
     _use_cores(config, rank)
     _use_own_threads(config)
 

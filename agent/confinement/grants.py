@@ -124,8 +124,8 @@ def _linked_files(folder: Path, depth: int = 1) -> Iterator[Path]:
     """Yields the targets of the symbolic links in the folder of a package. Also searches the packages in a namespace
     package.
 
-    If a link leads into another package folder with the same name as ``folder``, yields that whole folder instead. It
-    has all files of the package.
+    If a link leads to a file in another package folder with the same name as ``folder``, yields that folder instead of
+    the file. That folder has all files of the package.
     """
     entries = _entries(folder)
     links = [_real(entry.path) for entry in entries if entry.is_symlink()]

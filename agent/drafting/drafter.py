@@ -39,8 +39,8 @@ class Line:
     """A sequence that the draft model continues after a step."""
 
     index: int
-    """Index of the sequence in the step's arrays. A step with drafts has several entries for a sequence: one for its
-    last token and one for each draft. Then this is the last entry that was not rejected.
+    """Index in the step's arrays of the sequence, or of its last accepted draft. A step that verifies drafts lists the
+    last known token of a sequence and each of its drafts like a sequence of one token.
     """
     row: int
     start: int
@@ -48,7 +48,8 @@ class Line:
     end: int
     """The number of known tokens of the sequence, including the token that the step has sampled."""
     num_own: int
-    """The number of positions in the blocks of the sequence. Later positions are in scratch blocks."""
+    """The number of positions in the blocks of the sequence. The drafts at later positions have their keys and values
+    in scratch blocks, which belong to the batch row."""
     samples: bool
     table: Int32Array
     drafts: list[int] = field(default_factory=list)
@@ -127,16 +128,18 @@ class Drafter:
         return (time.perf_counter_ns() - start) // 1000
 
     def _draft(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
-        """Writes the drafts of a step into its slot. ``counts`` is True for each entry of the step that was not
-        rejected."""
+        """Makes drafts after a step and writes them into its slot.
+
+        ``counts`` has a flag for each index of the step's arrays. It is False for a rejected draft, otherwise True.
+        """
         slot.draft_ids[: slot.num_seqs * slot.layout.limits.max_draft_ids] = NO_DRAFT
         if not self._is_off:
             self._try_to_draft(slot, self._lines(slot, inputs, counts))
 
     def _follow(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> None:
-        """Stores the step's input tokens that were not rejected, and the tokens that the step has sampled.
+        """Stores the step's input tokens except rejected drafts, and the tokens that the step has sampled.
 
-        ``counts`` has a flag for each entry of the step: True if it was not rejected.
+        ``counts`` has a flag for each index of the step's arrays. It is False for a rejected draft, otherwise True.
         """
         seqs = slot.num_seqs
         self._take_plain()
@@ -281,6 +284,6 @@ class Drafter:
 
 
 def is_plain(slot: StepSlot, inputs: StepInputs) -> bool:
-    """Returns whether a step is a decode step of running sequences, without drafts and without wanted drafts."""
+    """Returns whether a step is a plain decode step: no sequence is new, no drafts are verified and none are wanted."""
     seqs = slot.num_seqs
     return not (slot.num_wanted or slot.num_drafts or inputs.token_ids.size != seqs or slot.restarts[:seqs].any())

@@ -2,7 +2,7 @@
 
 A head needs the hidden states of the model, which exist only until the next step. Therefore the head must compute every
 token, even if no drafts are wanted. To save time, the hidden states are copied, and the head computes the tokens of
-several steps together. Tokens that the head has not computed yet are waiting.
+several steps together. In this module, waiting tokens are tokens that the head has not computed yet.
 
 At position p, a head takes the hidden state at p and the token at p + 1. Therefore ``DraftRows`` stores the sequence's
 token at p + 1 at position p. The last hidden state of a chunk waits for the next chunk, which has the next token.
@@ -122,8 +122,9 @@ class HeadDrafter(Drafter):
         return (time.perf_counter_ns() - start) // 1000
 
     def _known(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_], states: Array) -> _Known:
-        """Returns copies of the step's tokens, without those of rejected drafts. Each draft is an entry of the step.
-        ``counts`` [entries] is True for an entry that was not rejected.
+        """Returns copies of the step's tokens and hidden states, without rejected drafts.
+
+        ``counts`` has a flag for each index of the step's arrays. It is False for a rejected draft, otherwise True.
         """
         sampled, contexts = slot.sampled_ids[: slot.num_seqs], inputs.context_lens
         used, has_token = np.repeat(counts, inputs.query_lens), sampled >= 0
@@ -181,7 +182,9 @@ class HeadDrafter(Drafter):
             self._guarded(lambda: self._catch_up([]))
 
     def _lines(self, slot: StepSlot, inputs: StepInputs, counts: npt.NDArray[np.bool_]) -> list[Line]:
-        """Returns the sequences of the step that may get drafts. ``counts`` is True for entries that were not rejected.
+        """Returns a ``Line`` for each sequence of the step that may get drafts.
+
+        ``counts`` has a flag for each index of the step's arrays. It is False for a rejected draft, otherwise True.
         """
         lines: dict[int, Line] = {}
         for index in np.flatnonzero(counts).tolist():
@@ -228,9 +231,10 @@ class HeadDrafter(Drafter):
             waiting = [(line, states[done.get(line.row, 0) :]) for line, states in waiting if line.start < line.end]
 
     def _sorted_waiting(self) -> list[tuple[int, Int32Array, Array]]:
-        """Removes all waiting tokens. Returns (batch row, positions, hidden states) for each sequence.
+        """Removes all waiting tokens and returns them as (batch row, positions, hidden states) for each sequence.
 
-        Leaves out sequences that have ended and one of whose blocks belongs to another sequence now.
+        If another sequence has written to a block of a waiting token, the token's sequence has ended. The result then
+        leaves out all tokens of this sequence.
         """
         if not self._waiting:
             return []
@@ -250,8 +254,8 @@ class HeadDrafter(Drafter):
     def _continued(self, row: int, positions: Int32Array, states: Array, wanted: dict[int, Line]) -> Line | None:
         """Returns the ``Line`` of a sequence if the head can compute some of its waiting tokens, else None.
 
-        ``wanted`` has the lines of the sequences that get drafts, by batch row. A waiting token whose next token is not
-        known yet waits again. If a hidden state is missing, the sequence gets no drafts.
+        ``wanted`` has the lines of the sequences that get drafts, by batch row. If the token after a waiting token is
+        not known yet, the waiting token stays waiting. If a hidden state is missing, the sequence gets no drafts.
         """
         line = wanted.get(row) or self._line(row, -1)
         if line.start < 0 or positions[0] != line.start or positions[-1] - positions[0] != positions.size - 1:

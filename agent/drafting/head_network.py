@@ -39,7 +39,7 @@ class HeadNetwork(DraftNetwork):
         self._reader = StepReader(of_tokens, config.max_num_seqs)
         self._vocab_size = head.vocab_size
         self._tokens: Int32Array | None = None
-        """The token id of each guess of the head. None means that the head's guesses are token ids themselves."""
+        """Maps the indices of the head's logits to token ids. None means that each index is its own token id."""
         self._model_norm: Array | None = None
         """The weight of the model's last norm, if the head takes normalised hidden states. Otherwise None."""
 
@@ -77,17 +77,16 @@ class HeadNetwork(DraftNetwork):
                 self._run_step(make_step(self.config, *lens), kind == "decode", given, own=own)
 
     def no_states(self, tokens: int) -> Array:
-        """Returns hidden states that are zero, with the shape [tokens, places x hidden_size] and the type of
-        ``states_of``.
-        """
+        """Returns zeros with the shape and the type of ``states_of``, for ``tokens`` tokens."""
         width = len(self._head.layers) * self._head.hidden_size
         return from_float32(np.zeros((tokens, width), np.float32), self.config.model_config.model_dtype)
 
     def states_of(self, tapped: Sequence[Array]) -> Array:
-        """Returns the hidden states that the head takes, [tokens, places x hidden_size], as a copy.
+        """Returns a copy of the hidden states that the head takes, [tokens, layers x hidden_size].
 
-        ``tapped`` are the model's residual streams [tokens, hidden_size] after ``DraftModel.tapped_layers``. ``places``
-        is the number of these streams.
+        ``layers`` is the number of the model's layers whose hidden states the head takes: one for an MTP head, three
+        for an EAGLE-3 head. ``tapped`` are the model's residual streams [tokens, hidden_size] after the layers
+        ``DraftModel.tapped_layers``.
         """
         if self._model_norm is not None:
             return self._normed(tapped[0], self._model_norm)

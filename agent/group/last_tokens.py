@@ -74,12 +74,12 @@ class SharedLastTokens:
         token_ids[token_ids == LAST_TOKEN] = self.of_rows(needed)
 
     def step_done(self, slot: StepSlot) -> None:
-        """Records that a step has run. In the agent that samples, also publishes the step's tokens."""
+        """Records a step that has run. In the agent that samples, also publishes the step's tokens."""
         self.publish(slot)
         self.record(slot)
 
     def record(self, slot: StepSlot) -> None:
-        """Records that the group's next step samples the batch rows of ``slot``. Counts this step."""
+        """Records, for the batch rows that the step in ``slot`` samples, the number of this step. Counts the step."""
         self._sampled_in[_sampled_rows(slot)] = self._steps
         self._steps += 1
 

@@ -24,8 +24,8 @@ class ModelPart:
     shard: Shard
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
-    """The parts of a group whose results this single agent must reproduce (``parallel_config.sum_parts``), or empty.
-    The agent adds its sums in the order of these parts, so it gets the same bits as the group.
+    """Lets a single agent compute the same bits as a group of ``parallel_config.sum_parts`` agents: the parts of the
+    agents of this group. The agent adds the numbers of each sum in the order of these parts. Usually empty.
     """
 
     pools: bool = False

@@ -48,8 +48,8 @@ class Attention(nn.Cell):
             self.key_norm = NormWeight(ops, head_dim, shape.norm_dtype)
         self.has_gate = shape.gated_attention
         if self.has_gate:
-            # The gate uses the sum that ``qkv`` has computed, so its own norm must not add to the residual stream
-            # again.
+            # ``qkv`` has already computed hidden + residual. The gate takes this sum as its input, so the gate must not
+            # add the residual again.
             self.gate = NormLinear(ops, shape.hidden_size, heads * head_dim, shape.rms_norm_eps, first=True)
             self.sigmoid_gate = ops.sigmoid_gate(heads * head_dim)
         self.has_sinks = shape.sinks

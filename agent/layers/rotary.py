@@ -15,14 +15,15 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, Float32Array]:
-    """Returns cosines and sines, float32 [num_positions, rotary_width]. Each row contains its angles twice.
+    """Returns the tables of cosines and sines, both float32 [num_positions, rotary_width].
+
+    The two elements of a pair are rotated by the same angle, so each angle has two columns. If adjacent elements are
+    rotated together (``LatentAttention.interleaved``), the two columns of an angle are adjacent. Otherwise the second
+    half of a row repeats the first half.
 
     With partial rotary embedding, some elements of a head are not rotated. Their columns, at the end of both halves of
     a row, have cosine 1 and sine 0. The loader orders the rows of query and key weights accordingly
     (``agent/models/names.py``).
-
-    If adjacent elements are rotated together (``LatentAttention.interleaved``), the two columns of an angle are
-    adjacent. Otherwise the second half of a row repeats the first half.
 
     Frequencies and angles are rounded to float32 at the same places as in transformers, because checkpoints were
     trained with these values. Cosine and sine are computed in float64 and rounded once. They include the attention
@@ -51,8 +52,9 @@ def local_rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32A
 
 
 def _widened(table: Float32Array, shape: ModelShape, filler: float) -> Float32Array:
-    """Adds columns for the elements of a head that are not rotated to a rotary table. The new columns have the value
-    ``filler``. Half of them are at the end of the first half of each row, the others at the end of the second half.
+    """Widens a table of cosines or sines by columns for the elements of a head that are not rotated.
+
+    The new columns have the value ``filler``. Each half of a row ends with one half of the new columns.
     """
     missing = (shape.rotary_width - shape.rotary_dim) // 2
     if missing == 0:
@@ -83,7 +85,10 @@ def rotary_frequencies(shape: ModelShape, num_positions: int = 1) -> Float32Arra
 
 
 def _powers(shape: ModelShape, base: np.float32 | Float32Array) -> Float32Array:
-    """Returns ``base`` to the powers 0, 2/d, 4/d, ... where d is ``rotary_dim``. Several bases give several rows."""
+    """Returns ``base`` to the powers 0, 2/d, 4/d, ... where d is ``rotary_dim``: [d / 2].
+
+    If ``base`` is an array [bases, 1], the result is [bases, d / 2].
+    """
     exponents = np.arange(0, shape.rotary_dim, 2, dtype=np.float32) / np.float32(shape.rotary_dim)
     powers: Float32Array = np.power(np.asarray(base, np.float64), exponents.astype(np.float64)).astype(np.float32)
     return powers

@@ -70,8 +70,8 @@ class PackedAdapter:
 
 
 class PackedSlots:
-    """The adapter slots of the kernels (``AdapterSlots``). There is a packed adapter for each adapter slot and packed
-    weight.
+    """The adapter slots of the kernels (``AdapterSlots``): a ``PackedAdapter`` for each weight that the adapter of a
+    slot changes.
     """
 
     def __init__(self, num_slots: int, dtype: str, weights: Mapping[str, Array]) -> None:
@@ -92,7 +92,8 @@ class PackedSlots:
 
 
 def _vectors(columns: int, *, is_gated: bool) -> Iterator[range]:
-    """Yields the columns of each vector of a packed weight, in the order of its panels (``ops/linear.h``)."""
+    """Yields the columns of each SIMD vector (up to 16 columns) of a packed weight, in the order of the weight's panels
+    (``ops/linear.h``)."""
     if not is_gated:
         for first in range(0, -(-columns // _PANEL) * _PANEL, _LANES):
             yield range(first, max(first, min(first + _LANES, columns)))
@@ -107,9 +108,10 @@ def _vectors(columns: int, *, is_gated: bool) -> Iterator[range]:
 def _block(
     columns: range, modules: Sequence[ModuleAdapter], ranks: npt.NDArray[Any], storage: Any
 ) -> tuple[int, Array]:
-    """Returns the part of an adapter that changes one vector of 16 columns: (first rank, B).
+    """Returns the part of an adapter that changes one SIMD vector of 16 columns: (first rank, B).
 
-    B [ranks, 16] has the rows of the ranks that these columns use. ``first rank`` is the lowest of them.
+    The layers that a weight joins, such as q, k and v, have different ranks of the adapter. B [ranks, 16] has only the
+    rows for the ranks that these columns use. ``first rank`` is the number of the first of these ranks.
     """
     touched = [
         index for index, each in enumerate(modules) if each.rows.start < columns.stop and columns.start < each.rows.stop

@@ -78,8 +78,8 @@ class _Head(nn.Cell):
     def outputs(
         self, hidden: Tensor, residual: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Returns two outputs of the graph: that of ``OpTable.lm_head`` with the logits, and that of ``OpTable.tap``
-        with the hidden states.
+        """Returns the two outputs of the graph: the result of ``OpTable.lm_head`` with the logits, and the result of
+        ``OpTable.tap`` with the head's hidden states.
         """
         own = self.tap(hidden, residual, step)
         return self.logits(hidden, residual, self.norm.weight, self.lm_head.operands(), last_tokens, step), own

@@ -168,7 +168,8 @@ def equal_layers(shape: ModelShape, tapped: tuple[int, ...] = ()) -> tuple[tuple
     """Returns ranges [first, end) of consecutive layers of the same kind. One operator can run the layers of a range
     together.
 
-    ``tapped`` has numbers of layers after which an operator takes the residual stream. A range ends there.
+    For each number n in ``tapped``, ``OpTable.tap`` reads the residual stream after the first n layers. Therefore a
+    range ends at each of these numbers.
     """
     kinds = [
         (attention_form(shape, layer), shape.has_experts(layer), shape.has_cache(layer))

@@ -25,8 +25,8 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_experts"
     is_stacked: bool = False
-    """If True, published folders have one tensor with the gates and ups of all experts, and one with all downs. An
-    expert's gates come before its ups, and the inputs are the last dimension."""
+    """True if published folders store the weights of all experts in two tensors: one for gate and up, one for down.
+    ``_stacked_rows`` describes both tensors."""
 
 
 _USUAL = ExpertNames()
@@ -68,12 +68,13 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
 
 
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
-    """Returns endings of the names of tensors that a checkpoint may contain and that are not loaded.
+    """Returns beginnings and endings of the names of tensors that a checkpoint may contain and that are not loaded.
 
-    A text that ends with "." is a beginning of names instead.
+    A text that ends with "." is a beginning. Any other text is an ending.
 
-    The tensors are the rotary frequencies, which are computed from ``config.json``, and the layers for multi-token
-    prediction. If the output layer uses the embedding, a stored output weight is not loaded either.
+    The tensors are the rotary frequencies (computed from ``config.json`` instead), the layers for multi-token
+    prediction, and a vision encoder. If the output layer uses the embedding, a stored output weight is not loaded
+    either.
     """
     names = ("rotary_emb.inv_freq", *_extra_names(shape))
     if shape.beside_encoder:
@@ -214,10 +215,10 @@ def _all_experts(experts: Experts, ours: str, theirs: str, hidden: int, names: E
 
 
 def _stacked(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[WeightPart, ...]:
-    """Returns the weights of ``count`` experts, and for each weight the rows that it has in gpt-oss's tensors.
+    """Returns ``parts``, the weights of ``count`` experts, each with its place in a tensor of gpt-oss's checkpoints.
 
-    One tensor has the gates and ups of all experts, with alternating outputs of gate and up. Another tensor has the
-    downs of all experts.
+    One tensor has the weights gate and up of all experts, with alternating outputs of gate and up. Another tensor has
+    the weights down of all experts.
     """
     joined, name = _stacked_name(parts, theirs, count)
     return tuple(
@@ -227,11 +228,10 @@ def _stacked(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[We
 
 
 def _stacked_rows(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[WeightPart, ...]:
-    """Returns the weights of ``count`` experts, and for each weight the rows that it has in Qwen3.5's tensors.
+    """Returns ``parts``, the weights of ``count`` experts, each with its place in a tensor of Qwen3.5's checkpoints.
 
-    ``ExpertNames.is_stacked`` marks these models. One tensor has the gates and ups of all experts: first the rows of an
-    expert's gate, then the rows of its up. Another tensor has the downs of all experts. In both tensors, the inputs are
-    the last dimension.
+    One tensor has the weights gate and up of all experts. For each expert, the rows of gate come before the rows of up.
+    Another tensor has the weights down of all experts. In both tensors, the inputs are the last dimension.
     """
     joined, name = _stacked_name(parts, theirs, count)
     return tuple(
@@ -246,8 +246,10 @@ def _stacked_rows(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tup
 
 
 def _stacked_name(parts: tuple[WeightPart, ...], theirs: str, count: int) -> tuple[int, str]:
-    """Returns the number of weights that each of ``count`` experts has in a tensor of all experts, and the name of this
-    tensor."""
+    """Returns how many of ``parts`` each of ``count`` experts has, and the name of the tensor with all ``parts``.
+
+    The number is 2 if the tensor has the weights gate and up, and 1 if it has the weights down.
+    """
     joined = len(parts) // count
     return joined, f"{theirs}.experts.{'gate_up_proj' if joined == 2 else 'down_proj'}"
 

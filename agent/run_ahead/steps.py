@@ -52,8 +52,9 @@ class Graph(Protocol):
         """Launches a step."""
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the graph of this step can insert sampled token ids that are still on the device, in an array
-        of ``num_ids`` ids.
+        """Returns whether the graph of this step can insert sampled token ids that are still on the device.
+
+        ``num_ids`` is the length of the array in which the previous step has left its token ids.
         """
 
 
@@ -181,8 +182,8 @@ class StepsAhead:
     def _places(self, inputs: StepInputs, rows: Int32Array) -> Int32Array:
         """Returns, for each batch row in ``rows``, the index of its last token among the best tokens on the device.
 
-        The index is _NOT_SAMPLED if the host has the token. Finishes all launched steps first in two cases: the host
-        must still choose one of the tokens, or the graph cannot insert tokens. The host then has all tokens.
+        The index is _NOT_SAMPLED if the host has the token. If the host must still choose one of the tokens, or if the
+        graph cannot insert tokens, first finishes all launched steps. After that, the host has all tokens.
         """
         places: Int32Array = self._place_of_row[rows]
         if self._launched and (places != _NOT_SAMPLED).any():

@@ -84,6 +84,6 @@ class AdapterOrder:
         return np.bincount(self._groups(adapters), minlength=self._num_groups).astype(np.int64)
 
     def _groups(self, adapters: Int32Array) -> Int32Array:
-        """Returns the group index of each entry of ``adapters``: its adapter slot, or the last group without adapter.
-        """
+        """Returns the group of each adapter slot in ``adapters``. The group of NO_ADAPTER is the last group. The group
+        of any other slot has the number of the slot."""
         return np.where(adapters == NO_ADAPTER, np.int32(self._num_groups - 1), adapters)

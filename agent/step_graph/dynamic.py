@@ -49,8 +49,8 @@ class DynamicStepGraph(StepGraph):
     The graph for whole prompts takes at most ``max_whole_prompts`` prompts. ``decode_sizes`` are ascending numbers of
     sequences. MindSpore captures the launches of a decode step for each size, and decode steps are padded to one of the
     sizes. Without ``decode_sizes``, the agent replays the steps of all graphs itself if the device can replay steps.
-    With ``fuses``, the agent's replays fuse operators. If graphs gather blocks, ``step_blocks`` lists the blocks of
-    each step for them.
+    With ``fuses``, the agent's replays fuse operators. ``step_blocks`` lists the blocks that a step reads. It must be
+    given if the graphs gather these blocks.
     """
 
     def __init__(
@@ -163,11 +163,10 @@ class DynamicStepGraph(StepGraph):
         return as_array(self._results(inputs, entry)[0])
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the graph of this step can insert sampled token ids that are still on the device, in an array
-        of ``num_ids`` ids.
+        """Returns whether the graph of this step can insert sampled token ids that are still on the device.
 
-        If MindSpore captures decode steps, a decode step can insert ids only if ``num_ids`` is the number of sequences
-        of the padded step.
+        ``num_ids`` is the length of the array in which the previous step has left its token ids. If MindSpore captures
+        decode steps, this length must equal the number of sequences of this step with its padding sequences.
         """
         return self._inserts_ids and (not self._is_padded(inputs) or num_ids == self._num_ids(inputs))
 

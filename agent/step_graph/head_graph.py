@@ -39,9 +39,10 @@ class HeadGraph(ABC):
     def run(self, inputs: StepInputs, states: Array, *, own: bool) -> tuple[Int32Array, Array]:
         """Runs a step. Returns the best guess of each sequence [seqs], and the head's hidden states [tokens, width].
 
-        ``states`` are the model's hidden states [tokens, layers x width], where an EAGLE-3 head reads three layers and
-        an MTP head one. With ``own``, they are the head's own hidden states [tokens, width]. Both results are valid
-        until the next run. bfloat16 is returned as uint16. Raises RuntimeError if an operator refuses its inputs.
+        ``states`` are the model's hidden states [tokens, layers x width]: of three layers for an EAGLE-3 head, of one
+        layer for an MTP head. With ``own``, ``states`` are the head's own hidden states [tokens, width]. Both results
+        are valid until the next run. bfloat16 is returned as uint16. Raises RuntimeError if an operator refuses its
+        inputs.
         """
 
 

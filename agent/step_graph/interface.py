@@ -73,8 +73,9 @@ class StepGraph(ABC):
         """
 
     def inserts(self, inputs: StepInputs, num_ids: int) -> bool:
-        """Returns whether the graph of this step can insert sampled token ids that are still on the device, in an array
-        of ``num_ids`` ids.
+        """Returns whether the graph of this step can insert sampled token ids that are still on the device.
+
+        ``num_ids`` is the length of the array in which the previous step has left its token ids.
         """
         del inputs, num_ids
         return False

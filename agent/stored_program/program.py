@@ -55,8 +55,9 @@ class StoredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def make_launches(launches: tuple[StoredLaunch, ...], memory: Mapping[str, Array]) -> RecordedLaunches:
     """Restores stored launches in this process: calls each operator once, and returns the recorded calls for replays.
 
-    ``memory`` maps the names of memory to this process's arrays. The inputs in these arrays must be a step without
-    tokens. Raises ProgramError if the operators refuse their arguments.
+    ``memory`` maps the names in stored arguments to this process's arrays. The arrays of the step's inputs must
+    describe a step without tokens, so that the calls compute nothing. Raises ProgramError if the operators refuse their
+    arguments.
     """
     outputs: dict[tuple[int, int], Array] = {}
 

@@ -121,9 +121,9 @@ def _gelu(values: Floats) -> Floats:
 
 
 def _position_ids(side: int) -> npt.NDArray[Any]:
-    """Returns the number of each patch's position embedding, with the rounding errors of transformers.
+    """Returns the number of each patch's position embedding, with the rounding errors of the library transformers.
 
-    transformers divides positions in float32. So a patch may get the embedding of the position before its own.
+    That library divides positions in float32. So a patch may get the embedding of the position before its own.
     """
     step = np.float32(1) / np.float32(side)
     boundaries = (1 / side + np.arange(side - 1) * (1 / side)).astype(np.float32)

@@ -1,9 +1,9 @@
 """Rotary embedding of positions with three dimensions: time, height and width (M-RoPE, arXiv:2409.12191, section 2.1).
 
 A text token has the same number in all three dimensions. All tokens of an image have the same time. Their other two
-numbers are this time plus the row, and this time plus the column. The token after an image has the largest number of
-the image plus one. This is less than the position of the token in its sequence. The difference is the shift of the
-token, which the server sends with each step.
+numbers are this time plus the row, and this time plus the column. The first text token after an image has the largest
+number of the image plus one. So its rotary position is less than its position in the sequence. The difference is the
+token's shift, which the server sends with each step.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class RotaryPositions(ABC):
 
     @abstractmethod
     def refresh(self, inputs: StepInputs) -> None:
-        """Gives the graph the rotary positions again, for some sequences of the step that ``fill`` got last.
+        """Gives the graph the rotary positions of ``inputs`` again, before the row check repeats a part of a step.
 
-        The step has no images.
+        ``inputs`` has some sequences of the step that was last passed to ``fill``. This step had no images.
         """
 
     @abstractmethod
@@ -97,8 +97,8 @@ class GraphRotaryPositions(RotaryPositions):
 class RotaryRows(RotaryPositions):
     """Gathers the cosines and sines of a step's tokens from the tables of all positions, for a graph that reads them.
 
-    Also replaces ``positions`` of the step's inputs by rotary positions of one dimension. Image tokens get the number
-    that a text token would have there.
+    Also subtracts each token's shift from ``positions`` of the step's inputs. For a text token, this gives its
+    rotary position.
     """
 
     def __init__(self, config: Config, out: tuple[Array, Array]) -> None:

@@ -116,7 +116,10 @@ class ImageRows:
         return out
 
     def embedded(self, inputs: StepInputs) -> Array:
-        """Returns the embeddings [tokens, hidden size] of some text tokens of the last step."""
+        """Returns the embeddings [tokens, hidden size] of a decode step that the row check computes again.
+
+        ``inputs`` has some sequences of the last step. All tokens are text tokens.
+        """
         if self._rotary is not None:
             self._rotary.refresh(inputs)
         return self._embedded(inputs)
@@ -129,7 +132,8 @@ class ImageRows:
         return out
 
     def _check(self, tile: StepTile, inputs: StepInputs) -> None:
-        """Raises ProtocolError if the numbers of a tile exceed a limit, or if its tokens are not image tokens."""
+        """Raises ProtocolError if a size or an index of a tile is out of range, or if the tile replaces tokens other
+        than image tokens."""
         values = np.array([tile.place, tile.token, tile.first, tile.rows], np.int32)
         most = self._tiles.layout.tile_pixels
         if not self._vision.is_tile(tile.height, tile.width) or tile.height * tile.width > most:

@@ -62,7 +62,8 @@ def _primitives_in_nz(config: Config) -> list[str]:
     """Returns the primitives whose int8 weights MindSpore converts to NZ, the layout of the device's matrix unit.
 
     ``QuantBatchMatmul`` is in the list if ``model_config.weight_layout`` is ``nz``. ``GroupedMatmulV4`` is in the list
-    if it multiplies int8 activations by the weights of experts. No known inference project uses it with another layout.
+    if it multiplies int8 activations by int8 weights of experts. For this product, every known inference project uses
+    NZ weights.
     """
     names = ["QuantBatchMatmul"] if config.model_config.weight_layout == "nz" else []
     has_experts = config.shape.experts is not None

@@ -55,7 +55,10 @@ class Sum(nn.Cell):
 
 
 class HandOver(nn.Cell):
-    """Ends a pipeline stage: writes hidden + residual to the array ``stream``, and returns the step's number."""
+    """Ends a pipeline stage: writes hidden + residual to the array ``stream``.
+
+    Returns only the number of the step (``counts[3]``).
+    """
 
     def __init__(self, hand_over: Operator, stream: Array, dtype: str) -> None:
         super().__init__()
@@ -233,11 +236,12 @@ class RoutedExpertMLP(nn.Cell):
 
 
 class LMHead(nn.Cell):
-    """Writes the logits to ``logits`` and each sequence's best token to ``best_ids``. Returns the step's number.
+    """Writes the logits to the array ``logits``, and each sequence's best token to the array ``best_ids``.
 
-    ``FusedCpuOps`` describes both arrays. If agents share the vocabulary, ``vocabulary`` describes the part of this
-    agent (``FusedCpuOps._vocabulary``), and the first agent's ``logits`` get the columns of all agents. Otherwise
-    ``vocabulary`` is None.
+    Returns only the number of the step (``counts[3]``). ``FusedCpuOps`` describes both arrays.
+
+    If agents share the vocabulary, ``vocabulary`` describes the part of this agent (``FusedCpuOps._vocabulary``). The
+    first agent's ``logits`` then get the columns of all agents. Otherwise ``vocabulary`` is None.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ from llm_serving.model.families import Experts
 
 _EMBEDDING = "embedding.weight"
 _LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight", "projection.weight", OUTPUT_LAYER)
-"""Endings of the names of linear weights. Weights of experts have one more axis, for the expert."""
+"""Endings of the names of all linear weights except those of latent attention. The weights of experts have the same
+endings, and one more axis for the expert."""
 _LATENT_WEIGHTS = tuple(f"attention.{name}.weight" for name in ("joined", "query", "key_up", "value_up"))
 """Endings of the names of latent attention's linear weights."""
 _HEAD_WEIGHTS = _LATENT_WEIGHTS[2:]

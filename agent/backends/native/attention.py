@@ -22,7 +22,7 @@ from agent.weights.storage import Array, from_float32
 
 _ROTATE_HALVES = 2
 """Value of the argument ``cos_format`` of ApplyRotaryPosEmb. With this value, the primitive rotates pairs of elements
-that are half a head apart. It takes a row of cos and sin for each token.
+that are half a head apart. Its inputs cos and sin have one row for each token of the step.
 """
 _MASK_SIZE = 128
 _BAND_MASK_SIZE = 2048

@@ -39,8 +39,8 @@ graph would lose the operator's scope, which names the layer that calls it.
 """
 
 _SIGMOID, _SUMMED_OF_GROUP = 0, 2
-"""Arguments of FusedAddTopKDiv. ``activate_type`` 0 is the sigmoid. The 2 means that a group of experts is ranked by
-the sum of its 2 best experts.
+"""Arguments of FusedAddTopKDiv. ``_SIGMOID`` is the ``activate_type`` for a sigmoid router. ``_SUMMED_OF_GROUP`` is the
+number of experts whose scores are summed to rank a group: the 2 best experts of the group.
 """
 
 
@@ -132,10 +132,10 @@ class _SoftmaxRouter(nn.Cell):
 
 
 class _GroupRouter(nn.Cell):
-    """The router of DeepSeek V3. Chooses the groups with the best experts, and within them the experts with the largest
-    corrected sigmoids.
+    """The router of DeepSeek V3. An expert's score is the sigmoid of its logit, plus a correction from the checkpoint.
 
-    Returns the same tensors as ``_SoftmaxRouter``.
+    First ranks each group of experts by the sum of its 2 best scores, and chooses the best groups. Then chooses the
+    experts with the best scores of these groups. Returns the same tensors as ``_SoftmaxRouter``.
     """
 
     def __init__(self, experts: Experts, routing: Routing) -> None:

@@ -1,9 +1,9 @@
 """Implements the int8 KV cache of the native op table: quantises new keys and values, and dequantises cached ones.
 
 Before attention, this module gathers and dequantises the blocks of the step. The primitive PagedAttention could read an
-int8 cache itself, but its scales do not fit. One scale for each channel must be known in advance. For one scale for
-each token, no source documents the layout in a paged cache. The project vllm-ascend also gathered and dequantised
-blocks, for chunks of prompts with one scale for each channel (pull request 4218).
+int8 cache itself, but neither of its two kinds of scales can be used here. Scales of channels must be known before the
+first token is cached. For scales of tokens, no source documents the layout in a paged cache. The project vllm-ascend
+also gathered and dequantised blocks, for chunks of prompts and with scales of channels (pull request 4218).
 
 ``llm_serving.model.number_formats.scale_row_width`` describes a row of the cache of scales.
 """
@@ -70,7 +70,7 @@ class MultipliedOut(nn.Cell):
         self.dtype = MINDSPORE_DTYPES[dtype]
 
     def construct(self, keys: Tensor, values: Tensor, scales: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Returns the keys and the values. ``shape`` is the shape of the results, whose first size is -1."""
+        """Returns the keys and the values, both of shape ``shape``. Its first size is -1, as in a Reshape."""
         parts = self.split(self.cast(self.reshape(scales, self.row), ms.float32), self.parts, -1)
         key_scales, value_scales = self.split(self.add(parts[0], parts[1]), self.each, -1)
         return self._product(keys, key_scales, shape), self._product(values, value_scales, shape)

@@ -1,13 +1,13 @@
 """Implements attention with sinks and a clamped SwiGLU (gpt-oss, arXiv:2508.10925) of the native op table.
 
-PagedAttention and FlashAttentionScore take no sinks, and PagedAttention takes no mask in decode steps.
-FusedInferAttentionScore takes a mask in each step. It also returns the logarithm of the sum of exponentials. So the
-softmax with a sink is the softmax without it, multiplied by
+PagedAttention and FlashAttentionScore take no sinks, and PagedAttention takes no mask in decode steps. Therefore this
+module uses FusedInferAttentionScore, which takes a mask in each step. It also returns log(sum), the logarithm of the
+sum of exponentials in the softmax. The softmax with a sink is the softmax without a sink, multiplied by
 
     sum / (sum + exp(sink)) = sigmoid(log(sum) - sink)
 
-With a block table, the primitive takes one query for each row of the table (MindSpore 2.9). Therefore a step has a row
-for each token, also in prompts (``OpTable.attends_by_token``).
+FusedInferAttentionScore takes only one query for each row of a block table (MindSpore 2.9). Therefore the block table
+has a row for each token, also in prompts (``OpTable.attends_by_token``).
 """
 
 from __future__ import annotations
@@ -101,17 +101,19 @@ class SinkAttention(nn.Cell):
         return self._with_sinks(attended, sums, of_heads[0])
 
     def _written_blocks(self, cache: Tensor, written: Tensor) -> Tensor:
-        """Returns a cache with three axes. The Reshape waits for the write, because it may copy the cache.
+        """Reshapes a cache to [blocks, block size, heads x head size], as FusedInferAttentionScore expects it.
 
-        FusedInferAttentionScore reads a cache with three axes as [blocks, block size, heads x head size]. It would read
-        a cache with four axes as [blocks, heads, block size, head size]. Replays on a CPU skip the Reshape.
+        The primitive would read a cache with four axes as [blocks, heads, block size, head size]. The Reshape may copy
+        the cache, so it must run after ``written``, the write of this step. Replays on a CPU skip the Reshape.
         """
         return self.reshape(ops.depend(cache, written), self.blocks)
 
     def _with_sinks(self, attended: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
-        """Returns attention [tokens, heads x head_size] in whose softmax each head has its sink.
+        """Adds the sinks to the softmax of ``attended``, which is attention without sinks.
 
-        ``sums`` [tokens, heads, 1, 1] has the logarithms of the sums of exponentials, and ``sinks`` is [heads].
+        The result is [tokens, heads x head_size].
+        ``sums`` [tokens, heads, 1, 1] has the logarithms of the sums of exponentials, and ``sinks`` [heads] has one
+        sink for each head.
         """
         above = self.subtract(self.reshape(sums, self.sums), self.reshape(sinks, self.of_head))
         heads = self.cast(self.reshape(attended, self.heads), ms.float32)
